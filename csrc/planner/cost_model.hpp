@@ -1,0 +1,36 @@
+// The cost model: what a sequence costs on a ring, and what no plan can beat.
+#pragma once
+
+#include <cstdint>
+
+#include "planner/types.hpp"
+
+namespace hdp {
+
+// Seconds of attention of a whole sequence on one rank: a s^2.
+double attention_s(const CostModel& cost, int64_t length);
+
+// Seconds of a whole sequence on one rank: a s^2 + b s.
+double compute_s(const CostModel& cost, int64_t length);
+
+// Seconds one rank of a ring spends sending: K and V once forward, K, V and their gradients
+// backward, (degree - 1) / degree of the ring's tokens each.
+double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
+
+// Seconds of one sequence that has a ring to itself, its exposed traffic included, without g.
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node);
+
+// The greatest degree in [1, num_ranks] whose traffic hides under the sequence's attention.
+int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks);
+
+// The greatest length whose compute_s is at most `seconds` (at most 2^41).
+int64_t length_within(const CostModel& cost, double seconds);
+
+// Seconds of all sequences on one rank, without g.
+double total_compute_s(const Problem& problem);
+
+// max(total compute / ranks, the longest sequence's own time at its best degree). A sequence's
+// time grows with its length at every degree, so the longest one decides.
+double lower_bound_s(const Problem& problem);
+
+}  // namespace hdp

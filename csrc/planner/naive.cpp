@@ -1,0 +1,62 @@
+#include <algorithm>
+#include <queue>
+
+#include "planner/packing.hpp"
+#include "planner/slices.hpp"
+#include "planner/sorting.hpp"
+#include "planner/strategies.hpp"
+
+namespace hdp {
+namespace {
+
+// Hands out the ranks with the fewest micro-batches; of equals those with the lower index.
+class FewestMicroBatches {
+ public:
+  explicit FewestMicroBatches(int64_t num_ranks) {
+    for (int64_t rank = 0; rank < num_ranks; ++rank) queue_.push({0, static_cast<int32_t>(rank)});
+  }
+
+  std::vector<int32_t> take(int64_t degree) {
+    std::vector<Entry> taken;
+    for (int64_t i = 0; i < degree; ++i) {
+      taken.push_back(queue_.top());
+      queue_.pop();
+    }
+    std::vector<int32_t> ranks;
+    for (const Entry& entry : taken) {
+      ranks.push_back(entry.second);
+      queue_.push({entry.first + 1, entry.second});
+    }
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
+  }
+
+ private:
+  using Entry = std::pair<int64_t, int32_t>;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> queue_;
+};
+
+}  // namespace
+
+Plan naive(const Problem& problem) {
+  FewestMicroBatches ranks(problem.num_ranks);
+  BestFit packing(problem.tokens_per_rank);
+  std::vector<std::vector<int64_t>> bins;
+  Plan plan;
+  for (const int64_t id : longest_first(problem.lengths)) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t degree = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
+    if (degree > 1) {
+      plan.add(ranks.take(degree), {id});
+      continue;
+    }
+    const auto bin = static_cast<std::size_t>(
+        packing.place(slice_tokens(length, 1, problem.slice_multiple)));
+    if (bin == bins.size()) bins.emplace_back();
+    bins[bin].push_back(id);
+  }
+  for (const std::vector<int64_t>& bin : bins) plan.add(ranks.take(1), bin);
+  return plan;
+}
+
+}  // namespace hdp

@@ -1,0 +1,52 @@
+// The planner's question (Problem) and its answer (Plan), as plain data.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace hdp {
+
+// Seconds, bytes and tokens of one HDP rank. The formulas that use them are in cost_model.hpp.
+struct CostModel {
+  double a = 0;                       // s per token^2: attention, forward and backward
+  double b = 0;                       // s per token: everything linear in the length
+  double g = 0;                       // s per micro-batch, whatever it holds
+  double kv_bytes_per_token = 0;      // K and V of all layers
+  double intra_node_bytes_per_s = 1;  // of one rank, in a ring that stays in one node
+  double inter_node_bytes_per_s = 1;  // of one rank, in a ring that leaves its node
+  int64_t ranks_per_node = 8;
+};
+
+struct Problem {
+  std::vector<int64_t> lengths;  // tokens of each sequence of the global batch
+  int64_t num_ranks = 1;
+  int64_t tokens_per_rank = 1;  // capacity C
+  int64_t slice_multiple = 1;   // a chunk is padded to a multiple of this
+  int64_t max_length = 1;       // the context length; only the static mesh depends on it
+  CostModel cost;
+};
+
+// Whole sequences in the spare room of one member of a ring.
+struct Local {
+  int32_t rank = 0;
+  std::vector<int64_t> sequences;
+};
+
+// Micro-batches in launch order, flat: micro-batch m owns [offsets[m], offsets[m + 1]).
+struct Plan {
+  std::vector<int64_t> rank_offsets{0};
+  std::vector<int32_t> ranks;
+  std::vector<int64_t> sequence_offsets{0};
+  std::vector<int64_t> sequences;
+  std::vector<int64_t> local_offsets{0};
+  std::vector<int64_t> local_sequences;
+  std::vector<int32_t> local_ranks;  // non-decreasing within a micro-batch
+
+  int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
+
+  // Appends a micro-batch; `locals` stand in ascending rank order.
+  void add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
+           const std::vector<Local>& locals = {});
+};
+
+}  // namespace hdp

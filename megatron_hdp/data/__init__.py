@@ -1,0 +1,32 @@
+"""Documents on disk, the sequences made of them, the steps drawn from those, a rank's part of a step."""
+
+from megatron_hdp.data.index_file import (
+    DocumentIndex,
+    TokenFileError,
+    TokenFileNotFoundError,
+    read_document_index,
+)
+from megatron_hdp.data.micro_batch import RankMicroBatch, padding_micro_batch, read_micro_batch
+from megatron_hdp.data.sampler import Step, StepSampler
+from megatron_hdp.data.sequences import LONG_SEQUENCE_POLICIES, SequenceTable, split_documents
+from megatron_hdp.data.token_file import TokenFile
+from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
+
+__all__ = [
+    "LONG_SEQUENCE_POLICIES",
+    "ByteTokenizer",
+    "DocumentIndex",
+    "RankMicroBatch",
+    "SequenceTable",
+    "Step",
+    "StepSampler",
+    "TokenFile",
+    "TokenFileError",
+    "TokenFileNotFoundError",
+    "Tokenizer",
+    "build_tokenizer",
+    "padding_micro_batch",
+    "read_document_index",
+    "read_micro_batch",
+    "split_documents",
+]

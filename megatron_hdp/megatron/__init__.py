@@ -1,0 +1,1 @@
+"""The only room that knows Megatron: CPU shim, model parts, data-parallel step and checkpoint."""

@@ -1,0 +1,140 @@
+"""Attention kernels: one block of queries against one block of keys, packed sequences, with LSE.
+
+A kernel is whatever satisfies `AttentionKernel`. The ring merges the blocks' outputs by their
+log-sum-exp and calls `backward` with the *merged* output and LSE, which makes each block's gradient
+exact by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+Lengths = tuple[int, ...]
+
+
+class AttentionKernel(Protocol):
+    """Attention of packed segments; segment ``i`` of the queries sees segment ``i`` of the keys only.
+
+    Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of kv_heads
+    (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64 for float64
+    inputs). `causal` needs equal query and key segments.
+    """
+
+    name: str
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the block."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of the block, given output and LSE over all blocks."""
+        ...
+
+
+class CpuFlashKernel:
+    """PyTorch's flash SDPA for the CPU, segment by segment; float64, float32 and bfloat16."""
+
+    name = "torch-sdpa-cpu"
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionKernel.forward`."""
+        outs, lses = [], []
+        for qs, ks, vs in zip(
+            q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True
+        ):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batched(qs), _batched(ks), _batched(vs), 0.0, causal, scale=scale
+            )
+            outs.append(_packed(out))
+            lses.append(lse[0].transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lengths: Lengths,
+        k_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `AttentionKernel.backward`."""
+        dqs, dks, dvs = [], [], []
+        for dos, qs, ks, vs, outs, lses in zip(
+            *(x.split(lengths) for x, lengths in ((dout, q_lengths), (q, q_lengths))),
+            *(x.split(k_lengths) for x in (k, v)),
+            *(x.split(q_lengths) for x in (out, lse)),
+            strict=True,
+        ):
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batched(dos),
+                _batched(qs),
+                _batched(ks),
+                _batched(vs),
+                _batched(outs),
+                lses.transpose(0, 1)[None],
+                0.0,
+                causal,
+                scale=scale,
+            )
+            for total, grad in zip((dqs, dks, dvs), grads, strict=True):
+                total.append(_packed(grad))
+        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None]  # [t, h, d] -> [1, h, t, d]
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x[0].transpose(0, 1)  # [1, h, t, d] -> [t, h, d]
+
+
+def select_kernel(device: torch.device) -> AttentionKernel:
+    """The block kernel for `device`.
+
+    Raises:
+        ValueError: no kernel of this build serves the device.
+    """
+    if device.type == "cpu":
+        return CpuFlashKernel()
+    raise ValueError(
+        f"no ring attention kernel for device '{device}' in this version: kernels available: "
+        f"{CpuFlashKernel.name} (cpu)"
+    )

@@ -1,0 +1,64 @@
+"""Token-sum cross entropy over a vocabulary that tensor-parallel ranks may share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross entropy in the logits' precision (at least float32), a vocabulary slice on each rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        size = 1 if group is None else dist.get_world_size(group)
+        start = 0 if size == 1 else dist.get_rank(group) * logits.shape[-1]
+        largest = logits.amax(-1, keepdim=True)
+        if size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        logits -= largest
+        column = (labels - start)[..., None]
+        here = (column >= 0) & (column < logits.shape[-1])
+        column = column.clamp(0, logits.shape[-1] - 1)
+        target = logits.gather(-1, column) * here
+        probabilities = logits.exp_()
+        sums = torch.stack((probabilities.sum(-1, keepdim=True), target))
+        if size > 1:
+            dist.all_reduce(sums, group=group)
+        probabilities /= sums[0]
+        ctx.save_for_backward(probabilities, column, here)
+        return (sums[0].log() - sums[1]).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        probabilities, column, here = ctx.saved_tensors
+        dlogits = probabilities * grad[..., None]
+        dlogits.scatter_add_(-1, column, -grad[..., None] * here)
+        return dlogits.to(ctx.dtype), None, None
+
+
+def token_sum_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Sum of the cross entropies of the tokens that carry loss.
+
+    Args:
+        logits: ``[..., V / TP]``, this rank's slice of the vocabulary.
+        labels: ``[...]`` token ids.
+        loss_mask: ``[...]`` bool, true where the token carries loss.
+        group: tensor-parallel group, or None where the vocabulary is whole.
+
+    Returns:
+        Scalar, float32 or (for float64 logits) float64.
+    """
+    losses = _VocabParallelCrossEntropy.apply(logits, labels, group)
+    return (losses * loss_mask).sum()

@@ -1,0 +1,22 @@
+"""Builds the C++ planner; everything else is declared in pyproject.toml."""
+
+from glob import glob
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from setuptools import setup
+
+ParallelCompile("MEGATRON_HDP_BUILD_JOBS", default=2).install()
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "megatron_hdp.planner._core",
+            sorted(["csrc/bindings.cpp", *glob("csrc/planner/*.cpp")]),
+            include_dirs=["csrc"],
+            depends=sorted(glob("csrc/planner/*.hpp")),
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
+        )
+    ],
+    cmdclass={"build_ext": build_ext},
+)
