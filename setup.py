@@ -15,7 +15,10 @@ setup(
             include_dirs=["csrc"],
             depends=sorted(glob("csrc/planner/*.hpp")),
             cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
+            extra_compile_args=[
+                *["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
+                "-ffp-contract=off",  # fused multiply-add may change a plan
+            ],
         )
     ],
     cmdclass={"build_ext": build_ext},

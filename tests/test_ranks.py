@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.ranks import RankError, RankTimeout
 
-
 _kept: list[dist.Work] = []  # a send whose handle is dropped never arrives
 
 

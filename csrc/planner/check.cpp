@@ -28,8 +28,7 @@ void check_range(const std::string& name, int64_t value, int64_t greatest) {
 void check_number(const std::string& name, double value, bool zero_allowed) {
   if (std::isfinite(value) && (value > 0 || (zero_allowed && value == 0))) return;
   throw std::invalid_argument("cost model: " + name + " is " + std::to_string(value) +
-                              "; expected a finite number " +
-                              (zero_allowed ? ">= 0" : "> 0"));
+                              "; expected a finite number " + (zero_allowed ? ">= 0" : "> 0"));
 }
 
 void check_cost_model(const CostModel& cost) {
@@ -59,11 +58,10 @@ void check_length(const Problem& problem, std::size_t id) {
         with_commas(problem.slice_multiple) + "): raise --hdp-tokens-per-rank");
   }
   if (degree > problem.num_ranks) {
-    throw std::invalid_argument(name + " has " + with_commas(length) + " tokens and needs " +
-                                with_commas(degree) + " ranks at " +
-                                with_commas(problem.tokens_per_rank) + " tokens each; there are " +
-                                with_commas(problem.num_ranks) +
-                                ": raise --hdp-tokens-per-rank or add ranks");
+    throw std::invalid_argument(
+        name + " has " + with_commas(length) + " tokens and needs " + with_commas(degree) +
+        " ranks at " + with_commas(problem.tokens_per_rank) + " tokens each; there are " +
+        with_commas(problem.num_ranks) + ": raise --hdp-tokens-per-rank or add ranks");
   }
 }
 
@@ -73,12 +71,12 @@ void check(const Problem& problem) {
   check_range("number of ranks", problem.num_ranks, kMostRanks);
   check_range("tokens per rank", problem.tokens_per_rank, kMostTokens);
   check_range("slice multiple", problem.slice_multiple, kMostTokens);
-  check_range("max_length", problem.max_length, kMostTokens);
   check_cost_model(problem.cost);
   if (problem.lengths.empty()) {
     throw std::invalid_argument("there are 0 sequences; expected at least 1");
   }
   for (std::size_t id = 0; id < problem.lengths.size(); ++id) check_length(problem, id);
+  check_range("context length", problem.max_length, kMostTokens);
 }
 
 int64_t static_degree(const Problem& problem) {

@@ -50,8 +50,8 @@ Plan naive(const Problem& problem) {
       plan.add(ranks.take(degree), {id});
       continue;
     }
-    const auto bin = static_cast<std::size_t>(
-        packing.place(slice_tokens(length, 1, problem.slice_multiple)));
+    const auto bin =
+        static_cast<std::size_t>(packing.place(slice_tokens(length, 1, problem.slice_multiple)));
     if (bin == bins.size()) bins.emplace_back();
     bins[bin].push_back(id);
   }

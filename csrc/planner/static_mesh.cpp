@@ -12,11 +12,10 @@ namespace hdp {
 Plan static_mesh(const Problem& problem) {
   const int64_t degree = static_degree(problem);
   if (degree == 0) {
-    throw std::invalid_argument(
-        "static: a context of " + std::to_string(problem.max_length) + " tokens does not fit on " +
-        std::to_string(problem.num_ranks) + " ranks at " +
-        std::to_string(problem.tokens_per_rank) +
-        " tokens each: raise --hdp-tokens-per-rank or add ranks");
+    throw std::invalid_argument("static: a context of " + std::to_string(problem.max_length) +
+                                " tokens does not fit on " + std::to_string(problem.num_ranks) +
+                                " ranks at " + std::to_string(problem.tokens_per_rank) +
+                                " tokens each: raise --hdp-tokens-per-rank or add ranks");
   }
   std::vector<std::vector<int64_t>> bins;
   BestFit packing(problem.tokens_per_rank);

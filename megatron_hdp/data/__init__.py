@@ -1,4 +1,4 @@
-"""Documents on disk, the sequences made of them, the steps drawn from those, a rank's part of a step."""
+"""From documents on disk to sequences, steps, and one rank's part of a step."""
 
 from megatron_hdp.data.index_file import (
     DocumentIndex,

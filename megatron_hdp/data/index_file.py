@@ -1,8 +1,9 @@
-"""The ``.idx`` half of a Megatron dataset: where each document lies in the ``.bin`` and how long it is.
+"""The ``.idx`` half of a Megatron dataset: where each document lies and how long it is.
 
-Layout (little endian): 9 bytes magic, ``uint64`` version, ``uint8`` dtype code, ``uint64`` number of
-sequences ``n``, ``uint64`` number of document borders ``d``, ``int32[n]`` sequence lengths in tokens,
-``int64[n]`` byte pointers, ``int64[d]`` document borders (sequence indices, the first is 0).
+Layout (little endian): 9 bytes magic, ``uint64`` version, ``uint8`` dtype code, ``uint64`` number
+of sequences ``n``, ``uint64`` number of document borders ``d``, ``int32[n]`` sequence lengths in
+tokens, ``int64[n]`` byte pointers, ``int64[d]`` document borders (sequence indices, the first is
+0).
 """
 
 import os
@@ -76,7 +77,7 @@ def read_document_index(path: str | os.PathLike[str]) -> DocumentIndex:
 
 
 def _read_arrays(path: str) -> tuple[np.dtype[np.generic], Int64Array, Int64Array, Int64Array]:
-    """Return (token dtype, sequence lengths, byte pointers, document borders) as the file has them."""
+    """Return token dtype, sequence lengths, byte pointers and document borders as stored."""
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
         header = stream.read(_HEADER.size)

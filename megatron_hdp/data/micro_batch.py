@@ -1,8 +1,8 @@
 """What one rank holds of one micro-batch: its slices' tokens, labels, positions and loss mask.
 
-A sequence of a ring of degree ``D`` is cut into ``2 D`` chunks; ring member ``i`` holds chunks ``i``
-and ``2 D - 1 - i`` (head and tail), so that every member has the same causal area. Only the tokens of
-those chunks, and one label token after each, are read.
+A sequence of a ring of degree ``D`` is cut into ``2 D`` chunks; ring member ``i`` holds chunks
+``i`` and ``2 D - 1 - i`` (head and tail), so that every member has the same causal area. Only the
+tokens of those chunks, and one label token after each, are read.
 """
 
 from dataclasses import dataclass

@@ -56,7 +56,7 @@ class SequenceTable:
             max_length: the context length in tokens.
             long_sequence: what happens to a longer document: ``error``, ``truncate`` (keep its
                 beginning) or ``split`` (pieces of ``max_length``, the last one shorter).
-            documents: the contiguous documents to take, such as one part of :func:`split_documents`.
+            documents: the contiguous documents to take, such as a part of :func:`split_documents`.
 
         Raises:
             ValueError: a document is too long under ``error``, or no sequence is left.

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
         """Return the ids of a text; no special token is added."""
 
     def tokenize_bytes(self, raw: bytes) -> Int64Array:
-        """Return the ids of a document as it lies on disk (UTF-8 where the tokenizer needs text)."""
+        """Return the ids of a document as it lies on disk, UTF-8 where text is needed."""
 
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""

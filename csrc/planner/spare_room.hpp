@@ -1,0 +1,40 @@
+// Fills the spare room of ring members with whole short sequences, so that they need no
+// micro-batch (and no g) of their own.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "planner/types.hpp"
+
+namespace hdp {
+
+class SpareRoom {
+ public:
+  // `shorts`: ids of the sequences that may be placed.
+  SpareRoom(const Problem& problem, const std::vector<int64_t>& shorts);
+
+  // Gives each member up to `room` padded tokens of alike time and returns the seconds that the
+  // ring takes longer. The time goes round by round: the first member sets a round's length, the
+  // others are filled up to it.
+  double fill(const std::vector<int32_t>& ranks, int64_t room, std::vector<Local>& locals);
+
+  // The sequences not placed, longest first.
+  std::vector<int64_t> remaining() const;
+
+ private:
+  struct Member {
+    int64_t room = 0;
+    double seconds = 0;
+    std::vector<int64_t> sequences;
+  };
+
+  bool place_longest(Member& member, int64_t longest);
+
+  const Problem& problem_;
+  std::set<std::pair<int64_t, int64_t>> shorts_;  // (length, -id)
+};
+
+}  // namespace hdp

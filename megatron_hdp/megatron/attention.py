@@ -1,0 +1,112 @@
+"""The ``core_attention`` of megatron-core under HDP: the ring travels with the micro-batch.
+
+The layout is carried in the packed-sequence parameters, never in a global: recomputation runs a
+micro-batch's forward again later, when another one would be current.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.layout import TokenLayout
+from megatron_hdp.runtime.ring_attention import ring_attention
+from megatron_hdp.runtime.ring_comm import RingComm
+
+
+@dataclass
+class HdpPackedSeqParams(PackedSeqParams):
+    """What attention and rotary positions need to know of one micro-batch on this rank.
+
+    ``qkv_format`` stays "sbhd": the packed tokens are one long sequence ``[t, 1, ...]`` to Megatron.
+    """
+
+    layout: TokenLayout | None = None
+    positions: torch.Tensor | None = None
+    """int64 ``[t]``: each token's position in its own sequence."""
+    comm: RingComm | None = None
+    kernel: AttentionKernel | None = None
+
+
+class HdpCoreAttention(MegatronModule):
+    """Ring attention with the interface of megatron-core's ``DotProductAttention``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse(attention_type != "self", f"attention type {attention_type!r}", "self attention")
+        _refuse(dropout > 0, f"attention dropout {dropout}", "--attention-dropout 0")
+        _refuse(
+            config.context_parallel_size > 1,
+            f"context parallel size {config.context_parallel_size}",
+            "--context-parallel-size 1: HDP forms its own rings",
+        )
+        _refuse(config.window_size is not None, "sliding-window attention", "full attention")
+        _refuse(config.softmax_type != "vanilla", f"softmax {config.softmax_type!r}", "vanilla")
+        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attention of one micro-batch.
+
+        Args:
+            query: ``[t, 1, heads, d]``.
+            key: ``[t, 1, kv_heads, d]``.
+            value: ``[t, 1, kv_heads, d]``.
+            attention_mask: not used; every sequence is causal within itself.
+            attn_mask_type: not used, likewise.
+            attention_bias: must be None.
+            packed_seq_params: the micro-batch.
+
+        Returns:
+            ``[t, 1, heads * d]``.
+        """
+        params = packed_seq_params
+        if not isinstance(params, HdpPackedSeqParams):
+            raise TypeError(
+                f"HDP attention got {type(params).__name__} as packed_seq_params, expected "
+                "HdpPackedSeqParams: run the model through HdpExecutor"
+            )
+        _refuse(attention_bias is not None, "an attention bias", "no bias")
+        out = ring_attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            params.layout,
+            params.comm,
+            params.kernel,
+            self.scale,
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def _refuse(condition: bool, found: str, expected: str) -> None:
+    if condition:
+        raise ValueError(f"hybrid data parallelism does not support {found}; use {expected}")

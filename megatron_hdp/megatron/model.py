@@ -1,0 +1,111 @@
+"""Builds megatron-core's GPTModel, stock or with HDP attention and rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.attention import HdpCoreAttention
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
+
+
+def model_dtype(arguments: TrainingArguments) -> torch.dtype:
+    """The parameters' dtype."""
+    if arguments.fp64:
+        return torch.float64
+    return torch.bfloat16 if arguments.bf16 else torch.float32
+
+
+def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
+    """`vocab_size` rounded up as Megatron does, so that every tensor-parallel rank has its share."""
+    multiple = arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
+    """Megatron's model configuration; fused kernels only where there is a GPU."""
+    on_gpu = compute_device().type == "cuda"
+    dtype = model_dtype(arguments)
+    functions = {}
+    if arguments.swiglu:
+        functions = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
+    return TransformerConfig(
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        ffn_hidden_size=arguments.ffn_hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        num_query_groups=arguments.num_query_groups,
+        kv_channels=arguments.kv_channels,
+        normalization=arguments.normalization,
+        layernorm_epsilon=arguments.norm_epsilon,
+        add_bias_linear=arguments.add_bias_linear,
+        add_qkv_bias=arguments.add_qkv_bias,
+        qk_layernorm=arguments.qk_layernorm,
+        init_method_std=arguments.init_method_std,
+        attention_dropout=arguments.attention_dropout,
+        hidden_dropout=arguments.hidden_dropout,
+        recompute_granularity=arguments.recompute_granularity,
+        recompute_method=arguments.recompute_method,
+        recompute_num_layers=arguments.recompute_num_layers,
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=arguments.hybrid_data_parallel,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and arguments.swiglu,
+        bias_dropout_fusion=on_gpu,
+        **functions,
+    )
+
+
+def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
+    """Megatron's local layer specification, its core attention replaced when HDP is on."""
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=arguments.qk_layernorm, normalization=arguments.normalization
+    )
+    if arguments.hybrid_data_parallel:
+        spec.submodules.self_attention.submodules.core_attention = HdpCoreAttention
+    return spec
+
+
+def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
+    """The model, wrapped in Megatron's DDP, on this rank's device.
+
+    Args:
+        arguments: model shape and parallel layout.
+        vocab_size: entries of the tokenizer; padded here.
+    """
+    config = transformer_config(arguments)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(arguments),
+        vocab_size=padded_vocab_size(vocab_size, arguments),
+        max_sequence_length=arguments.max_position_embeddings,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        position_embedding_type=arguments.position_embedding_type,
+        rotary_percent=arguments.rotary_percent,
+        rotary_base=arguments.rotary_base,
+    )
+    if arguments.hybrid_data_parallel:
+        model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+    model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        overlap_grad_reduce=arguments.overlap_grad_reduce,
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+        bucket_size=arguments.ddp_bucket_size,
+    )
+    wrapped = Float16Module(config, model) if config.bf16 else model
+    return DistributedDataParallel(config, ddp_config, wrapped)

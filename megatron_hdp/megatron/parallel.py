@@ -1,0 +1,98 @@
+"""Starts torch.distributed, Megatron's parallel state and, beside its groups, the rings' communicator."""
+
+from __future__ import annotations
+
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_hdp.megatron import cpu_shim
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
+
+
+def compute_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if cpu_shim.needed():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def initialise(arguments: TrainingArguments) -> None:
+    """Joins the job that torchrun started and makes Megatron's groups (context_parallel_size = 1).
+
+    On a machine without a GPU the CPU shim is applied first. Every blocking call of the groups made
+    here ends after ``--distributed-timeout-minutes`` with an error.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of the tensor-parallel size.
+    """
+    device = compute_device()
+    if device.type == "cpu":
+        cpu_shim.apply()
+    else:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend=_backend(arguments.distributed_backend, device),
+            timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+        )
+    world = dist.get_world_size()
+    tensor_model_parallel_size = arguments.tensor_model_parallel_size
+    if world % tensor_model_parallel_size:
+        raise ValueError(
+            f"{world} ranks cannot be cut into tensor-parallel groups of "
+            f"{tensor_model_parallel_size}: change --nproc-per-node or "
+            "--tensor-model-parallel-size"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        distributed_timeout_minutes=arguments.distributed_timeout_minutes,
+    )
+
+
+def _backend(wanted: str, device: torch.device) -> str:
+    if wanted != "auto":
+        return wanted
+    return "gloo" if device.type == "cpu" else "nccl"
+
+
+def finish() -> None:
+    """Leaves the job and undoes what `initialise` did to Megatron."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    cpu_shim.revert()
+
+
+def set_seeds(seed: int) -> None:
+    """Seeds every generator as Megatron does; alike on all ranks of the HDP dimension."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def hdp_rank() -> int:
+    """This rank's place in the HDP dimension (Megatron's data-parallel rank)."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def num_hdp_ranks() -> int:
+    """HDP ranks of the job."""
+    return parallel_state.get_data_parallel_world_size()
+
+
+def new_ring_comm(timeout_minutes: float) -> RingComm:
+    """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
+    mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(rank_lists, mine)
+    unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
+    return RingComm(new_ring_group(unique, timedelta(minutes=timeout_minutes)))

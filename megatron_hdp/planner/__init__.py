@@ -1,0 +1,22 @@
+"""Plans a global batch: which HDP ranks form a ring for which sequences, in which order."""
+
+from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
+from megatron_hdp.planner.evaluation import Evaluation, evaluate, lower_bound_s
+from megatron_hdp.planner.slices import chunk_tokens, slice_tokens
+from megatron_hdp.planner.strategies import STRATEGIES, plan
+from megatron_hdp.planner.types import MicroBatch, Plan, PlanError
+
+__all__ = [
+    "LLAMA_7B",
+    "STRATEGIES",
+    "CostModel",
+    "Evaluation",
+    "MicroBatch",
+    "Plan",
+    "PlanError",
+    "chunk_tokens",
+    "evaluate",
+    "lower_bound_s",
+    "plan",
+    "slice_tokens",
+]

@@ -1,0 +1,35 @@
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+class _Answer(TypedDict):
+    rank_offsets: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+    sequence_offsets: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+    local_offsets: NDArray[np.int64]
+    local_sequences: NDArray[np.int64]
+    local_ranks: NDArray[np.int32]
+    makespan_s: float
+    lower_bound_s: float
+    total_compute_s: float
+    ring_tokens: float
+    max_tokens_on_a_rank: int
+
+def plan(
+    lengths: NDArray[np.int64],
+    *,
+    strategy: str,
+    num_ranks: int,
+    tokens_per_rank: int,
+    slice_multiple: int,
+    max_length: int,
+    a: float,
+    b: float,
+    g: float,
+    kv_bytes_per_token: float,
+    intra_node_bytes_per_s: float,
+    inter_node_bytes_per_s: float,
+    ranks_per_node: int,
+) -> _Answer: ...

@@ -1,0 +1,129 @@
+"""The cost model: seconds of a micro-batch on one HDP rank, from a few coefficients.
+
+With s the tokens of a sequence and D the ranks that share it:
+
+- compute of a slice: ``(a s^2 + b s) / D`` seconds, forward and backward; the term ``a s^2`` is
+  attention, which is causal: ``6 L H s^2`` FLOP for L layers of hidden size H; ``b s`` is the
+  rest: ``6 P s`` FLOP for P parameters
+- traffic of a ring: each member sends ``3 (D - 1) / D`` x (tokens of the ring's sequences) x
+  ``kv_bytes_per_token`` bytes (K and V once forward; K, V and their gradients backward) at
+  ``intra_node_bytes_per_s`` if the ring stays in one node, else at ``inter_node_bytes_per_s``
+- traffic is hidden under the attention of the ring's own sequences; the excess is exposed
+- whole ``local`` sequences on a member cost ``a s^2 + b s`` there and hide nothing
+- every micro-batch costs ``g`` seconds more, whatever it holds
+- the members of a ring start together and take the time of the slowest
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Coefficients of the cost model; see the module's docstring for the formulas."""
+
+    a: float
+    """Seconds per token^2 (attention, forward and backward, all layers)."""
+    b: float
+    """Seconds per token (everything that is linear in the length)."""
+    kv_bytes_per_token: float
+    """Bytes of K and V of one token over all layers."""
+    g: float = 0.0
+    """Seconds per micro-batch."""
+    intra_node_bytes_per_s: float = 300e9
+    """Bytes a second that a rank can send to another rank of its node."""
+    inter_node_bytes_per_s: float = 50e9
+    """Bytes a second that a rank can send to another node."""
+    ranks_per_node: int = 8
+    """HDP ranks ``k * ranks_per_node`` to ``(k + 1) * ranks_per_node - 1`` share node k."""
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "kv_bytes_per_token", "g"):
+            self._check_number(name, least_exclusive=False)
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
+            self._check_number(name, least_exclusive=True)
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(
+                f"cost model: ranks_per_node is {self.ranks_per_node!r}; expected an integer >= 1"
+            )
+
+    def _check_number(self, name: str, *, least_exclusive: bool) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (
+            is_number
+            and math.isfinite(value)
+            and (value > 0 or (value == 0 and not least_exclusive))
+        ):
+            object.__setattr__(self, name, float(value))
+            return
+        sign = ">" if least_exclusive else ">="
+        raise ValueError(f"cost model: {name} is {value!r}; expected a finite number {sign} 0")
+
+    @classmethod
+    def from_model_shape(
+        cls,
+        num_layers: int,
+        hidden_size: int,
+        num_parameters: float,
+        kv_bytes_per_token: float,
+        flops_per_s: float = 400e12,
+        **others: Any,
+    ) -> Self:
+        """Derives a and b from a model's shape at ``flops_per_s`` FLOP a second and rank.
+
+        Args:
+            num_layers: Transformer layers L.
+            hidden_size: Hidden size H.
+            num_parameters: Parameters that take part in a token's forward pass P.
+            kv_bytes_per_token: Bytes of K and V of one token over all layers.
+            flops_per_s: FLOP a second that one HDP rank reaches.
+            others: Further fields by name, such as ``ranks_per_node``.
+        """
+        if not (math.isfinite(flops_per_s) and flops_per_s > 0):
+            raise ValueError(f"flops_per_s is {flops_per_s!r}; expected a finite number > 0")
+        return cls(
+            a=6 * num_layers * hidden_size / flops_per_s,
+            b=6 * num_parameters / flops_per_s,
+            kv_bytes_per_token=kv_bytes_per_token,
+            **others,
+        )
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads coefficients from a JSON object whose keys are this class's fields."""
+        try:
+            data = orjson.loads(Path(path).read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"cost model {path}: not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"cost model {path}: found {type(data).__name__}; expected an object")
+        names = {field.name: field for field in dataclasses.fields(cls)}
+        for key in data:
+            if key not in names:
+                nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+                raise ValueError(f"cost model {path}: unknown key {key!r}; nearest is {nearest!r}")
+        for name, field in names.items():
+            if name not in data and field.default is dataclasses.MISSING:
+                raise ValueError(f"cost model {path}: key {name!r} is missing; add it")
+        try:
+            return cls(**data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_json(self) -> bytes:
+        """The JSON object that ``from_json`` reads."""
+        return orjson.dumps(dataclasses.asdict(self), option=orjson.OPT_INDENT_2)
+
+
+LLAMA_7B = CostModel.from_model_shape(
+    num_layers=32, hidden_size=4096, num_parameters=7e9, kv_bytes_per_token=131_072
+)
+"""LLaMA-7B with 8 KV groups in BF16 at 400 TFLOP/s a rank; what ``plan`` assumes by default."""

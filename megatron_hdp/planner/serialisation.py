@@ -1,0 +1,169 @@
+"""The plan as JSON, version 1: the form for people and tools."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron_hdp.planner.types import Plan
+
+VERSION = 1
+
+_REQUIRED = {"num_ranks", "tokens_per_rank", "strategy", "sequence_lengths", "micro_batches"}
+_OPTIONAL = {"version", "slice_multiple", "summary"}
+_MICRO_BATCH_REQUIRED = {"ranks", "sequences", "offload_ratio"}
+_MICRO_BATCH_OPTIONAL = {"local"}
+
+
+def to_json(plan: Plan) -> bytes:
+    """One line a plan's scalar, one micro-batch after the other in launch order."""
+    data: dict[str, Any] = {
+        "version": VERSION,
+        "num_ranks": plan.num_ranks,
+        "tokens_per_rank": plan.tokens_per_rank,
+        "strategy": plan.strategy,
+    }
+    if plan.slice_multiple != 1:
+        data["slice_multiple"] = plan.slice_multiple
+    data["sequence_lengths"] = plan.lengths.tolist()
+    data["micro_batches"] = [_micro_batch_to_json(plan, m) for m in range(plan.num_micro_batches)]
+    data["summary"] = dict(plan.summary)
+    return orjson.dumps(data)
+
+
+def _micro_batch_to_json(plan: Plan, m: int) -> dict[str, Any]:
+    micro_batch = plan.micro_batch(m)
+    data: dict[str, Any] = {"ranks": micro_batch.ranks, "sequences": micro_batch.sequences}
+    if micro_batch.local:
+        data["local"] = {str(rank): ids for rank, ids in micro_batch.local.items()}
+    data["offload_ratio"] = micro_batch.offload_ratio
+    return data
+
+
+def fields_from_json(text: bytes | str) -> dict[str, Any]:
+    """The fields of the ``Plan`` that ``to_json`` wrote.
+
+    Raises:
+        ValueError: not JSON, another version, a key missing, unknown or of a wrong type.
+    """
+    try:
+        data = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"plan: not JSON: {error}") from error
+    _check_object("plan", data)
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"plan: version is {data.get('version')!r}; expected {VERSION}: make the plan again "
+            "with this release"
+        )
+    _check_keys("plan", data, _REQUIRED, _OPTIONAL)
+    return {
+        "num_ranks": _positive("num_ranks", data["num_ranks"]),
+        "tokens_per_rank": _positive("tokens_per_rank", data["tokens_per_rank"]),
+        "slice_multiple": _positive("slice_multiple", data.get("slice_multiple", 1)),
+        "strategy": _string("strategy", data["strategy"]),
+        "lengths": _integers("sequence_lengths", data["sequence_lengths"]),
+        "summary": _summary(data.get("summary", {})),
+        **_micro_batches(data["micro_batches"]),
+    }
+
+
+def _micro_batches(items: Any) -> dict[str, Any]:
+    if not isinstance(items, list):
+        raise ValueError(f"plan: micro_batches is {_kind(items)}; expected a list")
+    rings, sharded, local_ranks, local_sequences, ratios = [], [], [], [], []
+    for m, item in enumerate(items):
+        where = f"micro_batches[{m}]"
+        _check_object(where, item)
+        _check_keys(where, item, _MICRO_BATCH_REQUIRED, _MICRO_BATCH_OPTIONAL)
+        rings.append(_integers(f"{where}.ranks", item["ranks"], np.int32))
+        sharded.append(_integers(f"{where}.sequences", item["sequences"]))
+        pairs = _local_pairs(f"{where}.local", item.get("local", {}))
+        local_ranks.append([rank for rank, _ in pairs])
+        local_sequences.append([sequence for _, sequence in pairs])
+        ratios.append(_number(f"{where}.offload_ratio", item["offload_ratio"]))
+    return {
+        "rank_offsets": _offsets(rings),
+        "ranks": _concatenated(rings, np.int32),
+        "sequence_offsets": _offsets(sharded),
+        "sequences": _concatenated(sharded),
+        "local_offsets": _offsets(local_ranks),
+        "local_ranks": list(itertools.chain.from_iterable(local_ranks)),
+        "local_sequences": list(itertools.chain.from_iterable(local_sequences)),
+        "offload_ratios": ratios,
+    }
+
+
+def _local_pairs(where: str, local: Any) -> list[tuple[int, int]]:
+    """(rank, sequence) of every local sequence, ascending by rank."""
+    _check_object(where, local)
+    by_rank = {}
+    for key, ids in local.items():
+        if not (key.isascii() and key.isdigit() and int(key) < 2**31):
+            raise ValueError(f"plan: {where} has the key {key!r}; expected a rank")
+        by_rank[int(key)] = _integers(f"{where}[{key!r}]", ids).tolist()
+    return [(rank, sequence) for rank in sorted(by_rank) for sequence in by_rank[rank]]
+
+
+def _offsets(parts: Iterable[Any]) -> NDArray[np.int64]:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+def _concatenated(parts: list[NDArray[Any]], dtype: type[np.generic] = np.int64) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.array([], dtype)
+
+
+def _integers(
+    name: str, values: Any, dtype: type[np.signedinteger[Any]] = np.int64
+) -> NDArray[Any]:
+    if isinstance(values, list) and all(type(value) is int for value in values):
+        limits = np.iinfo(dtype)
+        if all(limits.min <= value <= limits.max for value in values):
+            return np.array(values, dtype)
+    raise ValueError(f"plan: {name} is {_kind(values)}; expected a list of integers")
+
+
+def _positive(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 2**62:
+        raise ValueError(f"plan: {name} is {value!r}; expected an integer >= 1")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"plan: {name} is {value!r}; expected a number")
+    return float(value)
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"plan: {name} is {value!r}; expected a string")
+    return value
+
+
+def _summary(value: Any) -> dict[str, float]:
+    _check_object("summary", value)
+    return {key: _number(f"summary.{key}", number) for key, number in value.items()}
+
+
+def _check_object(where: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"plan: {where} is {_kind(value)}; expected an object")
+
+
+def _check_keys(where: str, data: dict[str, Any], required: set[str], optional: set[str]) -> None:
+    missing = sorted(required - data.keys())
+    if missing:
+        raise ValueError(f"plan: {where} lacks the key {missing[0]!r}")
+    unknown = sorted(data.keys() - required - optional)
+    if unknown:
+        expected = ", ".join(sorted(required | optional))
+        raise ValueError(f"plan: {where} has the unknown key {unknown[0]!r}; expected {expected}")
+
+
+def _kind(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}... ({type(value).__name__})"

@@ -1,0 +1,74 @@
+"""Ranks compare what must be alike before the first communication of a step, and stop if it is not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+
+class DisagreementError(RuntimeError):
+    """Ranks of one job hold different values of something that must be the same on all of them."""
+
+
+def fingerprint(*parts: bytes | str | int | float | None) -> int:
+    """64 bits over `parts`, the same in every process and on every machine."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def require_agreement(facts: Mapping[str, int], device: torch.device) -> None:
+    """Returns if every rank of the job gave equal facts; costs one all-reduce of a few words.
+
+    Args:
+        facts: name -> unsigned 64-bit value; the same names in the same order on every rank.
+        device: where the backend wants its tensors.
+
+    Raises:
+        DisagreementError: on every rank, naming each fact that differs and who holds which value.
+    """
+    values = torch.tensor([_signed(value) for value in facts.values()], device=device)
+    extremes = torch.stack((values, ~values))  # max(~x) = ~min(x)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if torch.equal(extremes[0], ~extremes[1]):
+        return
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    table = torch.stack(rows).cpu()
+    lines = [
+        f"  {name}: {_who(table[:, column])}"
+        for column, name in enumerate(facts)
+        if len(table[:, column].unique()) > 1
+    ]
+    raise DisagreementError(
+        "ranks disagree on what to run; the job stops before it would hang:\n"
+        + "\n".join(lines)
+        + "\nexpected one value each: start every rank with the same data, flags, cost model and "
+        "version of megatron_hdp"
+    )
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _who(column: torch.Tensor) -> str:
+    ranks_of = defaultdict(list)
+    for rank, value in enumerate(column.tolist()):
+        ranks_of[value].append(rank)
+    groups = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    return "; ".join(
+        f"{value % 2**64:#018x} on {_shown(ranks)}" for value, ranks in groups[:4]
+    ) + ("; ..." if len(groups) > 4 else "")
+
+
+def _shown(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

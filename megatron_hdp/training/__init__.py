@@ -1,0 +1,1 @@
+"""The stand-alone training command: arguments, loop and metrics."""

@@ -1,0 +1,191 @@
+"""The training loop: the same for hybrid data parallelism and for stock Megatron-Core.
+
+It names no Megatron symbol; what differs between the two is in the steps it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron_hdp.data import TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
+from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
+from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
+from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+
+_TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
+
+
+class Steps(Protocol):
+    """What runs one step over one split of the data."""
+
+    def run(self, consumed: int, forward_only: bool = False) -> StepReport:
+        """Runs the step that begins after `consumed` sequences."""
+        ...
+
+
+@dataclass
+class _Job:
+    """Everything that a run holds."""
+
+    arguments: TrainingArguments
+    model: object
+    optimizer: object
+    scheduler: object
+    training: Steps
+    validation: Steps | None
+
+
+def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
+    """Trains as `arguments` say, on the ranks that torchrun started; returns every step's metrics."""
+    parallel.initialise(arguments)
+    parallel.set_seeds(arguments.seed)
+    job = _build(arguments)
+    progress = Progress()
+    if arguments.load is not None:
+        state = (job.model, job.optimizer, job.scheduler)
+        loaded = load_checkpoint(arguments.load, *state)
+        _say(f"no checkpoint in {arguments.load} yet" if loaded is None else f"resumed: {loaded}")
+        progress = loaded or progress
+    writes = dist.get_rank() == 0
+    records = []
+    with MetricsLogger(
+        arguments.metrics_path if writes else None,
+        arguments.tensorboard_dir if writes else None,
+        first_step=progress.iteration + 1,
+    ) as logger:
+        while progress.iteration < arguments.train_iters:
+            metrics, progress = _train_step(job, progress)
+            records.append(metrics)
+            logger.write(metrics)
+            if metrics.step % arguments.log_interval == 0:
+                _say(log_line(metrics, arguments.train_iters))
+            _save_if_due(job, progress)
+    parallel.finish()
+    return records
+
+
+def _build(arguments: TrainingArguments) -> _Job:
+    model_name = arguments.tokenizer_model or ""
+    prefix = _TOKENIZER_PREFIX.get(arguments.tokenizer_type)
+    tokenizer = build_tokenizer(prefix + model_name if prefix else arguments.tokenizer_type)
+    model = build_gpt(arguments, tokenizer.vocab_size)
+    optimizer = build_optimizer(arguments, model)
+    scheduler = build_scheduler(arguments, optimizer)
+    build_steps = _hdp_steps if arguments.hybrid_data_parallel else _stock_steps
+    training, validation = build_steps(arguments, model, tokenizer)
+    return _Job(arguments, model, optimizer, scheduler, training, validation)
+
+
+def _hdp_steps(
+    arguments: TrainingArguments, model: object, tokenizer: Tokenizer
+) -> tuple[Steps, Steps | None]:
+    token_file = TokenFile(arguments.data_path[0])
+    train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    cost_model = cost_model_of(arguments, num_parameters * arguments.tensor_model_parallel_size)
+    executor = build_executor(arguments, model)
+
+    def steps(documents: range) -> HdpSteps:
+        return HdpSteps(
+            arguments, executor, cost_model, token_file, documents, tokenizer.vocab_size
+        )
+
+    training = steps(train)
+    table = training.table
+    _say(
+        f"hybrid data parallelism over {parallel.num_hdp_ranks()} ranks, {len(table):,} sequences "
+        f"to train on (documents: {table.num_empty:,} empty and skipped, {table.num_truncated:,} "
+        f"truncated, {table.num_split:,} split)"
+    )
+    return training, steps(valid) if arguments.eval_iters else None
+
+
+def _stock_steps(
+    arguments: TrainingArguments, model: object, tokenizer: Tokenizer
+) -> tuple[Steps, Steps | None]:
+    batch = arguments.global_batch_size or (
+        parallel.num_hdp_ranks() * arguments.micro_batch_size
+    )
+    samples = (batch * arguments.train_iters, batch * arguments.eval_iters)
+    train, valid = build_datasets(arguments, tokenizer, samples)
+    validation = StockSteps(arguments, model, valid) if arguments.eval_iters else None
+    return StockSteps(arguments, model, train), validation
+
+
+def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
+    arguments = job.arguments
+    started = time.perf_counter()
+    job.model.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    report = job.training.run(progress.consumed_sequences)
+    learning_rate = job.optimizer.param_groups[0]["lr"]
+    _, grad_norm, _ = job.optimizer.step()
+    job.scheduler.step(increment=1)
+    seconds = time.perf_counter() - started
+    step = progress.iteration + 1
+    if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and dist.get_rank() == 0:
+        title = f"step {step}: {arguments.hdp_strategy}"
+        job.training.draw_plan(Path(arguments.hdp_plot_plan), title)
+    metrics = StepMetrics(
+        step=step,
+        loss=report.loss,
+        grad_norm=float(grad_norm),
+        learning_rate=learning_rate,
+        tokens=report.tokens,
+        loss_tokens=report.loss_tokens,
+        sequences=report.sequences,
+        consumed_sequences=report.consumed_after,
+        seconds=seconds,
+        tokens_per_second=report.tokens / seconds,
+        planned_efficiency=report.planned_efficiency,
+        measured_efficiency=report.measured_efficiency,
+        ring_bytes=report.ring_bytes,
+        planning_ms=report.planning_ms,
+        micro_batches_min=report.micro_batches_min,
+        micro_batches_max=report.micro_batches_max,
+        validation_loss=_validate(job, step),
+    )
+    return metrics, Progress(step, report.consumed_after)
+
+
+def _validate(job: _Job, step: int) -> float | None:
+    """Mean loss over `eval_iters` validation batches, on the steps that are due."""
+    arguments = job.arguments
+    if job.validation is None or step % arguments.eval_interval:
+        return None
+    job.model.eval()
+    consumed, loss_sum, loss_tokens = 0, 0.0, 0
+    for _ in range(arguments.eval_iters):
+        report = job.validation.run(consumed, forward_only=True)
+        consumed = report.consumed_after
+        loss_sum += report.loss * report.loss_tokens
+        loss_tokens += report.loss_tokens
+    job.model.train()
+    return loss_sum / max(loss_tokens, 1)
+
+
+def _save_if_due(job: _Job, progress: Progress) -> None:
+    arguments = job.arguments
+    if arguments.save is None:
+        return
+    last = progress.iteration == arguments.train_iters
+    due = arguments.save_interval and progress.iteration % arguments.save_interval == 0
+    if last or due:
+        save_checkpoint(arguments.save, progress, job.model, job.optimizer, job.scheduler)
+        _say(f"saved checkpoint of iteration {progress.iteration} to {arguments.save}")
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)

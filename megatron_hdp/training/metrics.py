@@ -1,0 +1,161 @@
+"""What a step measured: one JSON object a step in a file, one line in the log, TensorBoard scalars.
+
+A file continues across a restart: lines of steps that will run again are dropped, so it never holds
+a step twice.
+"""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import orjson
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One step. The HDP figures are None without hybrid data parallelism."""
+
+    step: int
+    loss: float
+    """Mean over the loss tokens of the global batch."""
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    """Tokens of the global batch, padding not counted."""
+    loss_tokens: int
+    """Those of them that carry loss."""
+    sequences: int
+    consumed_sequences: int
+    """Sequences consumed since the start of training, this step's included."""
+    seconds: float
+    tokens_per_second: float
+    planned_efficiency: float | None = None
+    measured_efficiency: float | None = None
+    ring_bytes: int | None = None
+    """Bytes sent around rings by all ranks, forward and backward."""
+    planning_ms: float | None = None
+    micro_batches_min: int | None = None
+    """Micro-batches of the rank that ran the fewest."""
+    micro_batches_max: int | None = None
+    validation_loss: float | None = None
+    """Only on steps that ended with an evaluation."""
+
+    def to_json(self) -> bytes:
+        """Return the object on one line; NaN and infinity are null and named in ``non_finite``."""
+        record = asdict(self)
+        non_finite = [key for key, value in record.items() if _is_non_finite(value)]
+        if non_finite:
+            record["non_finite"] = non_finite
+        return orjson.dumps(record)
+
+
+class MetricsLogger:
+    """Writes each step's metrics as soon as it is given them; a context manager.
+
+    Args:
+        path: file of one JSON object a line, or None.
+        tensorboard_dir: folder of TensorBoard events, or None.
+        first_step: step that runs next; of a file that exists, the steps before it are kept.
+    """
+
+    def __init__(
+        self, path: Path | None, tensorboard_dir: Path | None = None, *, first_step: int = 1
+    ) -> None:
+        self._file: IO[bytes] | None = None
+        self._writer: Any = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _keep_steps_before(first_step, path)
+            self._file = path.open("ab")
+        if tensorboard_dir is not None:
+            self._writer = _tensorboard_writer(tensorboard_dir, first_step)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step and flush it."""
+        if self._file is not None:
+            self._file.write(metrics.to_json() + b"\n")
+            self._file.flush()
+        if self._writer is not None:
+            for key, value in asdict(metrics).items():
+                if value is not None and key != "step":
+                    self._writer.add_scalar(key.replace("_", "-"), value, metrics.step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> "MetricsLogger":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def log_line(metrics: StepMetrics, train_iters: int) -> str:
+    """Return the line of the log, in Megatron's form with the figures of HDP behind it."""
+    parts = [
+        f"iteration {metrics.step:8d}/{train_iters:8d}",
+        f"consumed samples: {metrics.consumed_sequences:9d}",
+        f"elapsed time per iteration (ms): {metrics.seconds * 1000:.1f}",
+        f"tokens/s: {metrics.tokens_per_second:.0f}",
+        f"learning rate: {metrics.learning_rate:.6E}",
+        f"lm loss: {metrics.loss:.6E}",
+        f"grad norm: {metrics.grad_norm:.3f}",
+    ]
+    if metrics.planned_efficiency is not None:
+        parts.append(f"planned efficiency: {metrics.planned_efficiency:.3f}")
+    if metrics.measured_efficiency is not None:
+        parts.append(f"measured efficiency: {metrics.measured_efficiency:.3f}")
+    if metrics.ring_bytes is not None:
+        parts.append(f"ring traffic (MB): {metrics.ring_bytes / 1e6:.1f}")
+    if metrics.planning_ms is not None:
+        parts.append(f"planning (ms): {metrics.planning_ms:.2f}")
+    if metrics.micro_batches_max is not None:
+        parts.append(f"micro-batches: {metrics.micro_batches_min}-{metrics.micro_batches_max}")
+    if metrics.validation_loss is not None:
+        parts.append(f"validation loss: {metrics.validation_loss:.6E}")
+    return " " + " | ".join(parts) + " |"
+
+
+def _is_non_finite(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
+
+
+def _keep_steps_before(first_step: int, path: Path) -> None:
+    """Drop from the file the steps that will be written again and a last line cut short."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
+    try:
+        kept = [line for line in lines if orjson.loads(line)["step"] < first_step]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(
+            f"--metrics-path {path}: found lines that are no step's metrics, expected a file of "
+            "this program: move it away or give another path"
+        ) from None
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(temporary, path)
+
+
+def _tensorboard_writer(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            f"--tensorboard-dir needs the package tensorboard ({error}): "
+            "pip install 'megatron-hdp[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=first_step)

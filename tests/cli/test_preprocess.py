@@ -1,0 +1,116 @@
+"""``megatron-hdp preprocess`` writes what it read, and a mistake costs one line."""
+
+import json
+import os
+
+import pytest
+
+from megatron_hdp.cli.main import main
+from megatron_hdp.data import TokenFile
+
+
+def documents(prefix):
+    file = TokenFile(prefix)
+    return [file.read(d, 0, int(n)).tolist() for d, n in enumerate(file.lengths)]
+
+
+def run(*arguments):
+    return main(["preprocess", "--tokenizer", "byte", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, raw in {
+        "b.py": b"b",
+        "a/z.py": b"az\xff",
+        "a/empty.py": b"",
+        "a/note.txt": b"note",
+        "c.py": b"ccc",
+    }.items():
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+    return tmp_path / "source"
+
+
+def fails(capsys, *expected):
+    """Check that one line on stderr says every part; return nothing else was printed."""
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("megatron-hdp preprocess: error: ")
+    for part in expected:
+        assert part in error[-1]
+    assert not any("Traceback" in line for line in error)
+
+
+def test_folders_are_walked_in_sorted_order(folder, tmp_path, capsys):
+    assert run("--input", folder, "--glob", "*.py", "--output-prefix", tmp_path / "out") == 0
+    assert documents(tmp_path / "out") == [[98, 256], [99] * 3 + [256], [97, 122, 255, 256]]
+    printed = capsys.readouterr().out
+    for part in ("4 files", "documents      3 (1 empty ones skipped)", "tokens         10"):
+        assert part in printed
+    assert "shortest 2, median 4, 90 % 4, 99 % 4, longest 4" in printed
+    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "source"]
+
+
+def test_files_keep_their_order_and_eod_can_be_left_out(folder, tmp_path):
+    files = (folder / "c.py", folder / "b.py")
+    assert run("--input", *files, "--output-prefix", tmp_path / "out", "--no-append-eod") == 0
+    assert documents(tmp_path / "out") == [[99] * 3, [98]]
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = [{"text": "ä"}, {"text": ""}, {"text": "b", "other": 1}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert run("--input", path, "--output-prefix", tmp_path / "out") == 0
+    assert documents(tmp_path / "out") == [[0xC3, 0xA4, 256], [98, 256]]
+
+
+def test_a_json_key_makes_every_file_json_lines(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('{"body": "x"}\n{"body": "\\ud800"}')
+    assert (
+        run("--input", path, "--json-key", "body", "--output-prefix", tmp_path / "new/folder/out")
+        == 0
+    )
+    assert documents(tmp_path / "new/folder/out") == [[120, 256], [63, 256]]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{broken", "'{broken'"),
+        ('["text"]', "string under 'text'"),
+        ('{"body": "x"}', "--json-key"),
+        ('{"text": 5}', "string under 'text'"),
+    ],
+)
+def test_a_bad_json_line_names_file_and_line(tmp_path, capsys, line, found):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+    assert run("--input", path, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, f"{path}, line 2: expected", found)
+    assert os.listdir(tmp_path) == ["data.jsonl"]
+
+
+def test_missing_input(tmp_path, capsys):
+    assert run("--input", tmp_path / "absent", "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, "absent: no such file or folder")
+
+
+def test_no_file_matches(folder, tmp_path, capsys):
+    code = run("--input", folder, "--glob", "*.rs", "--output-prefix", tmp_path / "out")
+    assert code == 2
+    fails(capsys, "no file whose name matches --glob '*.rs'")
+
+
+def test_only_empty_documents_write_nothing(folder, tmp_path, capsys):
+    assert run("--input", folder / "a/empty.py", "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, "none of 1 files has a token (1 empty documents): nothing was written")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_bad_tokenizer(folder, tmp_path, capsys):
+    code = run("--input", folder, "--tokenizer", "gpt", "--output-prefix", tmp_path / "out")
+    assert code == 2
+    fails(capsys, "'gpt': expected byte, hf:PATH")

@@ -1,0 +1,204 @@
+"""The slices of all ranks, put back together, are the documents."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data import SequenceTable, padding_micro_batch, read_micro_batch
+from megatron_hdp.planner import MicroBatch, chunk_tokens, plan
+
+
+class CountingFile:
+    """Documents in memory; counts the tokens that were read."""
+
+    def __init__(self, lengths):
+        rng = np.random.default_rng(0)
+        self.documents = [rng.integers(1, 10**6, size=n) for n in lengths]
+        self.num_read = 0
+
+    def read(self, document, start, stop):
+        assert 0 <= start <= stop <= len(self.documents[document])
+        self.num_read += stop - start
+        return self.documents[document][start:stop]
+
+
+def put_back(plan_, step_sequences, table, file):
+    """Check every rank's part, and return how often each (row, position) was held and labelled."""
+    held, labelled = {}, {}
+    for m in range(plan_.num_micro_batches):
+        micro_batch = plan_.micro_batch(m)
+        for rank in micro_batch.ranks:
+            before = file.num_read
+            part = read_micro_batch(plan_, m, rank, step_sequences, table, file)
+            check_shapes(part, micro_batch, rank, plan_, table)
+            num_runs = 2 * len(part.ring_slices) + len(part.local_lengths)
+            assert file.num_read - before <= len(part.tokens) + num_runs
+            walk(part, table, file, held, labelled)
+    return held, labelled
+
+
+def check_shapes(part, micro_batch, rank, plan_, table):
+    degree = len(micro_batch.ranks)
+    assert part.ring == micro_batch.ranks
+    assert part.offload_ratio == micro_batch.offload_ratio
+    assert len(part.tokens) == sum(part.ring_slices) + sum(part.local_lengths)
+    for array in (part.labels, part.positions, part.loss_mask):
+        assert array.shape == part.tokens.shape
+    num_sharded = len(micro_batch.sequences) if degree > 1 else 0
+    assert len(part.ring_slices) == num_sharded
+    assert len(part.sequence_ids) == num_sharded + len(part.local_lengths)
+    degrees = [degree] * num_sharded + [1] * len(part.local_lengths)
+    sizes = [*(size // 2 for size in part.ring_slices), *part.local_lengths]
+    for row, d, size in zip(part.sequence_ids, degrees, sizes, strict=True):
+        assert size == chunk_tokens(int(table.length[row]), d, plan_.slice_multiple)
+    member, begin = micro_batch.ranks.index(rank), 0
+    for size in part.ring_slices:
+        chunk = size // 2
+        assert part.positions[begin] == member * chunk
+        assert part.positions[begin + chunk] == (2 * degree - 1 - member) * chunk
+        begin += size
+
+
+def walk(part, table, file, held, labelled):
+    runs = [size // 2 for size in part.ring_slices for _ in range(2)] + list(part.local_lengths)
+    rows = [row for row in part.sequence_ids[: len(part.ring_slices)] for _ in range(2)]
+    rows += part.sequence_ids[len(part.ring_slices) :]
+    begin = 0
+    for row, size in zip(rows, runs, strict=True):
+        document = file.documents[table.document[row]][table.start[row] :]
+        first = part.positions[begin]
+        for i in range(begin, begin + size):
+            position = int(part.positions[i])
+            assert position == first + i - begin
+            if position >= table.length[row]:
+                assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
+                continue
+            held[row, position] = held.get((row, position), 0) + 1
+            assert part.tokens[i] == document[position]
+            if part.loss_mask[i]:
+                labelled[row, position] = labelled.get((row, position), 0) + 1
+                assert part.labels[i] == document[position + 1]
+        begin += size
+    assert part.num_loss_tokens == np.count_nonzero(part.loss_mask)
+
+
+def check_cover(plan_, step_sequences, table, file):
+    held, labelled = put_back(plan_, step_sequences, table, file)
+    expected_held = {(row, p) for row in step_sequences for p in range(table.length[row])}
+    expected_labelled = {(row, p) for row in step_sequences for p in range(table.num_labels[row])}
+    assert (set(held), set(labelled)) == (expected_held, expected_labelled)
+    assert set(held.values()) | set(labelled.values()) <= {1}
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=12).filter(any),
+    ranks=st.integers(1, 5),
+    strategy=st.sampled_from(["static", "naive", "dp-balance", "auto"]),
+    policy=st.sampled_from(["truncate", "split"]),
+    max_length=st.integers(1, 60),
+    slice_multiple=st.sampled_from([1, 4]),
+)
+def test_planned_slices_make_up_the_documents(
+    lengths, ranks, strategy, policy, max_length, slice_multiple
+):
+    file = CountingFile(lengths)
+    table = SequenceTable.build(np.array(lengths), max_length=max_length, long_sequence=policy)
+    step_sequences = np.random.default_rng(1).permutation(len(table))
+    capacity = 2 * slice_multiple * -(-max_length // (2 * ranks * slice_multiple)) + 8
+    made = plan(
+        table.length[step_sequences],
+        ranks=ranks,
+        tokens_per_rank=capacity,
+        strategy=strategy,
+        max_length=max_length,
+        slice_multiple=slice_multiple,
+    )
+    check_cover(made, step_sequences, table, file)
+
+
+def hand_made(lengths, micro_batches, slice_multiple=1):
+    """What read_micro_batch needs of a plan, free of what a strategy would choose."""
+    return SimpleNamespace(
+        lengths=np.asarray(lengths),
+        slice_multiple=slice_multiple,
+        num_micro_batches=len(micro_batches),
+        micro_batch=lambda m: micro_batches[m],
+    )
+
+
+@st.composite
+def rings_with_local_sequences(draw):
+    lengths = draw(st.lists(st.integers(1, 70), min_size=3, max_size=9))
+    ranks = draw(st.permutations(range(7)))[: draw(st.integers(1, 6))]
+    homes = draw(st.lists(st.sampled_from([None, *ranks]), min_size=len(lengths) - 1))
+    sharded, local = [0], {}
+    for sequence, home in enumerate(homes[: len(lengths) - 1], start=1):
+        if home is None:
+            sharded.append(sequence)
+        else:
+            local[home] = (*local.get(home, ()), sequence)
+    micro_batch = MicroBatch(
+        ranks=tuple(ranks), sequences=tuple(sharded), local=local, offload_ratio=0.25
+    )
+    return lengths, micro_batch
+
+
+@given(rings_with_local_sequences(), st.sampled_from([1, 4]), st.sampled_from(["split", "error"]))
+def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, policy):
+    lengths, micro_batch = case
+    file = CountingFile([sum(lengths)] if policy == "split" else lengths)
+    if policy == "error":
+        table = SequenceTable.build(np.array(lengths), max_length=70)
+    else:  # all sequences are consecutive pieces of one document
+        starts = np.cumsum([0, *lengths[:-1]])
+        labels = np.array(lengths)
+        labels[-1] -= 1
+        table = SequenceTable(np.zeros_like(labels), starts, np.array(lengths), labels)
+    made = hand_made(lengths, [micro_batch], slice_multiple)
+    check_cover(made, np.arange(len(lengths)), table, file)
+
+
+def test_a_worked_example():
+    file = CountingFile([7, 3])
+    table = SequenceTable.build(np.array([7, 3]), max_length=7)
+    document = file.documents[0]
+    micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
+    made = hand_made([7, 3], [micro_batch])
+    part = read_micro_batch(made, 0, 2, np.array([0, 1]), table, file)
+    # degree 2: chunks of ceil(7 / 4) = 2 tokens; member 1 (rank 2) holds chunks 1 and 2
+    assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
+    assert part.tokens.tolist() == [*document[2:6], *file.documents[1]]
+    assert part.labels.tolist() == [*document[3:7], *file.documents[1][1:], 0]
+    assert part.loss_mask.tolist() == [True] * 6 + [False]
+    assert (part.ring, part.ring_slices, part.local_lengths) == ((4, 2), (4,), (3,))
+    assert (part.num_loss_tokens, part.sequence_ids, part.offload_ratio) == (6, (0, 1), 0.5)
+    other = read_micro_batch(made, 0, 4, np.array([0, 1]), table, file)
+    assert other.positions.tolist() == [0, 1, 6, 7]
+    assert other.tokens.tolist() == [*document[:2], document[6], 0]
+    assert other.loss_mask.tolist() == [True, True, False, False]
+
+
+def test_a_rank_outside_the_ring_is_refused():
+    made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
+    table = SequenceTable.build(np.array([3]), max_length=3)
+    with pytest.raises(ValueError, match="rank 1 takes no part in micro-batch 0"):
+        read_micro_batch(made, 0, 1, np.array([0]), table, CountingFile([3]))
+
+
+def test_a_plan_of_another_step_is_refused():
+    made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
+    table = SequenceTable.build(np.array([3, 5]), max_length=5)
+    with pytest.raises(ValueError, match="3 tokens, the sequence table 5 .*another step"):
+        read_micro_batch(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
+
+
+def test_padding_is_one_token_without_loss():
+    part = padding_micro_batch(3)
+    assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (1,))
+    assert part.tokens.shape == part.labels.shape == part.positions.shape == (1,)
+    assert part.num_loss_tokens == 0
+    assert not part.loss_mask.any()

@@ -1,0 +1,147 @@
+"""TokenFile reads what megatron-core wrote, and refuses every broken pair with a clear message."""
+
+import struct
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from megatron_hdp.data import TokenFile, TokenFileError, TokenFileNotFoundError
+
+DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12, 13]]
+
+
+def write_pair(prefix, documents=DOCUMENTS, dtype=np.uint16, sequence_length=None):
+    """Write documents with megatron-core's builder, each in sequences of ``sequence_length``."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        step = sequence_length or max(len(document), 1)
+        parts = [len(document[i : i + step]) for i in range(0, len(document), step)]
+        builder.add_document(np.asarray(document), parts)
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def patch_bytes(path, offset, new):
+    raw = bytearray(path.read_bytes())
+    raw[offset : offset + len(new)] = new
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8, np.int64])
+@pytest.mark.parametrize("sequence_length", [None, 1, 2])
+def test_reads_documents_written_by_megatron(tmp_path, dtype, sequence_length):
+    file = TokenFile(write_pair(tmp_path / "data", dtype=dtype, sequence_length=sequence_length))
+    assert file.dtype == dtype
+    assert file.lengths.tolist() == [3, 0, 1, 5]
+    assert file.lengths.dtype == np.int64
+    for d, document in enumerate(DOCUMENTS):
+        tokens = file.read(d, 0, len(document))
+        assert tokens.dtype == np.int64
+        assert tokens.tolist() == document
+    assert file.read(3, 1, 4).tolist() == [10, 11, 12]
+    assert file.read(3, 5, 5).tolist() == []
+
+
+def test_agrees_with_megatron_on_random_documents(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 50_000, size=n).tolist() for n in rng.integers(1, 300, size=200)]
+    prefix = write_pair(tmp_path / "data", documents)
+    ours, theirs = TokenFile(prefix), IndexedDataset(prefix)
+    assert np.array_equal(ours.lengths, theirs.sequence_lengths)
+    for d in range(len(documents)):
+        assert np.array_equal(ours.read(d, 0, int(ours.lengths[d])), theirs[d])
+
+
+def test_a_subset_index_over_a_larger_bin_is_legal(tmp_path):
+    prefix = write_pair(tmp_path / "data")
+    with open(f"{prefix}.bin", "ab") as stream:
+        stream.write(b"more")
+    assert TokenFile(prefix).read(3, 0, 5).tolist() == DOCUMENTS[3]
+
+
+def test_only_empty_documents(tmp_path):
+    file = TokenFile(write_pair(tmp_path / "data", [[], []]))
+    assert file.lengths.tolist() == [0, 0]
+    assert file.read(1, 0, 0).tolist() == []
+
+
+@pytest.mark.parametrize("span", [(-1, 1), (0, 4), (2, 1)])
+def test_reading_outside_a_document_is_refused(tmp_path, span):
+    file = TokenFile(write_pair(tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"document 0 .* it has tokens \[0, 3\)"):
+        file.read(0, *span)
+
+
+def test_missing_idx(tmp_path):
+    prefix = write_pair(tmp_path / "data")
+    (tmp_path / "data.idx").unlink()
+    with pytest.raises(TokenFileNotFoundError, match=r"no index file .*data\.idx.*preprocess"):
+        TokenFile(prefix)
+
+
+def test_missing_bin(tmp_path):
+    prefix = write_pair(tmp_path / "data")
+    (tmp_path / "data.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no token file .*data\.bin.*18 bytes"):
+        TokenFile(prefix)
+
+
+def test_truncated_bin_is_found_at_open(tmp_path):
+    prefix = write_pair(tmp_path / "data")
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.truncate(17)
+    with pytest.raises(TokenFileError, match=r"has 17 bytes, its \.idx promises 18"):
+        TokenFile(prefix)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 34, 60])
+def test_truncated_idx(tmp_path, size):
+    prefix = write_pair(tmp_path / "data")
+    with open(f"{prefix}.idx", "r+b") as stream:
+        stream.truncate(size)
+    message = "begins with" if size < 9 else "truncated"
+    with pytest.raises(TokenFileError, match=message):
+        TokenFile(prefix)
+
+
+SEQUENCES_AT = 34  # of DOCUMENTS: 3 sequences (the empty document has none), 5 borders
+POINTERS_AT = SEQUENCES_AT + 3 * 4
+BORDERS_AT = POINTERS_AT + 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("offset", "new", "message"),
+    [
+        (0, b"PK\x03\x04", "begins with .*something else"),
+        (9, struct.pack("<Q", 2), "index version 2, expected 1"),
+        (17, b"\x06", "dtype code 6, expected an integer type"),
+        (17, b"\x63", "dtype code 99"),
+        (18, struct.pack("<Q", 2**60), "truncated"),
+        (SEQUENCES_AT, struct.pack("<i", -3), "sequence 0 the length -3"),
+        (POINTERS_AT, struct.pack("<q", -2), "negative byte pointer"),
+        (BORDERS_AT, struct.pack("<q", 1), "document borders"),
+        (BORDERS_AT + 8, struct.pack("<q", 3), "document borders"),
+        (BORDERS_AT + 4 * 8, struct.pack("<q", 2), "document borders"),
+    ],
+)
+def test_damaged_idx(tmp_path, offset, new, message):
+    prefix = write_pair(tmp_path / "data")
+    patch_bytes(tmp_path / "data.idx", offset, new)
+    with pytest.raises(TokenFileError, match=message):
+        TokenFile(prefix)
+
+
+def test_a_document_with_a_hole_is_refused(tmp_path):
+    prefix = write_pair(tmp_path / "data", [[1], [2, 3, 4, 5]], sequence_length=2)
+    patch_bytes(tmp_path / "data.idx", SEQUENCES_AT + 3 * 4 + 2 * 8, struct.pack("<q", 4))
+    with pytest.raises(TokenFileError, match=r"sequence 2 of document 1 .*byte 4, expected 6"):
+        TokenFile(prefix)
+
+
+def test_dtype_codes_are_those_of_megatron():
+    from megatron_hdp.data.index_file import _DTYPE_OF_CODE
+
+    assert {t.value: t.name for t in DType if not t.name.startswith("float")} == {
+        code: np.dtype(dtype).name for code, dtype in _DTYPE_OF_CODE.items()
+    }

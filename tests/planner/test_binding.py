@@ -1,0 +1,78 @@
+"""The extension refuses what numpy and Python can get wrong, without the checks of ``plan``."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from megatron_hdp.planner import _core
+
+ARGUMENTS = {
+    "lengths": np.array([20, 5, 5]),
+    "strategy": "dp-balance",
+    "num_ranks": 2,
+    "tokens_per_rank": 10,
+    "slice_multiple": 1,
+    "max_length": 20,
+    "a": 1.0,
+    "b": 1.0,
+    "g": 0.0,
+    "kv_bytes_per_token": 1.0,
+    "intra_node_bytes_per_s": 1.0,
+    "inter_node_bytes_per_s": 1.0,
+    "ranks_per_node": 8,
+}
+
+
+def call(**changes: object) -> dict[str, object]:
+    arguments = ARGUMENTS | changes
+    return dict(_core.plan(arguments.pop("lengths"), **arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"lengths": np.array([20.0])},
+            "lengths has dtype float64 and 1 dimensions; expected int64",
+        ),
+        ({"lengths": np.array([20], dtype=np.int32)}, "lengths has dtype int32"),
+        ({"lengths": np.array([[20]])}, "lengths has dtype int64 and 2 dimensions"),
+        ({"lengths": np.array([], dtype=np.int64)}, "there are 0 sequences"),
+        ({"lengths": np.array([20, -7])}, "length of sequence 1 is -7; expected 1 to"),
+        ({"num_ranks": 0}, "number of ranks is 0; expected 1 to 1,048,576"),
+        ({"num_ranks": -(2**63)}, "number of ranks is -9,223,372,036,854,775,808"),
+        ({"tokens_per_rank": -1}, "tokens per rank is -1"),
+        ({"slice_multiple": 2**62}, "slice multiple is 4,611,686,018,427,387,904"),
+        ({"max_length": 0}, "sequence 0 has 20 tokens, more than the context length 0"),
+        ({"max_length": 2**41}, "context length is 2,199,023,255,552; expected 1 to"),
+        ({"a": float("nan")}, "cost model: a is nan; expected a finite number >= 0"),
+        ({"b": -1.0}, "cost model: b is -1"),
+        ({"g": float("inf")}, "cost model: g is inf"),
+        ({"intra_node_bytes_per_s": 0.0}, "intra_node_bytes_per_s is 0.* > 0"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"strategy": "auto"}, "strategy is 'auto'; expected static, naive or dp-balance"),
+    ],
+)
+def test_bad_arguments(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**change)
+
+
+def test_strided_and_big_endian_lengths() -> None:
+    strided = np.array([20, 0, 5, 0, 5, 0])[::2]
+    assert np.array_equal(call(lengths=strided)["sequences"], call()["sequences"])
+    with pytest.raises(ValueError, match="lengths has dtype >i8"):
+        call(lengths=np.array([20, 5], dtype=">i8"))
+
+
+def test_threads_get_the_same_plan() -> None:
+    expected = call()["sequences"]
+    results: list[object] = []
+    threads = [threading.Thread(target=lambda: results.append(call())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(np.array_equal(result["sequences"], expected) for result in results)  # type: ignore[index]

@@ -1,0 +1,55 @@
+"""What holds for every strategy on every problem that has an answer."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from megatron_hdp.planner import Plan, evaluate
+from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
+
+quickly = settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)
+@quickly
+@given(problem=problems())
+def test_rules_hold_and_figures_agree_with_the_evaluator(strategy: str, problem: Problem) -> None:
+    plan = problem.plan(strategy)
+    plan.validate()
+    result = evaluate(plan, COST_MODELS[problem.cost_model])
+    assert plan.summary["makespan_s"] == pytest.approx(result.makespan_s, rel=1e-9)
+    assert plan.summary["lower_bound_s"] == pytest.approx(result.lower_bound_s, rel=1e-9)
+    assert plan.summary["efficiency"] == pytest.approx(result.efficiency, rel=1e-9)
+    assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)
+    assert plan.summary["max_tokens_on_a_rank"] <= problem.tokens_per_rank
+
+
+@pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)
+@quickly
+@given(problem=problems())
+def test_same_plan_again_and_after_a_round_trip(strategy: str, problem: Problem) -> None:
+    plan = problem.plan(strategy)
+    assert problem.plan(strategy).fingerprint() == plan.fingerprint()
+    copy = Plan.from_json(plan.to_json())
+    assert copy.fingerprint() == plan.fingerprint()
+    assert copy.summary == plan.summary
+    copy.validate()
+
+
+@quickly
+@given(problem=problems())
+def test_dp_balance_is_no_slower_than_the_others(problem: Problem) -> None:
+    cost_model = COST_MODELS[problem.cost_model]
+    makespan = {s: evaluate(problem.plan(s), cost_model).makespan_s for s in EXECUTED_STRATEGIES}
+    assert makespan["dp-balance"] <= makespan["naive"] * (1 + 1e-9)
+    assert makespan["dp-balance"] <= makespan["static"] * (1 + 1e-9)
+
+
+@quickly
+@given(problem=problems())
+def test_every_micro_batch_of_a_static_plan_has_the_same_degree(problem: Problem) -> None:
+    plan = problem.plan("static")
+    degrees = {len(plan.micro_batch(m).ranks) for m in range(plan.num_micro_batches)}
+    assert len(degrees) == 1
+    plan.validate(pipeline_stages=2)
