@@ -12,9 +12,12 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        from megatron_hdp.megatron import parallel
         from megatron_hdp.training.loop import pretrain
 
+        parallel.join_job(arguments)
         pretrain(arguments)
+        parallel.leave_job()
     except (ValueError, FileNotFoundError) as error:
         print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -5,6 +5,7 @@ attention runs every sequence alone, and PyTorch's cross entropy gives the loss.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
-from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron import hdp_steps, model, parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.megatron.parallel import compute_device
@@ -64,16 +65,13 @@ def tiny_arguments(prefix, **overrides):
 
 
 def hdp_gradients(arguments, *faults, plan=None):
-    """Loss and whole gradients after one HDP step, alike on every rank.
+    """Loss and whole gradients after one HDP step, alike on every rank of an initialised job.
 
     Args:
         arguments: the run.
         faults: (target, replacement) pairs to plant, as for `mock.patch`.
         plan: what to run instead of the strategy's plan.
     """
-    from megatron_hdp.megatron import hdp_steps, model
-
-    parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(arguments, VOCABULARY)
     executor = hdp_steps.build_executor(arguments, gpt)
@@ -90,20 +88,13 @@ def hdp_gradients(arguments, *faults, plan=None):
             )
         report = steps.run(0)
     grads = {name: _whole(p, p.main_grad) for name, p in gpt.module.named_parameters()}
-    parallel.finish()
     return report.loss, grads
 
 
 def reference_gradients(arguments):
-    """The same from one rank with megatron-core's stock model, sequence by sequence."""
-    from dataclasses import replace
-
-    from megatron_hdp.megatron import model
-
-    stock = replace(arguments, hybrid_data_parallel=False, tensor_model_parallel_size=1)
-    parallel.initialise(stock)
-    parallel.set_seeds(stock.seed)
-    gpt = model.build_gpt(stock, VOCABULARY).module
+    """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
+    parallel.set_seeds(arguments.seed)
+    gpt = model.build_gpt(_stock(arguments), VOCABULARY).module
     token_file = TokenFile(arguments.data_path[0])
     table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
     step = StepSampler(
@@ -121,7 +112,6 @@ def reference_gradients(arguments):
     grads = {}
     for name, p in gpt.named_parameters():
         (grads[name],) = torch.autograd.grad(loss, p, retain_graph=True)
-    parallel.finish()
     return loss.item(), grads
 
 
@@ -135,6 +125,41 @@ def largest_error(found, expected):
         norm = max(expected_grads[name].norm().item(), 1e-3 * scale, 1e-300)
         errors.append((grad - expected_grads[name]).norm().item() / norm)
     return max(errors)
+
+
+def errors_of(cases, *faults):
+    """Body of a rank: `largest_error` of each case on the first rank, None on the others.
+
+    Args:
+        cases: (arguments, plan) pairs of one model and batch; a plan of None means the strategy's.
+        faults: see `hdp_gradients`.
+    """
+    first, _ = cases[0]
+    parallel.initialise(first)
+    found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
+    if first.tensor_model_parallel_size > 1:
+        parallel.finish()
+        parallel.initialise(_stock(first))
+    if dist.get_rank() > 0:
+        return None
+    expected = reference_gradients(first)
+    return [largest_error(gradients, expected) for gradients in found]
+
+
+def _stock(arguments):
+    """Megatron without HDP, tensor parallelism and recomputation, the vocabulary padded alike."""
+    vocabulary_multiple = (
+        arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
+    )
+    return replace(
+        arguments,
+        hybrid_data_parallel=False,
+        tensor_model_parallel_size=1,
+        make_vocab_size_divisible_by=vocabulary_multiple,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+    )
 
 
 def _whole(parameter, grad):

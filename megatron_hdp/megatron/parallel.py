@@ -24,8 +24,24 @@ def compute_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def join_job(arguments: TrainingArguments) -> None:
+    """Joins the job that torchrun started; `leave_job` undoes it."""
+    device = compute_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend=_backend(arguments.distributed_backend, device),
+        timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+    )
+
+
+def leave_job() -> None:
+    """Closes every communicator."""
+    dist.destroy_process_group()
+
+
 def initialise(arguments: TrainingArguments) -> None:
-    """Joins the job that torchrun started and makes Megatron's groups (context_parallel_size = 1).
+    """Makes Megatron's groups in a joined job, with context_parallel_size = 1; `finish` undoes it.
 
     On a machine without a GPU the CPU shim is applied first. Every blocking call of the groups made
     here ends after ``--distributed-timeout-minutes`` with an error.
@@ -33,42 +49,30 @@ def initialise(arguments: TrainingArguments) -> None:
     Raises:
         ValueError: the number of ranks is not a multiple of the tensor-parallel size.
     """
-    device = compute_device()
-    if device.type == "cpu":
-        cpu_shim.apply()
-    else:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend=_backend(arguments.distributed_backend, device),
-            timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
-        )
-    world = dist.get_world_size()
-    tensor_model_parallel_size = arguments.tensor_model_parallel_size
-    if world % tensor_model_parallel_size:
+    world, tensor_ranks = dist.get_world_size(), arguments.tensor_model_parallel_size
+    if world % tensor_ranks:
         raise ValueError(
-            f"{world} ranks cannot be cut into tensor-parallel groups of "
-            f"{tensor_model_parallel_size}: change --nproc-per-node or "
-            "--tensor-model-parallel-size"
+            f"{world} ranks cannot be cut into tensor-parallel groups of {tensor_ranks}: change "
+            "--nproc-per-node or --tensor-model-parallel-size"
         )
+    if cpu_shim.needed():
+        cpu_shim.apply()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
+        tensor_model_parallel_size=tensor_ranks,
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
     )
+
+
+def finish() -> None:
+    """Destroys Megatron's groups and takes the CPU shim off."""
+    parallel_state.destroy_model_parallel()
+    cpu_shim.revert()
 
 
 def _backend(wanted: str, device: torch.device) -> str:
     if wanted != "auto":
         return wanted
     return "gloo" if device.type == "cpu" else "nccl"
-
-
-def finish() -> None:
-    """Leaves the job and undoes what `initialise` did to Megatron."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    cpu_shim.revert()
 
 
 def set_seeds(seed: int) -> None:

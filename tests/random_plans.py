@@ -1,0 +1,70 @@
+"""Valid plans that no strategy would make: any degree, any ring order, any mixture in a micro-batch."""
+
+import numpy as np
+
+from megatron_hdp.planner import Plan, slice_tokens
+
+
+def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
+    """Each sequence on a ring of random size, several to a ring, whole ones beside, in random order."""
+    rng = np.random.default_rng(seed)
+    micro_batches = []
+    for sequence in rng.permutation(len(lengths)).tolist():
+        length = int(lengths[sequence])
+        degrees = [
+            d for d in range(1, ranks + 1) if slice_tokens(length, d, slice_multiple) <= tokens_per_rank
+        ]
+        degree = int(rng.choice(degrees))
+        held = slice_tokens(length, degree, slice_multiple)
+        if not _join(micro_batches, sequence, degree, length, held, tokens_per_rank, slice_multiple, rng):
+            ring = rng.permutation(ranks)[:degree].tolist()
+            micro_batches.append(
+                {"ring": ring, "sharded": [sequence], "local": [], "load": dict.fromkeys(ring, held)}
+            )
+    rng.shuffle(micro_batches)
+    return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple)
+
+
+def _join(micro_batches, sequence, degree, length, held, capacity, multiple, rng):
+    """Try to add the sequence to a micro-batch that is there: sharded over its ring, or local."""
+    whole = slice_tokens(length, 1, multiple)
+    for i in rng.permutation(len(micro_batches)).tolist():
+        micro_batch = micro_batches[i]
+        load = micro_batch["load"]
+        if len(load) == degree and rng.random() < 0.5 and max(load.values()) + held <= capacity:
+            micro_batch["sharded"].append(sequence)
+            for rank in load:
+                load[rank] += held
+            return True
+        roomy = [rank for rank in load if load[rank] + whole <= capacity]
+        if len(load) > 1 and roomy and rng.random() < 0.5:
+            rank = int(rng.choice(roomy))
+            micro_batch["local"].append((rank, sequence))
+            load[rank] += whole
+            return True
+    return False
+
+
+def _plan(micro_batches, lengths, ranks, capacity, multiple):
+    def offsets(counts):
+        return np.concatenate([[0], np.cumsum(list(counts))]).astype(np.int64)
+
+    local = [sorted(micro_batch["local"]) for micro_batch in micro_batches]
+    made = Plan(
+        num_ranks=ranks,
+        tokens_per_rank=capacity,
+        strategy="random",
+        lengths=np.asarray(lengths),
+        rank_offsets=offsets(len(m["ring"]) for m in micro_batches),
+        ranks=[rank for m in micro_batches for rank in m["ring"]],
+        sequence_offsets=offsets(len(m["sharded"]) for m in micro_batches),
+        sequences=[sequence for m in micro_batches for sequence in m["sharded"]],
+        local_offsets=offsets(map(len, local)),
+        local_sequences=[sequence for pairs in local for _, sequence in pairs],
+        local_ranks=[rank for pairs in local for rank, _ in pairs],
+        offload_ratios=np.zeros(len(micro_batches)),
+        slice_multiple=multiple,
+        summary={"efficiency": 1.0, "planning_ms": 0.0},
+    )
+    made.validate()
+    return made
