@@ -14,6 +14,9 @@ mkdir -p "$folder"
 
 export OMP_NUM_THREADS=1
 export CUDA_VISIBLE_DEVICES="" # the comparison is made on CPUs, on every machine
+# What megatron-core tells every rank about GPU libraries
+PYTHONWARNINGS="ignore:Transformer Engine and Apex,ignore:Apex is not installed"
+export PYTHONWARNINGS="$PYTHONWARNINGS,ignore:full scope is deprecated"
 
 list_sources() { # the standard library's own files, without tests and installed packages
     "$PYTHON" - <<'PY'
@@ -50,9 +53,10 @@ echo "== data: ${#sources[@]} files of the standard library"
     --output-prefix "$prefix"
 
 train static --hdp-strategy static "$@"
-train hdp --hdp-strategy auto --hdp-plot-plan "$folder/plan.png" "$@"
+plot_step=$((${STEPS:-3} < 3 ? 1 : 3))
+train hdp --hdp-strategy auto --hdp-plot-plan "$folder/plan.png" --hdp-plot-step "$plot_step" "$@"
 
 echo
 "$PYTHON" scripts/quickstart_report.py "$folder/static.jsonl" "$folder/hdp.jsonl"
 echo
-echo "metrics: $folder/static.jsonl, $folder/hdp.jsonl; the first step's plan: $folder/plan.png"
+echo "metrics: $folder/static.jsonl, $folder/hdp.jsonl; the plan of step $plot_step: $folder/plan.png"

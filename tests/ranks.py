@@ -7,6 +7,7 @@ ranks takes tenths of a second instead of four imports. Ranks meet in a file, ne
 import faulthandler
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -125,8 +126,7 @@ def _start(number: int, num_ranks: int, folder: Path, call: bytes, timeout_s: fl
     process = _context.Process(
         target=_rank_main,
         args=(number, num_ranks, folder / "rendezvous", stacks, child_pipe, call, timeout_s),
-        name=f"rank-{number}",
-        daemon=True,
+        name=f"rank-{number}",  # no daemon: saving a checkpoint starts helpers
     )
     process.start()  # returns once the server has forked, so after its imports
     child_pipe.close()
@@ -221,6 +221,7 @@ def _rank_main(
     pipe.send_bytes(answer)
     if exit_code == 0:
         _leave_together(pipe)
+    multiprocessing.util._run_finalizers()  # ends such helpers
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -192,7 +192,9 @@ class HdpSteps:
 
         assert self.planned is not None, "no step has run"
         evaluation = evaluate(self.planned.plan, self.cost_model)
-        plot_plan(self.planned.plan, evaluation, path, title=title)
+        plot_plan(
+            self.planned.plan, evaluation, path, title=title, cost_model=self.cost_model
+        )
 
 
 def build_executor(

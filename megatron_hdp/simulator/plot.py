@@ -182,11 +182,10 @@ def _corners(left: Any, top: Any, right: Any, bottom: Any) -> Float64Array:
 def _draw_limits(axes: Any, evaluation: Evaluation, scale: float, unit: str) -> None:
     bound, makespan = evaluation.lower_bound_s / scale, evaluation.makespan_s / scale
     axes.axvline(makespan, color=_MAKESPAN_COLOUR, label=f"makespan {makespan:.3f} {unit}")
-    dashed = axes.axvline(
+    axes.axvline(bound, color="white", linewidth=3.0)  # so that the dashes show on dark bars
+    axes.axvline(
         bound, color="black", linestyle=(0, (4, 3)), label=f"lower bound {bound:.3f} {unit}"
     )
-    effects = importlib.import_module("matplotlib.patheffects")
-    dashed.set_path_effects([effects.withStroke(linewidth=3.0, foreground="white")])
 
 
 def _label_bars(

@@ -231,9 +231,10 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     namespace = parser.parse_args(argv, namespace)
     arguments = from_namespace(TrainingArguments, namespace)
     check_values(arguments)
+    _check_run(arguments)
     arguments = _with_derived_defaults(arguments)
     _check_model(arguments)
-    _check_run(arguments)
+    _check_schedule(arguments)
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
@@ -251,6 +252,8 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         )
     ffn_hidden_size = hidden * 8 // 3 // 64 * 64 if args.swiglu else 4 * hidden
     grouped = args.group_query_attention or args.num_query_groups is not None
+    decay_iters = args.lr_decay_iters or args.train_iters or 1
+    warmup_iters = args.lr_warmup_iters or int((args.lr_warmup_fraction or 0) * decay_iters)
     return replace(
         args,
         ffn_hidden_size=args.ffn_hidden_size or max(ffn_hidden_size, 64),
@@ -258,7 +261,8 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         group_query_attention=grouped,
         num_query_groups=(args.num_query_groups or 1) if grouped else heads,
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
-        lr_decay_iters=args.lr_decay_iters or args.train_iters,
+        lr_decay_iters=decay_iters,
+        lr_warmup_iters=warmup_iters,
     )
 
 
@@ -289,6 +293,17 @@ def _check_model(args: TrainingArguments) -> None:
         )
 
 
+def _check_schedule(args: TrainingArguments) -> None:
+    decay_iters = args.lr_decay_iters or 1
+    if args.lr_warmup_iters >= decay_iters:
+        raise OptionError(
+            f"the warm-up takes {args.lr_warmup_iters} steps, expected fewer than --lr-decay-iters "
+            f"({decay_iters}; --train-iters unless given): lower --lr-warmup-iters or -fraction"
+        )
+    if args.min_lr > (args.lr or 0):
+        raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
+
+
 def _check_run(args: TrainingArguments) -> None:
     if len(args.data_path) != 1:
         raise OptionError(
@@ -298,10 +313,13 @@ def _check_run(args: TrainingArguments) -> None:
     if (args.tokenizer_type == "byte") != (args.tokenizer_model is None):
         expected = "no --tokenizer-model" if args.tokenizer_type == "byte" else "--tokenizer-model"
         raise OptionError(f"--tokenizer-type {args.tokenizer_type} goes with {expected}")
-    if args.min_lr > (args.lr or 0):
-        raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         raise OptionError("found both --lr-warmup-fraction and --lr-warmup-iters: keep one")
+    if args.hdp_plot_plan and args.hdp_plot_step > (args.train_iters or 0):
+        raise OptionError(
+            f"--hdp-plot-step {args.hdp_plot_step} is beyond --train-iters {args.train_iters}, so "
+            "nothing would be drawn: lower it"
+        )
     if args.save_interval is not None and args.save is None:
         raise OptionError("--save-interval needs --save DIR: give the folder to save into")
 

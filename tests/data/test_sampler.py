@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data import StepSampler
 
+# A busy machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 
@@ -23,6 +25,7 @@ def sampler_of(lengths, batch, in_tokens, seed=3):
     return StepSampler(np.array(lengths), seed=seed, **{key: batch})
 
 
+@unhurried
 @given(lengths_lists, st.integers(1, 120), st.booleans())
 def test_every_epoch_has_every_sequence_once(lengths, batch, in_tokens):
     steps = draw(sampler_of(lengths, batch, in_tokens), 3 * len(lengths) + 1)
@@ -31,6 +34,7 @@ def test_every_epoch_has_every_sequence_once(lengths, batch, in_tokens):
         assert sorted(stream[begin : begin + len(lengths)]) == list(range(len(lengths)))
 
 
+@unhurried
 @given(lengths_lists, st.integers(1, 120), st.booleans())
 def test_a_fresh_sampler_resumes_at_any_step(lengths, batch, in_tokens):
     steps = draw(sampler_of(lengths, batch, in_tokens), 12)
@@ -44,6 +48,7 @@ def test_a_fresh_sampler_resumes_at_any_step(lengths, batch, in_tokens):
         )
 
 
+@unhurried
 @given(lengths_lists, st.integers(1, 200), st.integers(0, 500))
 def test_a_token_budget_is_filled_and_not_exceeded(lengths, budget, consumed):
     sampler = sampler_of(lengths, budget, in_tokens=True)
@@ -54,6 +59,7 @@ def test_a_token_budget_is_filled_and_not_exceeded(lengths, budget, consumed):
     assert step.tokens + lengths[following] > budget
 
 
+@unhurried
 @given(lengths_lists, st.integers(1, 90), st.integers(0, 500))
 def test_a_sequence_count_is_met_across_epochs(lengths, batch, consumed):
     step = sampler_of(lengths, batch, in_tokens=False).step(consumed)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -11,6 +11,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 
 from megatron_hdp.data import SequenceTable, split_documents
 
+# A busy machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LENGTHS = np.array([3, 0, 10, 1, 4, 8, 0])
 
 
@@ -91,6 +93,7 @@ def test_bad_arguments(options, message):
         SequenceTable.build(LENGTHS, **options)
 
 
+@unhurried
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any),
     st.integers(1, 45),

@@ -55,6 +55,8 @@ def test_required_flags_are_enough_and_derived_defaults_follow_megatron() -> Non
     assert (args.ffn_hidden_size, args.kv_channels, args.num_query_groups) == (256, 16, 4)
     assert (args.max_position_embeddings, args.lr_decay_iters) == (128, 3)
     assert (args.seed, args.hidden_dropout, args.add_bias_linear) == (1234, 0.1, True)
+    warm = parse_arguments([*REQUIRED, "--lr-decay-iters", "50", "--lr-warmup-fraction", "0.1"])
+    assert warm.lr_warmup_iters == 5
     swiglu = parse_arguments([*REQUIRED, "--swiglu", "--num-query-groups", "2"])
     assert swiglu.ffn_hidden_size == 128
     assert swiglu.group_query_attention
@@ -143,6 +145,8 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         ("--tokenizer-model gpt2", "--tokenizer-type byte goes with no --tokenizer-model"),
         ("--min-lr 1", "--min-lr 1.0 is greater than --lr 0.001"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "keep one"),
+        ("--lr-warmup-iters 3", "takes 3 steps, expected fewer than --lr-decay-iters (3"),
+        ("--hdp-plot-plan p.png --hdp-plot-step 4", "beyond --train-iters 3"),
         ("--save-interval 5", "--save-interval needs --save"),
         ("--hdp-tokens-per-rank 64", "--hdp-tokens-per-rank has no effect without --hybrid"),
     ],
