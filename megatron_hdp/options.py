@@ -293,7 +293,7 @@ class HdpOptions:
     hybrid_data_parallel: bool = option(
         False, help="Plan every global batch over one HDP dimension instead of a DP x CP mesh."
     )
-    hdp_tokens_per_rank: int | None = option(
+    hdp_tokens_per_rank: int = option(
         None,
         minimum=1,
         help="Capacity C: tokens that one HDP rank can hold in one micro-batch.",

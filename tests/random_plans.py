@@ -12,22 +12,30 @@ def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
     for sequence in rng.permutation(len(lengths)).tolist():
         length = int(lengths[sequence])
         degrees = [
-            d for d in range(1, ranks + 1) if slice_tokens(length, d, slice_multiple) <= tokens_per_rank
+            degree
+            for degree in range(1, ranks + 1)
+            if slice_tokens(length, degree, slice_multiple) <= tokens_per_rank
         ]
         degree = int(rng.choice(degrees))
         held = slice_tokens(length, degree, slice_multiple)
-        if not _join(micro_batches, sequence, degree, length, held, tokens_per_rank, slice_multiple, rng):
+        sizes = (held, slice_tokens(length, 1, slice_multiple))
+        if not _join(micro_batches, sequence, degree, sizes, tokens_per_rank, rng):
             ring = rng.permutation(ranks)[:degree].tolist()
             micro_batches.append(
-                {"ring": ring, "sharded": [sequence], "local": [], "load": dict.fromkeys(ring, held)}
+                {
+                    "ring": ring,
+                    "sharded": [sequence],
+                    "local": [],
+                    "load": dict.fromkeys(ring, held),
+                }
             )
     rng.shuffle(micro_batches)
     return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple)
 
 
-def _join(micro_batches, sequence, degree, length, held, capacity, multiple, rng):
+def _join(micro_batches, sequence, degree, sizes, capacity, rng):
     """Try to add the sequence to a micro-batch that is there: sharded over its ring, or local."""
-    whole = slice_tokens(length, 1, multiple)
+    held, whole = sizes
     for i in rng.permutation(len(micro_batches)).tolist():
         micro_batch = micro_batches[i]
         load = micro_batch["load"]

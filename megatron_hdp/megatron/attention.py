@@ -7,7 +7,7 @@ micro-batch's forward again later, when another one would be current.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,11 +29,11 @@ class HdpPackedSeqParams(PackedSeqParams):
     ``qkv_format`` stays "sbhd": the packed tokens are one long sequence ``[t, 1, ...]`` to Megatron.
     """
 
-    layout: TokenLayout | None = None
-    positions: torch.Tensor | None = None
+    layout: TokenLayout = field(kw_only=True)
+    positions: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: each token's position in its own sequence."""
-    comm: RingComm | None = None
-    kernel: AttentionKernel | None = None
+    comm: RingComm = field(kw_only=True)
+    kernel: AttentionKernel = field(kw_only=True)
 
 
 class HdpCoreAttention(MegatronModule):

@@ -14,6 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_hdp.megatron import torch_adam
+
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name
 
 
@@ -77,10 +79,11 @@ def load_checkpoint(
             f"{tracker} names {source.name}, which is not there: put it back or write the number "
             "of another checkpoint of this folder into the file"
         )
-    state = _sharded_state(model, optimizer, scheduler, is_loading=True)
-    state = dist_checkpointing.load(state, str(source))
-    model.module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    with torch_adam.restorable(optimizer):
+        state = _sharded_state(model, optimizer, scheduler, is_loading=True)
+        state = dist_checkpointing.load(state, str(source))
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     return Progress(**state["progress"])
 

@@ -28,10 +28,7 @@ REDIRECTS = {
     "Tensor.type, called by megatron.*": "answers torch.cuda.*Tensor, by which optimizers sort",
 }
 
-_FACTORIES = (
-    "arange empty empty_like empty_strided eye full full_like linspace ones ones_like rand "
-    "randint randn tensor zeros zeros_like"
-).split()
+_FACTORIES = ["arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like"]
 
 # What Megatron's optimizers may see; float64 (exactness tests) counts as full precision.
 _CUDA_TYPE_NAMES = {

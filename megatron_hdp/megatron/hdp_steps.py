@@ -192,14 +192,10 @@ class HdpSteps:
 
         assert self.planned is not None, "no step has run"
         evaluation = evaluate(self.planned.plan, self.cost_model)
-        plot_plan(
-            self.planned.plan, evaluation, path, title=title, cost_model=self.cost_model
-        )
+        plot_plan(self.planned.plan, evaluation, path, title=title, cost_model=self.cost_model)
 
 
-def build_executor(
-    arguments: TrainingArguments, model: DistributedDataParallel
-) -> HdpExecutor:
+def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
     comm = new_ring_comm(arguments.distributed_timeout_minutes)
     return HdpExecutor(model, comm, select_kernel(compute_device()))

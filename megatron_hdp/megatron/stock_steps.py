@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,10 @@ class StockSteps:
             micro_batches_min=self.num_micro_batches,
             micro_batches_max=self.num_micro_batches,
         )
+
+    def draw_plan(self, path: Path, title: str) -> None:
+        """Refuses: without HDP there is no plan."""
+        raise ValueError(f"no plan to draw into {path} without --hybrid-data-parallel")
 
     def _batches(self, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
         ranks = parallel_state.get_data_parallel_world_size()

@@ -64,9 +64,9 @@ def _who(column: torch.Tensor) -> str:
     for rank, value in enumerate(column.tolist()):
         ranks_of[value].append(rank)
     groups = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    return "; ".join(
-        f"{value % 2**64:#018x} on {_shown(ranks)}" for value, ranks in groups[:4]
-    ) + ("; ..." if len(groups) > 4 else "")
+    return "; ".join(f"{value % 2**64:#018x} on {_shown(ranks)}" for value, ranks in groups[:4]) + (
+        "; ..." if len(groups) > 4 else ""
+    )
 
 
 def _shown(ranks: list[int]) -> str:

@@ -147,5 +147,7 @@ def _merge(
     """Adds a block's softmax-weighted output to `total` (online softmax), in place at `rows`."""
     before = total_lse[rows]
     after = torch.logaddexp(before, lse)
-    total[rows] = total[rows] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
+    total[rows] = (
+        total[rows] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
+    )
     total_lse[rows] = after

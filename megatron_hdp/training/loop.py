@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -27,10 +27,14 @@ _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
 
 class Steps(Protocol):
-    """What runs one step over one split of the data."""
+    """What runs one step over one split of the data: HDP's or stock Megatron's."""
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step that begins after `consumed` sequences."""
+        ...
+
+    def draw_plan(self, path: Path, title: str) -> None:
+        """Draws the latest step's plan."""
         ...
 
 
@@ -39,9 +43,9 @@ class _Job:
     """Everything that a run holds."""
 
     arguments: TrainingArguments
-    model: object
-    optimizer: object
-    scheduler: object
+    model: Any
+    optimizer: Any
+    scheduler: Any
     training: Steps
     validation: Steps | None
 
@@ -88,7 +92,7 @@ def _build(arguments: TrainingArguments) -> _Job:
 
 
 def _hdp_steps(
-    arguments: TrainingArguments, model: object, tokenizer: Tokenizer
+    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
@@ -112,11 +116,9 @@ def _hdp_steps(
 
 
 def _stock_steps(
-    arguments: TrainingArguments, model: object, tokenizer: Tokenizer
+    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer
 ) -> tuple[Steps, Steps | None]:
-    batch = arguments.global_batch_size or (
-        parallel.num_hdp_ranks() * arguments.micro_batch_size
-    )
+    batch = arguments.global_batch_size or (parallel.num_hdp_ranks() * arguments.micro_batch_size)
     samples = (batch * arguments.train_iters, batch * arguments.eval_iters)
     train, valid = build_datasets(arguments, tokenizer, samples)
     validation = StockSteps(arguments, model, valid) if arguments.eval_iters else None

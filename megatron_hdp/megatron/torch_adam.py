@@ -1,0 +1,70 @@
+"""Lets the distributed optimizer restore a checkpoint into torch's Adam.
+
+Megatron expects apex's or TransformerEngine's Adam there, which have their state from the start and
+keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the one method
+in the way is overridden on the instance, while a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+@contextmanager
+def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Within the block, `optimizer` can be asked for a loading state dict and given one."""
+    with ExitStack() as stack:
+        for part in optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer) and type(part.optimizer) in _TORCH_ADAMS:
+                _create_state(part.optimizer)
+                stack.enter_context(_keeping_step(part))
+                stack.callback(_separate_steps, part.optimizer)
+        yield
+
+
+_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _create_state(adam: torch.optim.Optimizer) -> None:
+    """Makes Adam's empty state real: a step with zero gradients at zero learning rate."""
+    if adam.state:
+        return
+    rates = [group["lr"] for group in adam.param_groups]
+    for group in adam.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    adam.step()
+    adam.zero_grad()
+    for group, rate in zip(adam.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _separate_steps(adam: torch.optim.Optimizer) -> None:
+    """Gives each parameter its own `step`: Megatron restores one tensor that all of them would count up."""
+    for state in adam.state.values():
+        state["step"] = state["step"].clone()
+
+
+@contextmanager
+def _keeping_step(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's loaded state."""
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_param]
+        adam = optimizer.optimizer
+        step = adam.state[adam.param_groups[group]["params"][order]]["step"]
+        original(model_param, {"step": step, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+    try:
+        yield
+    finally:
+        del optimizer._set_main_param_and_optimizer_states
