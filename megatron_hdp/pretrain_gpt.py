@@ -1,4 +1,4 @@
-"""``torchrun ... -m megatron_hdp.pretrain_gpt``: trains a GPT, with or without hybrid data parallelism."""
+"""``torchrun ... -m megatron_hdp.pretrain_gpt``: trains a GPT, with or without HDP."""
 
 import sys
 

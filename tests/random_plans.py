@@ -1,4 +1,4 @@
-"""Valid plans that no strategy would make: any degree, any ring order, any mixture in a micro-batch."""
+"""Valid plans that no strategy would make: any degree, ring order and mixture in a micro-batch."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from megatron_hdp.planner import Plan, slice_tokens
 
 
 def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
-    """Each sequence on a ring of random size, several to a ring, whole ones beside, in random order."""
+    """Rings of random size, several sequences to a ring, whole ones beside, in random order."""
     rng = np.random.default_rng(seed)
     micro_batches = []
     for sequence in rng.permutation(len(lengths)).tolist():

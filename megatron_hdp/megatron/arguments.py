@@ -1,7 +1,7 @@
 """The training command's options, under the names and defaults of Megatron's own flags.
 
-A field without ``None`` in its type has a value once `parse_arguments` has returned: it is required,
-or derived from others.
+A field without ``None`` in its type has a value once `parse_arguments` has returned: it is
+required, or derived from others.
 
 Where a name or default differs from Megatron's, the help says so. Running this module prints the
 README's tables of flags.

@@ -26,7 +26,7 @@ from megatron_hdp.runtime.ring_comm import RingComm
 class HdpPackedSeqParams(PackedSeqParams):
     """What attention and rotary positions need to know of one micro-batch on this rank.
 
-    ``qkv_format`` stays "sbhd": the packed tokens are one long sequence ``[t, 1, ...]`` to Megatron.
+    ``qkv_format`` stays "sbhd": to Megatron the packed tokens are one sequence ``[t, 1, ...]``.
     """
 
     layout: TokenLayout = field(kw_only=True)

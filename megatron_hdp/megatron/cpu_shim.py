@@ -1,9 +1,9 @@
 """Lets megatron-core, which assumes CUDA, run on a machine without a GPU.
 
-Megatron's own modules see a forwarding stand-in for ``torch`` whose CUDA functions and tensor factories
-answer for the CPU; everybody else keeps the real ``torch``. Five tensor and module methods cannot be
-replaced for Megatron alone and are replaced globally; `REDIRECTS` names everything, ``megatron-hdp doctor``
-prints it. `apply` refuses to run where there is a GPU.
+Megatron's own modules see a forwarding stand-in for ``torch`` whose CUDA functions and tensor
+factories answer for the CPU; everybody else keeps the real ``torch``. Four methods of tensors
+and modules cannot be replaced for Megatron alone and are replaced globally. `REDIRECTS` names all,
+``megatron-hdp doctor`` prints it. `apply` refuses to run where there is a GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,31 @@ import torch
 
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
-    "torch.cuda inside megatron.*": "device, stream, event, RNG and nvtx functions answer for the CPU",
+    "torch.cuda inside megatron.*": "devices, streams, events, RNG, nvtx answer for the CPU",
     "torch.distributed.barrier inside megatron.*": "device_ids is dropped (gloo knows none)",
     "megatron.core.tensor_parallel.random": "CUDA RNG state is the CPU generator's",
     "Tensor.cuda, Module.cuda, Tensor.record_stream": "no-ops",
     "Tensor.type, called by megatron.*": "answers torch.cuda.*Tensor, by which optimizers sort",
 }
 
-_FACTORIES = ["arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like"]
+_FACTORIES = [
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
 # What Megatron's optimizers may see; float64 (exactness tests) counts as full precision.
 _CUDA_TYPE_NAMES = {

@@ -1,7 +1,8 @@
-"""Runs one rank's micro-batches of a plan with Megatron's own schedule, DDP and gradient finalisation.
+"""Runs one rank's micro-batches of a plan with Megatron's own schedule, DDP and finalisation.
 
-Ranks may run different numbers of micro-batches: gradients are sums over tokens, reduced once after the
-last one and divided once by the global batch's loss tokens, which every rank knows from the plan.
+Ranks may run different numbers of micro-batches: gradients are sums over tokens, reduced once after
+the last one and divided once by the global batch's loss tokens, which every rank knows from the
+plan.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from megatron_hdp.runtime.kernels import select_kernel
 
 
 def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
-    """The cost model of a run: measured (``--hdp-cost-model``) or derived from the model's shape."""
+    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape."""
     if arguments.hdp_cost_model is not None:
         return CostModel.from_json(arguments.hdp_cost_model)
     attention_size = arguments.num_attention_heads * arguments.kv_channels
@@ -86,7 +86,7 @@ class HdpSteps:
         self.planned: PlannedStep | None = None  # of the latest step
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
-        """Runs the step that begins after `consumed` sequences; gradients are left in the DDP buffers.
+        """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.
 
         Raises:
             DisagreementError: ranks planned different things.
@@ -155,7 +155,7 @@ class HdpSteps:
             )
 
     def _seed_dropout(self, consumed: int) -> None:
-        """Makes dropout a function of seed, data position and rank, so that no RNG state is saved."""
+        """Makes dropout a function of seed, data position and rank: no RNG state to save."""
         seed = fingerprint(self.arguments.seed, consumed, hdp_rank()) % 2**31
         model_parallel_cuda_manual_seed(seed)
 

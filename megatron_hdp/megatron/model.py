@@ -24,7 +24,7 @@ def model_dtype(arguments: TrainingArguments) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
-    """`vocab_size` rounded up as Megatron does, so that every tensor-parallel rank has its share."""
+    """`vocab_size` rounded up as Megatron does: every tensor-parallel rank has its share."""
     multiple = arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 

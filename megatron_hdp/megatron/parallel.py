@@ -1,4 +1,4 @@
-"""Starts torch.distributed, Megatron's parallel state and, beside its groups, the rings' communicator."""
+"""Starts torch.distributed, Megatron's parallel state and the rings' communicator beside it."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def set_seeds(seed: int) -> None:
 
 def hdp_rank() -> int:
     """This rank's place in the HDP dimension (Megatron's data-parallel rank)."""
-    return parallel_state.get_data_parallel_rank()
+    return int(parallel_state.get_data_parallel_rank())
 
 
 def num_hdp_ranks() -> int:
     """HDP ranks of the job."""
-    return parallel_state.get_data_parallel_world_size()
+    return int(parallel_state.get_data_parallel_world_size())
 
 
 def new_ring_comm(timeout_minutes: float) -> RingComm:

@@ -1,7 +1,7 @@
 """Rotary embedding of packed slices: each token turns by its position in its own sequence.
 
-Megatron asks the embedding for a length and then for the angles of positions 0 .. length-1. This one
-answers the first question with the micro-batch's positions and the second with their angles.
+Megatron asks the embedding for a length and then for the angles of positions 0 .. length-1. This
+one answers the first question with the micro-batch's positions and the second with their angles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step without HDP: megatron-core's own dataset, schedule and gradient finalisation, untouched."""
+"""One step without HDP: megatron-core's own dataset, schedule and finalisation, untouched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_hdp.megatron.step_report import StepReport
 def build_datasets(
     arguments: TrainingArguments, tokenizer: Tokenizer, num_samples: tuple[int, int]
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Megatron's GPTDataset for training and validation: documents run together, cut at seq-length."""
+    """Megatron's GPTDataset for training and validation: documents in a row, cut at seq-length."""
     config = GPTDatasetConfig(
         random_seed=arguments.seed,
         sequence_length=arguments.seq_length,
@@ -72,7 +72,7 @@ class StockSteps:
         config.finalize_model_grads_func = finalize_model_grads
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
-        """Runs the step that begins after `consumed` samples; gradients are left in the DDP buffers."""
+        """Runs the step after `consumed` samples; leaves gradients in the DDP buffers."""
         reports = forward_backward_no_pipelining(
             forward_step_func=_forward_step,
             data_iterator=self._batches(consumed),

@@ -1,8 +1,8 @@
 """Lets the distributed optimizer restore a checkpoint into torch's Adam.
 
 Megatron expects apex's or TransformerEngine's Adam there, which have their state from the start and
-keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the one method
-in the way is overridden on the instance, while a checkpoint is loaded.
+keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the one
+method in the way is overridden on the instance, while a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _create_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:
-    """Gives each parameter its own `step`: Megatron restores one tensor that all of them would count up."""
+    """Gives each parameter its own `step`; Megatron restores one tensor that all would count up."""
     for state in adam.state.values():
         state["step"] = state["step"].clone()
 
 
 @contextmanager
 def _keeping_step(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's loaded state."""
+    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's state."""
     original = optimizer._set_main_param_and_optimizer_states
 
     def set_states(model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:

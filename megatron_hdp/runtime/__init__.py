@@ -1,1 +1,1 @@
-"""Execution of a plan's micro-batches on one rank: rings, attention kernels and the token-sum loss."""
+"""What a rank needs to execute a plan: rings, attention kernels, the token-sum loss, agreement."""

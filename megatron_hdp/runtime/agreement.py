@@ -1,4 +1,4 @@
-"""Ranks compare what must be alike before the first communication of a step, and stop if it is not."""
+"""Ranks compare what must be alike before a step's first communication, and stop if it is not."""
 
 from __future__ import annotations
 

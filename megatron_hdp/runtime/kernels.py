@@ -15,11 +15,11 @@ Lengths = tuple[int, ...]
 
 
 class AttentionKernel(Protocol):
-    """Attention of packed segments; segment ``i`` of the queries sees segment ``i`` of the keys only.
+    """Attention of packed segments; segment ``i`` of the queries sees only that of the keys.
 
-    Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of kv_heads
-    (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64 for float64
-    inputs). `causal` needs equal query and key segments.
+    Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of
+    kv_heads (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64
+    for float64 inputs). `causal` needs equal query and key segments.
     """
 
     name: str
@@ -95,27 +95,24 @@ class CpuFlashKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.backward`."""
-        dqs, dks, dvs = [], [], []
-        for dos, qs, ks, vs, outs, lses in zip(
-            *(x.split(lengths) for x, lengths in ((dout, q_lengths), (q, q_lengths))),
-            *(x.split(k_lengths) for x in (k, v)),
-            *(x.split(q_lengths) for x in (out, lse)),
-            strict=True,
-        ):
+        by_query = [x.split(q_lengths) for x in (dout, q, out, lse)]
+        by_key = [x.split(k_lengths) for x in (k, v)]
+        blocks = []
+        for dout_s, q_s, out_s, lse_s, k_s, v_s in zip(*by_query, *by_key, strict=True):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batched(dos),
-                _batched(qs),
-                _batched(ks),
-                _batched(vs),
-                _batched(outs),
-                lses.transpose(0, 1)[None],
+                _batched(dout_s),
+                _batched(q_s),
+                _batched(k_s),
+                _batched(v_s),
+                _batched(out_s),
+                lse_s.transpose(0, 1)[None],
                 0.0,
                 causal,
                 scale=scale,
             )
-            for total, grad in zip((dqs, dks, dvs), grads, strict=True):
-                total.append(_packed(grad))
-        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
+            blocks.append([_packed(grad) for grad in grads])
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        return dq, dk, dv
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

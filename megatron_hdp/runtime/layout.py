@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 # Rows of a packed tensor: a slice where they are contiguous (a view), else an index tensor.
-Rows = slice | torch.Tensor
+Rows: TypeAlias = slice | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
     """The packed tokens ``[t]`` of one rank: ring slices first, then whole local sequences.
 
-    A ring slice is the head chunk ``j`` followed by the tail chunk ``2D-1-j`` of a sequence cut into
-    ``2D`` equal chunks, so both halves have the same length and the whole slice is causal in itself.
+    A ring slice is the head chunk ``j`` followed by the tail chunk ``2D-1-j`` of a sequence cut
+    into ``2D`` equal chunks: halves of the same length, and the whole slice is causal in itself.
     """
 
     ring: tuple[int, ...]
@@ -42,7 +43,7 @@ class TokenLayout:
     def __post_init__(self) -> None:
         if any(tokens % 2 for tokens in self.ring_slices):
             raise ValueError(
-                f"ring slices hold {self.ring_slices} tokens; each must be even (head and tail chunk)"
+                f"ring slices hold {self.ring_slices} tokens; each must be even (two chunks)"
             )
         if self.ring_slices and len(self.ring) < 2:
             raise ValueError(f"ring slices {self.ring_slices} on a ring of {len(self.ring)} rank")
@@ -60,8 +61,8 @@ class TokenLayout:
 
     @property
     def degree(self) -> int:
-        """Ranks in the ring."""
-        return len(self.ring)
+        """Ranks that share the ring slices; 1 where there are none."""
+        return len(self.ring) if self.ring_slices else 1
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross entropy in the logits' precision (at least float32), a vocabulary slice on each rank."""
+    """Cross entropy in the logits' precision (at least float32), the vocabulary in slices."""
 
     @staticmethod
     def forward(

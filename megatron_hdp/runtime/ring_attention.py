@@ -1,20 +1,21 @@
-"""Ring attention over one micro-batch: causal, packed, any degree, with whole local sequences beside.
+"""Ring attention over one micro-batch: causal, packed, any degree, whole local sequences beside.
 
-Keys and values travel around the ring while queries stay (head-tail slices give every member the same
-causal area). Backward sends keys and values around once more, and the gradient of a slice's keys and
-values follows one hop behind them, so that it ends at its owner after ``D - 1`` hops: three times
-``(D - 1) / D`` of the micro-batch's KV bytes in all (ByteScale, sections 5.1 and 7).
+Keys and values travel around the ring while queries stay (head-tail slices give every member the
+same causal area). Backward sends keys and values around once more, and the gradient of a slice's
+keys and values follows one hop behind them, so that it ends at its owner after ``D - 1`` hops:
+three times ``(D - 1) / D`` of the micro-batch's KV bytes in all (ByteScale, sections 5.1 and 7).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatron_hdp.runtime.kernels import AttentionKernel, Lengths
 from megatron_hdp.runtime.layout import Rows, TokenLayout
-from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.ring_comm import RingComm, Transfer
 
 _ALL = slice(None)
 
@@ -59,23 +60,25 @@ class _RingAttention(torch.autograd.Function):
         kernel: AttentionKernel,
         scale: float,
     ) -> torch.Tensor:
-        ring = layout.ring_tokens
-        kv = torch.stack((k[:ring], v[:ring]))
-        transfer = comm.pass_on(kv, layout.ring, layout.index) if ring else None
+        ring = slice(0, layout.ring_tokens)
+        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+        next(blocks)  # our own keys and values leave while we attend to them
         out, lse = kernel.forward(q, k, v, layout.segments, layout.segments, True, scale)
-        if ring:
-            total, total_lse = _accumulator(out[:ring]), lse[:ring].clone()
-            for step in range(1, layout.degree):
-                kv = transfer.wait()
-                if step + 1 < layout.degree:
-                    transfer = comm.pass_on(kv, layout.ring, layout.index)
+        if layout.ring_slices:
+            total, total_lse = _accumulator(out[ring]), lse[ring].clone()
+            for step, (keys, values) in blocks:
                 rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
-                block = kernel.forward(
-                    q[:ring][rows], *kv[:, kv_rows], q_lengths, kv_lengths, False, scale
+                block_out, block_lse = kernel.forward(
+                    q[ring][rows],
+                    keys[kv_rows],
+                    values[kv_rows],
+                    q_lengths,
+                    kv_lengths,
+                    False,
+                    scale,
                 )
-                _merge(total, total_lse, rows, *block)
-            out[:ring] = total
-            lse[:ring] = total_lse
+                _merge(total, total_lse, rows, block_out, block_lse)
+            out[ring], lse[ring] = total, total_lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
         return out
@@ -84,41 +87,57 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
-        ring = layout.ring_tokens
-        kv = torch.stack((k[:ring], v[:ring]))
-        transfer = comm.pass_on(kv, layout.ring, layout.index) if ring else None
+        ring = slice(0, layout.ring_tokens)
+        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+        next(blocks)
         dq, dk, dv = kernel.backward(
             dout, q, k, v, out, lse, layout.segments, layout.segments, True, scale
         )
-        if ring:
-            dq_ring = _accumulator(dq[:ring])
-            dkv_transfer = None
-            for step in range(1, layout.degree):
-                kv = transfer.wait()
-                if step + 1 < layout.degree:
-                    transfer = comm.pass_on(kv, layout.ring, layout.index)
+        if layout.ring_slices:
+            dq_total = _accumulator(dq[ring])
+            arriving: Transfer | None = None
+            for step, (keys, values) in blocks:
                 rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
-                # `kernel` takes (dout, q, k, v, out, lse); the queries' rows of each but k and v
-                dq_block, *dkv_block = kernel.backward(
-                    dout[:ring][rows],
-                    q[:ring][rows],
-                    *kv[:, kv_rows],
-                    out[:ring][rows],
-                    lse[:ring][rows],
+                dq_block, dk_block, dv_block = kernel.backward(
+                    dout[ring][rows],
+                    q[ring][rows],
+                    keys[kv_rows],
+                    values[kv_rows],
+                    out[ring][rows],
+                    lse[ring][rows],
                     q_lengths,
                     kv_lengths,
                     False,
                     scale,
                 )
-                dq_ring[rows] += dq_block
-                dkv = torch.zeros_like(_accumulator(kv)) if step == 1 else dkv_transfer.wait()
-                dkv[:, kv_rows] += torch.stack(dkv_block)
-                dkv_transfer = comm.pass_on(dkv, layout.ring, layout.index)
-            dkv = dkv_transfer.wait()
-            dq[:ring] = dq_ring
-            dk[:ring] += dkv[0]
-            dv[:ring] += dkv[1]
+                dq_total[rows] += dq_block
+                # to what the members before us found for these keys and values, add ours
+                dkv = arriving.wait() if arriving else dq_total.new_zeros((2, *k[ring].shape))
+                dkv[0][kv_rows] += dk_block
+                dkv[1][kv_rows] += dv_block
+                arriving = comm.pass_on(dkv, layout.ring, layout.index)
+            assert arriving is not None, "a ring has at least two members"
+            dkv = arriving.wait()
+            dq[ring] = dq_total
+            dk[ring] += dkv[0]
+            dv[ring] += dkv[1]
         return dq, dk, dv, None, None, None, None
+
+
+def _travelling_kv(
+    k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, comm: RingComm
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The keys and values that pass by, ``[2, t, kv_heads, d]``, with the step: 0 are our own.
+
+    Those of a step are already on their way to the next member when they are yielded.
+    """
+    kv = torch.stack((k, v))
+    for step in range(layout.degree):
+        if step + 1 < layout.degree:
+            transfer = comm.pass_on(kv, layout.ring, layout.index)
+        yield step, kv
+        if step + 1 < layout.degree:
+            kv = transfer.wait()
 
 
 def _block(layout: TokenLayout, step: int) -> tuple[Rows, Lengths, Rows, Lengths]:

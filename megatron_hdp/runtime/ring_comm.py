@@ -1,4 +1,4 @@
-"""Point-to-point traffic of the rings: every ring of every micro-batch sends over one communicator."""
+"""Point-to-point traffic of the rings: every ring of every micro-batch uses one communicator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def new_ring_group(
     """The communicator of the rings, one for each list of HDP ranks; returns the caller's own.
 
     It is separate from the group that carries gradient sync, because a rank that has finished its
-    micro-batches starts reducing while others still run rings. Every rank of the job must call this with
-    the same lists.
+    micro-batches starts reducing while others still run rings. Every rank of the job must call this
+    with the same lists.
     """
     mine = None
     for ranks in rank_lists:

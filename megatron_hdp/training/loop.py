@@ -51,7 +51,7 @@ class _Job:
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
-    """Trains as `arguments` say, on the ranks that torchrun started; returns every step's metrics."""
+    """Trains as `arguments` say, in a job that was joined; returns every step's metrics."""
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     job = _build(arguments)

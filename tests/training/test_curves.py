@@ -1,0 +1,102 @@
+"""Twenty steps of training: one loss curve, whatever the ranks, the strategy and the capacity."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.training.loop import pretrain
+from tests.gradients import VOCABULARY, tiny_arguments
+
+STEPS = 20
+LONGEST = 60
+STRATEGIES = ("static", "naive", "dp-balance")
+TEXT = Path(__file__).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """Pieces of this file, of very different lengths: something that can be learned."""
+    path = tmp_path_factory.mktemp("curves") / "corpus"
+    rng = np.random.default_rng(7)
+    with IndexedWriter(path, VOCABULARY) as writer:
+        for length in [1, 2, LONGEST, *rng.integers(3, LONGEST, 20).tolist()]:
+            start = int(rng.integers(0, len(TEXT) - length))
+            writer.add(np.frombuffer(TEXT, np.uint8)[start : start + length].astype(np.int64))
+    return str(path)
+
+
+def arguments(prefix, **overrides):
+    settings = {
+        "seq_length": LONGEST,
+        "max_position_embeddings": LONGEST,
+        "init_method_std": 0.1,
+        "global_batch_size": 5,
+        "train_iters": STEPS,
+        "lr_decay_iters": STEPS,
+        "lr": 5e-3,
+        "clip_grad": 0.0,
+        "log_interval": 1000,
+    }
+    return tiny_arguments(prefix, **(settings | overrides))
+
+
+def losses(runs):
+    """Body of a rank: the loss curve of each run."""
+    return [[metrics.loss for metrics in pretrain(run)] for run in runs]
+
+
+def runs_on(num_ranks, prefix, **overrides):
+    """One run a strategy, with the least capacity that fits the context on these ranks."""
+    capacity = -(-LONGEST // num_ranks) + num_ranks
+    return [
+        arguments(prefix, hdp_strategy=strategy, hdp_tokens_per_rank=capacity, **overrides)
+        for strategy in STRATEGIES
+    ]
+
+
+def largest_difference(curves, reference):
+    curves, reference = np.array(curves), np.array(reference)
+    return np.abs(curves / reference - 1).max()
+
+
+@pytest.fixture(scope="module")
+def float64_curve(run_ranks, prefix):
+    run = arguments(prefix, hdp_strategy="naive", hdp_tokens_per_rank=200)
+    return run_ranks(1, losses, [run])[0][0]
+
+
+def test_the_loss_falls(float64_curve):
+    assert np.mean(float64_curve[-3:]) < 0.85 * float64_curve[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_one_curve_in_float64(run_ranks, prefix, float64_curve, num_ranks):
+    curves = run_ranks(num_ranks, losses, runs_on(num_ranks, prefix), timeout_s=120)
+    assert all(rank == curves[0] for rank in curves)
+    assert largest_difference(curves[0], float64_curve) <= 1e-10
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_one_curve_in_float32(run_ranks, prefix, float64_curve, num_ranks):
+    runs = runs_on(
+        num_ranks, prefix, fp64=False, use_distributed_optimizer=True, overlap_grad_reduce=True
+    )
+    curves = run_ranks(num_ranks, losses, runs, timeout_s=120)[0]
+    assert largest_difference(curves, float64_curve) <= 1e-5
+
+
+def test_tensor_parallel_ranks_share_the_curve(run_ranks, prefix, float64_curve):
+    multiple = 192  # 257 entries padded to 384 with and without tensor parallelism
+    run = runs_on(2, prefix, tensor_model_parallel_size=2, make_vocab_size_divisible_by=multiple)
+    curves = run_ranks(4, losses, run[-1:], timeout_s=120)[0]
+    assert largest_difference(curves, float64_curve) <= 1e-10
+
+
+def test_another_seed_is_another_curve(run_ranks, prefix, float64_curve):
+    """The comparison can fail."""
+    run = replace(runs_on(1, prefix)[0], seed=4321, train_iters=2)
+    curve = run_ranks(1, losses, [run])[0][0]
+    assert largest_difference(curve, float64_curve[:2]) > 1e-3
