@@ -321,11 +321,6 @@ def _check_run(args: TrainingArguments) -> None:
             f"--hdp-plot-step {args.hdp_plot_step} is beyond --train-iters {args.train_iters}, so "
             "nothing would be drawn: lower it"
         )
-    if args.lr_warmup_iters >= (args.lr_decay_iters or 0):
-        raise OptionError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} must be less than --lr-decay-iters "
-            f"{args.lr_decay_iters} (default: --train-iters): lower the one or raise the other"
-        )
     if args.fp64 and args.use_distributed_optimizer:
         raise OptionError(
             "--use-distributed-optimizer keeps float32 gradients: leave it out with --fp64"

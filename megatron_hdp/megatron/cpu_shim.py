@@ -15,6 +15,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ _CUDA_TYPE_NAMES = {
 _CPU = torch.device("cpu")
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
+_MISSING = object()
 
 
 class _StandIn(types.ModuleType):
@@ -106,6 +108,12 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(new_state)
+
+
+_RNG_FUNCTIONS = {
+    "_get_cuda_rng_state": _get_rng_state,
+    "_set_cuda_rng_state": _set_rng_state,
+}
 
 
 def _is_cuda(device: Any) -> bool:
@@ -176,53 +184,87 @@ def _without_rng_warning(record: logging.LogRecord) -> bool:
     return _RNG_WARNING not in record.getMessage()
 
 
+@dataclass(frozen=True)
+class _Replacement:
+    """One attribute that was set, and what was there."""
+
+    owner: Any
+    name: str
+    original: Any  # _MISSING: the owner inherited it
+    value: Any
+
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name, _MISSING) is self.value
+
+    def undo(self) -> None:
+        if self.original is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+
 class _Shim(importlib.abc.MetaPathFinder):
     """Everything `apply` changed; as an import hook it also reaches modules loaded later."""
 
     def __init__(self) -> None:
         self._torch = _stand_in_for_torch()
-        self._undo: list[Callable[[], None]] = []
+        self._replacements: list[_Replacement] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        original = owner.__dict__[name]
+        original = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, original))
+        self._replacements.append(_Replacement(owner, name, original, value))
 
     def enter_module(self, module: types.ModuleType) -> None:
         names = vars(module)
         if names.get("torch") is torch:
             self.replace(module, "torch", self._torch)
         if names.get("__name__") == _RNG_MODULE:
-            self.replace(module, "_get_cuda_rng_state", _get_rng_state)
-            self.replace(module, "_set_cuda_rng_state", _set_rng_state)
+            for name, value in _RNG_FUNCTIONS.items():
+                if name not in names:
+                    raise RuntimeError(
+                        f"the CPU shim expected {_RNG_MODULE}.{name} and did not find it: this "
+                        "megatron-core is not supported without a GPU, see megatron-hdp doctor"
+                    )
+                self.replace(module, name, value)
 
     def replace_methods(self) -> None:
         def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self
 
-        base = torch._C.TensorBase  # Tensor inherits these; an override on Tensor hides them
-        for name, value in {
-            "cuda": stay,
-            "record_stream": _nothing,
-            "type": _type_seen_by_megatron(base.type),
-        }.items():
-            setattr(torch.Tensor, name, value)
-            self._undo.append(functools.partial(delattr, torch.Tensor, name))
+        # Tensor inherits these three; an override on Tensor hides them.
+        self.replace(torch.Tensor, "cuda", stay)
+        self.replace(torch.Tensor, "record_stream", _nothing)
+        self.replace(torch.Tensor, "type", _type_seen_by_megatron(torch.Tensor.type))
         self.replace(torch.nn.Module, "cuda", stay)
 
     def install(self) -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.") and isinstance(module, types.ModuleType):
-                self.enter_module(module)
-        self.replace_methods()
         sys.meta_path.insert(0, self)
         logging.getLogger(_RNG_MODULE).addFilter(_without_rng_warning)
+        try:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("megatron.") and isinstance(module, types.ModuleType):
+                    self.enter_module(module)
+            self.replace_methods()
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
+        latest = {(id(r.owner), r.name): r for r in self._replacements}.values()
+        foreign = [
+            f"{getattr(r.owner, '__name__', r.owner)}.{r.name}"
+            for r in latest
+            if not r.is_in_place()
+        ]
+        if foreign:
+            raise RuntimeError(
+                f"{', '.join(foreign)} changed after the CPU shim was applied: undo that first"
+            )
         logging.getLogger(_RNG_MODULE).removeFilter(_without_rng_warning)
         sys.meta_path.remove(self)
-        while self._undo:
-            self._undo.pop()()
+        while self._replacements:
+            self._replacements.pop().undo()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Wraps the loader of a megatron module so that it enters the shim once it is loaded."""
@@ -245,7 +287,7 @@ class _Shim(importlib.abc.MetaPathFinder):
             execute(module)
             self.enter_module(module)
 
-        loader.exec_module = exec_module
+        self.replace(loader, "exec_module", exec_module)
 
 
 _active: _Shim | None = None
@@ -272,12 +314,17 @@ def apply() -> None:
         return
     if not needed():
         raise RuntimeError("the CPU shim was asked for, but torch.cuda.is_available() is true")
-    _active = _Shim()
-    _active.install()
+    shim = _Shim()
+    shim.install()
+    _active = shim
 
 
 def revert() -> None:
-    """Restores every original; does nothing when the shim is not in place."""
+    """Restores every original; does nothing when the shim is not in place.
+
+    Raises:
+        RuntimeError: somebody replaced after us what the shim had replaced; nothing is restored.
+    """
     global _active
     if _active is not None:
         _active.remove()

@@ -1,0 +1,269 @@
+"""``megatron-hdp doctor``: what is installed, where HDP joins Megatron, and what stands in the way.
+
+A probe never fails: what it does not find becomes a problem with one line of advice. So this module
+imports torch and Megatron only inside its probes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import platform
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_hdp import __version__
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A place in Megatron that HDP joins without replacing any of its functions."""
+
+    target: str
+    """``module:Class.attr``"""
+    why: str
+    parameter: str | None = None
+    """The parameter of the target that HDP relies on."""
+
+
+@dataclass(frozen=True)
+class SeamCheck:
+    """A seam, and what is wrong with it in the installed megatron-core (None: it is there)."""
+
+    seam: Seam
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that a run can do without."""
+
+    name: str
+    module: str
+    """What is looked for; for NVIDIA's apex an extension that its namesake on PyPI lacks."""
+    without_it: str
+
+
+@dataclass(frozen=True)
+class PackageCheck:
+    """An optional package, and its version (None: not found)."""
+
+    package: OptionalPackage
+    found: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that doctor has found; `problems` is empty when training can run."""
+
+    versions: dict[str, str | None]
+    device: str
+    cpu_shim_applies: bool
+    cpu_shim_redirects: dict[str, str]
+    attention_kernel: str | None
+    seams: tuple[SeamCheck, ...]
+    optional_packages: tuple[PackageCheck, ...]
+    problems: tuple[str, ...]
+
+
+SEAMS = (
+    Seam(
+        "megatron.core.transformer.attention:SelfAttentionSubmodules.core_attention",
+        "the layer specification names HDP's ring attention",
+    ),
+    Seam(
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        "a micro-batch's ring and positions travel with its call",
+        parameter="packed_seq_params",
+    ),
+    Seam(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:"
+        "RotaryEmbedding.get_rotary_seq_len",
+        "a subclass on the model answers with each token's own position",
+        parameter="packed_seq_params",
+    ),
+    Seam(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:"
+        "RotaryEmbedding.get_freqs_non_repeated",
+        "the same subclass turns those positions into angles",
+        parameter="max_seq_len",
+    ),
+    Seam(
+        "megatron.core.model_parallel_config:ModelParallelConfig.finalize_model_grads_func",
+        "gradients are divided by the global batch's loss tokens, once",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_config:TransformerConfig.calculate_per_token_loss",
+        "Megatron must not divide by anything of its own",
+    ),
+    Seam(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+        "ranks may run different numbers of micro-batches through it",
+        parameter="num_microbatches",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "overridden on the instance while a checkpoint is loaded into torch's Adam",
+        parameter="tensors",
+    ),
+)
+
+OPTIONAL_PACKAGES = (
+    OptionalPackage("transformer-engine", "transformer_engine", "Megatron uses NVIDIA apex's Adam, or torch's"),
+    OptionalPackage(
+        "NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"
+    ),
+    OptionalPackage("transformers", "transformers", "no --tokenizer-type HuggingFaceTokenizer"),
+    OptionalPackage("tiktoken", "tiktoken", "no --tokenizer-type TikTokenizer"),
+    OptionalPackage("tensorboard", "tensorboard", "no --tensorboard-dir"),
+    OptionalPackage("matplotlib", "matplotlib", "no --hdp-plot-plan and no plots of plans"),
+)
+
+
+def run_doctor(as_json: bool) -> int:
+    """Prints the diagnosis and returns the exit code: 0 when training can run, 1 otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's imports warn of what the table below says
+        diagnosis = diagnose()
+    print(json.dumps(asdict(diagnosis), indent=2) if as_json else _text(diagnosis))
+    return 1 if diagnosis.problems else 0
+
+
+def diagnose() -> Diagnosis:
+    """Looks at this machine and at what is installed on it; changes nothing."""
+    problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
+    if not _importable("megatron_hdp.planner._core"):
+        problems.append(
+            "the compiled planner does not import: build it with `pip install .` (or `pip install "
+            "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
+        )
+    has_torch = _importable("torch")
+    device, shim_applies, redirects, kernel = "unknown", False, {}, None
+    if has_torch:
+        from megatron_hdp.megatron import cpu_shim
+
+        shim_applies, redirects = cpu_shim.needed(), cpu_shim.REDIRECTS
+        device = _device()
+        kernel, problem = _attention_kernel(shim_applies)
+        problems += [problem] if problem else []
+    seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
+    if _importable("megatron.core"):
+        problems += [check.problem for check in seams if check.problem is not None]
+    return Diagnosis(
+        versions=_versions(),
+        device=device,
+        cpu_shim_applies=shim_applies,
+        cpu_shim_redirects=redirects,
+        attention_kernel=kernel,
+        seams=seams,
+        optional_packages=tuple(PackageCheck(p, _found(p)) for p in OPTIONAL_PACKAGES),
+        problems=tuple(problems),
+    )
+
+
+def check_seam(seam: Seam) -> str | None:
+    """What is wrong with `seam` in the installed megatron-core; None when it is as expected."""
+    module_name, _, path = seam.target.partition(":")
+    remedy = "install a megatron-core that this version supports (see the README)"
+    if not _importable(module_name):
+        return f"{seam.target}: found no module {module_name}: {remedy}"
+    found: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        if name in getattr(found, "__dataclass_fields__", {}):
+            return None  # a field without default is no attribute of its class
+        if not hasattr(found, name):
+            return f"{seam.target}: {found.__name__} has no {name!r}: {remedy}"
+        found = getattr(found, name)
+    if seam.parameter is None or seam.parameter in inspect.signature(found).parameters:
+        return None
+    return f"{seam.target}{inspect.signature(found)} takes no {seam.parameter!r}: {remedy}"
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    versions: dict[str, str | None] = {
+        "megatron_hdp": __version__,
+        "python": platform.python_version(),
+    }
+    return versions | {name: _version(name) for name in ("torch", "megatron-core", "numpy")}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _advice(module: str) -> str:
+    return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
+
+
+def _found(package: OptionalPackage) -> str | None:
+    """The package's version, "found" where it has none of its own; it is not imported."""
+    if importlib.util.find_spec(package.module) is None:
+        return None
+    return _version(package.name) or "found"
+
+
+def _device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def _attention_kernel(on_cpu: bool) -> tuple[str | None, str | None]:
+    """The kernel's name, or None and what is wrong."""
+    import torch
+
+    from megatron_hdp.runtime.kernels import select_kernel
+
+    try:
+        return select_kernel(torch.device("cpu" if on_cpu else "cuda")).name, None
+    except (ImportError, ValueError) as error:
+        return None, str(error)
+
+
+def _text(diagnosis: Diagnosis) -> str:
+    lines = [f"{name:18} {found or 'not found'}" for name, found in diagnosis.versions.items()]
+    lines += [
+        f"{'device':18} {diagnosis.device}",
+        f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
+        "",
+        "seams in megatron-core (HDP replaces none of its functions):",
+    ]
+    for check in diagnosis.seams:
+        suffix = f"({check.seam.parameter}=...)" if check.seam.parameter else ""
+        lines.append(f"  {'MISSING' if check.problem else 'ok':8}{check.seam.target}{suffix}")
+        lines.append(f"{'':10}{check.seam.why}")
+    if diagnosis.cpu_shim_applies:
+        lines += ["", "without a GPU a run redirects, until it ends:"]
+        lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
+    else:
+        lines += ["", "the CPU shim does not apply here"]
+    lines += ["", "optional packages:"]
+    for item in diagnosis.optional_packages:
+        found = item.found or f"not found: {item.package.without_it}"
+        lines.append(f"  {item.package.name:20}{found}")
+    lines.append("")
+    if diagnosis.problems:
+        lines.append("training cannot run:")
+        lines += [f"  - {problem}" for problem in diagnosis.problems]
+    else:
+        lines.append("training can run")
+    return "\n".join(lines)

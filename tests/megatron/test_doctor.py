@@ -1,0 +1,117 @@
+"""The doctor: finds what is there, says what to do about what is not, and exits accordingly."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_hdp.cli.main import main
+from megatron_hdp.megatron import cpu_shim, doctor
+from megatron_hdp.megatron.doctor import SEAMS, Seam, check_seam, diagnose
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+
+
+def without(*names):
+    """As if modules of these names did not import."""
+    importable = doctor._importable
+    return mock.patch.object(doctor, "_importable", lambda m: m not in names and importable(m))
+
+
+@on_cpu
+def test_training_can_run_here(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("training can run\n")
+    for expected in (f"torch              {torch.__version__}", "cpu (", "torch-sdpa-cpu", "ok"):
+        assert expected in text
+    for seam in SEAMS:
+        assert seam.target in text and seam.why in text
+    for what, how in cpu_shim.REDIRECTS.items():
+        assert f"{what}: {how}" in text
+
+
+@on_cpu
+def test_json_is_one_object_with_the_same_facts(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["cpu_shim_applies"] is True
+    assert found["cpu_shim_redirects"] == cpu_shim.REDIRECTS
+    assert found["versions"]["torch"] and found["versions"]["megatron-core"]
+    assert [check["seam"]["target"] for check in found["seams"]] == [s.target for s in SEAMS]
+    assert all(check["problem"] is None for check in found["seams"])
+
+
+def test_looking_changes_nothing():
+    before = dict(vars(torch.Tensor)), torch.nn.Module.cuda
+    diagnose()
+    assert (dict(vars(torch.Tensor)), torch.nn.Module.cuda) == before
+    assert not cpu_shim.is_active()
+
+
+@pytest.mark.parametrize(
+    "seam, expected",
+    [
+        (Seam("megatron.core.no_such_room:Thing.part", ""), "found no module"),
+        (Seam("megatron.core.models.gpt.gpt_model:GPTModel.fly", ""), "GPTModel has no 'fly'"),
+        (
+            Seam("megatron.core.models.gpt.gpt_model:GPTModel.forward", "", parameter="ring"),
+            "takes no 'ring'",
+        ),
+    ],
+)
+def test_a_missing_seam_is_a_problem_with_a_remedy(capsys, monkeypatch, seam, expected):
+    problem = check_seam(seam)
+    assert seam.target in problem and expected in problem and "install" in problem
+    monkeypatch.setattr(doctor, "SEAMS", (seam,))
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert f"MISSING {seam.target}" in text and problem in text
+    assert "training cannot run" in text
+
+
+def test_a_planner_that_is_not_built_is_a_problem(capsys):
+    with without("megatron_hdp.planner._core"):
+        assert main(["doctor", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert "compiled planner" in problem and "pip install" in problem
+
+
+def test_without_megatron_one_line_says_so(capsys):
+    modules = {seam.target.partition(":")[0] for seam in SEAMS}
+    with without("megatron.core", *modules):
+        assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "  - megatron.core does not import" in text
+    assert text.count("  - ") == 1
+
+
+def test_without_torch_it_still_answers(capsys):
+    with without("torch"):
+        assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == "unknown" and found["attention_kernel"] is None
+    assert "torch does not import" in found["problems"][0]
+
+
+def test_a_device_without_kernel_is_a_problem(capsys):
+    def refuse(device):
+        raise ValueError(f"no ring attention kernel for device '{device}'")
+
+    with mock.patch("megatron_hdp.runtime.kernels.select_kernel", refuse):
+        assert main(["doctor"]) == 1
+    assert "  - no ring attention kernel for device" in capsys.readouterr().out
+
+
+def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):
+    package = doctor.OptionalPackage("no-such-package", "no_such_package", "no such plots")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", (package,))
+    assert main(["doctor"]) == 0
+    assert "not found: no such plots" in capsys.readouterr().out
+
+
+def test_apex_is_known_by_its_extension_only():
+    modules = {package.module for package in doctor.OPTIONAL_PACKAGES}
+    assert "fused_weight_gradient_mlp_cuda" in modules and "apex" not in modules

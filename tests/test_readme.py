@@ -1,0 +1,27 @@
+"""What the README says and the program does are the same."""
+
+from pathlib import Path
+
+from megatron_hdp.megatron.arguments import markdown_tables
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_flags_is_the_declarations():
+    assert markdown_tables() in README, (
+        "README.md: replace the tables under 'Flags' by what "
+        "`python -m megatron_hdp.megatron.arguments` prints"
+    )
+
+
+def test_the_files_it_names_exist():
+    named = [line.split("`")[1] for line in README.splitlines() if line.startswith("| `")]
+    files = [name for name in named if "/" in name and not name.startswith("--")]
+    assert len(files) > 10
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_two_commands_are_what_ci_runs():
+    assert "./scripts/quickstart.sh" in README and "./scripts/test.sh" in README
+    assert "./scripts/test.sh" in (ROOT / ".ci/run").read_text()

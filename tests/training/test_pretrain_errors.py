@@ -1,0 +1,230 @@
+"""Bad input ends in one line that says what to do, before anything is written."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_hdp import pretrain_gpt
+from megatron_hdp.megatron.indexed_writer import IndexedWriter
+
+LENGTHS = [20, 33, 1, 64, 7, 50, 12, 9]
+SEQ_LENGTH = 64
+
+
+def flags(folder, **changes):
+    """A small run that works, as flags; `changes` by field, None to leave a flag out."""
+    settings = {
+        "num-layers": 1,
+        "hidden-size": 16,
+        "num-attention-heads": 2,
+        "seq-length": SEQ_LENGTH,
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+        "train-iters": 2,
+        "lr": 1e-3,
+        "split": "1,0,0",
+        "data-path": Path(folder) / "corpus",
+        "global-batch-size": 4,
+        "hdp-tokens-per-rank": 64,
+        "metrics-path": Path(folder) / "out" / "metrics.jsonl",
+        "tensorboard-dir": Path(folder) / "out" / "tensorboard",
+        "save": Path(folder) / "out" / "checkpoints",
+    }
+    settings |= {name.replace("_", "-"): value for name, value in changes.items()}
+    argv = ["--hybrid-data-parallel"]
+    for name, value in settings.items():
+        argv += [] if value is None else [f"--{name}", str(value)]
+    return argv
+
+
+def write(folder, lengths, largest_token=256, at=-1):
+    """A corpus of counting tokens; the document `at` holds `largest_token`."""
+    with IndexedWriter(Path(folder) / "corpus", 1000) as writer:
+        for i, length in enumerate(lengths):
+            tokens = np.arange(length, dtype=np.int64) % 256
+            if i == at % len(lengths):
+                tokens[0] = largest_token
+            writer.add(tokens)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path, LENGTHS)
+    return tmp_path
+
+
+def entry(argv):
+    """Body of a rank: the exit code, standard output and error of the training command."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch("megatron_hdp.megatron.parallel.join_job"),  # the fixture joined it
+        mock.patch("megatron_hdp.megatron.parallel.leave_job"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = pretrain_gpt.main(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+def check_refused(code, error, folder, *expected):
+    """One line, with everything expected in it, and nothing written."""
+    assert code == 2, error
+    assert error.startswith("pretrain_gpt: error: ") and error.count("\n") == 1, error
+    for text in expected:
+        assert text in error, f"{text!r} is not in: {error}"
+    assert not (folder / "out").exists(), [str(path) for path in (folder / "out").rglob("*")]
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"hdp_tokens_per_rank": 0}, ("--hdp-tokens-per-rank", "found 0", "at least 1")),
+        ({"hdp_tokens_per_rank": "many"}, ("--hdp-tokens-per-rank", "'many'")),
+        ({"hdp_tokens_per_rank": None}, ("needs --hdp-tokens-per-rank",)),
+        ({"lr_warmup_iters": 2}, ("--lr-warmup-iters", "2", "--lr-decay-iters", "lower")),
+        ({"lr_warmup_fraction": 1.0}, ("warm-up", "--lr-decay-iters", "lower")),
+        ({"attention_dropout": 0.1}, ("--attention-dropout", "0.1", "pass --attention-dropout 0")),
+        ({"hdp_global_batch_tokens": 100}, ("both", "exactly one")),
+        ({"hdp_stratgy": "static"}, ("--hdp-stratgy", "did you mean '--hdp-strategy'?")),
+        ({"num_layers": None}, ("--num-layers", "missing")),
+        ({"seq_length": -1}, ("--seq-length", "found -1", "at least 1")),
+    ],
+)
+def test_a_bad_flag_is_refused(folder, capsys, changes, expected):
+    code = pretrain_gpt.main(flags(folder, **changes))
+    check_refused(code, capsys.readouterr().err, folder, *expected)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("hdp-token-per-rank: 64\n", ("unknown key", "did you mean 'hdp-tokens-per-rank'?")),
+        ("num_layers: two\n", ("num_layers", "'two'", "int")),
+        ("num_layers: [1\n", ("not valid YAML",)),
+        ("- 1\n", ("found a list", "expected keys and values")),
+    ],
+)
+def test_a_bad_config_file_is_refused(folder, capsys, text, expected):
+    path = folder / "run.yaml"
+    path.write_text(text)
+    code = pretrain_gpt.main(["--config", str(path), *flags(folder)])
+    check_refused(code, capsys.readouterr().err, folder, "run.yaml", *expected)
+
+
+def lose_tokens(folder):
+    path = folder / "corpus.bin"
+    os.truncate(path, path.stat().st_size - 2)
+
+
+def lose_half_the_index(folder):
+    path = folder / "corpus.idx"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+CASES = {
+    "sequence-too-long": (
+        lambda folder: write(folder, [*LENGTHS, SEQ_LENGTH + 1]),
+        {},
+        ("65 tokens", "64", "--hdp-long-sequence truncate or split"),
+    ),
+    "bin-truncated": (lose_tokens, {}, ("corpus.bin", "truncated", "bytes")),
+    "idx-truncated": (lose_half_the_index, {}, ("corpus.idx", "build the pair again")),
+    "bin-missing": (lambda f: (f / "corpus.bin").unlink(), {}, ("corpus.bin", "preprocess")),
+    "idx-missing": (lambda f: (f / "corpus.idx").unlink(), {}, ("corpus.idx", "preprocess")),
+    "only-empty-documents": (lambda f: write(f, [0, 0, 0]), {}, ("none with a token", "--split")),
+    "bad-split": (lambda f: None, {"split": "0,0,0"}, ("--split", "at least one above 0")),
+    "no-training-documents": (lambda f: None, {"split": "0,1,0"}, ("no sequence", "--split")),
+    "tensor-parallel": (
+        lambda f: None,
+        {"tensor_model_parallel_size": 2, "num_attention_heads": 2},
+        ("1 ranks", "--nproc-per-node", "--tensor-model-parallel-size"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_data_is_refused(run_ranks, folder, case):
+    spoil, changes, expected = CASES[case]
+    spoil(folder)
+    ((code, _, error),) = run_ranks(1, entry, flags(folder, **changes))
+    check_refused(code, error, folder, *expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
+def test_a_sequence_that_fits_on_no_number_of_ranks_is_refused(
+    run_ranks, folder, num_ranks, strategy
+):
+    argv = flags(folder, hdp_tokens_per_rank=64 // num_ranks - 1, hdp_strategy=strategy)
+    for code, _, error in run_ranks(num_ranks, entry, [*argv, "--global-batch-size", "1"]):
+        check_refused(code, error, folder, "64", "--hdp-tokens-per-rank")
+
+
+def test_the_least_capacity_that_fits_is_not_refused(run_ranks, folder):
+    argv = flags(folder, hdp_tokens_per_rank=32, tensorboard_dir=None, save=None)
+    assert [code for code, _, _ in run_ranks(2, entry, argv)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("{", ("not JSON",)),
+        ("[1, 2]", ("found list", "expected an object")),
+        ('{"a": 1e-15}', ("'b'", "missing", "add it")),
+        ('{"a": 1e-15, "bb": 1}', ("unknown key 'bb'", "nearest is 'b'")),
+        ('{"a": -1, "b": 1e-9, "kv_bytes_per_token": 64}', ("a is -1", "expected")),
+        (None, ("cost.json", "No such file")),
+    ],
+)
+def test_a_malformed_cost_model_is_refused(run_ranks, folder, text, expected):
+    path = folder / "cost.json"
+    if text is not None:
+        path.write_text(text)
+    ((code, _, error),) = run_ranks(1, entry, flags(folder, hdp_cost_model=path))
+    check_refused(code, error, folder, "cost.json", *expected)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(run_ranks, folder):
+    write(folder, LENGTHS, largest_token=257)
+    ((code, _, error),) = run_ranks(1, entry, flags(folder, global_batch_size=len(LENGTHS)))
+    check_refused(code, error, folder, "token id 257", "257 entries", "train with the tokenizer")
+
+
+def test_the_largest_token_of_the_vocabulary_is_not_refused(run_ranks, folder):
+    argv = flags(folder, global_batch_size=len(LENGTHS), tensorboard_dir=None, save=None)
+    ((code, _, error),) = run_ranks(1, entry, argv)
+    assert code == 0, error
+
+
+def test_empty_documents_are_skipped_and_counted(run_ranks, folder):
+    write(folder, [0, *LENGTHS, 0, 0], at=1)
+    argv = flags(folder, tensorboard_dir=None, save=None)
+    (code, output, error), _ = run_ranks(2, entry, argv)
+    assert code == 0, error
+    assert f"{len(LENGTHS)} sequences to train on (documents: 3 empty and skipped" in output
+    steps = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+
+
+def test_an_error_before_training_leaves_earlier_metrics_alone(run_ranks, folder):
+    path = folder / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    write(folder, LENGTHS, largest_token=999)
+    argv = flags(folder, metrics_path=path, global_batch_size=len(LENGTHS))
+    ((code, _, error),) = run_ranks(1, entry, argv)
+    check_refused(code, error, folder, "token id 999")
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_metrics_of_another_program_are_refused(run_ranks, folder):
+    path = folder / "metrics.jsonl"
+    path.write_text("loss 3.5\n")
+    ((code, _, error),) = run_ranks(1, entry, flags(folder, metrics_path=path))
+    check_refused(code, error, folder, "metrics.jsonl", "move it away")
+    assert path.read_text() == "loss 3.5\n"
