@@ -38,6 +38,7 @@ train() { # name, flags...
     "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node "$NPROC" \
         --rdzv-backend c10d --rdzv-endpoint localhost:0 \
         -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml --hybrid-data-parallel \
+        --hdp-cost-model configs/tiny-cpu-cost-model.json \
         --data-path "$prefix" --metrics-path "$folder/$name.jsonl" \
         ${STEPS:+--train-iters "$STEPS"} "$@"
 }

@@ -114,10 +114,10 @@ SEAMS = (
 )
 
 OPTIONAL_PACKAGES = (
-    OptionalPackage("transformer-engine", "transformer_engine", "Megatron uses NVIDIA apex's Adam, or torch's"),
     OptionalPackage(
-        "NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"
+        "transformer-engine", "transformer_engine", "Megatron uses NVIDIA apex's Adam, or torch's"
     ),
+    OptionalPackage("NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"),
     OptionalPackage("transformers", "transformers", "no --tokenizer-type HuggingFaceTokenizer"),
     OptionalPackage("tiktoken", "tiktoken", "no --tokenizer-type TikTokenizer"),
     OptionalPackage("tensorboard", "tensorboard", "no --tensorboard-dir"),

@@ -55,7 +55,11 @@ class PlannedStep:
 
 
 class HdpSteps:
-    """The steps over one split of the data."""
+    """The steps over one split of the data.
+
+    Raises:
+        ValueError: the longest sequence fits on no number of ranks.
+    """
 
     def __init__(
         self,
@@ -84,13 +88,15 @@ class HdpSteps:
             global_batch_tokens=arguments.hdp_global_batch_tokens,
         )
         self.planned: PlannedStep | None = None  # of the latest step
+        self._corpus = fingerprint(self.table.length.tobytes())
+        self._plan_lengths(self.table.length.max(keepdims=True))  # refused now, not when drawn
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.
 
         Raises:
             DisagreementError: ranks planned different things.
-            ValueError: the batch cannot be planned (a sequence that fits on no number of ranks).
+            ValueError: a token outside the vocabulary.
         """
         planned = self.planned = self._plan(consumed)
         self._require_same_plan(planned)
@@ -105,10 +111,14 @@ class HdpSteps:
         return self._report(planned, outcome)
 
     def _plan(self, consumed: int) -> PlannedStep:
-        arguments = self.arguments
         step = self.sampler.step(consumed)
-        step_plan = plan(
-            self.table.length[step.sequences],
+        step_plan = self._plan_lengths(self.table.length[step.sequences])
+        return PlannedStep(step, step_plan, int(self.table.num_labels[step.sequences].sum()))
+
+    def _plan_lengths(self, lengths: np.ndarray) -> Plan:
+        arguments = self.arguments
+        return plan(
+            lengths,
             ranks=num_hdp_ranks(),
             tokens_per_rank=arguments.hdp_tokens_per_rank,
             strategy=arguments.hdp_strategy,
@@ -117,20 +127,14 @@ class HdpSteps:
             cost_model=self.cost_model,
             ranks_per_node=self.cost_model.ranks_per_node,
         )
-        return PlannedStep(step, step_plan, int(self.table.num_labels[step.sequences].sum()))
 
     def _require_same_plan(self, planned: PlannedStep) -> None:
-        step, arguments = planned.step, self.arguments
+        step = planned.step
         facts = {
+            "corpus": self._corpus,
             "consumed sequences": step.consumed_before,
             "sequences of the step": fingerprint(step.sequences.tobytes()),
             "sequence lengths": fingerprint(planned.plan.lengths.tobytes()),
-            "HDP flags": fingerprint(
-                num_hdp_ranks(),
-                arguments.hdp_tokens_per_rank,
-                arguments.hdp_strategy,
-                arguments.hdp_slice_multiple,
-            ),
             "cost model": fingerprint(self.cost_model.to_json()),
             "plan": planned.plan.fingerprint(),
         }

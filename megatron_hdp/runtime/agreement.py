@@ -14,8 +14,8 @@ class DisagreementError(RuntimeError):
     """Ranks of one job hold different values of something that must be the same on all of them."""
 
 
-def fingerprint(*parts: bytes | str | int | float | None) -> int:
-    """64 bits over `parts`, the same in every process and on every machine."""
+def fingerprint(*parts: object) -> int:
+    """64 bits over `parts` (bytes, or anything by its repr), the same in every process."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()

@@ -6,7 +6,7 @@ It names no Megatron symbol; what differs between the two is in the steps it is 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
+from megatron_hdp.options import flag_of
+from megatron_hdp.runtime.agreement import fingerprint, require_agreement
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
@@ -52,6 +54,7 @@ class _Job:
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     """Trains as `arguments` say, in a job that was joined; returns every step's metrics."""
+    _require_same_arguments(arguments)
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     job = _build(arguments)
@@ -77,6 +80,16 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             _save_if_due(job, progress)
     parallel.finish()
     return records
+
+
+def _require_same_arguments(arguments: TrainingArguments) -> None:
+    """Stops a job whose ranks were started with different flags; paths may differ."""
+    facts = {
+        flag_of(item.name): fingerprint(getattr(arguments, item.name))
+        for item in fields(arguments)
+        if item.name != "data_path" and "Path" not in str(item.type)
+    }
+    require_agreement(facts, parallel.compute_device())
 
 
 def _build(arguments: TrainingArguments) -> _Job:

@@ -6,7 +6,9 @@ a step twice.
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -55,6 +57,8 @@ class StepMetrics:
 class MetricsLogger:
     """Writes each step's metrics as soon as it is given them; a context manager.
 
+    What must be refused is refused at once; nothing is written before the first step has ended.
+
     Args:
         path: file of one JSON object a line, or None.
         tensorboard_dir: folder of TensorBoard events, or None.
@@ -64,17 +68,20 @@ class MetricsLogger:
     def __init__(
         self, path: Path | None, tensorboard_dir: Path | None = None, *, first_step: int = 1
     ) -> None:
+        self._path = path
+        self._earlier_lines = b"" if path is None else _steps_before(first_step, path)
+        self._new_writer = (
+            None if tensorboard_dir is None else _tensorboard_writer(tensorboard_dir, first_step)
+        )
         self._file: IO[bytes] | None = None
         self._writer: Any = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_steps_before(first_step, path)
-            self._file = path.open("ab")
-        if tensorboard_dir is not None:
-            self._writer = _tensorboard_writer(tensorboard_dir, first_step)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step and flush it."""
+        if self._file is None and self._path is not None:
+            self._file = _new_file(self._path, self._earlier_lines)
+        if self._writer is None and self._new_writer is not None:
+            self._writer = self._new_writer()
         if self._file is not None:
             self._file.write(metrics.to_json() + b"\n")
             self._file.flush()
@@ -133,10 +140,10 @@ def _is_non_finite(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
 
-def _keep_steps_before(first_step: int, path: Path) -> None:
-    """Drop from the file the steps that will be written again and a last line cut short."""
+def _steps_before(first_step: int, path: Path) -> bytes:
+    """Return the file without the steps that will be written again and a last line cut short."""
     if not path.exists():
-        return
+        return b""
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
     try:
         kept = [line for line in lines if orjson.loads(line)["step"] < first_step]
@@ -145,12 +152,20 @@ def _keep_steps_before(first_step: int, path: Path) -> None:
             f"--metrics-path {path}: found lines that are no step's metrics, expected a file of "
             "this program: move it away or give another path"
         ) from None
+    return b"".join(line + b"\n" for line in kept)
+
+
+def _new_file(path: Path, content: bytes) -> IO[bytes]:
+    """Replace the file by one of `content` and open that for appending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+    temporary.write_bytes(content)
     os.replace(temporary, path)
+    return path.open("ab")
 
 
-def _tensorboard_writer(folder: Path, first_step: int) -> Any:
+def _tensorboard_writer(folder: Path, first_step: int) -> Callable[[], Any]:
+    """Return what makes the writer; the writer's folder appears with it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -158,4 +173,4 @@ def _tensorboard_writer(folder: Path, first_step: int) -> Any:
             f"--tensorboard-dir needs the package tensorboard ({error}): "
             "pip install 'megatron-hdp[tensorboard]'"
         ) from error
-    return SummaryWriter(str(folder), purge_step=first_step)
+    return partial(SummaryWriter, str(folder), purge_step=first_step)

@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 
 from megatron_hdp.megatron import hdp_steps
+from megatron_hdp.options import flag_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.agreement import DisagreementError
+from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
 from tests.gradients import tiny_arguments, write_corpus
 
@@ -90,28 +92,37 @@ def test_other_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS[:-1], LENGTHS[-1] - 1])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert facts == {"sequence lengths", "plan"}
+    assert facts == {"corpus", "sequence lengths", "plan"}
 
 
 def test_more_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS, *range(5, 15)])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert "sequences of the step" in facts
+    assert {"corpus", "sequences of the step"} <= facts
 
 
 @pytest.mark.parametrize(
-    "flag, value, expected",
+    "name, value",
     [
-        ("hdp_tokens_per_rank", 96, {"HDP flags", "plan"}),
-        ("hdp_slice_multiple", 2, {"HDP flags", "plan"}),
-        ("seed", 7, {"sequences of the step", "sequence lengths", "plan"}),
-        ("global_batch_size", 8, {"sequences of the step", "sequence lengths", "plan"}),
+        ("hdp_tokens_per_rank", 96),
+        ("hybrid_data_parallel", False),
+        ("seed", 7),
+        ("hidden_size", 32),
+        ("lr", 2e-3),
     ],
 )
-def test_other_flags(run_ranks, prefix, flag, value, expected):
+def test_other_flags(run_ranks, prefix, name, value):
     run = arguments(prefix)
-    assert check(run_ranks, run, replace(run, **{flag: value})) == expected
+    assert check(run_ranks, run, replace(run, **{name: value})) == {flag_of(name)}
+
+
+def test_paths_may_differ(run_ranks, prefix, tmp_path):
+    run = arguments(prefix)
+    outcomes = run_ranks(
+        NUM_RANKS, outcome, run, ODD_RANK, replace(run, metrics_path=tmp_path / "m.jsonl"), False
+    )
+    assert [error for error, _, _ in outcomes] == [None] * NUM_RANKS
 
 
 def test_another_cost_model(run_ranks, prefix, tmp_path):
@@ -136,7 +147,10 @@ def agree_on_everything(facts, device):
 
 def outcome_unchecked(*args):
     """Body of a rank: `outcome` when ranks do not compare what they planned."""
-    with mock.patch.object(hdp_steps, "require_agreement", agree_on_everything):
+    with (
+        mock.patch.object(hdp_steps, "require_agreement", agree_on_everything),
+        mock.patch.object(loop, "require_agreement", agree_on_everything),
+    ):
         return outcome(*args)
 
 

@@ -81,7 +81,7 @@ def test_nothing_to_load_starts_from_the_beginning(run_ranks, tmp_path):
 
 
 def test_a_missing_checkpoint_is_named(run_ranks, tmp_path):
-    whole = run(write_corpus(tmp_path, LENGTHS), load=tmp_path)
+    whole = run(write_corpus(tmp_path, LENGTHS), load=tmp_path, hdp_tokens_per_rank=100)
     (tmp_path / _TRACKER).write_text("7")
     with pytest.raises(Exception, match="names iter_0000007, which is not there"):
         run_ranks(1, curve, whole)
