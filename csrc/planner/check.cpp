@@ -43,7 +43,7 @@ void check_cost_model(const CostModel& cost) {
 
 void check_length(const Problem& problem, std::size_t id) {
   const int64_t length = problem.lengths[id];
-  const std::string name = "sequence " + std::to_string(id);
+  const std::string name = "sequence " + std::to_string(id) + " of the batch";
   if (length < 1 || length > kMostTokens) check_range("length of " + name, length, kMostTokens);
   if (length > problem.max_length) {
     throw std::invalid_argument(name + " has " + with_commas(length) +

@@ -4,16 +4,14 @@ namespace hdp {
 
 int64_t BestFit::place(int64_t tokens) {
   const auto found = open_.lower_bound({tokens, -1});
-  int64_t room = capacity_;
-  int64_t bin = num_bins_;
   if (found == open_.end()) {
-    ++num_bins_;
-  } else {
-    room = found->first;
-    bin = found->second;
-    open_.erase(found);
+    if (capacity_ > tokens) open_.emplace(capacity_ - tokens, num_bins_);
+    return num_bins_++;
   }
-  if (room > tokens) open_.emplace(room - tokens, bin);
+  auto entry = open_.extract(found);
+  const int64_t bin = entry.value().second;
+  entry.value().first -= tokens;
+  if (entry.value().first > 0) open_.insert(std::move(entry));
   return bin;
 }
 

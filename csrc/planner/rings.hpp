@@ -4,14 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/degrees.hpp"
 #include "planner/types.hpp"
 
 namespace hdp {
-
-struct RingPolicy {
-  double longest_s = 0;          // a sequence's degree is raised while its time exceeds this
-  bool fill_spare_room = false;  // put whole short sequences on ring members
-};
 
 struct Ring {
   int64_t sequence = 0;
@@ -33,12 +29,8 @@ struct RingSchedule {
   std::vector<int64_t> shorts;  // the sequences that remain, longest first
 };
 
-// The degree of a sequence: its memory minimum, raised while its own time exceeds longest_s, but
-// not so far that its traffic is exposed or its chunks become shorter than slice_multiple.
-int64_t balanced_degree(const Problem& problem, int64_t length, double longest_s);
-
 // `order` holds all sequence ids, longest first.
 RingSchedule place_rings(const Problem& problem, const std::vector<int64_t>& order,
-                         const RingPolicy& policy);
+                         const Degrees& degrees, bool fill_spare_room);
 
 }  // namespace hdp

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "planner/cost_model.hpp"
 #include "planner/packing.hpp"
@@ -29,12 +30,13 @@ class GapFiller {
     constexpr int kTries = 8;
     auto entry = left_.lower_bound({seconds, 0});
     for (int i = 0; i < kTries && entry != left_.end(); ++i, ++entry) {
-      const auto [left, gap] = *entry;
+      const std::size_t gap = entry->second;
       if (room_[gap] < tokens) continue;
       bins_[gap].push_back(id);
       room_[gap] -= tokens;
-      left_.erase(entry);
-      left_.emplace(left - seconds, gap);
+      auto changed = left_.extract(entry);
+      changed.value().first -= seconds;
+      left_.insert(std::move(changed));
       return true;
     }
     return false;
@@ -60,14 +62,14 @@ class Leveller {
   }
 
   void place(int64_t id, double seconds, int64_t tokens) {
-    const auto entry = earliest_end(tokens);
-    const auto [clock, rank] = *entry;
+    auto entry = clocks_.extract(earliest_end(tokens));
+    const std::size_t rank = entry.value().second;
     const double g = packings_[rank].fits(tokens) ? 0 : g_;
     const auto bin = static_cast<std::size_t>(packings_[rank].place(tokens));
     if (bin == bins_[rank].size()) bins_[rank].emplace_back();
     bins_[rank][bin].push_back(id);
-    clocks_.erase(entry);
-    clocks_.emplace(clock + g + seconds, rank);
+    entry.value().first += g + seconds;
+    clocks_.insert(std::move(entry));
   }
 
   const std::vector<Bins>& bins() const { return bins_; }

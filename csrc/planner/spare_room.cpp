@@ -11,7 +11,7 @@ namespace hdp {
 SpareRoom::SpareRoom(const Problem& problem, const std::vector<int64_t>& shorts)
     : problem_(problem) {
   for (const int64_t id : shorts) {
-    shorts_.emplace(problem.lengths[static_cast<std::size_t>(id)], -id);
+    shorts_.emplace_hint(shorts_.begin(), problem.lengths[static_cast<std::size_t>(id)], -id);
   }
 }
 

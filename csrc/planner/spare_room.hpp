@@ -13,7 +13,7 @@ namespace hdp {
 
 class SpareRoom {
  public:
-  // `shorts`: ids of the sequences that may be placed.
+  // `shorts`: ids of the sequences that may be placed, longest first.
   SpareRoom(const Problem& problem, const std::vector<int64_t>& shorts);
 
   // Gives each member up to `room` padded tokens of alike time and returns the seconds that the

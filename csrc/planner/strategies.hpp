@@ -15,8 +15,9 @@ Plan static_mesh(const Problem& problem);
 // Blind to time.
 Plan naive(const Problem& problem);
 
-// Equalises the ranks' times; no worse than the other two, because it is the fastest of them and
-// its own candidates under simulate().
+// Equalises the ranks' times with as little ring traffic as that allows. Of its own drafts and the
+// other two strategies' plans it takes one that simulate() finds no slower than either of those two
+// and nearly as fast as the fastest: of these the one with the least ring traffic.
 Plan dp_balance(const Problem& problem);
 
 }  // namespace hdp

@@ -8,10 +8,13 @@
 
 #include "planner/check.hpp"
 #include "planner/cost_model.hpp"
+#include "planner/degree_search.hpp"
+#include "planner/degrees.hpp"
+#include "planner/draft.hpp"
 #include "planner/node_clocks.hpp"
 #include "planner/packing.hpp"
-#include "planner/rings.hpp"
 #include "planner/slices.hpp"
+#include "planner/sorting.hpp"
 #include "planner/spare_room.hpp"
 
 namespace {
@@ -102,6 +105,45 @@ void test_degrees() {
   CHECK(hdp::balanced_degree(giant, 100, 10200.0 / 5) == 5);
   CHECK(hdp::balanced_degree(giant, 100, 1) == 8);
   CHECK(hdp::balanced_degree(giant, 5, 0) == 2);  // chunks of at least one token
+  CHECK((hdp::balanced_degrees(giant, 10200.0 / 5) == hdp::Degrees{5}));
+  CHECK((hdp::widened(problem({9, 9, 9}, 5, 9), {1, 2, 3}) == hdp::Degrees{1, 2, 3}));
+  CHECK((hdp::widened(problem({10, 10, 9}, 5, 9), {2, 3, 3}) == hdp::Degrees{2, 5, 3}));
+  CHECK(!hdp::may_share(giant, 100, 1) && hdp::may_share(giant, 100, 2));
+  CHECK(hdp::may_share(giant, 100, 8) && !hdp::may_share(giant, 100, 9));
+  CHECK(hdp::may_share(giant, 5, 2) && !hdp::may_share(giant, 5, 3));
+  CHECK(hdp::may_share(problem({61}, 2, 60), 61, 2));
+}
+
+void test_leanest_draft() {
+  const auto draft = [](double makespan_s, double ring_tokens, int32_t num_micro_batches) {
+    hdp::Draft result;
+    result.schedule.makespan_s = makespan_s;
+    result.schedule.ring_tokens = ring_tokens;
+    for (int32_t m = 0; m < num_micro_batches; ++m) result.plan.add({m}, {m});
+    return result;
+  };
+  const std::vector<hdp::Draft> drafts{draft(10, 7, 1), draft(11, 5, 3), draft(11, 5, 2),
+                                       draft(11, 5, 2), draft(12, 0, 1)};
+  CHECK(&hdp::fastest(drafts) == &drafts[0]);
+  CHECK(&hdp::leanest(drafts, 10) == &drafts[0]);
+  CHECK(&hdp::leanest(drafts, 11) == &drafts[2]);
+  CHECK(&hdp::leanest(drafts, 12) == &drafts[4]);
+}
+
+void test_degree_search() {
+  // three sequences of time 100 x 102 on three ranks: rings of two run one after the other
+  hdp::Problem threes = problem({100, 100, 100}, 3, 60);
+  threes.cost.kv_bytes_per_token = 0;
+  const std::vector<int64_t> order = hdp::longest_first(threes.lengths);
+  hdp::Draft draft = hdp::draft(threes, order, {{2, 2, 2}, false});
+  CHECK(std::abs(draft.schedule.makespan_s - 3 * 5110) < 1e-9);
+  hdp::speed_up(threes, order, 0, draft);
+  CHECK((draft.decisions.degrees == hdp::Degrees{3, 3, 3}));
+  CHECK(std::abs(draft.schedule.makespan_s - 3 * 3410) < 1e-9);
+  hdp::save_traffic(threes, order, 3 * 3410 + 1700, draft);  // one ring of two costs 1,700 s
+  CHECK((draft.decisions.degrees == hdp::Degrees{2, 3, 3}));
+  hdp::save_traffic(threes, order, draft.schedule.makespan_s, draft);
+  CHECK((draft.decisions.degrees == hdp::Degrees{2, 3, 3}));
 }
 
 void test_spare_room() {
@@ -148,8 +190,8 @@ void test_errors() {
   };
   CHECK(message(problem({}, 2, 10)) == "there are 0 sequences; expected at least 1");
   CHECK(message(problem({3, 1000}, 8, 100)) ==
-        "sequence 1 has 1,000 tokens and needs 10 ranks at 100 tokens each; there are 8: raise "
-        "--hdp-tokens-per-rank or add ranks");
+        "sequence 1 of the batch has 1,000 tokens and needs 10 ranks at 100 tokens each; there are "
+        "8: raise --hdp-tokens-per-rank or add ranks");
   CHECK(message(problem({3}, 8, 0)).find("tokens per rank is 0") == 0);
 }
 
@@ -161,6 +203,8 @@ int main() {
   test_cost_model();
   test_node_clocks();
   test_degrees();
+  test_leanest_draft();
+  test_degree_search();
   test_spare_room();
   test_schedule();
   test_strategies();

@@ -15,12 +15,14 @@ from megatron_hdp.planner.types import Plan
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The times of a plan; one entry a micro-batch or a rank."""
+    """The times of a plan; one entry a micro-batch, a rank or a member of a micro-batch."""
 
     start_s: NDArray[np.float64]
     """When each micro-batch starts: when the last of its ranks is free."""
     duration_s: NDArray[np.float64]
     """How long it takes: the time of its slowest member."""
+    local_s: NDArray[np.float64]
+    """Time of each member's own local sequences; one entry for each of ``plan.ranks``."""
     busy_s: NDArray[np.float64]
     """Time of each rank's own work, waiting for others left out."""
     makespan_s: float
@@ -54,11 +56,12 @@ def evaluate(plan: Plan, cost_model: CostModel) -> Evaluation:
     start_s, makespan_s = _starts(plan, duration_s)
     total_compute_s = float(_compute_s(plan.lengths, cost_model).sum())
     busy_s = _sums(plan.ranks, own_s, plan.num_ranks)
-    for array in (start_s, duration_s, busy_s, exposed_s):
+    for array in (start_s, duration_s, local_s, busy_s, exposed_s):
         array.setflags(write=False)
     return Evaluation(
         start_s=start_s,
         duration_s=duration_s,
+        local_s=local_s,
         busy_s=busy_s,
         exposed_s=exposed_s,
         makespan_s=makespan_s,

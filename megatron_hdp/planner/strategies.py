@@ -103,7 +103,9 @@ def _lengths(values: ArrayLike) -> NDArray[np.int64]:
         raise ValueError(f"lengths holds {greatest}; expected integers that fit int64")
     if array.min() < 1:
         sequence = int(np.argmax(array < 1))
-        raise ValueError(f"sequence {sequence} has {array[sequence]} tokens; expected at least 1")
+        raise ValueError(
+            f"sequence {sequence} of the batch has {array[sequence]} tokens; expected at least 1"
+        )
     return array.astype(np.int64)
 
 

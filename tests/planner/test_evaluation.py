@@ -26,6 +26,7 @@ def test_small_plan_by_hand() -> None:
     result = evaluate(small_plan(), COST)
     assert result.duration_s.tolist() == pytest.approx([226, 109, 69])
     assert result.start_s.tolist() == pytest.approx([0, 0, 226])
+    assert result.local_s.tolist() == pytest.approx([0, 0, 8, 0, 0])
     assert result.busy_s.tolist() == pytest.approx([218 + 69, 218, 226, 109])
     assert result.makespan_s == pytest.approx(226 + 69)
     assert result.total_compute_s == pytest.approx(624 + 8 + 99 + 24 + 35)

@@ -48,6 +48,16 @@ def test_dp_balance_is_no_slower_than_the_others(problem: Problem) -> None:
 
 @quickly
 @given(problem=problems())
+def test_dp_balance_has_no_more_ring_traffic_than_a_plan_as_fast(problem: Problem) -> None:
+    balanced = problem.plan("dp-balance").summary
+    for strategy in ("naive", "static"):
+        other = problem.plan(strategy).summary
+        if other["makespan_s"] <= balanced["makespan_s"]:
+            assert balanced["ring_tokens"] <= other["ring_tokens"], strategy
+
+
+@quickly
+@given(problem=problems())
 def test_every_micro_batch_of_a_static_plan_has_the_same_degree(problem: Problem) -> None:
     plan = problem.plan("static")
     degrees = {len(plan.micro_batch(m).ranks) for m in range(plan.num_micro_batches)}
