@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         from megatron_hdp.simulator.plot import plot_plan
 
-        plot_plan(chosen, evaluation, arguments.plot, cost_model=cost_model)
+        plot_plan(chosen, evaluation, arguments.plot)
         print(f"picture written to {arguments.plot}")
     return 0
 

@@ -196,7 +196,7 @@ class HdpSteps:
 
         assert self.planned is not None, "no step has run"
         evaluation = evaluate(self.planned.plan, self.cost_model)
-        plot_plan(self.planned.plan, evaluation, path, title=title, cost_model=self.cost_model)
+        plot_plan(self.planned.plan, evaluation, path, title=title)
 
 
 def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:

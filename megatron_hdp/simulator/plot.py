@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_hdp.planner import LLAMA_7B, CostModel, Evaluation, Plan
+from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.simulator.lanes import Float64Array, Int64Array, Lanes, lanes_of
 
 _IDLE_COLOUR = "#e4e4e4"
@@ -28,8 +28,6 @@ def plot_plan(
     evaluation: Evaluation,
     path: str | os.PathLike[str],
     title: str | None = None,
-    *,
-    cost_model: CostModel = LLAMA_7B,
 ) -> None:
     """Draw a plan and write it to ``path``; its suffix gives the format (png, svg, pdf).
 
@@ -38,14 +36,13 @@ def plot_plan(
         evaluation: its times.
         path: picture file; written under another name and renamed when it is complete.
         title: first line; the strategy and its efficiency if not given.
-        cost_model: the one ``evaluation`` was made with.
 
     Raises:
         ValueError: the suffix names no format, or the evaluation belongs to something else.
         ImportError: matplotlib is not installed.
     """
     figure_class = _import_figure()
-    lanes = lanes_of(plan, evaluation, cost_model)
+    lanes = lanes_of(plan, evaluation)
     scale, unit = _time_unit(evaluation.makespan_s)
     height = float(np.clip(1.6 + 0.42 * plan.num_ranks, 3.2, 9.0))
     figure = figure_class(figsize=(13.0, height), dpi=150, layout="constrained")

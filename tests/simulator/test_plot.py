@@ -31,7 +31,7 @@ def test_writes_a_picture_and_nothing_else(tmp_path, ranks):
 
 def test_idle_time_and_local_sequences_are_seen(tmp_path):
     made = plan_of([30, 4], [{"ranks": [0, 1], "sequences": [0], "local": {"1": [1]}}], num_ranks=2)
-    plot_plan(made, evaluate(made, COST), tmp_path / "plan.png", cost_model=COST)
+    plot_plan(made, evaluate(made, COST), tmp_path / "plan.png")
     pixels = matplotlib.image.imread(tmp_path / "plan.png")[:, :1400, :3]  # without the legend
 
     def share(colour):
