@@ -50,7 +50,7 @@ def plot_plan(
     axes.set_xlim(0, evaluation.makespan_s / scale * 1.01 or 1.0)
     axes.set_ylim(plan.num_ranks - 0.5, -0.5)
 
-    palette = _Palette.of_degrees(lanes.degree)
+    palette = _Palette.of_degrees(lanes.degree, plan.num_ranks)
     _draw_bars(axes, plan, lanes, evaluation.makespan_s, scale, palette)
     _draw_limits(axes, evaluation, scale, unit)
     if plan.num_ranks <= _MAX_LABELLED_RANKS:
@@ -90,8 +90,11 @@ class _Palette:
     colours: tuple[Any, ...]
 
     @classmethod
-    def of_degrees(cls, degrees: Int64Array) -> Self:
-        """Give each degree its colour, or each power of two when there are many degrees."""
+    def of_degrees(cls, degrees: Int64Array, num_ranks: int) -> Self:
+        """Give each degree its colour, or each power of two when there are many degrees.
+
+        One rank is always light and all ranks are always dark, so that plans can be compared.
+        """
         present = np.unique(degrees)
         classes = np.arange(len(present))
         if len(present) > _MAX_LEGEND_DEGREES:
@@ -100,11 +103,19 @@ class _Palette:
         colormap = importlib.import_module("matplotlib").colormaps[_COLOUR_MAP]
         return cls(
             groups=tuple((int(group[0]), int(group[-1])) for group in groups),
-            colours=tuple(map(colormap, np.linspace(0.3, 1.0, len(groups)))),
+            colours=tuple(map(colormap, _shades(present[0], present[-1], num_ranks, len(groups)))),
         )
 
     def index(self, degree: int) -> int:
         return next(i for i, (_, most) in enumerate(self.groups) if degree <= most)
+
+
+def _shades(least: int, most: int, num_ranks: int, number: int) -> Float64Array:
+    """Return `number` shades between those of two degrees, far enough apart to be told apart."""
+    first, last = 0.3 + 0.7 * np.log2([least, most]) / np.log2(max(num_ranks, 2))
+    room = 0.1 * (number - 1)
+    last = max(last, min(1.0, first + room))
+    return np.linspace(max(0.3, min(first, last - room)), last, number)
 
 
 def _draw_bars(

@@ -63,14 +63,14 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_few_degrees_have_a_colour_each():
-    palette = _Palette.of_degrees(np.array([3, 1, 3, 8]))
+    palette = _Palette.of_degrees(np.array([3, 1, 3, 8]), 8)
     assert palette.groups == ((1, 1), (3, 3), (8, 8))
     assert [palette.index(d) for d in (1, 3, 8)] == [0, 1, 2]
     assert len(set(palette.colours)) == 3
 
 
 def test_many_degrees_share_a_colour_by_powers_of_two():
-    palette = _Palette.of_degrees(np.arange(1, 34))
+    palette = _Palette.of_degrees(np.arange(1, 34), 64)
     assert palette.groups == ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 33))
     assert palette.index(16) == palette.index(9) == 4
 
@@ -86,3 +86,13 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(ImportError, match=r"pip install 'megatron-hdp\[plot\]'"):
         plot_plan(*made_and_evaluation(), tmp_path / "plan.png")
+
+
+def test_a_colour_means_the_same_degree_in_every_plan():
+    """All ranks are dark even when every ring takes all of them; close degrees stay apart."""
+    dark = _Palette.of_degrees(np.array([1, 8]), 8).colours[-1]
+    assert _Palette.of_degrees(np.array([8]), 8).colours == (dark,)
+    light = _Palette.of_degrees(np.array([1, 8]), 8).colours[0]
+    assert _Palette.of_degrees(np.array([1]), 8).colours == (light,)
+    near = np.array(_Palette.of_degrees(np.array([1023, 1024]), 1024).colours)
+    assert np.abs(near[0] - near[1]).sum() > 0.1
