@@ -34,12 +34,12 @@ train() { # name, flags...
     shift
     echo
     echo "== training: $name"
-    rm -f "$folder/$name.jsonl"
+    rm -f "$folder/$name/metrics.jsonl"
     "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node "$NPROC" \
         --rdzv-backend c10d --rdzv-endpoint localhost:0 \
         -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml --hybrid-data-parallel \
         --hdp-cost-model configs/tiny-cpu-cost-model.json \
-        --data-path "$prefix" --metrics-path "$folder/$name.jsonl" \
+        --data-path "$prefix" --metrics-path "$folder/$name/metrics.jsonl" \
         ${STEPS:+--train-iters "$STEPS"} "$@"
 }
 
@@ -54,10 +54,11 @@ echo "== data: ${#sources[@]} files of the standard library"
     --output-prefix "$prefix"
 
 train static --hdp-strategy static "$@"
-plot_step=$((${STEPS:-3} < 3 ? 1 : 3))
+plot_step=$((${STEPS:-2} < 2 ? 1 : 2)) # a step of long and short sequences
 train hdp --hdp-strategy auto --hdp-plot-plan "$folder/plan.png" --hdp-plot-step "$plot_step" "$@"
 
 echo
-"$PYTHON" scripts/quickstart_report.py "$folder/static.jsonl" "$folder/hdp.jsonl"
+"$PYTHON" scripts/quickstart_report.py "$folder"/{static,hdp}/metrics.jsonl
 echo
-echo "metrics: $folder/static.jsonl, $folder/hdp.jsonl; the plan of step $plot_step: $folder/plan.png"
+echo "metrics: $folder/static/metrics.jsonl, $folder/hdp/metrics.jsonl"
+echo "the plan of step $plot_step: $folder/plan.png"
