@@ -4,11 +4,12 @@
 #
 #   NPROC=4    ranks
 #   STEPS=N    steps (default: train-iters of configs/tiny-cpu.yaml)
+#   OUT=DIR    where data, metrics and picture go (default: runs/quickstart)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NPROC=${NPROC:-4}
-folder=runs/quickstart
+folder=${OUT:-runs/quickstart}
 prefix=$folder/data/stdlib
 mkdir -p "$folder"
 
