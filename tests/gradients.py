@@ -56,7 +56,7 @@ def tiny_arguments(prefix, **overrides):
         "lr": 1e-3,
         "data_path": (prefix,),
         "split": "1,0,0",
-        "distributed_timeout_minutes": 1,
+        "distributed_timeout_minutes": 5,
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
         "global_batch_size": len(TokenFile(prefix).lengths),

@@ -70,7 +70,7 @@ def run_ranks(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 240,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``num_ranks`` gloo ranks and return their results.

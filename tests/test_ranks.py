@@ -65,7 +65,7 @@ def test_a_warm_run_is_fast(run_ranks) -> None:
     run_ranks(4, _sum_of_ranks, 0.0)
     start = time.monotonic()
     run_ranks(4, _sum_of_ranks, 0.0)
-    assert time.monotonic() - start < 5  # measured: 0.2 s; four imports would take 20 s
+    assert time.monotonic() - start < 15  # measured: 0.2 s; four imports would take 20 s
 
 
 def test_a_rank_may_return_before_its_peers_have_read(run_ranks) -> None:
@@ -91,7 +91,7 @@ def test_a_hang_fails_by_the_deadline_with_stacks_and_leaves_nobody(run_ranks, t
     start = time.monotonic()
     with pytest.raises(RankTimeout, match="still running after 1 s: 0, 1") as error:
         run_ranks(3, _hang_in_recv, tmp_path, timeout_s=1)
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 30
     stacks = error.value.tracebacks
     assert sorted(stacks) == [0, 1, 2]
     assert "_hang_in_recv" in stacks[0]

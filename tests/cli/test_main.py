@@ -26,7 +26,7 @@ assert not loaded, loaded
 """
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert time.perf_counter() - began < 5.0  # 0.1 s on a free core
+    assert time.perf_counter() - began < 20.0  # 0.1 s on a free core
 
 
 def test_planning_never_loads_torch(tmp_path):

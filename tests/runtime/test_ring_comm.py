@@ -58,7 +58,7 @@ def wait_for_a_silent_member(seconds):
 
 def test_a_silent_member_is_an_error_in_bounded_time(run_ranks):
     waited = run_ranks(2, wait_for_a_silent_member, 2)[0]
-    assert 1 < waited < 5
+    assert 1 < waited < 30
 
 
 def a_rank_in_no_list():
