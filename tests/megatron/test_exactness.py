@@ -68,7 +68,7 @@ def cases_of(folder, batch):
 
 def check(run_ranks, batch):
     with tempfile.TemporaryDirectory() as folder:
-        errors = run_ranks(batch[0], errors_of, cases_of(folder, batch), timeout_s=400)[0]
+        errors = run_ranks(batch[0], errors_of, cases_of(folder, batch), timeout_s=570)[0]
     assert max(errors) <= TOLERANCE, errors
 
 
