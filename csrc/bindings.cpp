@@ -22,6 +22,16 @@ std::vector<int64_t> to_lengths(const py::array& array) {
   return {values.data(), values.data() + values.size()};
 }
 
+std::vector<double> to_speeds(const py::array& array) {
+  if (!array.dtype().is(py::dtype::of<double>()) || array.ndim() != 1) {
+    throw std::invalid_argument(
+        "rank_speeds has dtype " + py::str(array.dtype()).cast<std::string>() + " and " +
+        std::to_string(array.ndim()) + " dimensions; expected float64 and 1");
+  }
+  const auto values = py::cast<py::array_t<double, py::array::c_style>>(array);
+  return {values.data(), values.data() + values.size()};
+}
+
 template <typename T>
 py::array_t<T> to_numpy(const std::vector<T>& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
@@ -36,26 +46,46 @@ py::dict to_dict(const hdp::Answer& answer) {
   result["local_offsets"] = to_numpy(answer.plan.local_offsets);
   result["local_sequences"] = to_numpy(answer.plan.local_sequences);
   result["local_ranks"] = to_numpy(answer.plan.local_ranks);
+  result["offload_ratios"] = to_numpy(answer.plan.offload_ratios);
   result["makespan_s"] = answer.schedule.makespan_s;
   result["lower_bound_s"] = answer.lower_bound_s;
-  result["total_compute_s"] = answer.total_compute_s;
+  result["perfect_s"] = answer.perfect_s;
   result["ring_tokens"] = answer.schedule.ring_tokens;
   result["max_tokens_on_a_rank"] = answer.schedule.max_tokens_on_a_rank;
   return result;
 }
 
-py::dict plan(const py::array& lengths, const std::string& strategy, int64_t num_ranks,
-              int64_t tokens_per_rank, int64_t slice_multiple, int64_t max_length, double a,
-              double b, double g, double kv_bytes_per_token, double intra_node_bytes_per_s,
-              double inter_node_bytes_per_s, int64_t ranks_per_node) {
+hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tokens_per_rank,
+                        int64_t slice_multiple, int64_t max_length, double a, double b, double g,
+                        double kv_bytes_per_token, double intra_node_bytes_per_s,
+                        double inter_node_bytes_per_s, int64_t ranks_per_node,
+                        double activation_bytes_per_token, double host_bytes_per_s,
+                        int64_t num_layers, const py::array& rank_speeds, int64_t pipeline_stages,
+                        bool offload, int64_t effort) {
   hdp::Problem problem;
   problem.lengths = to_lengths(lengths);
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
   problem.slice_multiple = slice_multiple;
   problem.max_length = max_length;
-  problem.cost = {
-      a, b, g, kv_bytes_per_token, intra_node_bytes_per_s, inter_node_bytes_per_s, ranks_per_node};
+  problem.pipeline_stages = pipeline_stages;
+  problem.offload = offload;
+  problem.effort = effort;
+  problem.speeds = to_speeds(rank_speeds);
+  problem.cost = {a,
+                  b,
+                  g,
+                  kv_bytes_per_token,
+                  intra_node_bytes_per_s,
+                  inter_node_bytes_per_s,
+                  ranks_per_node,
+                  activation_bytes_per_token,
+                  host_bytes_per_s,
+                  num_layers};
+  return problem;
+}
+
+py::dict plan(const hdp::Problem& problem, const std::string& strategy) {
   hdp::Answer answer;
   {
     const py::gil_scoped_release release;
@@ -68,9 +98,15 @@ py::dict plan(const py::array& lengths, const std::string& strategy, int64_t num
 
 PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
   module.doc() = "The C++ planner.";
-  module.def("plan", &plan, py::arg("lengths"), py::kw_only(), py::arg("strategy"),
-             py::arg("num_ranks"), py::arg("tokens_per_rank"), py::arg("slice_multiple"),
-             py::arg("max_length"), py::arg("a"), py::arg("b"), py::arg("g"),
-             py::arg("kv_bytes_per_token"), py::arg("intra_node_bytes_per_s"),
-             py::arg("inter_node_bytes_per_s"), py::arg("ranks_per_node"));
+  py::class_<hdp::Problem>(module, "Problem")
+      .def(py::init(&to_problem), py::arg("lengths"), py::kw_only(), py::arg("num_ranks"),
+           py::arg("tokens_per_rank"), py::arg("slice_multiple"), py::arg("max_length"),
+           py::arg("a"), py::arg("b"), py::arg("g"), py::arg("kv_bytes_per_token"),
+           py::arg("intra_node_bytes_per_s"), py::arg("inter_node_bytes_per_s"),
+           py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
+           py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("rank_speeds"),
+           py::arg("pipeline_stages"), py::arg("offload"), py::arg("effort"));
+  module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
+  module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
+             py::call_guard<py::gil_scoped_release>());
 }

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <numeric>
 
 namespace hdp {
 
@@ -21,11 +21,11 @@ double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one
   return 3 * (d - 1) / d * tokens * cost.kv_bytes_per_token / bandwidth;
 }
 
-double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node) {
-  const auto d = static_cast<double>(degree);
-  const double attention = attention_s(cost, length) / d;
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node, double speed) {
+  const double rate = speed * static_cast<double>(degree);
   const double transfer = transfer_s(cost, degree, static_cast<double>(length), one_node);
-  return compute_s(cost, length) / d + std::max(0.0, transfer - attention);
+  return compute_s(cost, length) / rate +
+         std::max(0.0, transfer - attention_s(cost, length) / rate);
 }
 
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks) {
@@ -57,14 +57,9 @@ double total_compute_s(const Problem& problem) {
   return total;
 }
 
-double lower_bound_s(const Problem& problem) {
-  const int64_t longest = *std::max_element(problem.lengths.begin(), problem.lengths.end());
-  double own = std::numeric_limits<double>::infinity();
-  for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
-    const bool one_node = degree <= problem.cost.ranks_per_node;
-    own = std::min(own, ring_s(problem.cost, longest, degree, one_node) + problem.cost.g);
-  }
-  return std::max(total_compute_s(problem) / static_cast<double>(problem.num_ranks), own);
+double total_speed(const Problem& problem) {
+  if (problem.speeds.empty()) return static_cast<double>(problem.num_ranks);
+  return std::accumulate(problem.speeds.begin(), problem.speeds.end(), 0.0);
 }
 
 }  // namespace hdp

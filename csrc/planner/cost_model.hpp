@@ -17,8 +17,10 @@ double compute_s(const CostModel& cost, int64_t length);
 // backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
 
-// Seconds of one sequence that has a ring to itself, its exposed traffic included, without g.
-double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node);
+// Seconds of one sequence that has a ring to itself, its exposed traffic included, g left out.
+// `speed` is that of the slowest member.
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node,
+              double speed = 1);
 
 // The greatest degree in [1, num_ranks] whose traffic hides under the sequence's attention.
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks);
@@ -26,11 +28,10 @@ int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t nu
 // The greatest length whose compute_s is at most `seconds` (at most 2^41).
 int64_t length_within(const CostModel& cost, double seconds);
 
-// Seconds of all sequences on one rank, without g.
+// Seconds of all sequences on one rank of speed 1, without g.
 double total_compute_s(const Problem& problem);
 
-// max(total compute / ranks, the longest sequence's own time at its best degree). A sequence's
-// time grows with its length at every degree, so the longest one decides.
-double lower_bound_s(const Problem& problem);
+// The sum of all ranks' speeds.
+double total_speed(const Problem& problem);
 
 }  // namespace hdp

@@ -1,85 +1,86 @@
 #include "planner/degree_search.hpp"
 
+#include <algorithm>
 #include <utility>
-
-#include "planner/slices.hpp"
 
 namespace hdp {
 namespace {
 
-// Sequences and ranks that all drafts of a search may have together: about a millisecond.
-constexpr int64_t kSpeedUpWork = 2000;
-constexpr int64_t kSaveTrafficWork = 1000;
-
 // A change that gains less than this share of the makespan is not worth a wider ring.
-constexpr double kLeastGain = 1e-4;
+constexpr double kLeastGain = 1e-5;
 
-class Search {
- public:
-  Search(const Problem& problem, const std::vector<int64_t>& order, Draft& draft, int64_t work)
-      : problem_(problem),
-        order_(order),
-        draft_(draft),
-        drafts_left_(work / (static_cast<int64_t>(order.size()) + problem.num_ranks)) {}
+bool better(const Level& left, const Level& right) {
+  const double gain = right.makespan_s - left.makespan_s;
+  const double least = kLeastGain * right.makespan_s;
+  if (gain >= least) return true;
+  return gain > -1e-12 * right.makespan_s && left.excess_s < right.excess_s * (1 - 1e-3);
+}
 
-  bool ended() const { return drafts_left_ == 0; }
-
-  int64_t degree(int64_t id) const {
-    return draft_.decisions.degrees[static_cast<std::size_t>(id)];
-  }
-
-  // Drafts with another degree of one sequence and keeps that draft if it takes at most `limit_s`.
-  bool try_degree(int64_t id, int64_t degree, double limit_s) {
-    const auto at = static_cast<std::size_t>(id);
-    if (ended() || degree == draft_.decisions.degrees[at] ||
-        !may_share(problem_, problem_.lengths[at], degree)) {
-      return false;
+// Places of the sequences on the rank that ends last, then of those that are waited for most.
+std::vector<std::size_t> in_the_way(const Candidate& candidate) {
+  constexpr std::size_t kMostWaited = 4;
+  const RingSchedule& rings = candidate.rings;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < rings.places.size(); ++i) {
+    const auto begin = rings.ranks.begin() + static_cast<std::ptrdiff_t>(rings.offsets[i]);
+    const auto end = rings.ranks.begin() + static_cast<std::ptrdiff_t>(rings.offsets[i + 1]);
+    if (std::binary_search(begin, end, candidate.level.latest_rank)) {
+      places.push_back(rings.places[i]);
     }
-    --drafts_left_;
-    Decisions decisions = draft_.decisions;
-    decisions.degrees[at] = degree;
-    Draft changed = draft(problem_, order_, std::move(decisions));
-    if (changed.schedule.makespan_s > limit_s) return false;
-    draft_ = std::move(changed);
-    return true;
   }
+  places.insert(places.end(), candidate.level.singles.begin(), candidate.level.singles.end());
+  std::vector<std::pair<double, std::size_t>> waited;  // (-seconds, place)
+  for (const Gap& gap : rings.gaps) {
+    const std::size_t place = rings.places[gap.ring];
+    if (waited.empty() || waited.back().second != place) waited.emplace_back(0, place);
+    waited.back().first -= gap.seconds;
+  }
+  std::sort(waited.begin(), waited.end());
+  for (std::size_t i = 0; i < std::min(kMostWaited, waited.size()); ++i) {
+    places.push_back(waited[i].second);
+  }
+  return places;
+}
 
- private:
-  const Problem& problem_;
-  const std::vector<int64_t>& order_;
-  Draft& draft_;
-  int64_t drafts_left_;
-};
+std::vector<int64_t> other_degrees(const Batch& batch, std::size_t place, int64_t degree) {
+  const int64_t num_ranks = batch.problem.num_ranks;
+  std::vector<int64_t> result;
+  for (const int64_t other : {2 * degree, degree / 2, degree * 4 / 3, degree * 3 / 4,
+                              degree * 3 / 2, degree * 2 / 3, degree + 1, degree - 1, num_ranks}) {
+    const bool seen = std::find(result.begin(), result.end(), other) != result.end();
+    if (other != degree && !seen && other >= 1 &&
+        may_share(batch.problem, batch.length(place), batch.least[place], other)) {
+      result.push_back(other);
+    }
+  }
+  return result;
+}
+
+// The first change that makes the candidate better, if one is found.
+bool improve(const Batch& batch, Candidate& candidate, int64_t& num_tries) {
+  for (const std::size_t place : in_the_way(candidate)) {
+    const int64_t degree = candidate.decisions.degrees[place];
+    for (const int64_t other : other_degrees(batch, place, degree)) {
+      if (num_tries <= 0) return false;
+      --num_tries;
+      Decisions changed = candidate.decisions;
+      changed.degrees[place] = other;
+      Candidate next(batch, std::move(changed));
+      if (!better(next.level, candidate.level)) continue;
+      candidate = std::move(next);
+      return true;
+    }
+  }
+  return false;
+}
 
 }  // namespace
 
-void speed_up(const Problem& problem, const std::vector<int64_t>& order, double enough_s,
-              Draft& draft) {
-  Search search(problem, order, draft, kSpeedUpWork);
-  for (bool improved = true; improved;) {
-    improved = false;
-    for (const int64_t id : order) {
-      if (search.ended() || draft.schedule.makespan_s <= enough_s) return;
-      const double limit_s = draft.schedule.makespan_s * (1 - kLeastGain);
-      const int64_t degree = search.degree(id);
-      improved |= search.try_degree(id, degree + 1, limit_s) ||
-                  search.try_degree(id, problem.num_ranks, limit_s) ||
-                  search.try_degree(id, degree - 1, limit_s);
-    }
+Candidate search_degrees(const Batch& batch, Candidate candidate, double enough_s,
+                         int64_t& num_tries) {
+  while (candidate.level.makespan_s > enough_s && improve(batch, candidate, num_tries)) {
   }
-}
-
-void save_traffic(const Problem& problem, const std::vector<int64_t>& order, double limit_s,
-                  Draft& draft) {
-  Search search(problem, order, draft, kSaveTrafficWork);
-  for (const int64_t id : order) {
-    const int64_t least = least_degree(problem.lengths[static_cast<std::size_t>(id)],
-                                       problem.tokens_per_rank, problem.slice_multiple);
-    if (search.degree(id) == least || search.try_degree(id, least, limit_s)) continue;
-    while (search.degree(id) > least + 1 &&
-           search.try_degree(id, search.degree(id) - 1, limit_s)) {
-    }
-  }
+  return candidate;
 }
 
 }  // namespace hdp

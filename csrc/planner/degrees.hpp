@@ -4,24 +4,35 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/types.hpp"
+#include "planner/batch.hpp"
 
 namespace hdp {
 
-using Degrees = std::vector<int64_t>;  // by sequence id
+using Degrees = std::vector<int64_t>;  // of the big sequences, by place; all others have degree 1
+
+// Degrees N, N/2, N/4 ... for N ranks that form rings: blocks of such sizes nest, so that no rank
+// waits for a ring to assemble. So do three quarters of them, each with the quarter that is left.
+struct Nesting {
+  int64_t num_ranks = 1;
+  bool three_quarters = false;
+};
 
 // Whether `degree` ranks hold the sequence in chunks of at least slice_multiple tokens; shorter
 // ones are for its memory minimum only.
-bool may_share(const Problem& problem, int64_t length, int64_t degree);
+bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t degree);
 
-// The degree of a sequence: its memory minimum, raised while its own time exceeds longest_s, but
-// not so far that its traffic is exposed or its chunks become shorter than slice_multiple.
-int64_t balanced_degree(const Problem& problem, int64_t length, double longest_s);
+// Degrees that leave no sequence more than `longest_s`: the memory minimum, raised as far as that
+// takes, but not so far that traffic is exposed (unless the sequence would alone outlast the bound)
+// or chunks become shorter than slice_multiple. Where there is a choice, one that nests.
+Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s);
 
-Degrees balanced_degrees(const Problem& problem, double longest_s);
+// Rows of the longest sequences first, as wide as hides their traffic, each row on all ranks; the
+// other sequences with at most `share` of the time that is then left to a rank, as above. Empty if
+// no time is left.
+Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_rows, double share);
 
-// Gives every ring of more than half of the ranks all of them: two such rings never run side by
-// side, so that the ranks left out would wait.
-Degrees widened(const Problem& problem, Degrees degrees);
+// The least and the greatest degree of the nesting in [low, high]; 0 if there is none.
+int64_t least_nested(const Nesting& nesting, int64_t low, int64_t high);
+int64_t greatest_nested(const Nesting& nesting, int64_t low, int64_t high);
 
 }  // namespace hdp

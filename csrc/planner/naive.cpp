@@ -1,7 +1,12 @@
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
 #include <queue>
 
+#include "planner/memory.hpp"
 #include "planner/packing.hpp"
+#include "planner/schedule.hpp"
 #include "planner/slices.hpp"
 #include "planner/sorting.hpp"
 #include "planner/strategies.hpp"
@@ -39,21 +44,32 @@ class FewestMicroBatches {
 }  // namespace
 
 Plan naive(const Problem& problem) {
+  return *naive_within(problem, longest_first(problem.lengths),
+                       std::numeric_limits<double>::infinity());
+}
+
+std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64_t>& order,
+                                 double limit_s) {
   FewestMicroBatches ranks(problem.num_ranks);
+  Plan plan;
+  auto next = order.begin();
+  for (; next != order.end(); ++next) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
+    const int64_t degree = least_degree(problem, length);
+    const double ratio = *offload_ratio(problem, length, degree);
+    if (degree == 1 && ratio == 0) break;
+    plan.add(ranks.take(degree), {*next}, {}, ratio);
+  }
+  if (std::isfinite(limit_s) && simulate(problem, plan).makespan_s > limit_s) return std::nullopt;
+
   BestFit packing(problem.tokens_per_rank);
   std::vector<std::vector<int64_t>> bins;
-  Plan plan;
-  for (const int64_t id : longest_first(problem.lengths)) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
-    const int64_t degree = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
-    if (degree > 1) {
-      plan.add(ranks.take(degree), {id});
-      continue;
-    }
+  for (; next != order.end(); ++next) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
     const auto bin =
         static_cast<std::size_t>(packing.place(slice_tokens(length, 1, problem.slice_multiple)));
     if (bin == bins.size()) bins.emplace_back();
-    bins[bin].push_back(id);
+    bins[bin].push_back(*next);
   }
   for (const std::vector<int64_t>& bin : bins) plan.add(ranks.take(1), bin);
   return plan;

@@ -11,12 +11,16 @@ namespace hdp {
 struct Answer {
   Plan plan;
   Schedule schedule;
-  double total_compute_s = 0;
+  double perfect_s = 0;  // total compute / sum of speeds
   double lower_bound_s = 0;
 };
 
-// Strategy is "static", "naive" or "dp-balance". Throws std::invalid_argument for a problem that
-// has no plan and for an unknown strategy.
+// Strategy is "static", "naive", "bytescale", "dp-balance" or "pp-balance". Throws
+// std::invalid_argument for a problem that has no plan, an unknown strategy, and a plan that
+// pipeline stages could block.
 Answer make_plan(const Problem& problem, const std::string& strategy);
+
+// tight_bound_s of a problem that is checked first; throws the same.
+double checked_tight_bound_s(const Problem& problem);
 
 }  // namespace hdp

@@ -1,91 +1,126 @@
 #include "planner/schedule.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "planner/cost_model.hpp"
+#include "planner/pipeline.hpp"
 #include "planner/slices.hpp"
 
 namespace hdp {
 namespace {
 
-// What every member of a micro-batch shares, and the most that locals add to one member.
-struct Load {
-  double seconds = 0;
-  int64_t tokens = 0;
-};
+std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
-struct RingLoad {
-  Load load;
-  double ring_tokens = 0;
-};
-
-std::vector<int32_t> ring_of(const Plan& plan, std::size_t m) {
-  return {plan.ranks.begin() + plan.rank_offsets[m], plan.ranks.begin() + plan.rank_offsets[m + 1]};
-}
-
-RingLoad ring_load(const Problem& problem, const Plan& plan, std::size_t m,
-                   const std::vector<int32_t>& ring) {
-  const auto degree = static_cast<int64_t>(ring.size());
-  RingLoad result;
-  double attention = 0;
-  double compute = 0;
+// Sequences of one member or of the whole ring.
+struct Sum {
+  double attention_s = 0;
+  double compute_s = 0;
   double tokens = 0;
-  for (auto i = plan.sequence_offsets[m]; i < plan.sequence_offsets[m + 1]; ++i) {
-    const int64_t id = plan.sequences[static_cast<std::size_t>(i)];
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
-    attention += attention_s(problem.cost, length);
-    compute += compute_s(problem.cost, length);
-    tokens += static_cast<double>(length);
-    result.load.tokens += slice_tokens(length, degree, problem.slice_multiple);
-  }
-  const bool one_node = in_one_node(ring, problem.cost.ranks_per_node);
-  const auto d = static_cast<double>(degree);
-  const double transfer = transfer_s(problem.cost, degree, tokens, one_node);
-  result.load.seconds = compute / d + std::max(0.0, transfer - attention / d) + problem.cost.g;
-  result.ring_tokens = (d - 1) * tokens;
-  return result;
-}
+  int64_t slice_tokens = 0;
 
-Load greatest_local_load(const Problem& problem, const Plan& plan, std::size_t m) {
-  Load greatest;
-  Load member;
-  for (auto i = plan.local_offsets[m]; i < plan.local_offsets[m + 1]; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    if (i > plan.local_offsets[m] && plan.local_ranks[at] != plan.local_ranks[at - 1]) member = {};
-    const int64_t length = problem.lengths[static_cast<std::size_t>(plan.local_sequences[at])];
-    member.seconds += compute_s(problem.cost, length);
-    member.tokens += slice_tokens(length, 1, problem.slice_multiple);
-    greatest.seconds = std::max(greatest.seconds, member.seconds);
-    greatest.tokens = std::max(greatest.tokens, member.tokens);
+  void add(const Problem& problem, int64_t id, int64_t degree) {
+    const int64_t length = problem.lengths[index(id)];
+    attention_s += hdp::attention_s(problem.cost, length);
+    compute_s += hdp::compute_s(problem.cost, length);
+    tokens += static_cast<double>(length);
+    slice_tokens += hdp::slice_tokens(length, degree, problem.slice_multiple);
   }
-  return greatest;
-}
+};
+
+// What the members of a ring do together.
+class RingTime {
+ public:
+  RingTime(const Problem& problem, const Plan& plan, int64_t m)
+      : problem_(problem),
+        plan_(plan),
+        first_(plan.rank_offsets[index(m)]),
+        last_(plan.rank_offsets[index(m) + 1]) {
+    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
+      sum_.add(problem, plan.sequences[index(i)], degree());
+    }
+    transfer_s_ = transfer_s(problem.cost, degree(), sum_.tokens, one_node());
+  }
+
+  int64_t degree() const { return last_ - first_; }
+  const Sum& sum() const { return sum_; }
+
+  // Seconds of a member that has `local_s` of its own sequences.
+  double member_s(int32_t rank, double local_s) const {
+    const auto d = static_cast<double>(degree());
+    const double speed = problem_.speed(rank);
+    const double exposed = std::max(0.0, transfer_s_ - sum_.attention_s / d / speed);
+    return (sum_.compute_s / d + local_s + problem_.cost.g) / speed + exposed;
+  }
+
+  // Seconds of the slowest member without locals.
+  double slowest_s() const {
+    if (problem_.speeds.empty()) return member_s(0, 0);
+    double slowest = 0;
+    for (auto i = first_; i < last_; ++i) {
+      slowest = std::max(slowest, member_s(plan_.ranks[index(i)], 0));
+    }
+    return slowest;
+  }
+
+ private:
+  bool one_node() const {
+    const int64_t per_node = problem_.cost.ranks_per_node;
+    const int64_t node = plan_.ranks[index(first_)] / per_node;
+    return std::all_of(plan_.ranks.begin() + first_, plan_.ranks.begin() + last_,
+                       [&](int32_t rank) { return rank / per_node == node; });
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  int64_t first_;
+  int64_t last_;
+  Sum sum_;
+  double transfer_s_ = 0;
+};
 
 }  // namespace
 
-bool in_one_node(const std::vector<int32_t>& ranks, int64_t ranks_per_node) {
-  const int64_t node = ranks.front() / ranks_per_node;
-  return std::all_of(ranks.begin(), ranks.end(),
-                     [&](int32_t rank) { return rank / ranks_per_node == node; });
+MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  const RingTime ring(problem, plan, micro_batch);
+  const auto d = static_cast<double>(ring.degree());
+  MicroBatchLoad load{ring.slowest_s(), (d - 1) * ring.sum().tokens, ring.sum().slice_tokens};
+  Sum member;
+  const auto last = plan.local_offsets[index(micro_batch) + 1];
+  for (auto i = plan.local_offsets[index(micro_batch)]; i < last; ++i) {
+    const int32_t rank = plan.local_ranks[index(i)];
+    member.add(problem, plan.local_sequences[index(i)], 1);
+    if (i + 1 < last && plan.local_ranks[index(i) + 1] == rank) continue;
+    load.seconds = std::max(load.seconds, ring.member_s(rank, member.compute_s));
+    load.tokens_on_a_rank =
+        std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
+    member = {};
+  }
+  return load;
 }
 
 Schedule simulate(const Problem& problem, const Plan& plan) {
+  if (problem.pipeline_stages > 1) return simulate_pipeline(problem, plan);
   Schedule schedule;
-  std::vector<double> clocks(static_cast<std::size_t>(problem.num_ranks), 0.0);
-  for (std::size_t m = 0; m + 1 < plan.rank_offsets.size(); ++m) {
-    const std::vector<int32_t> ring = ring_of(plan, m);
-    const RingLoad shared = ring_load(problem, plan, m, ring);
-    const Load local = greatest_local_load(problem, plan, m);
+  std::vector<double> clocks(index(problem.num_ranks), 0.0);
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const MicroBatchLoad load = micro_batch_load(problem, plan, m);
+    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
     double start = 0;
-    for (const int32_t rank : ring) start = std::max(start, clocks[static_cast<std::size_t>(rank)]);
-    const double end = start + shared.load.seconds + local.seconds;
-    for (const int32_t rank : ring) clocks[static_cast<std::size_t>(rank)] = end;
+    std::for_each(first, last, [&](int32_t rank) { start = std::max(start, clocks[index(rank)]); });
+    const double end = start + load.seconds;
+    std::for_each(first, last, [&](int32_t rank) { clocks[index(rank)] = end; });
     schedule.makespan_s = std::max(schedule.makespan_s, end);
-    schedule.ring_tokens += shared.ring_tokens;
-    schedule.max_tokens_on_a_rank =
-        std::max(schedule.max_tokens_on_a_rank, shared.load.tokens + local.tokens);
+    schedule.ring_tokens += load.ring_tokens;
+    schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
   }
   return schedule;
+}
+
+Scheduled scheduled(const Problem& problem, Plan plan) {
+  const Schedule schedule = simulate(problem, plan);
+  return {std::move(plan), schedule};
 }
 
 }  // namespace hdp

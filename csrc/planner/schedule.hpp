@@ -13,11 +13,24 @@ struct Schedule {
   int64_t max_tokens_on_a_rank = 0;
 };
 
-// Whether all ranks of a ring share a node.
-bool in_one_node(const std::vector<int32_t>& ranks, int64_t ranks_per_node);
+// One micro-batch by itself.
+struct MicroBatchLoad {
+  double seconds = 0;            // of its slowest member
+  double ring_tokens = 0;        // as in Schedule
+  int64_t tokens_on_a_rank = 0;  // padded, of its fullest member
+};
+
+MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_t micro_batch);
 
 // Runs the micro-batches in launch order: the members of a ring wait for each other at the start,
-// and all of them take the time of the slowest.
+// and all of them take the time of the slowest. With pipeline stages, the exact 1F1B schedule.
 Schedule simulate(const Problem& problem, const Plan& plan);
+
+struct Scheduled {
+  Plan plan;
+  Schedule schedule;
+};
+
+Scheduled scheduled(const Problem& problem, Plan plan);
 
 }  // namespace hdp

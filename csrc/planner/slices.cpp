@@ -11,6 +11,7 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 
 int64_t chunk_tokens(int64_t length, int64_t degree, int64_t slice_multiple) {
   const int64_t chunk = degree == 1 ? length : ceil_div(length, 2 * degree);
+  if (slice_multiple == 1) return chunk;
   return ceil_div(chunk, slice_multiple) * slice_multiple;
 }
 

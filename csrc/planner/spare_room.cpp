@@ -1,32 +1,33 @@
 #include "planner/spare_room.hpp"
 
 #include <algorithm>
-#include <limits>
 
 #include "planner/cost_model.hpp"
+#include "planner/rings.hpp"
 #include "planner/slices.hpp"
 
 namespace hdp {
 
-SpareRoom::SpareRoom(const Problem& problem, const std::vector<int64_t>& shorts)
-    : problem_(problem) {
-  for (const int64_t id : shorts) {
-    shorts_.emplace_hint(shorts_.begin(), problem.lengths[static_cast<std::size_t>(id)], -id);
-  }
+SpareRoom::SpareRoom(const Batch& batch, const Decisions& decisions) : batch_(batch) {
+  if (!decisions.fill_spare_room) return;
+  const std::vector<std::size_t> places = places_of_shorts(batch, decisions.degrees);
+  shorts_.insert(places.begin(), places.end());
 }
 
 // Moves the longest sequence of at most `longest` tokens that fits to the member, if there is one.
 bool SpareRoom::place_longest(Member& member, int64_t longest) {
-  const int64_t multiple = problem_.slice_multiple;
+  const int64_t multiple = batch_.problem.slice_multiple;
   const int64_t limit = std::min(longest, member.room / multiple * multiple);
-  auto found = shorts_.upper_bound({limit, std::numeric_limits<int64_t>::max()});
-  if (found == shorts_.begin()) return false;
-  --found;
-  const auto [length, negative_id] = *found;
+  const auto first = std::partition_point(
+      batch_.order.begin(), batch_.order.end(),
+      [&](int64_t id) { return batch_.problem.lengths[static_cast<std::size_t>(id)] > limit; });
+  const auto found = shorts_.lower_bound(static_cast<std::size_t>(first - batch_.order.begin()));
+  if (found == shorts_.end()) return false;
+  const std::size_t place = *found;
   shorts_.erase(found);
-  member.room -= slice_tokens(length, 1, multiple);
-  member.seconds += compute_s(problem_.cost, length);
-  member.sequences.push_back(-negative_id);
+  member.room -= slice_tokens(batch_.length(place), 1, multiple);
+  member.seconds += batch_.compute_s[place];
+  member.sequences.push_back(batch_.order[place]);
   return true;
 }
 
@@ -38,7 +39,7 @@ double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
   while (place_longest(members.front(), room)) {
     level = std::max(level, members.front().seconds);
     for (Member& member : members) {
-      while (place_longest(member, length_within(problem_.cost, level - member.seconds))) {
+      while (place_longest(member, length_within(batch_.problem.cost, level - member.seconds))) {
       }
     }
   }
@@ -48,11 +49,6 @@ double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
   return level;
 }
 
-std::vector<int64_t> SpareRoom::remaining() const {
-  std::vector<int64_t> ids;
-  for (auto entry = shorts_.rbegin(); entry != shorts_.rend(); ++entry)
-    ids.push_back(-entry->second);
-  return ids;
-}
+std::vector<std::size_t> SpareRoom::remaining() const { return {shorts_.begin(), shorts_.end()}; }
 
 }  // namespace hdp

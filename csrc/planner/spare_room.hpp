@@ -7,22 +7,24 @@
 #include <utility>
 #include <vector>
 
-#include "planner/types.hpp"
+#include "planner/batch.hpp"
 
 namespace hdp {
 
+struct Decisions;
+
 class SpareRoom {
  public:
-  // `shorts`: ids of the sequences that may be placed, longest first.
-  SpareRoom(const Problem& problem, const std::vector<int64_t>& shorts);
+  // May place all short sequences.
+  SpareRoom(const Batch& batch, const Decisions& decisions);
 
   // Gives each member up to `room` padded tokens of alike time and returns the seconds that the
   // ring takes longer. The time goes round by round: the first member sets a round's length, the
   // others are filled up to it.
   double fill(const std::vector<int32_t>& ranks, int64_t room, std::vector<Local>& locals);
 
-  // The sequences not placed, longest first.
-  std::vector<int64_t> remaining() const;
+  // The places of the sequences not placed, longest first.
+  std::vector<std::size_t> remaining() const;
 
  private:
   struct Member {
@@ -33,8 +35,8 @@ class SpareRoom {
 
   bool place_longest(Member& member, int64_t longest);
 
-  const Problem& problem_;
-  std::set<std::pair<int64_t, int64_t>> shorts_;  // (length, -id)
+  const Batch& batch_;
+  std::set<std::size_t> shorts_;  // places, the longest first
 };
 
 }  // namespace hdp

@@ -1,8 +1,11 @@
+#include <algorithm>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
 #include "planner/check.hpp"
+#include "planner/cost_model.hpp"
 #include "planner/packing.hpp"
 #include "planner/slices.hpp"
 #include "planner/strategies.hpp"
@@ -34,6 +37,27 @@ Plan static_mesh(const Problem& problem) {
     plan.add(ring, bins[bin]);
   }
   return plan;
+}
+
+double static_mesh_bound_s(const Problem& problem) {
+  const int64_t degree = static_degree(problem);
+  if (degree == 0) return std::numeric_limits<double>::infinity();
+  double attention = 0;
+  double compute = 0;
+  double tokens = 0;
+  for (const int64_t length : problem.lengths) {
+    attention += attention_s(problem.cost, length);
+    compute += compute_s(problem.cost, length);
+    tokens += static_cast<double>(length);
+  }
+  // traffic that one micro-batch exposes cannot hide in another, so this is the least
+  const bool one_node = degree <= problem.cost.ranks_per_node;
+  const double rate = total_speed(problem) / static_cast<double>(degree);
+  const double slowest =
+      problem.speeds.empty() ? 1 : *std::min_element(problem.speeds.begin(), problem.speeds.end());
+  const double transfer = transfer_s(problem.cost, degree, tokens, one_node);
+  const double exposed = transfer * slowest - attention / static_cast<double>(degree);
+  return (compute / static_cast<double>(degree) + std::max(0.0, exposed)) / rate;
 }
 
 }  // namespace hdp

@@ -15,6 +15,9 @@ struct CostModel {
   double intra_node_bytes_per_s = 1;  // of one rank, in a ring that stays in one node
   double inter_node_bytes_per_s = 1;  // of one rank, in a ring that leaves its node
   int64_t ranks_per_node = 8;
+  double activation_bytes_per_token = 0;  // of all layers of a rank
+  double host_bytes_per_s = 1;            // of one rank, to or from host memory
+  int64_t num_layers = 1;                 // of a rank
 };
 
 struct Problem {
@@ -23,7 +26,15 @@ struct Problem {
   int64_t tokens_per_rank = 1;  // capacity C
   int64_t slice_multiple = 1;   // a chunk is padded to a multiple of this
   int64_t max_length = 1;       // the context length; only the static mesh depends on it
+  int64_t pipeline_stages = 1;  // ranks are pipelines of this many stages
+  bool offload = false;         // activations may go to host memory
+  int64_t effort = 1;           // scales the number of iterations of local search
+  std::vector<double> speeds;   // by rank; 1 is what the cost model describes; empty: all 1
   CostModel cost;
+
+  double speed(int32_t rank) const {
+    return speeds.empty() ? 1.0 : speeds[static_cast<std::size_t>(rank)];
+  }
 };
 
 // Whole sequences in the spare room of one member of a ring.
@@ -41,12 +52,13 @@ struct Plan {
   std::vector<int64_t> local_offsets{0};
   std::vector<int64_t> local_sequences;
   std::vector<int32_t> local_ranks;  // non-decreasing within a micro-batch
+  std::vector<double> offload_ratios;
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
 
   // Appends a micro-batch; `locals` stand in ascending rank order.
   void add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
-           const std::vector<Local>& locals = {});
+           const std::vector<Local>& locals = {}, double offload_ratio = 0);
 };
 
 }  // namespace hdp

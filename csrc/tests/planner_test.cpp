@@ -6,16 +6,26 @@
 #include <stdexcept>
 #include <string>
 
+#include "planner/batch.hpp"
+#include "planner/bounds.hpp"
 #include "planner/check.hpp"
+#include "planner/clock_heap.hpp"
+#include "planner/columns.hpp"
 #include "planner/cost_model.hpp"
 #include "planner/degree_search.hpp"
 #include "planner/degrees.hpp"
-#include "planner/draft.hpp"
-#include "planner/node_clocks.hpp"
+#include "planner/free_ranks.hpp"
+#include "planner/node_ranks.hpp"
 #include "planner/packing.hpp"
+#include "planner/rings.hpp"
+#include "planner/schedule.hpp"
 #include "planner/slices.hpp"
 #include "planner/sorting.hpp"
 #include "planner/spare_room.hpp"
+
+int test_memory();     // memory_test.cpp
+int test_stress();     // stress_test.cpp
+int pipeline_tests();  // pipeline_test.cpp
 
 namespace {
 
@@ -88,74 +98,189 @@ void test_cost_model() {
   CHECK(hdp::length_within({0, 0, 0, 0, 1, 1, 8}, 0) == int64_t{1} << 41);
 }
 
-void test_node_clocks() {
-  hdp::NodeClocks clocks(10, 4);  // nodes 0-3, 4-7, 8-9
-  CHECK((clocks.earliest(3) == std::vector<int32_t>{0, 1, 2}));
-  clocks.set({0, 1, 2}, 5);
-  CHECK((clocks.earliest(2) == std::vector<int32_t>{4, 5}));
-  clocks.set({4, 5, 6, 7}, 3);
-  CHECK((clocks.earliest(2) == std::vector<int32_t>{8, 9}));
-  CHECK((clocks.earliest(4) == std::vector<int32_t>{4, 5, 6, 7}));
-  CHECK((clocks.earliest(5) == std::vector<int32_t>{3, 4, 5, 8, 9}));
+void test_sorting() {
+  std::vector<int64_t> lengths;
+  for (int64_t i = 0; i < 5000; ++i)
+    lengths.push_back(1 + i * 7919 % 4099 * (i % 3 == 0 ? 1 << 20 : 1));
+  const std::vector<int64_t> order = hdp::longest_first(lengths);
+  CHECK(order.size() == lengths.size());
+  for (std::size_t i = 1; i < order.size(); ++i) {
+    const auto left = static_cast<std::size_t>(order[i - 1]);
+    const auto right = static_cast<std::size_t>(order[i]);
+    CHECK(lengths[left] > lengths[right] || (lengths[left] == lengths[right] && left < right));
+  }
+  CHECK((hdp::longest_first({3, 9, 3, 1}) == std::vector<int64_t>{1, 0, 2, 3}));
+}
+
+void test_clock_heap() {
+  hdp::ClockHeap heap({5, 1, 3, 1});
+  CHECK(heap.rank(0) == 1 && heap.clock(0) == 1);
+  heap.advance(0, 4);
+  CHECK(heap.rank(0) == 3);
+  heap.advance(0, 9);
+  CHECK(heap.rank(0) == 2);
+  heap.advance(0, 4);  // of equals the lower rank
+  CHECK(heap.rank(0) == 1 && heap.clock(0) == 4);
+}
+
+void test_free_ranks() {
+  using Ranks = std::vector<int32_t>;
+  hdp::FreeRanks free({0, 1, 2, 3, 4, 5, 6, 7});
+  CHECK((free.take(4) == Ranks{0, 1, 2, 3}));
+  free.give_back({0, 1, 2, 3}, 2);
+  CHECK((free.take(2) == Ranks{4, 5}));
+  free.give_back({4, 5}, 1);
+  // the fourth rank is free at 2: those free at 2 wait least
+  CHECK((free.take(5) == Ranks{0, 1, 2, 3, 4}));
+  free.give_back({0, 1, 2, 3, 4}, 3);
+  CHECK((free.take(2) == Ranks{6, 7}));
+  free.give_back({6, 7}, 5);
+  free.remove({true, true, true, true, true, true, true, false});
+  CHECK((free.take(7) == Ranks{0, 1, 2, 3, 4, 5, 6}));
+
+  hdp::FreeRanks preferring({3, 2, 1, 0});
+  CHECK((preferring.take(2) == Ranks{3, 2}));
+}
+
+void test_node_ranks() {
+  using Ranks = std::vector<int32_t>;
+  const std::vector<double> clocks{0, 0, 0, 5, 0, 1, 1, 1, 0, 0};
+  const std::vector<bool> all(10, true);
+  hdp::NodeRanks nodes(clocks, all, 4);  // 0-3, 4-7, 8-9
+  CHECK((nodes.take(4) == Ranks{4, 5, 6, 7}));
+  nodes.give_back(6);
+  CHECK((nodes.take(3) == Ranks{0, 1, 2}));
+  nodes.give_back(7);
+  CHECK((nodes.take(2) == Ranks{8, 9}));
+  nodes.give_back(9);
+  CHECK((nodes.take(2) == Ranks{4, 5}));
+  nodes.give_back(8);
+  CHECK((nodes.take(1) == Ranks{3}));
+
+  // the second rank of node 0 is free at 2: rank 2 waits least with rank 1 or 3
+  hdp::NodeRanks waiting({0, 2, 2, 2}, {true, true, false, true}, 4);
+  CHECK((waiting.take(2) == Ranks{1, 3}));
 }
 
 void test_degrees() {
-  hdp::Problem giant = problem({100}, 8, 60);
-  CHECK(hdp::balanced_degree(giant, 100, 1e9) == 2);
-  CHECK(hdp::balanced_degree(giant, 100, 10200.0 / 5) == 5);
-  CHECK(hdp::balanced_degree(giant, 100, 1) == 8);
-  CHECK(hdp::balanced_degree(giant, 5, 0) == 2);  // chunks of at least one token
-  CHECK((hdp::balanced_degrees(giant, 10200.0 / 5) == hdp::Degrees{5}));
-  CHECK((hdp::widened(problem({9, 9, 9}, 5, 9), {1, 2, 3}) == hdp::Degrees{1, 2, 3}));
-  CHECK((hdp::widened(problem({10, 10, 9}, 5, 9), {2, 3, 3}) == hdp::Degrees{2, 5, 3}));
-  CHECK(!hdp::may_share(giant, 100, 1) && hdp::may_share(giant, 100, 2));
-  CHECK(hdp::may_share(giant, 100, 8) && !hdp::may_share(giant, 100, 9));
-  CHECK(hdp::may_share(giant, 5, 2) && !hdp::may_share(giant, 5, 3));
-  CHECK(hdp::may_share(problem({61}, 2, 60), 61, 2));
+  const hdp::Problem giant = problem({100}, 8, 60);
+  const hdp::Batch batch(giant);
+  CHECK((hdp::balanced_degrees(batch, {8, false}, 1e9) == hdp::Degrees{2}));
+  CHECK((hdp::balanced_degrees(batch, {8, false}, 10200.0 / 4) == hdp::Degrees{4}));
+  CHECK((hdp::balanced_degrees(batch, {8, false}, 10200.0 / 5) == hdp::Degrees{8}));
+  CHECK((hdp::balanced_degrees(batch, {7, false}, 10200.0 / 4) == hdp::Degrees{7}));
+  CHECK((hdp::balanced_degrees(batch, {7, false}, 10200.0 / 2) == hdp::Degrees{3}));
+  CHECK(hdp::least_nested({12, false}, 4, 7) == 6);
+  CHECK(hdp::least_nested({12, false}, 7, 11) == 0);
+  CHECK(hdp::least_nested({12, false}, 1, 1) == 1);
+  CHECK(hdp::least_nested({12, false}, 2, 12) == 3);
+  CHECK(hdp::least_nested({12, true}, 7, 11) == 9);
+  CHECK(hdp::least_nested({12, true}, 4, 5) == 4);
+  CHECK(hdp::least_nested({12, true}, 2, 12) == 2);
+  CHECK(hdp::greatest_nested({12, true}, 2, 11) == 9);
+  CHECK(hdp::greatest_nested({12, true}, 7, 8) == 0);
+  CHECK(!hdp::may_share(giant, 100, 2, 1) && hdp::may_share(giant, 100, 2, 2));
+  CHECK(hdp::may_share(giant, 100, 2, 8) && !hdp::may_share(giant, 100, 2, 9));
+  CHECK(hdp::may_share(giant, 5, 1, 2) && !hdp::may_share(giant, 5, 1, 3));
 }
 
-void test_leanest_draft() {
-  const auto draft = [](double makespan_s, double ring_tokens, int32_t num_micro_batches) {
-    hdp::Draft result;
-    result.schedule.makespan_s = makespan_s;
-    result.schedule.ring_tokens = ring_tokens;
-    for (int32_t m = 0; m < num_micro_batches; ++m) result.plan.add({m}, {m});
-    return result;
-  };
-  const std::vector<hdp::Draft> drafts{draft(10, 7, 1), draft(11, 5, 3), draft(11, 5, 2),
-                                       draft(11, 5, 2), draft(12, 0, 1)};
-  CHECK(&hdp::fastest(drafts) == &drafts[0]);
-  CHECK(&hdp::leanest(drafts, 10) == &drafts[0]);
-  CHECK(&hdp::leanest(drafts, 11) == &drafts[2]);
-  CHECK(&hdp::leanest(drafts, 12) == &drafts[4]);
+void test_rings_nest() {
+  // four of degree 2 and one of degree 4 on 8 ranks: nobody waits
+  hdp::Problem nested = problem({100, 50, 50, 50, 50}, 8, 60);
+  const hdp::Batch batch(nested);
+  const hdp::RingSchedule rings = hdp::place_rings(batch, {{4, 2, 2, 2, 2}});
+  CHECK(rings.gaps.empty() && rings.places.size() == 5);
+  CHECK((rings.ring(0) == std::vector<int32_t>{0, 1, 2, 3}));
+  CHECK((rings.ring(1) == std::vector<int32_t>{4, 5}));
+  CHECK((rings.ring(2) == std::vector<int32_t>{6, 7}));
+  CHECK((rings.ring(3) == std::vector<int32_t>{4, 5}));
+  // a slow rank stays out of rings that do without it
+  nested.speeds = {1, 0.5, 1, 1, 1, 1, 1, 1};
+  const hdp::RingSchedule fast = hdp::place_rings(batch, {{7, 2, 2, 2, 2}, false, 0.9});
+  CHECK((fast.ring(0) == std::vector<int32_t>{0, 2, 3, 4, 5, 6, 7}));
+  for (std::size_t i = 0; i < fast.places.size(); ++i) {
+    for (const int32_t rank : fast.ring(i)) CHECK(rank != 1);
+  }
+}
+
+void test_columns() {
+  // compute 100 x 102 and 60 x 62 (and 20 x 22), at most 60 tokens on a rank
+  const hdp::Problem columns = problem({100, 60, 20}, 8, 60);
+  const hdp::Batch batch(columns);
+  hdp::FreeRanks free({0, 1, 2, 3, 4, 5, 6, 7});
+  // three ranks take 3400 + g
+  CHECK(hdp::best_column(batch, free, 0, 3409).degree == 4);
+  CHECK(hdp::best_column(batch, free, 0, 3410).degree == 3);
+  CHECK(hdp::best_column(batch, free, 0, 9000).degree == 2);  // memory
+  CHECK(hdp::best_column(batch, free, 0, 100).degree == 0);   // more than all ranks
+  free.give_back(free.take_from(0, 3), 3000);
+  // the short one fills what is left above the clock of the three rather than the others
+  const hdp::Column column = hdp::best_column(batch, free, 2, 3460);
+  CHECK(column.degree == 1 && free.groups()[column.group].clock == 3000);
+  CHECK((free.take_from(column.group, 2) == std::vector<int32_t>{0, 1}));
+  // a plan made of columns: the long one on three ranks, the next beside it
+  hdp::Decisions decisions{{3, 2, 2}};
+  decisions.column_s = 3420;
+  hdp::Problem scattered = columns;
+  scattered.cost.ranks_per_node = 1;
+  const hdp::Batch alone(scattered);
+  const hdp::RingSchedule rings = hdp::place_rings(alone, decisions);
+  CHECK((rings.ring(0) == std::vector<int32_t>{0, 1, 2}));
+  CHECK((rings.ring(1) == std::vector<int32_t>{3, 4}));
+  CHECK(rings.gaps.empty());
 }
 
 void test_degree_search() {
   // three sequences of time 100 x 102 on three ranks: rings of two run one after the other
   hdp::Problem threes = problem({100, 100, 100}, 3, 60);
   threes.cost.kv_bytes_per_token = 0;
-  const std::vector<int64_t> order = hdp::longest_first(threes.lengths);
-  hdp::Draft draft = hdp::draft(threes, order, {{2, 2, 2}, false});
-  CHECK(std::abs(draft.schedule.makespan_s - 3 * 5110) < 1e-9);
-  hdp::speed_up(threes, order, 0, draft);
-  CHECK((draft.decisions.degrees == hdp::Degrees{3, 3, 3}));
-  CHECK(std::abs(draft.schedule.makespan_s - 3 * 3410) < 1e-9);
-  hdp::save_traffic(threes, order, 3 * 3410 + 1700, draft);  // one ring of two costs 1,700 s
-  CHECK((draft.decisions.degrees == hdp::Degrees{2, 3, 3}));
-  hdp::save_traffic(threes, order, draft.schedule.makespan_s, draft);
-  CHECK((draft.decisions.degrees == hdp::Degrees{2, 3, 3}));
+  const hdp::Batch batch(threes);
+  const hdp::Candidate start(batch, {{2, 2, 2}});
+  CHECK(std::abs(start.level.makespan_s - 3 * 5110) < 1e-9);
+  int64_t num_tries = 100;
+  const hdp::Candidate found = hdp::search_degrees(batch, start, 0, num_tries);
+  CHECK((found.decisions.degrees == hdp::Degrees{3, 3, 3}));
+  CHECK(std::abs(found.level.makespan_s - 3 * 3410) < 1e-9);
+  CHECK(num_tries > 0);
+  num_tries = 0;
+  CHECK(
+      (hdp::search_degrees(batch, start, 0, num_tries).decisions.degrees == hdp::Degrees{2, 2, 2}));
+}
+
+void test_bounds() {
+  // 24 tokens: at the degrees that hide traffic 312 s at best, exposed ones are slower still
+  hdp::Problem slow = problem({24}, 4, 24);
+  slow.cost = {1.0, 2.0, 0.0, 8.0, 1.0, 1.0, 8};
+  CHECK(std::abs(hdp::lower_bound_s(slow) - 312) < 1e-9);
+  CHECK(std::abs(hdp::tight_bound_s(slow, {0}) - 312) < 1e-9);
+  // 200 tokens take 594 s of transfer on 100 ranks, where 40000 s of attention hide 400 s of it:
+  // all ranks lose 194 s if it is to end after 794 s, and nothing else can run meanwhile
+  hdp::Problem exposed = problem({200, 20}, 100, 200);
+  exposed.cost = {1.0, 100.0, 0.0, 1.0, 1.0, 1.0, 8};
+  const double bound = hdp::lower_bound_s(exposed);
+  CHECK(std::abs(bound - (60000 / 100.0 + 194)) < 1e-9);
+  CHECK(hdp::tight_bound_s(exposed, {0, 1}) > 1.005 * bound);
+  CHECK(hdp::tight_bound_s(exposed, {0, 1}) < 1.03 * bound);
+  // memory makes the slow rank share what the fast one alone would do in 110 s
+  hdp::Problem forced = problem({10}, 2, 6);
+  forced.cost = {1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 8};
+  forced.speeds = {1.0, 0.1};
+  CHECK(std::abs(hdp::lower_bound_s(forced) - 110) < 1e-9);
+  CHECK(std::abs(hdp::tight_bound_s(forced, {0}) - 550) < 1e-9);
 }
 
 void test_spare_room() {
-  const hdp::Problem shorts = problem({4, 4, 3, 2, 9}, 2, 10);
-  hdp::SpareRoom room(shorts, {0, 1, 2, 3});
+  const hdp::Problem shorts = problem({9, 4, 4, 3, 2}, 2, 10);
+  const hdp::Batch batch(shorts);
+  const hdp::Decisions decisions{hdp::Degrees{2, 1, 1, 1, 1}, true};
+  hdp::SpareRoom room(batch, decisions);
   std::vector<hdp::Local> locals;
   const double seconds = room.fill({5, 6}, 5, locals);
   CHECK(seconds == hdp::compute_s(shorts.cost, 4));
   CHECK(locals.size() == 2 && locals[0].rank == 5 && locals[1].rank == 6);
-  CHECK((locals[0].sequences == std::vector<int64_t>{0}));
-  CHECK((locals[1].sequences == std::vector<int64_t>{1}));
-  CHECK((room.remaining() == std::vector<int64_t>{2, 3}));
+  CHECK((locals[0].sequences == std::vector<int64_t>{1}));
+  CHECK((locals[1].sequences == std::vector<int64_t>{2}));
+  CHECK((room.remaining() == std::vector<std::size_t>{3, 4}));
 }
 
 void test_schedule() {
@@ -201,13 +326,18 @@ int main() {
   test_slices();
   test_packing();
   test_cost_model();
-  test_node_clocks();
+  test_sorting();
+  test_clock_heap();
+  test_free_ranks();
+  test_node_ranks();
   test_degrees();
-  test_leanest_draft();
+  test_rings_nest();
+  test_columns();
   test_degree_search();
+  test_bounds();
   test_spare_room();
   test_schedule();
   test_strategies();
   test_errors();
-  return num_failed;
+  return num_failed + test_memory() + test_stress() + pipeline_tests();
 }

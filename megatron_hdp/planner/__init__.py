@@ -1,9 +1,10 @@
 """Plans a global batch: which HDP ranks form a ring for which sequences, in which order."""
 
+from megatron_hdp.planner.bounds import lower_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
-from megatron_hdp.planner.evaluation import Evaluation, evaluate, lower_bound_s
+from megatron_hdp.planner.evaluation import Evaluation, evaluate
 from megatron_hdp.planner.slices import chunk_tokens, slice_tokens
-from megatron_hdp.planner.strategies import STRATEGIES, plan
+from megatron_hdp.planner.strategies import STRATEGIES, plan, tight_bound_s
 from megatron_hdp.planner.types import MicroBatch, Plan, PlanError
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "chunk_tokens",
     "evaluate",
     "lower_bound_s",
+    "pipeline_lower_bound_s",
     "plan",
     "slice_tokens",
+    "tight_bound_s",
 ]

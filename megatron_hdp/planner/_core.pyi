@@ -11,25 +11,37 @@ class _Answer(TypedDict):
     local_offsets: NDArray[np.int64]
     local_sequences: NDArray[np.int64]
     local_ranks: NDArray[np.int32]
+    offload_ratios: NDArray[np.float64]
     makespan_s: float
     lower_bound_s: float
-    total_compute_s: float
+    perfect_s: float
     ring_tokens: float
     max_tokens_on_a_rank: int
 
-def plan(
-    lengths: NDArray[np.int64],
-    *,
-    strategy: str,
-    num_ranks: int,
-    tokens_per_rank: int,
-    slice_multiple: int,
-    max_length: int,
-    a: float,
-    b: float,
-    g: float,
-    kv_bytes_per_token: float,
-    intra_node_bytes_per_s: float,
-    inter_node_bytes_per_s: float,
-    ranks_per_node: int,
-) -> _Answer: ...
+class Problem:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        *,
+        num_ranks: int,
+        tokens_per_rank: int,
+        slice_multiple: int,
+        max_length: int,
+        a: float,
+        b: float,
+        g: float,
+        kv_bytes_per_token: float,
+        intra_node_bytes_per_s: float,
+        inter_node_bytes_per_s: float,
+        ranks_per_node: int,
+        activation_bytes_per_token: float,
+        host_bytes_per_s: float,
+        num_layers: int,
+        rank_speeds: NDArray[np.float64],
+        pipeline_stages: int,
+        offload: bool,
+        effort: int,
+    ) -> None: ...
+
+def plan(problem: Problem, strategy: str) -> _Answer: ...
+def tight_bound_s(problem: Problem) -> float: ...

@@ -11,18 +11,29 @@ With s the tokens of a sequence and D the ranks that share it:
 - traffic is hidden under the attention of the ring's own sequences; the excess is exposed
 - whole ``local`` sequences on a member cost ``a s^2 + b s`` there and hide nothing
 - every micro-batch costs ``g`` seconds more, whatever it holds
+- a rank of speed v takes 1/v of the time for all of this except traffic
 - the members of a ring start together and take the time of the slowest
+- with P pipeline stages a micro-batch takes 1/P of its time on each stage, one third of it forward,
+  two thirds backward
+- a token's activations take ``activation_bytes_per_token`` on a rank; with offload ratio r and L
+  layers, ``(2 + (1 - r) (L - 2)) / L`` of them stay resident (paper, equation 3) and the rest must
+  reach the host, at ``host_bytes_per_s``, within the micro-batch's forward time
 """
 
 import dataclasses
 import difflib
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
+
+# Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
+# without attention scores (arXiv 2205.05198, section 4.1).
+_ACTIVATION_BYTES = 34
 
 
 @dataclass(frozen=True)
@@ -43,29 +54,34 @@ class CostModel:
     """Bytes a second that a rank can send to another node."""
     ranks_per_node: int = 8
     """HDP ranks ``k * ranks_per_node`` to ``(k + 1) * ranks_per_node - 1`` share node k."""
+    activation_bytes_per_token: float = 0.0
+    """Bytes of activations that a rank keeps of one token between forward and backward."""
+    host_bytes_per_s: float = 25e9
+    """Bytes a second that a rank can move to or from host memory; the lower of the two."""
+    num_layers: int = 1
+    """Layers of a rank; two of them always stay resident."""
+    rank_speeds: tuple[float, ...] = ()
+    """Speed of each HDP rank, 1 being the one described here; all 1 if empty."""
 
     def __post_init__(self) -> None:
-        for name in ("a", "b", "kv_bytes_per_token", "g"):
-            self._check_number(name, least_exclusive=False)
-        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
-            self._check_number(name, least_exclusive=True)
-        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
-            raise ValueError(
-                f"cost model: ranks_per_node is {self.ranks_per_node!r}; expected an integer >= 1"
-            )
-
-    def _check_number(self, name: str, *, least_exclusive: bool) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            is_number
-            and math.isfinite(value)
-            and (value > 0 or (value == 0 and not least_exclusive))
-        ):
-            object.__setattr__(self, name, float(value))
-            return
-        sign = ">" if least_exclusive else ">="
-        raise ValueError(f"cost model: {name} is {value!r}; expected a finite number {sign} 0")
+        for name in ("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token"):
+            value = _number(name, getattr(self, name), zero_allowed=True)
+            object.__setattr__(self, name, value)
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "host_bytes_per_s"):
+            value = _number(name, getattr(self, name), zero_allowed=False)
+            object.__setattr__(self, name, value)
+        for name in ("ranks_per_node", "num_layers"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"cost model: {name} is {value!r}; expected an integer >= 1")
+        speeds = self.rank_speeds
+        if not isinstance(speeds, list | tuple):
+            raise ValueError(f"cost model: rank_speeds is {speeds!r}; expected a list of numbers")
+        checked = tuple(
+            _number(f"speed of rank {rank}", speed, zero_allowed=False)
+            for rank, speed in enumerate(speeds)
+        )
+        object.__setattr__(self, "rank_speeds", checked)
 
     @classmethod
     def from_model_shape(
@@ -89,12 +105,14 @@ class CostModel:
         """
         if not (math.isfinite(flops_per_s) and flops_per_s > 0):
             raise ValueError(f"flops_per_s is {flops_per_s!r}; expected a finite number > 0")
-        return cls(
-            a=6 * num_layers * hidden_size / flops_per_s,
-            b=6 * num_parameters / flops_per_s,
-            kv_bytes_per_token=kv_bytes_per_token,
-            **others,
-        )
+        fields = {
+            "a": 6 * num_layers * hidden_size / flops_per_s,
+            "b": 6 * num_parameters / flops_per_s,
+            "kv_bytes_per_token": kv_bytes_per_token,
+            "activation_bytes_per_token": _ACTIVATION_BYTES * num_layers * hidden_size,
+            "num_layers": num_layers,
+        }
+        return cls(**fields | others)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
@@ -121,6 +139,14 @@ class CostModel:
     def to_json(self) -> bytes:
         """The JSON object that ``from_json`` reads."""
         return orjson.dumps(dataclasses.asdict(self), option=orjson.OPT_INDENT_2)
+
+
+def _number(name: str, value: Any, *, zero_allowed: bool) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (0 < value <= sys.float_info.max or (value == 0 and zero_allowed)):
+        return float(value)
+    sign = ">=" if zero_allowed else ">"
+    raise ValueError(f"cost model: {name} is {value!r}; expected a finite number {sign} 0")
 
 
 LLAMA_7B = CostModel.from_model_shape(

@@ -1,21 +1,47 @@
 """Random planning problems that have an answer, and a plan small enough to check by hand."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan
 
-EXECUTED_STRATEGIES = ("static", "naive", "dp-balance")
+EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")
 
 COST_MODELS = {
     "record": LLAMA_7B,
     "launch-bound": CostModel(a=1e-6, b=1e-3, kv_bytes_per_token=1.0, g=1.0),
     "network-bound": CostModel(
-        a=1e-6, b=1e-6, kv_bytes_per_token=1e6, intra_node_bytes_per_s=1e6, ranks_per_node=4
+        a=1e-6,
+        b=1e-6,
+        kv_bytes_per_token=1e6,
+        intra_node_bytes_per_s=1e6,
+        inter_node_bytes_per_s=5e5,
+        ranks_per_node=4,
     ),
     "linear": CostModel(a=0.0, b=1e-3, kv_bytes_per_token=0.0, g=1e-2, ranks_per_node=3),
+    "attention": CostModel(
+        a=1e-3, b=0.0, kv_bytes_per_token=1.0, inter_node_bytes_per_s=1e3, ranks_per_node=1
+    ),
     "free": CostModel(a=0.0, b=0.0, kv_bytes_per_token=0.0),
+    "fast host": CostModel(
+        a=1e-6,
+        b=1e-3,
+        kv_bytes_per_token=1.0,
+        activation_bytes_per_token=1.0,
+        host_bytes_per_s=1e6,
+        num_layers=12,
+    ),
+    "slow host": CostModel(  # half of the tokens reach it in a third of 1 ms a token
+        a=0.0,
+        b=1e-3,
+        kv_bytes_per_token=1.0,
+        g=1e-3,
+        activation_bytes_per_token=2.0,
+        host_bytes_per_s=3e3,
+        num_layers=5,
+    ),
 }
 
 
@@ -26,6 +52,14 @@ class Problem:
     tokens_per_rank: int
     slice_multiple: int
     cost_model: str
+    speeds: tuple[float, ...] = ()
+    effort: int = 1
+    offload: str = "off"
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model with the ranks' speeds."""
+        return dataclasses.replace(COST_MODELS[self.cost_model], rank_speeds=self.speeds)
 
     def plan(self, strategy: str) -> Plan:
         return plan(
@@ -33,7 +67,9 @@ class Problem:
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
             slice_multiple=self.slice_multiple,
-            cost_model=COST_MODELS[self.cost_model],
+            cost_model=self.model,
+            effort=self.effort,
+            offload=self.offload,
             strategy=strategy,
         )
 
@@ -44,14 +80,8 @@ def longest_that_fits(ranks: int, tokens_per_rank: int, slice_multiple: int) -> 
     return max(whole, 2 * ranks * chunk if ranks > 1 else 0)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    ranks = draw(
-        st.sampled_from([1, 2, 3, 4, 5, 7, 8, 13, 16, 24, 61, 64, 67]) | st.integers(1, 70)
-    )
-    slice_multiple = draw(st.integers(1, 4))
-    tokens_per_rank = draw(st.integers(slice_multiple, 300))
-    longest = longest_that_fits(ranks, tokens_per_rank, slice_multiple)
+def batches(longest: int, ranks: int, tokens_per_rank: int) -> st.SearchStrategy[list[int]]:
+    """Lengths of 1 to `longest`: any, short, just above k x C, geometric, one giant, all equal."""
     any_length = st.integers(1, longest)
     short = st.integers(1, min(longest, tokens_per_rank))
     just_above = st.builds(
@@ -59,22 +89,66 @@ def problems(draw: st.DrawFn) -> Problem:
         st.integers(1, max(1, ranks - 1)),
         st.integers(1, 2),
     )
-    lengths = draw(
-        st.one_of(
-            st.lists(any_length, min_size=1, max_size=40),
-            st.lists(short, min_size=1, max_size=60),
-            st.builds(lambda length, count: [length] * count, any_length, st.integers(1, 30)),
-            st.builds(lambda rest: [longest, *rest], st.lists(short, max_size=40)),
-            st.lists(just_above, min_size=1, max_size=20),
-        )
+    geometric = st.builds(
+        lambda first, ratio, count: [max(1, int(first * ratio**i)) for i in range(count)],
+        any_length,
+        st.floats(0.3, 0.97),
+        st.integers(1, 40),
     )
+    return st.one_of(
+        st.lists(any_length, min_size=1, max_size=40),
+        st.lists(short, min_size=1, max_size=60),
+        st.builds(lambda length, count: [length] * count, any_length, st.integers(1, 30)),
+        st.builds(lambda rest: [longest, *rest], st.lists(short, max_size=40)),
+        st.builds(lambda rest: [longest, *rest], st.just([1] * 50)),
+        st.lists(just_above, min_size=1, max_size=20),
+        geometric,
+    )
+
+
+def rank_speeds(ranks: int) -> st.SearchStrategy[tuple[float, ...]]:
+    """All alike, one slow, two kinds, or any."""
+    one_slow = st.builds(
+        lambda rank, speed: tuple(speed if r == rank else 1.0 for r in range(ranks)),
+        st.integers(0, ranks - 1),
+        st.sampled_from([0.01, 0.5, 0.9]),
+    )
+    kinds = st.lists(st.sampled_from([0.5, 1.0]), min_size=ranks, max_size=ranks)
+    any_speed = st.lists(st.floats(0.1, 4.0), min_size=ranks, max_size=ranks)
+    return st.one_of(st.just(()), one_slow, kinds.map(tuple), any_speed.map(tuple))
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, offload: bool = False) -> Problem:
+    """Problems that every strategy can plan; with `offload`, they may use host memory."""
+    ranks = draw(
+        st.sampled_from([1, 2, 3, 4, 5, 7, 8, 13, 16, 24, 61, 64, 67]) | st.integers(1, 70)
+    )
+    slice_multiple = draw(st.integers(1, 4))
+    tokens_per_rank = draw(st.integers(slice_multiple, 300))
+    longest = longest_that_fits(ranks, tokens_per_rank, slice_multiple)
     return Problem(
-        lengths=tuple(lengths),
+        lengths=tuple(draw(batches(longest, ranks, tokens_per_rank))),
         ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         slice_multiple=slice_multiple,
         cost_model=draw(st.sampled_from(sorted(COST_MODELS))),
+        speeds=draw(rank_speeds(ranks)),
+        effort=draw(st.sampled_from([1, 1, 10])),
+        offload="auto" if offload else "off",
     )
+
+
+def fixed_problems() -> list[Problem]:
+    """A fixed list that has everything in it, for tests that compare plans."""
+    lengths = tuple(1 + (i * i * 7919) % 701 for i in range(200))
+    speeds = tuple(1.0 if rank % 5 else 0.5 for rank in range(13))
+    return [
+        Problem(lengths, 13, 101, multiple, cost_model, of_ranks, effort)
+        for cost_model in COST_MODELS
+        for of_ranks in ((), speeds)
+        for multiple, effort in ((1, 1), (2, 5))
+    ]
 
 
 def small_plan(**changes: object) -> Plan:

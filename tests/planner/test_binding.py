@@ -8,6 +8,13 @@ import pytest
 from megatron_hdp.planner import _core
 
 ARGUMENTS = {
+    "activation_bytes_per_token": 0.0,
+    "host_bytes_per_s": 1.0,
+    "num_layers": 1,
+    "rank_speeds": np.array([], dtype=np.float64),
+    "pipeline_stages": 1,
+    "offload": False,
+    "effort": 1,
     "lengths": np.array([20, 5, 5]),
     "strategy": "dp-balance",
     "num_ranks": 2,
@@ -26,7 +33,9 @@ ARGUMENTS = {
 
 def call(**changes: object) -> dict[str, object]:
     arguments = ARGUMENTS | changes
-    return dict(_core.plan(arguments.pop("lengths"), **arguments))  # type: ignore[arg-type]
+    strategy = arguments.pop("strategy")
+    problem = _core.Problem(arguments.pop("lengths"), **arguments)  # type: ignore[arg-type]
+    return dict(_core.plan(problem, strategy))
 
 
 @pytest.mark.parametrize(
@@ -49,12 +58,18 @@ def call(**changes: object) -> dict[str, object]:
             "sequence 0 of the batch has 20 tokens, more than the context length 0",
         ),
         ({"max_length": 2**41}, "context length is 2,199,023,255,552; expected 1 to"),
-        ({"a": float("nan")}, "cost model: a is nan; expected a finite number >= 0"),
+        ({"a": float("nan")}, "cost model: a is nan; expected a finite number, 0 or 1e-30 to 1e"),
         ({"b": -1.0}, "cost model: b is -1"),
         ({"g": float("inf")}, "cost model: g is inf"),
-        ({"intra_node_bytes_per_s": 0.0}, "intra_node_bytes_per_s is 0.* > 0"),
+        (
+            {"intra_node_bytes_per_s": 0.0},
+            "intra_node_bytes_per_s is 0; expected a finite number, 1e-30",
+        ),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
-        ({"strategy": "auto"}, "strategy is 'auto'; expected static, naive or dp-balance"),
+        (
+            {"strategy": "auto"},
+            "strategy is 'auto'; expected static, naive, bytescale, dp-balance or pp-balance",
+        ),
     ],
 )
 def test_bad_arguments(change: dict[str, object], message: str) -> None:

@@ -1,7 +1,9 @@
 """Compiles the planner's own C++ unit tests with the sanitizers and runs them."""
 
+import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,18 @@ def test_cpp_unit_tests(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler: install g++ to run the planner's C++ tests")
-    binary = tmp_path / "planner_test"
-    sources = sorted(map(str, [*CSRC.glob("planner/*.cpp"), *CSRC.glob("tests/*.cpp")]))
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    options = ["-std=c++17", "-O1", "-g0", "-I", str(CSRC), "-o", str(binary)]
-    subprocess.run([compiler, *options, *sanitizers, *sources], check=True)
-    result = subprocess.run([str(binary)], capture_output=True, text=True)
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
+    options = ["-std=c++17", "-O1", "-g0", "-I", str(CSRC), *warnings, *sanitizers]
+    sources = sorted([*CSRC.glob("planner/*.cpp"), *CSRC.glob("tests/*.cpp")])
+    objects = [str(tmp_path / f"{source.stem}.o") for source in sources]
+
+    def compile_one(source: Path, target: str) -> None:
+        subprocess.run([compiler, *options, "-c", str(source), "-o", target], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    binary = str(tmp_path / "planner_test")
+    subprocess.run([compiler, *sanitizers, *objects, "-o", binary], check=True)
+    result = subprocess.run([binary], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

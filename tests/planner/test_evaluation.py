@@ -73,7 +73,8 @@ def test_members_wait_for_each_other_at_the_start() -> None:
 def test_the_bound_is_the_longest_sequence_where_that_is_longer() -> None:
     # one sequence of 24: compute / 4 ranks = 156 s, but traffic hides only up to D = 3:
     # max(576, 3 (D-1) 24 x 8) / D + 48 / D: D = 2 gives 312, D = 3 gives 400, D = 4 gives 444
-    slow = dataclasses.replace(COST, g=0.0, kv_bytes_per_token=8.0, intra_node_bytes_per_s=1.0)
+    links = {"intra_node_bytes_per_s": 1.0, "inter_node_bytes_per_s": 1.0}
+    slow = dataclasses.replace(COST, g=0.0, kv_bytes_per_token=8.0, **links)
     plan = small_plan(
         lengths=[24],
         rank_offsets=[0, 4],
@@ -141,6 +142,42 @@ def test_bad_numbers_in_a_cost_model(value: float) -> None:
         dataclasses.replace(COST, g=value)
     with pytest.raises(ValueError, match="flops_per_s"):
         CostModel.from_model_shape(2, 8, 1e3, 16, flops_per_s=value)
+
+
+def test_speeds_by_hand() -> None:
+    # rank 2 at half speed: (208 + 8 local + g 10) / 0.5 = 452 s; rank 3 at double speed: 109 / 2;
+    # then rank 0: 69
+    speeds = dataclasses.replace(COST, rank_speeds=(1.0, 1.0, 0.5, 2.0))
+    result = evaluate(small_plan(), speeds)
+    assert result.duration_s.tolist() == pytest.approx([452, 54.5, 69])
+    assert result.local_s.tolist() == pytest.approx([0, 0, 16, 0, 0])
+    assert result.busy_s.tolist() == pytest.approx([218 + 69, 218, 452, 54.5])
+    assert result.makespan_s == pytest.approx(521)
+    assert result.efficiency == pytest.approx(790 / 4.5 / 521)
+    # the sequence of 24 alone: rank 3 needs 634 / 2, ranks 3 and 0 (312 + 10), ranks 3, 0, 1
+    # (208 + 10) / 1, all of them (156 + 10) / 0.5; the compute of all 790 / 4.5
+    assert result.lower_bound_s == pytest.approx(218)
+
+
+def test_a_slow_member_hides_more_traffic() -> None:
+    # 240 s of traffic; attention of 192 s, of 384 s on the slow rank: 48 s exposed on the others
+    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, rank_speeds=(1.0, 1.0, 0.5, 1.0))
+    result = evaluate(small_plan(), slow)
+    assert result.exposed_s.tolist() == pytest.approx([48, 0, 0])
+    assert result.duration_s[0] == pytest.approx(452)  # the slow rank still decides
+
+
+def test_a_speed_for_each_rank() -> None:
+    with pytest.raises(ValueError, match="rank_speeds has 3 entries; expected one for each of 4"):
+        evaluate(small_plan(), dataclasses.replace(COST, rank_speeds=(1.0, 1.0, 0.5)))
+
+
+def test_without_stages_forward_comes_first_and_backward_takes_two_thirds() -> None:
+    result = evaluate(small_plan(), COST)
+    assert result.pipeline_stages == 1
+    assert result.forward_start_s.tolist() == [result.start_s.tolist()]
+    assert result.backward_start_s[0].tolist() == pytest.approx([226 / 3, 109 / 3, 226 + 69 / 3])
+    assert result.pipeline_bound_s == result.lower_bound_s
 
 
 def test_results_cannot_be_changed() -> None:

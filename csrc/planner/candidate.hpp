@@ -1,0 +1,24 @@
+// Decisions with the rings and the time that follow from them: what the search compares.
+#pragma once
+
+#include <vector>
+
+#include "planner/batch.hpp"
+#include "planner/levels.hpp"
+#include "planner/rings.hpp"
+
+namespace hdp {
+
+struct Candidate {
+  Candidate(const Batch& batch, Decisions decisions);
+
+  Decisions decisions;
+  RingSchedule rings;
+  Level level;
+};
+
+// Where a search may begin, the most promising first: the leanest in traffic of those that are
+// nearly as fast as the fastest, then the others by time.
+std::vector<Candidate> first_candidates(const Batch& batch, double enough_s);
+
+}  // namespace hdp

@@ -1,0 +1,229 @@
+"""What no plan can beat, with and without pipeline stages."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.planner.cost_model import CostModel
+
+Float64Array = NDArray[np.float64]
+
+_MOST_LONGEST = 256
+"""Greatest k of point 4 of ``pipeline_lower_bound_s``."""
+
+
+def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
+    """Seconds of each whole sequence on one rank of speed 1, without g."""
+    s = lengths.astype(np.float64)
+    return cost_model.a * s * s + cost_model.b * s
+
+
+def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:
+    """Speed of each rank.
+
+    Raises:
+        ValueError: the cost model has speeds, but not one for each rank.
+    """
+    if not cost_model.rank_speeds:
+        return np.ones(num_ranks)
+    if len(cost_model.rank_speeds) != num_ranks:
+        raise ValueError(
+            f"rank_speeds has {len(cost_model.rank_speeds)} entries; expected one for each of "
+            f"{num_ranks} ranks"
+        )
+    return np.array(cost_model.rank_speeds, dtype=np.float64)
+
+
+def own_times_s(length: int, num_ranks: int, cost_model: CostModel) -> Float64Array:
+    """Seconds of a sequence alone on the D fastest ranks, exposed traffic and g included.
+
+    Entry D - 1 is degree D. A member's time falls with its speed, so that the D-th fastest decides;
+    a ring of up to ``ranks_per_node`` ranks is taken to have the better bandwidth.
+    """
+    speeds = np.sort(speeds_of(cost_model, num_ranks))[::-1]
+    degrees = np.arange(1, num_ranks + 1, dtype=np.float64)
+    bandwidth = np.where(
+        degrees <= cost_model.ranks_per_node,
+        max(cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s),
+        cost_model.inter_node_bytes_per_s,
+    )
+    transfer = 3 * (degrees - 1) / degrees * length * cost_model.kv_bytes_per_token / bandwidth
+    attention = cost_model.a * float(length) ** 2 / degrees
+    compute = attention + cost_model.b * length / degrees
+    exposed = np.maximum(0.0, transfer - attention / speeds)
+    own: Float64Array = (compute + cost_model.g) / speeds + exposed
+    return own
+
+
+def lower_bound_s(lengths: NDArray[np.int64], num_ranks: int, cost_model: CostModel) -> float:
+    """max(total compute / sum of speeds, the longest time a sequence needs at its best degree).
+
+    At every degree the time of a sequence, exposed traffic included, grows with its length:
+    only the longest one counts.
+    """
+    speeds = speeds_of(cost_model, num_ranks)
+    if len(lengths) == 0:
+        return 0.0
+    own = own_times_s(int(lengths.max()), num_ranks, cost_model)
+    return max(float(compute_s(lengths, cost_model).sum() / speeds.sum()), float(own.min()))
+
+
+def pipeline_target_s(
+    bound_s: float, tokens_per_rank: int, cost_model: CostModel, pipeline_stages: int
+) -> float:
+    """The bound / P + (P - 1) / P x the time of a micro-batch of one sequence that fills one rank.
+
+    What a pipeline of P stages takes for equal micro-batches of that time: a figure to compare
+    with, neither always reachable (see ``pipeline_lower_bound_s``) nor a bound.
+    """
+    one = float(compute_s(np.array([tokens_per_rank]), cost_model)[0]) + cost_model.g
+    return (bound_s + (pipeline_stages - 1) * one) / pipeline_stages
+
+
+def pipeline_lower_bound_s(
+    lengths: NDArray[np.int64],
+    num_ranks: int,
+    cost_model: CostModel,
+    pipeline_stages: int,
+    tokens_per_rank: int,
+) -> float:
+    """No 1F1B schedule with at most C tokens on a rank is faster than the greatest of these four.
+
+    1. Work. Each stage of a rank of speed v does v units of 1/P of the compute a second: the
+       makespan M is at least total compute / (P x sum of speeds).
+
+    2. The longest sequence h. Its micro-batch takes t >= own(D) on some degree D that fits. On the
+       first stage of each of the D members, forwards of earlier micro-batches end before forward h
+       starts, backwards of later ones start after backward h ends, and forward h starts at least t
+       before backward h ends (it passes all stages twice). Earlier micro-batches have 1/3 of their
+       time in forwards, later ones 2/3 in backwards: M >= t + (their time) / (3 P). So a member of
+       speed v does at most 3 P v (M - t) of other compute. (Other sequences inside h's own
+       micro-batch lengthen t by their whole time, which is worse.) It does at most v (P M - t) as
+       well, for the reason of 1, and any other rank at most v P M; since a member can do less, the
+       sum over all ranks is greatest if the slowest ranks are the members. All of it must be at
+       least the compute of the other sequences: solved for M, the least over D.
+
+    3. Sequences longer than N C / 2. Two of them are more than all ranks hold, so that on no stage
+       their micro-batches run together: the last stage is busy with them for sum(t) / P. Before
+       the first of these the forward of its micro-batch takes (P - 1) / P x t / 3 on the other
+       stages, after the last one its backward takes (P - 1) / P x 2 t / 3:
+       M >= sum(t) / P + (P - 1) / P x min(t).
+
+    4. The k longest sequences, for every k. Let u be the least own time of the k-th, so that the
+       micro-batch of each of the k takes at least u, and T the time of all such micro-batches of
+       one rank. On its last stage they take T / P; the forward of the first of them takes
+       (P - 1) / P x u / 3 before, the backward of the last one (P - 1) / P x 2 u / 3 after. The
+       rank's other micro-batches stand before (their forwards on the first stage come on top), in
+       between or behind (backwards): M >= (T + (P - 1) u) / P + (their time) / (3 P). So a rank
+       that takes part, with T >= u, works for at most T + min(P M - T, 3 (P M - T - (P - 1) u));
+       any other for P M. On average over the ranks, by speed, T is at least the compute of the k
+       sequences over the sum of speeds, and the work at least total compute over it: this point
+       must lie under the concave hull of what a rank can do. Solved for M by bisection.
+
+    Args:
+        lengths: Tokens of each sequence.
+        num_ranks: HDP ranks N.
+        cost_model: With the ranks' speeds.
+        pipeline_stages: Stages P of each rank.
+        tokens_per_rank: C; where activations are offloaded, the most that a rank may hold then.
+    """
+    if len(lengths) == 0:
+        return 0.0
+    speeds = speeds_of(cost_model, num_ranks)
+    compute = compute_s(lengths, cost_model)
+    work_s = float(compute.sum() / speeds.sum()) / pipeline_stages
+
+    def fitting(length: int) -> slice:
+        """Indices of the degrees at which a rank holds the sequence's share."""
+        return slice(min(num_ranks, -(-length // tokens_per_rank)) - 1, num_ranks)
+
+    h = int(np.argmax(lengths))
+    degrees = fitting(int(lengths[h]))
+    longest_s = _beside_the_longest_s(
+        own_times_s(int(lengths[h]), num_ranks, cost_model)[degrees],
+        np.cumsum(np.sort(speeds))[degrees],
+        float(speeds.sum()),
+        float(compute.sum() - compute[h]),
+        pipeline_stages,
+    )
+    exclusive_s = [
+        float(own_times_s(length, num_ranks, cost_model)[fitting(length)].min())
+        for length in lengths[2 * lengths > num_ranks * tokens_per_rank].tolist()
+    ]
+    ramps_s = (pipeline_stages - 1) * min(exclusive_s, default=0.0)
+    several_s = _beside_the_longest_ones_s(
+        lengths, compute, num_ranks, cost_model, tokens_per_rank, pipeline_stages
+    )
+    return max(work_s, longest_s, (sum(exclusive_s) + ramps_s) / pipeline_stages, several_s)
+
+
+def _beside_the_longest_s(
+    own_s: Float64Array, members: Float64Array, all_ranks: float, rest: float, stages: int
+) -> float:
+    """Point 2 of ``pipeline_lower_bound_s``; the arrays have one entry a degree.
+
+    Args:
+        own_s: Time t of the longest sequence.
+        members: Sum of the speeds of its members.
+        all_ranks: Sum of all speeds.
+        rest: Compute of the other sequences.
+        stages: Pipeline stages P.
+    """
+    # rest <= members x 3 P (M - t) + (all - members) x P M, and the same with P M - t
+    latency = (rest + 3 * stages * members * own_s) / (stages * (2 * members + all_ranks))
+    work = (rest + members * own_s) / (stages * all_ranks)
+    return float(np.maximum(own_s, np.maximum(latency, work)).min())
+
+
+def _beside_the_longest_ones_s(
+    lengths: NDArray[np.int64],
+    compute: Float64Array,
+    num_ranks: int,
+    cost_model: CostModel,
+    tokens_per_rank: int,
+    stages: int,
+) -> float:
+    """Point 4 of ``pipeline_lower_bound_s``; arrays have one entry for each k."""
+    speed = float(speeds_of(cost_model, num_ranks).sum())
+    order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
+    least_s = np.array(
+        [
+            own_times_s(length, num_ranks, cost_model)[
+                min(num_ranks, -(-length // tokens_per_rank)) - 1 :
+            ].min()
+            for length in lengths[order].tolist()
+        ]
+    )
+    of_them = np.cumsum(compute[order]) / speed
+    of_all = float(compute.sum()) / speed
+    low, high = np.zeros(len(order)), np.full(len(order), of_all + float(least_s.max()))
+    for _ in range(50):
+        makespan = (low + high) / 2
+        fits = _work_beside(of_them, stages * makespan, (stages - 1) * least_s, least_s) >= of_all
+        low, high = np.where(fits, low, makespan), np.where(fits, makespan, high)
+    return float(low.max())
+
+
+def _work_beside(
+    at: Float64Array, whole: Float64Array, ramps: Float64Array, least: Float64Array
+) -> Float64Array:
+    """Concave hull at T = ``at`` of a rank's work: whole at T = 0, less from T = ``least`` on."""
+    full = whole - ramps  # the greatest T, with no other work
+    untouched = whole - 1.5 * ramps  # up to this T nothing is lost
+    corner = np.maximum(least, untouched)
+    at_corner = corner + np.minimum(whole - corner, 3 * (full - corner))
+
+    def chord(x0: Float64Array, y0: Float64Array, x1: Float64Array, y1: Float64Array) -> Any:
+        slope = (y1 - y0) / np.where(x1 > x0, x1 - x0, 1.0)
+        return np.where((at >= x0) & (at <= x1), y0 + slope * (at - x0), -np.inf)
+
+    zero = np.zeros_like(at)
+    work: Float64Array = np.maximum.reduce(
+        [
+            chord(zero, whole, full, full),
+            chord(zero, whole, corner, at_corner),
+            chord(corner, at_corner, full, full),
+        ]
+    )
+    return np.where(full >= least, work, -np.inf)

@@ -1,0 +1,110 @@
+"""Models by name: what the cost model needs to know of their shape.
+
+The named ones are those of ByteScale's table 1. Its 30B has 56 heads over a hidden size of 6,656,
+an uneven head size; here it has the public model's 52 heads of 128.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_hdp.planner.cost_model import CostModel
+
+_BYTES_PER_VALUE = 2  # K and V travel in BF16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The shape of a transformer; ``cost_model()`` is what it costs."""
+
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Heads of K and V."""
+    kv_channels: int
+    """Size of a head."""
+    active_parameters: float
+    """Parameters that take part in a token's forward pass P."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        kv_size = 2 * self.num_query_groups * self.kv_channels
+        return self.num_layers * kv_size * _BYTES_PER_VALUE
+
+    def cost_model(self) -> CostModel:
+        """The cost model at 400 TFLOP/s a rank; attention is as wide as all heads together."""
+        return CostModel.from_model_shape(
+            num_layers=self.num_layers,
+            hidden_size=self.num_attention_heads * self.kv_channels,
+            num_parameters=self.active_parameters,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+        )
+
+
+def _named(layers: int, hidden: int, heads: int, groups: int, parameters: float) -> Model:
+    return Model(
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=hidden // heads,
+        active_parameters=parameters,
+    )
+
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        "llama-7b": _named(32, 4096, 32, 8, 7e9),
+        "llama-13b": _named(40, 5120, 40, 8, 13e9),
+        "llama-30b": _named(60, 6656, 52, 8, 30e9),
+        "llama-70b": _named(80, 8192, 64, 8, 70e9),
+        "mistral-8x7b": _named(32, 4096, 32, 8, 13e9),
+        "mistral-8x22b": _named(56, 6144, 48, 8, 39e9),
+    }
+)
+"""The paper's models, with its nominal parameter counts: of a mixture, those active for a token."""
+
+
+def model_of(name: str) -> Model:
+    """The model of that name.
+
+    Raises:
+        ValueError: there is none; gives the nearest.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
+    raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)} (nearest: {nearest})")
+
+
+def cost_model_of(name: str) -> CostModel:
+    """The cost model of a named model; ValueError for a name that is none."""
+    return model_of(name).cost_model()
+
+
+def active_parameters(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    kv_channels: int,
+    ffn_hidden_size: int,
+    gated: bool,
+    experts_per_token: int = 1,
+    num_experts: int = 0,
+    vocab_size: int = 0,
+) -> int:
+    """Parameters that multiply a token in a forward pass, each at 6 FLOP forward and backward.
+
+    Of a layer: the projections to Q, K and V and back, the matrices of the MLP (three if it is
+    gated, else two) of every expert that the token visits, and the router. Of the model: the
+    output layer; an embedding is looked up and not multiplied. Norms and biases are left out: in
+    real models they are below 0.1 %.
+    """
+    attention_size = num_attention_heads * kv_channels
+    attention = hidden_size * (2 * attention_size + 2 * num_query_groups * kv_channels)
+    mlp = (3 if gated else 2) * hidden_size * ffn_hidden_size * experts_per_token
+    router = hidden_size * num_experts
+    return num_layers * (attention + mlp + router) + hidden_size * vocab_size

@@ -1,0 +1,115 @@
+"""What the user asks of the planner, checked and handed to C++."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_hdp.planner import _core
+from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
+
+OFFLOAD = ("auto", "off")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The checked arguments of ``plan``; its docstring says what they are."""
+
+    lengths: NDArray[np.int64]
+    num_ranks: int
+    tokens_per_rank: int
+    slice_multiple: int
+    pipeline_stages: int
+    cost_model: CostModel
+    core: Any
+    """The same for the C++ planner."""
+
+    @classmethod
+    def of(
+        cls,
+        lengths: ArrayLike,
+        *,
+        ranks: int,
+        tokens_per_rank: int,
+        max_length: int | None = None,
+        slice_multiple: int = 1,
+        cost_model: CostModel | None = None,
+        ranks_per_node: int | None = None,
+        rank_speeds: Sequence[float] | None = None,
+        pipeline_stages: int = 1,
+        offload: str = "off",
+        effort: int = 1,
+    ) -> Self:
+        """Checks the arguments of ``plan``; ValueError names the first wrong one."""
+        array = _lengths(lengths)
+        changes: dict[str, Any] = {}
+        if ranks_per_node is not None:
+            changes["ranks_per_node"] = _integer("ranks_per_node", ranks_per_node)
+        if rank_speeds is not None:
+            changes["rank_speeds"] = _list("rank_speeds", rank_speeds)
+        if cost_model is not None and not isinstance(cost_model, CostModel):
+            raise ValueError(f"cost_model is {cost_model!r}; expected a CostModel")
+        cost_model = dataclasses.replace(cost_model or LLAMA_7B, **changes)
+        if not isinstance(offload, str) or offload not in OFFLOAD:
+            raise ValueError(f"offload is {offload!r}; expected one of {', '.join(OFFLOAD)}")
+        num_ranks = _integer("ranks", ranks)
+        capacity = _integer("tokens_per_rank", tokens_per_rank)
+        multiple = _integer("slice_multiple", slice_multiple)
+        stages = _integer("pipeline_stages", pipeline_stages)
+        longest = int(array.max()) if max_length is None else _integer("max_length", max_length)
+        core = _core.Problem(
+            array,
+            num_ranks=num_ranks,
+            tokens_per_rank=capacity,
+            slice_multiple=multiple,
+            max_length=longest,
+            pipeline_stages=stages,
+            offload=offload == "auto",
+            effort=_integer("effort", effort),
+            **dataclasses.asdict(cost_model)
+            | {"rank_speeds": np.array(cost_model.rank_speeds, dtype=np.float64)},
+        )
+        return cls(array, num_ranks, capacity, multiple, stages, cost_model, core)
+
+
+def _lengths(values: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"lengths has {array.ndim} dimensions; expected 1")
+    if array.size == 0:
+        raise ValueError("lengths is empty; expected at least one sequence")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"lengths has dtype {array.dtype}; expected integers that fit int64")
+    greatest = array.max()
+    if greatest > np.iinfo(np.int64).max:
+        raise ValueError(f"lengths holds {greatest}; expected integers that fit int64")
+    if array.min() < 1:
+        sequence = int(np.argmax(array < 1))
+        raise ValueError(
+            f"sequence {sequence} of the batch has {array[sequence]} tokens; expected at least 1"
+        )
+    return array.astype(np.int64)
+
+
+def _list(name: str, values: Any) -> list[Any]:
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        return list(values.tolist())
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {values!r}; expected a list of numbers")
+    return list(values)
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; expected an integer") from None
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected an integer")
+    if not 1 <= number <= np.iinfo(np.int64).max:
+        raise ValueError(f"{name} is {number:,}; expected at least 1 and at most 2^63 - 1")
+    return number

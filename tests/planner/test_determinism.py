@@ -1,0 +1,81 @@
+"""One problem has one plan: in any process, in any number of threads, whatever else runs."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hdp.planner import _core
+from megatron_hdp.planner.problem import Problem
+from tests.planner.problems import EXECUTED_STRATEGIES, fixed_problems
+
+
+def fingerprints() -> list[int]:
+    return [
+        problem.plan(strategy).fingerprint()
+        for problem in fixed_problems()
+        for strategy in EXECUTED_STRATEGIES
+    ]
+
+
+@pytest.mark.parametrize(("hash_seed", "num_threads"), [("1", "1"), ("2", "4")])
+def test_other_processes_make_the_same_plans(hash_seed: str, num_threads: str) -> None:
+    code = "from tests.planner.test_determinism import fingerprints; print(*fingerprints())"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": num_threads},
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert list(map(int, result.stdout.split())) == fingerprints()
+
+
+def test_threads_make_the_same_plans() -> None:
+    alone = fingerprints()
+    assert len(set(alone)) > len(alone) // 4  # the list tells plans apart
+    with ThreadPoolExecutor(4) as pool:
+        together = [pool.submit(fingerprints) for _ in range(4)]
+    assert [future.result() for future in together] == [alone] * 4
+
+
+def lets_other_threads_run(call: Callable[[], object]) -> bool:
+    """Whether this thread gets the interpreter's lock before `call` returns in another one."""
+    about_to_call = threading.Event()
+    returned = threading.Event()
+
+    def run() -> None:
+        about_to_call.set()
+        call()
+        returned.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to give the lock up: `call` has to offer it
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+        about_to_call.wait()
+        return not returned.is_set()
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)
+def test_planning_lets_other_threads_run(strategy: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 4000, size=200_000)
+    problem = Problem.of(lengths, ranks=512, tokens_per_rank=8192).core
+    assert lets_other_threads_run(lambda: _core.plan(problem, strategy))
+
+
+def test_a_call_that_keeps_the_lock_is_seen() -> None:
+    keeps_the_lock = ctypes.PyDLL(None).usleep
+    assert not lets_other_threads_run(lambda: keeps_the_lock(20_000))

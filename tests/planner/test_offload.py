@@ -1,0 +1,119 @@
+"""Offload: degrees below the memory minimum, with ratios that the host keeps up with."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from megatron_hdp.planner import CostModel, Plan, plan, slice_tokens
+from tests.planner.problems import Problem, problems
+
+PAPERS_STRATEGIES = ("naive", "bytescale")
+
+quickly = settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+# 1 s a token; 4 layers; the host takes 100 bytes of activations a second, 1 byte a token
+FAST_HOST = CostModel(
+    a=0.0,
+    b=1.0,
+    kv_bytes_per_token=0.0,
+    activation_bytes_per_token=1.0,
+    host_bytes_per_s=100.0,
+    num_layers=4,
+)
+
+
+def offloaded(lengths: list[int], ranks: int, **others: object) -> Plan:
+    arguments = {"cost_model": FAST_HOST, "strategy": "naive", "offload": "auto"} | others
+    return plan(lengths, ranks=ranks, tokens_per_rank=10, **arguments)  # type: ignore[arg-type]
+
+
+def test_half_of_the_layers_stay() -> None:
+    # at ratio 1 a rank holds 2 x 10 tokens; at 2/3 of the other two layers 15 x (2 + 2/3) / 4 = 10;
+    # a half of 21 is padded to 12 tokens: 12 x (2 + 4/3) / 4 = 10
+    result = offloaded([21, 20, 15, 10], ranks=4)
+    batches = [result.micro_batch(m) for m in range(result.num_micro_batches)]
+    assert [(batch.sequences, len(batch.ranks)) for batch in batches] == [
+        ((0,), 2),
+        ((1,), 1),
+        ((2,), 1),
+        ((3,), 1),
+    ]
+    ratios = [batch.offload_ratio for batch in batches]
+    assert ratios == pytest.approx([1 / 3, 1, 2 / 3, 0])
+    result.validate(num_layers=4)
+
+
+def test_without_a_freed_rank_nothing_is_offloaded() -> None:
+    # 21 tokens need 3 ranks of 10 as they are, 2 of them by memory; 40 s / 3 are enough for that
+    assert len(offloaded([21], ranks=3).micro_batch(0).ranks) == 2
+    assert offloaded([20, 10, 3], ranks=4, offload="off").offload_ratios.max() == 0
+    twelve = offloaded([24], ranks=3, cost_model=LIMITED)  # 2 ranks: 2 x 2 tokens in 24 / 3 s
+    assert len(twelve.micro_batch(0).ranks) == 3
+    assert twelve.offload_ratios.max() == 0
+
+
+LIMITED = CostModel(
+    a=0.0,
+    b=1.0,
+    kv_bytes_per_token=0.0,
+    activation_bytes_per_token=1.0,
+    host_bytes_per_s=0.49,
+    num_layers=4,
+)
+
+
+def test_a_batch_that_needs_offload_says_so() -> None:
+    with pytest.raises(ValueError, match="add ranks, or use --offload auto, which needs 1"):
+        plan([15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST)
+    assert plan(
+        [15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, strategy="naive", offload="auto"
+    ).offload_ratios.tolist() == pytest.approx([2 / 3])
+    with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks$"):
+        plan([21], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, offload="auto")
+    with pytest.raises(ValueError, match="raise --hdp-tokens-per-rank, or use --offload auto"):
+        plan([15], ranks=1, tokens_per_rank=10, slice_multiple=6, cost_model=FAST_HOST)
+
+
+def fits(problem: Problem, length: int, degree: int) -> bool:
+    """Whether the host takes what a rank cannot hold: written apart from the planner."""
+    model = problem.model
+    tokens = slice_tokens(length, degree, problem.slice_multiple)
+    excess = tokens - problem.tokens_per_rank
+    if excess <= 0:
+        return True
+    if model.num_layers <= 2 or 2 * tokens > problem.tokens_per_rank * model.num_layers:
+        return False
+    forward_s = (model.a * length**2 + model.b * length) / degree / 3
+    return excess * model.activation_bytes_per_token <= model.host_bytes_per_s * forward_s
+
+
+@pytest.mark.parametrize("strategy", PAPERS_STRATEGIES)
+@quickly
+@given(problem=problems(offload=True))
+def test_degrees_are_the_least_that_memory_and_host_allow(strategy: str, problem: Problem) -> None:
+    result = problem.plan(strategy)
+    result.validate(num_layers=problem.model.num_layers)
+    for m in range(result.num_micro_batches):
+        batch = result.micro_batch(m)
+        degree = len(batch.ranks)
+        if len(batch.sequences) > 1:
+            assert degree == 1 and batch.offload_ratio == 0
+            continue
+        length = problem.lengths[batch.sequences[0]]
+        assert [d for d in range(1, degree + 1) if fits(problem, length, d)] == [degree]
+        whole = slice_tokens(length, degree, problem.slice_multiple) <= problem.tokens_per_rank
+        assert (batch.offload_ratio == 0) == whole
+
+
+@quickly
+@given(problem=problems(offload=True))
+def test_dp_balance_offloads_only_what_the_host_takes(problem: Problem) -> None:
+    result = problem.plan("dp-balance")
+    result.validate(num_layers=problem.model.num_layers)
+    for m in range(result.num_micro_batches):
+        batch = result.micro_batch(m)
+        if batch.offload_ratio == 0:
+            continue
+        assert len(batch.sequences) == 1
+        assert fits(problem, problem.lengths[batch.sequences[0]], len(batch.ranks))

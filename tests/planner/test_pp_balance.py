@@ -1,0 +1,142 @@
+"""pp-balance: the rule of positions, balance on the presets, speeds, effort."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, plan
+from tests.planner.problems import COST_MODELS, Problem, problems
+
+quickly = settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+FREE_NETWORK = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
+
+
+def made(problem: Problem, stages: int, strategy: str = "pp-balance", **others: object) -> Plan:
+    return plan(
+        problem.lengths,
+        ranks=problem.ranks,
+        tokens_per_rank=problem.tokens_per_rank,
+        slice_multiple=problem.slice_multiple,
+        cost_model=COST_MODELS[problem.cost_model],
+        strategy=strategy,
+        pipeline_stages=stages,
+        **others,  # type: ignore[arg-type]
+    )
+
+
+@quickly
+@given(problem=problems(), stages=st.integers(1, 8), effort=st.integers(1, 3))
+def test_rules_hold_and_it_is_never_slower(problem: Problem, stages: int, effort: int) -> None:
+    cost_model = COST_MODELS[problem.cost_model]
+    balanced = made(problem, stages, effort=effort)
+    balanced.validate(pipeline_stages=stages)
+    assert balanced.summary["max_tokens_on_a_rank"] <= problem.tokens_per_rank
+    again = made(problem, stages, effort=effort)
+    assert again.fingerprint() == balanced.fingerprint()
+    static = made(problem, stages, "static")
+    ours, theirs = (evaluate(p, cost_model, stages).makespan_s for p in (balanced, static))
+    assert ours <= theirs * (1 + 1e-9)
+
+
+@quickly
+@given(
+    problem=problems(),
+    stages=st.integers(2, 4),
+    speeds=st.lists(st.sampled_from([0.3, 0.5, 0.9, 1.0, 2.0]), min_size=70, max_size=70),
+)
+def test_speeds(problem: Problem, stages: int, speeds: list[float]) -> None:
+    balanced = made(problem, stages, rank_speeds=speeds[: problem.ranks])
+    balanced.validate(pipeline_stages=stages)
+
+
+# target: bound / P + (P - 1) / P x a full micro-batch; where the lower bound is greater, that
+PRESETS = [
+    ("github", 64, 8192, 4, 0.87),
+    ("byted", 64, 8192, 4, 0.87),
+    ("github", 64, 32768, 4, 0.95),
+    ("byted", 64, 32768, 8, 0.95),
+    ("byted", 256, 8192, 4, 0.95),
+    ("github", 256, 32768, 8, 0.95),
+]
+
+
+@pytest.mark.parametrize(("preset", "ranks", "capacity", "stages", "least"), PRESETS)
+def test_balance_on_presets(
+    preset: str, ranks: int, capacity: int, stages: int, least: float
+) -> None:
+    longest = min(2 * 2**20, ranks * capacity)
+    lengths = preset_lengths(preset, num_tokens=4 * ranks * capacity, max_length=longest)
+    balanced = plan(
+        lengths,
+        ranks=ranks,
+        tokens_per_rank=capacity,
+        max_length=longest,
+        strategy="pp-balance",
+        pipeline_stages=stages,
+    )
+    balanced.validate(pipeline_stages=stages)
+    result = evaluate(balanced, LLAMA_7B, stages)
+    assert balanced.summary["makespan_s"] == pytest.approx(result.makespan_s, rel=1e-9)
+    goal = max(result.pipeline_bound_s, result.lower_bound_s)
+    assert goal / result.makespan_s > least
+
+
+def test_equal_sequences_reach_the_target() -> None:
+    balanced = plan(
+        [100] * 64,
+        ranks=8,
+        tokens_per_rank=100,
+        strategy="pp-balance",
+        pipeline_stages=4,
+        cost_model=FREE_NETWORK,
+    )
+    result = evaluate(balanced, FREE_NETWORK, 4)
+    assert result.makespan_s == pytest.approx(800 / 4 + 3 / 4 * 100)
+
+
+def test_a_slow_rank_gets_less() -> None:
+    speeds = [1.0] * 15 + [0.5]
+    lengths = np.random.default_rng(0).integers(20, 100, size=600)
+    balanced = plan(
+        lengths,
+        ranks=16,
+        tokens_per_rank=100,
+        strategy="pp-balance",
+        pipeline_stages=4,
+        cost_model=FREE_NETWORK,
+        rank_speeds=speeds,
+    )
+    balanced.validate(pipeline_stages=4)
+    tokens = np.bincount(
+        balanced.ranks,
+        weights=np.add.reduceat(lengths[balanced.sequences], balanced.sequence_offsets[:-1]),
+    )
+    assert tokens[15] < 0.6 * tokens[:15].mean()
+    cost_model = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0, rank_speeds=tuple(speeds))
+    result = evaluate(balanced, cost_model, 4)
+    assert result.pipeline_bound_s / result.makespan_s > 0.97
+    assert balanced.summary["efficiency"] == pytest.approx(result.efficiency)
+
+
+def test_more_effort_is_not_slower() -> None:
+    lengths = preset_lengths("byted", num_tokens=4 * 64 * 8192, max_length=64 * 8192, seed=3)
+    arguments = {"ranks": 64, "tokens_per_rank": 8192, "pipeline_stages": 4}
+    one, four = (plan(lengths, effort=effort, **arguments) for effort in (1, 4))
+    assert one.strategy == "pp-balance"
+    assert four.summary["makespan_s"] <= one.summary["makespan_s"] * 1.001
+
+
+def test_too_few_short_sequences_to_stand_between_rings() -> None:
+    balanced = plan(
+        [30, 25, 21, 18, 5],
+        ranks=4,
+        tokens_per_rank=10,
+        strategy="pp-balance",
+        max_length=31,
+        pipeline_stages=4,
+    )
+    balanced.validate(pipeline_stages=4)
