@@ -19,6 +19,8 @@ import yaml
 
 T = TypeVar("T")
 
+_RESEMBLANCE, _SLIP = 0.5, 0.9  # difflib's ratio, above which a name is meant, or misspelt
+
 
 class OptionError(ValueError):
     """A flag or YAML key is unknown, missing or has a value that cannot be used."""
@@ -126,11 +128,14 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     return cls(**values)
 
 
-def yaml_to_argv(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+def yaml_to_argv(
+    path: Path, parser: argparse.ArgumentParser, *, skip_others: bool = False
+) -> list[str]:
     """Write the YAML file ``path`` as the flags of ``parser``.
 
     A key is a flag's name, with ``-`` or ``_``; a mapping under a name that is no flag is a section
     for the reader's eye. Of a switch, ``true`` gives the flag and ``false`` its opposite.
+    ``skip_others`` leaves out the keys that are no flag, unless one is so near that it is a slip.
 
     Raises:
         OptionError: an unknown or repeated key, or a value that its flag does not take.
@@ -151,7 +156,10 @@ def yaml_to_argv(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         flag = flag_of(str(key))
         action = parser._option_string_actions.get(flag)
         if action is None or isinstance(action, argparse._HelpAction):
-            near = _nearest(flag, parser._option_string_actions).removeprefix("--")
+            cutoff = _SLIP if skip_others else _RESEMBLANCE
+            near = _nearest(flag, parser._option_string_actions, cutoff).removeprefix("--")
+            if skip_others and not near:
+                continue
             raise OptionError(f"{path}: unknown key '{key}'{_did_you_mean(near)}")
         if other := seen.get(action.dest):
             raise OptionError(f"{path}: '{key}' repeats '{other}': keep one of them")
@@ -225,8 +233,8 @@ def _metavar(item: Field[Any], kind: Any) -> str | None:
     return item.metadata["metavar"] or by_type.get(kind, "TEXT")
 
 
-def _nearest(flag: str, known: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(flag, list(known), n=1, cutoff=0.5)), "")
+def _nearest(flag: str, known: Iterable[str], cutoff: float = _RESEMBLANCE) -> str:
+    return next(iter(difflib.get_close_matches(flag, list(known), n=1, cutoff=cutoff)), "")
 
 
 def _did_you_mean(near: str) -> str:
@@ -305,7 +313,7 @@ class HdpOptions:
     )
     hdp_strategy: str = option(
         "auto",
-        choices=("auto", "static", "naive", "dp-balance"),
+        choices=("auto", "static", "naive", "bytescale", "dp-balance"),
         help="How to plan; static is the fixed DP x CP mesh, the baseline.",
     )
     hdp_long_sequence: str = option(

@@ -2,22 +2,61 @@
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-from megatron_hdp.cli.lengths import read_lengths
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from megatron_hdp.cli.planning import Outcome, Request
+    from megatron_hdp.planner import CostModel
 
-STRATEGIES = ("static", "naive", "dp-balance", "auto")
+STRATEGIES = (
+    "auto",
+    "dp-balance",
+    "pp-balance",
+    "naive",
+    "static",
+    "bytescale",
+    "megatron-hybrid-cp",
+)
+_MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="plan a global batch and print its efficiency")
-    add = parser.add_argument
-    add("--lengths", required=True, metavar="FILE", help="one sequence length a line, or an .idx")
+    _add_batch(parser.add_argument_group("the global batch"))
+    _add_ranks(parser.add_argument_group("the ranks and what they cost"))
+    _add_planning(parser.add_argument_group("how to plan"))
+    _add_results(parser.add_argument_group("results"))
+    parser.set_defaults(run=_run)
+
+
+def _add_batch(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--lengths",
+        required=True,
+        metavar="FILE|preset:github|preset:byted",
+        help="one sequence length a line, an .idx, or lengths drawn like the paper's datasets",
+    )
+    add(
+        "--global-batch-tokens",
+        type=int,
+        metavar="T",
+        help="tokens of a preset's batch (default: 4 x N x C); of a file, take sequences in order "
+        "while they fit (default: all)",
+    )
+    add("--seed", type=int, metavar="S", help="seed of a preset's draw (default: 0)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="L",
+        help="context length; longer sequences are cut to it (default with a preset: the smaller "
+        "of 2M and N x C)",
+    )
+
+
+def _add_ranks(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
     add("--ranks", type=int, required=True, metavar="N", help="HDP ranks")
     add(
         "--tokens-per-rank",
@@ -26,61 +65,149 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="C",
         help="capacity: tokens that one rank holds in one micro-batch",
     )
+    add("--pipeline-stages", type=int, default=1, metavar="P", help="stages of a rank (default: 1)")
     add(
-        "--max-length", type=int, metavar="L", help="context length; longer sequences are cut to it"
+        "--model",
+        metavar="NAME|FILE.yaml",
+        help=f"{_MODELS}, or a file of Megatron's flags that gives the shape (default: llama-7b)",
     )
-    add("--strategy", choices=STRATEGIES, default="auto", help="how to plan (default: auto)")
-    add("--cost-model", metavar="FILE", help="JSON with coefficients (default: LLaMA-7B's)")
+    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, instead of --model")
     add(
         "--ranks-per-node",
         type=int,
         metavar="K",
         help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
     )
+    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
+
+
+def _add_planning(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--strategy",
+        choices=STRATEGIES,
+        default="auto",
+        help="auto is dp-balance, or pp-balance with pipeline stages; static is a fixed DP x CP "
+        "mesh, naive and bytescale are the paper's algorithms 1 and 2 (default: auto)",
+    )
+    add(
+        "--offload",
+        choices=("auto", "off"),
+        default="off",
+        help="auto lets activations go to host memory where that saves ranks (default: off)",
+    )
+    add(
+        "--effort",
+        type=int,
+        default=1,
+        metavar="K",
+        help="multiplies the iterations of local search (default: 1)",
+    )
+
+
+def _add_results(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
     add("--output", metavar="FILE", help="write the plan as JSON")
-    add("--plot", metavar="FILE", help="draw the plan, one lane a rank (.png, .svg, .pdf)")
+    add("--plot", metavar="FILE", help="draw the plan (.png, .svg, .pdf, or .html to explore it)")
+    add("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing (JSON)")
     add("--compare", action="store_true", help="print every strategy side by side")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import plan_report
-    from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
+    from megatron_hdp.cli import plan_report, planning
+    from megatron_hdp.cli.lengths import batch_of
 
-    lengths = _cut(read_lengths(arguments.lengths), arguments.max_length)
-    cost_model = CostModel.from_json(arguments.cost_model) if arguments.cost_model else LLAMA_7B
-    if arguments.ranks_per_node is not None:
-        cost_model = dataclasses.replace(cost_model, ranks_per_node=arguments.ranks_per_node)
-    options: dict[str, Any] = {
-        "ranks": arguments.ranks,
-        "tokens_per_rank": arguments.tokens_per_rank,
-        "max_length": arguments.max_length,
-        "cost_model": cost_model,
-    }
-    chosen = plan(lengths, strategy=arguments.strategy, **options)
-    evaluation = evaluate(chosen, cost_model)
-    print(plan_report.batch_line(chosen))
+    _check_numbers(arguments)
+    batch = batch_of(
+        arguments.lengths,
+        ranks=arguments.ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
+        num_tokens=arguments.global_batch_tokens,
+        max_length=arguments.max_length,
+        seed=arguments.seed,
+    )
+    cost_model, costs_of = _cost_model(arguments)
+    request = planning.Request(
+        lengths=batch.lengths,
+        ranks=arguments.ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
+        cost_model=cost_model,
+        max_length=batch.max_length,
+        pipeline_stages=arguments.pipeline_stages,
+        offload=arguments.offload,
+        effort=arguments.effort,
+    )
+    for note in batch.notes:
+        print(note)
+    chosen = planning.evaluated(planning.plan_with(arguments.strategy, request), request)
+    print(plan_report.batch_line(request))
     if arguments.compare:
-        print(plan_report.comparison(lengths, STRATEGIES, options))
+        print(plan_report.comparison(planning.compare(request, chosen)))
     else:
-        print(plan_report.summary(chosen, evaluation))
-    if arguments.output:
-        chosen.save(arguments.output)
-        print(f"plan written to {arguments.output}")
-    if arguments.plot:
-        from megatron_hdp.simulator.plot import plot_plan
-
-        plot_plan(chosen, evaluation, arguments.plot)
-        print(f"picture written to {arguments.plot}")
+        print(plan_report.summary(chosen, costs_of))
+    _write(arguments, chosen, request)
     return 0
 
 
-def _cut(lengths: "npt.NDArray[np.int64]", max_length: int | None) -> "npt.NDArray[np.int64]":
-    if max_length is None:
-        return lengths
-    if max_length < 1:
-        raise ValueError(f"--max-length {max_length}: expected at least 1 token")
-    num_longer = int((lengths > max_length).sum())
-    if num_longer:
-        print(f"{num_longer:,} of {len(lengths):,} sequences cut to {max_length:,} tokens")
-    return lengths.clip(max=max_length)
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    least = {
+        "--ranks": 1,
+        "--tokens-per-rank": 1,
+        "--global-batch-tokens": 1,
+        "--max-length": 1,
+        "--pipeline-stages": 1,
+        "--ranks-per-node": 1,
+        "--effort": 1,
+        "--seed": 0,
+    }
+    for flag, minimum in least.items():
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value < minimum:
+            raise ValueError(f"{flag} is {value}; expected at least {minimum}")
+
+
+def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
+    """The cost model with the ranks' speeds and nodes, and what it stands for, in words."""
+    from megatron_hdp.cli.models import describe, find_model
+    from megatron_hdp.cli.speeds import read_speeds
+    from megatron_hdp.planner import CostModel
+
+    if arguments.cost_model and arguments.model:
+        raise ValueError(
+            f"found --cost-model {arguments.cost_model} and --model {arguments.model}; expected "
+            "one of them: drop --model to plan with the measured coefficients"
+        )
+    if arguments.cost_model:
+        cost_model, costs_of = CostModel.from_json(arguments.cost_model), arguments.cost_model
+    else:
+        name = arguments.model or "llama-7b"
+        model = find_model(name)
+        cost_model, costs_of = model.cost_model(), describe(name, model)
+    changes: dict[str, object] = {}
+    if arguments.ranks_per_node is not None:
+        changes["ranks_per_node"] = arguments.ranks_per_node
+    if arguments.rank_speeds is not None:
+        changes["rank_speeds"] = read_speeds(arguments.rank_speeds, arguments.ranks)
+    return dataclasses.replace(cost_model, **changes), costs_of  # type: ignore[arg-type]
+
+
+def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:
+    """Write the files that were asked for."""
+    made, evaluation = chosen.plan, chosen.evaluation
+    assert made is not None and evaluation is not None
+    if arguments.output:
+        made.save(arguments.output)
+        print(f"plan written to {arguments.output}")
+    if arguments.plot:
+        if arguments.plot.endswith(".html"):
+            from megatron_hdp.simulator.page import write_page as draw
+        else:
+            from megatron_hdp.simulator.plot import plot_plan as draw
+        draw(made, evaluation, arguments.plot)
+        print(f"picture written to {arguments.plot}")
+    if arguments.trace:
+        from megatron_hdp.simulator.trace import write_trace
+
+        per_node = request.cost_model.ranks_per_node
+        write_trace(made, evaluation, arguments.trace, ranks_per_node=per_node)
+        print(f"trace written to {arguments.trace}")

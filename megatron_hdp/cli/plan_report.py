@@ -1,15 +1,16 @@
 """How good plans are, as text: a short summary of one, a table of several."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate, plan
+from megatron_hdp.cli.planning import Outcome, Request
+from megatron_hdp.planner import Evaluation, Plan
 
 _COLUMNS = (
     "strategy",
     "efficiency",
+    "bound/makespan",
     "makespan",
     "ring traffic",
     "micro-batches",
@@ -18,69 +19,61 @@ _COLUMNS = (
     "planning",
 )
 
+_SAME = 1e-6  # relative difference of two bounds that are one
 
-def batch_line(made: Plan) -> str:
+
+def batch_line(request: Request) -> str:
     """Return one line on what is planned for what."""
+    lengths, stages = request.lengths, request.pipeline_stages
     return (
-        f"{len(made.lengths):,} sequences, {made.lengths.sum():,} tokens "
-        f"(median {int(np.median(made.lengths)):,}, longest {made.lengths.max():,}) "
-        f"on {made.num_ranks:,} ranks of {made.tokens_per_rank:,} tokens"
+        f"{len(lengths):,} sequences, {lengths.sum():,} tokens "
+        f"(median {int(np.median(lengths)):,}, longest {lengths.max():,}) "
+        f"on {request.ranks:,} ranks of {request.tokens_per_rank:,} tokens"
+        + (f" and {stages} stages" if stages > 1 else "")
     )
 
 
-def summary(made: Plan, evaluation: Evaluation) -> str:
-    """Return a few aligned lines on one plan."""
+def summary(outcome: Outcome, costs_of: str) -> str:
+    """Return a few aligned lines on one plan; ``costs_of`` says what the cost model stands for."""
+    made, evaluation = outcome.plan, outcome.evaluation
+    assert made is not None and evaluation is not None
     rows = [
         ("strategy", made.strategy),
-        ("efficiency", f"{evaluation.efficiency:.3f}  (total compute / ranks / makespan)"),
-        (
-            "makespan",
-            f"{seconds(evaluation.makespan_s)}  (no plan is below "
-            f"{seconds(evaluation.lower_bound_s)})",
-        ),
-        ("idle", f"{_idle_share(evaluation):.1%} of the ranks' time"),
+        ("cost model", costs_of),
+        ("efficiency", f"{evaluation.efficiency:.3f}  ({_efficiency_formula(evaluation)})"),
+        *_bound_rows(evaluation, outcome.proven_bound_s),
+        ("makespan", seconds(evaluation.makespan_s)),
+        ("idle", f"{evaluation.idle_share:.1%} of the ranks' time"),
         ("micro-batches", f"{made.num_micro_batches:,}  (a rank runs {_micro_batch_span(made)})"),
         ("ring degrees", _degree_counts(made)),
         ("ring traffic", num_bytes(evaluation.ring_bytes)),
         ("fullest rank", f"{int(made.summary['max_tokens_on_a_rank']):,} tokens in a micro-batch"),
+        *_offload_rows(made),
         ("planning", f"{made.summary['planning_ms']:.2f} ms"),
     ]
-    return "\n".join(f"  {name:<14} {value}" for name, value in rows)
+    lines = [f"  {name:<15} {value}" for name, value in rows]
+    if outcome.problem:
+        lines.append(f"  {outcome.problem}")
+    return "\n".join(lines)
 
 
-def comparison(
-    lengths: npt.NDArray[np.int64], strategies: tuple[str, ...], options: dict[str, Any]
-) -> str:
-    """Return a table with one row a strategy; one that cannot plan the batch says why below.
-
-    Args:
-        lengths: tokens of each sequence.
-        strategies: names for :func:`megatron_hdp.planner.plan`.
-        options: its other arguments, the cost model among them.
-    """
-    cost_model: CostModel = options["cost_model"]
+def comparison(outcomes: Sequence[Outcome]) -> str:
+    """Return a table with one row a strategy; one that cannot plan the batch says why below."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    refusals: list[str] = []
-    planned: set[str] = set()
-    bound_s = 0.0
-    for strategy in strategies:
-        try:
-            made = plan(lengths, strategy=strategy, **options)
-        except ValueError as error:
-            rows.append((strategy, *["-"] * (len(_COLUMNS) - 1)))
-            refusals.append(f"  {strategy}: {error}")
+    notes: list[str] = []
+    for outcome in outcomes:
+        if outcome.problem:
+            notes.append(f"  {outcome.strategy}: {outcome.problem}")
+        if outcome.plan is None or outcome.evaluation is None:
+            rows.append((outcome.strategy, *["-"] * (len(_COLUMNS) - 1)))
             continue
-        if made.strategy in planned:  # "auto" chose one that has its row
-            continue
-        planned.add(made.strategy)
-        evaluation = evaluate(made, cost_model)
-        bound_s = evaluation.lower_bound_s
-        rows.append(_row(made, evaluation))
+        rows.append(_row(outcome.plan, outcome.evaluation))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_aligned(row, widths) for row in rows]
-    if bound_s:
-        refusals.append(f"  no plan takes less than {seconds(bound_s)}")
-    return "\n".join(lines + refusals)
+    proven_s = max((outcome.proven_bound_s for outcome in outcomes), default=0.0)
+    if proven_s:
+        notes.append(f"  no plan takes less than {seconds(proven_s)}")
+    return "\n".join(lines + notes)
 
 
 def seconds(value: float) -> str:
@@ -99,11 +92,53 @@ def num_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def share(part_s: float, evaluation: Evaluation) -> float:
+    """Return a time as a share of the makespan; 1 for a plan that takes no time."""
+    return part_s / evaluation.makespan_s if evaluation.makespan_s else 1.0
+
+
+def _efficiency_formula(evaluation: Evaluation) -> str:
+    even = evaluation.total_speed == len(evaluation.busy_s)
+    ranks = "ranks" if even else "sum of speeds"
+    stages = " / stages" if evaluation.pipeline_stages > 1 else ""
+    return f"total compute / {ranks}{stages} / makespan"
+
+
+def _bound_rows(evaluation: Evaluation, proven_s: float) -> list[tuple[str, str]]:
+    def row(name: str, part_s: float, what: str) -> tuple[str, str]:
+        return name, f"{share(part_s, evaluation):.3f}  ({what} {seconds(part_s)})"
+
+    bound_s = evaluation.lower_bound_s
+    rows = [row("bound/makespan", bound_s, "no plan takes less than")]
+    if proven_s > bound_s * (1 + _SAME):
+        rows = [
+            row("bound/makespan", bound_s, "bound"),
+            row("proven/makespan", proven_s, "no plan takes less than"),
+        ]
+    if evaluation.pipeline_stages > 1:
+        target_s = evaluation.pipeline_bound_s
+        rows.append(row("target/makespan", target_s, "equal micro-batches of full ranks take"))
+    return rows
+
+
+def _offload_rows(made: Plan) -> list[tuple[str, str]]:
+    offloading = made.offload_ratios > 0
+    if not offloading.any():
+        return []
+    return [
+        (
+            "offloading",
+            f"{int(offloading.sum()):,} micro-batches, ratio up to {made.offload_ratios.max():.2f}",
+        )
+    ]
+
+
 def _row(made: Plan, evaluation: Evaluation) -> tuple[str, ...]:
     degrees = np.diff(made.rank_offsets)
     return (
         made.strategy,
         f"{evaluation.efficiency:.3f}",
+        f"{share(evaluation.lower_bound_s, evaluation):.3f}",
         seconds(evaluation.makespan_s),
         num_bytes(evaluation.ring_bytes),
         f"{made.num_micro_batches:,}",
@@ -116,11 +151,6 @@ def _row(made: Plan, evaluation: Evaluation) -> tuple[str, ...]:
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
     figures = map(str.rjust, row[1:], widths[1:])
     return "  " + "  ".join([row[0].ljust(widths[0]), *figures])
-
-
-def _idle_share(evaluation: Evaluation) -> float:
-    whole = evaluation.makespan_s * len(evaluation.busy_s)
-    return 1.0 - float(evaluation.busy_s.sum()) / whole if whole else 0.0
 
 
 def _micro_batch_span(made: Plan) -> str:

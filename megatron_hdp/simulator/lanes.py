@@ -9,14 +9,17 @@ from megatron_hdp.planner import Evaluation, Plan
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """Bars of all ranks; entry ``i`` belongs to ``plan.ranks[i]`` and its micro-batch.
+    """Bars of all ranks on one pipeline stage.
 
     A member first runs its part of the ring, from ``start_s`` to ``ring_end_s``, then its whole
-    local sequences, until ``own_end_s``; then it waits for the slowest member.
+    local sequences, until ``own_end_s``; then it waits for the slowest member. Without a pipeline,
+    entry ``i`` belongs to ``plan.ranks[i]`` and covers forward and backward. With one, all
+    forwards come first and then, in the same order, all backwards.
     """
 
     rank: Int64Array
@@ -25,30 +28,88 @@ class Lanes:
     start_s: Float64Array
     ring_end_s: Float64Array
     own_end_s: Float64Array
+    backward: BoolArray
+    """Whether the bar is the backward by itself; False everywhere without a pipeline."""
+
+    @property
+    def num_bars(self) -> int:
+        """Bars of all ranks together."""
+        return len(self.rank)
 
 
-def lanes_of(plan: Plan, evaluation: Evaluation) -> Lanes:
-    """Lay out a plan's bars.
+def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
+    """Lay out a plan's bars on one pipeline stage.
 
     Raises:
-        ValueError: ``evaluation`` was not made from this plan.
+        ValueError: ``evaluation`` was not made from this plan, or has no such stage.
     """
     if len(evaluation.local_s) != len(plan.ranks):
         raise ValueError(
             f"the evaluation has times of {len(evaluation.local_s)} members of micro-batches, the "
             f"plan has {len(plan.ranks)}: pass the plan that the evaluation was made from"
         )
+    stages = evaluation.pipeline_stages
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage is {stage}; expected 0 to {stages - 1}")
+    if stages == 1:
+        return _bars(plan, evaluation, evaluation.start_s, 1.0)
+    forward = _bars(plan, evaluation, evaluation.forward_start_s[stage], 1 / (3 * stages))
+    backward = _bars(plan, evaluation, evaluation.backward_start_s[stage], 2 / (3 * stages))
+    joined = {
+        name: np.concatenate([value, vars(backward)[name]]) for name, value in vars(forward).items()
+    }
+    joined["backward"] = np.repeat([False, True], forward.num_bars)
+    return Lanes(**joined)
+
+
+def _bars(plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: float) -> Lanes:
+    """Bars that start with their micro-batch and take a share of its members' time."""
     degrees = np.diff(plan.rank_offsets)
     micro_batch = np.repeat(np.arange(plan.num_micro_batches), degrees)
-    slowest_local_s = np.zeros(plan.num_micro_batches)
-    np.maximum.at(slowest_local_s, micro_batch, evaluation.local_s)
-    start_s = evaluation.start_s[micro_batch]
-    ring_end_s = start_s + (evaluation.duration_s - slowest_local_s)[micro_batch]
+    start_s = starts_s[micro_batch]
     return Lanes(
         rank=plan.ranks.astype(np.int64),
         micro_batch=micro_batch,
         degree=degrees[micro_batch],
         start_s=start_s,
-        ring_end_s=ring_end_s,
-        own_end_s=ring_end_s + evaluation.local_s,
+        ring_end_s=start_s + (evaluation.own_s - evaluation.local_s) * share,
+        own_end_s=start_s + evaluation.own_s * share,
+        backward=np.zeros(len(micro_batch), dtype=np.bool_),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Chart:
+    """The lanes of a picture, from top to bottom: ranks, or the stages of every rank."""
+
+    bars: Lanes
+    row: Int64Array
+    """The lane of each bar."""
+    num_rows: int
+    stages_a_rank: int
+    """Stages that are drawn, from the first: all of them, or one where that would be too much."""
+
+
+def chart_of(plan: Plan, evaluation: Evaluation, max_rows: int) -> Chart:
+    """Lay out a picture; of a pipeline all stages if they need at most ``max_rows`` lanes.
+
+    Raises:
+        ValueError: ``evaluation`` was not made from this plan.
+    """
+    stages = evaluation.pipeline_stages
+    shown = stages if plan.num_ranks * stages <= max_rows else 1
+    parts = [lanes_of(plan, evaluation, stage) for stage in range(shown)]
+    bars = Lanes(
+        **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+    )
+    stage = np.repeat(np.arange(shown), [part.num_bars for part in parts])
+    return Chart(bars, bars.rank * shown + stage, plan.num_ranks * shown, shown)
+
+
+def default_title(plan: Plan, evaluation: Evaluation) -> str:
+    """Return one line on a plan."""
+    return (
+        f"{plan.strategy}: {len(plan.lengths):,} sequences, {plan.lengths.sum():,} tokens on "
+        f"{plan.num_ranks:,} ranks of {plan.tokens_per_rank:,} tokens, "
+        f"efficiency {evaluation.efficiency:.3f}"
     )

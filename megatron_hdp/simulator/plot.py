@@ -1,24 +1,28 @@
-"""A plan's picture: a Gantt chart with one lane a rank, coloured by ring degree."""
+"""A plan's picture: a Gantt chart with one lane a rank, coloured by ring degree.
+
+With pipeline stages a rank has a lane a stage, or the first stage's where there are many ranks.
+"""
 
 import importlib
 import os
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.lanes import Float64Array, Int64Array, Lanes, lanes_of
+from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.simulator.lanes import (
+    Chart,
+    Float64Array,
+    Int64Array,
+    chart_of,
+    default_title,
+)
+from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, is_dark, pale
 
-_IDLE_COLOUR = "#e4e4e4"
-_LOCAL_COLOUR = "#f28e2b"
-_MAKESPAN_COLOUR = "#c0392b"
-_COLOUR_MAP = "YlGnBu"
-_MAX_LEGEND_DEGREES = 8
-_MAX_LABELLED_RANKS = 32
-_MAX_SEPARATE_LANES = 128
+_MAX_LABELLED_ROWS = 32
+_MAX_SEPARATE_ROWS = 128
 _MIN_OUTLINED_SHARE = 0.01
-_LUMINANCE = (0.299, 0.587, 0.114)
 _POINTS_A_CHARACTER = 4.8
 _LABEL_POINTS = 7
 
@@ -42,22 +46,22 @@ def plot_plan(
         ImportError: matplotlib is not installed.
     """
     figure_class = _import_figure()
-    lanes = lanes_of(plan, evaluation)
+    chart = chart_of(plan, evaluation, _MAX_SEPARATE_ROWS)
     scale, unit = _time_unit(evaluation.makespan_s)
-    height = float(np.clip(1.6 + 0.42 * plan.num_ranks, 3.2, 9.0))
+    height = float(np.clip(1.6 + 0.42 * chart.num_rows, 3.2, 9.0))
     figure = figure_class(figsize=(13.0, height), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(0, evaluation.makespan_s / scale * 1.01 or 1.0)
-    axes.set_ylim(plan.num_ranks - 0.5, -0.5)
+    axes.set_ylim(chart.num_rows - 0.5, -0.5)
 
-    palette = _Palette.of_degrees(lanes.degree, plan.num_ranks)
-    _draw_bars(axes, plan, lanes, evaluation.makespan_s, scale, palette)
+    palette = Palette.of_degrees(chart.bars.degree, plan.num_ranks)
+    _draw_bars(axes, chart, evaluation.makespan_s, scale, palette)
     _draw_limits(axes, evaluation, scale, unit)
-    if plan.num_ranks <= _MAX_LABELLED_RANKS:
-        _label_bars(axes, figure, plan, lanes, scale, palette)
-    _draw_legend(axes, palette, has_local=len(plan.local_sequences) > 0)
-    _name_axes(axes, plan, unit)
-    axes.set_title(title or _default_title(plan, evaluation), loc="left", fontsize=11)
+    if chart.num_rows <= _MAX_LABELLED_ROWS:
+        _label_bars(axes, figure, plan, chart, scale, palette)
+    _draw_legend(axes, palette, evaluation, has_local=len(plan.local_sequences) > 0)
+    _name_axes(axes, plan, chart, unit)
+    axes.set_title(title or default_title(plan, evaluation), loc="left", fontsize=11)
     _save(figure, os.fspath(path))
 
 
@@ -81,64 +85,30 @@ def _time_unit(makespan_s: float) -> tuple[float, str]:
     return 1e-6, "µs"
 
 
-@dataclass(frozen=True)
-class _Palette:
-    """A colour for every ring degree, from light (few ranks) to dark (many)."""
-
-    groups: tuple[tuple[int, int], ...]
-    """Least and most degree of each colour."""
-    colours: tuple[Any, ...]
-
-    @classmethod
-    def of_degrees(cls, degrees: Int64Array, num_ranks: int) -> Self:
-        """Give each degree its colour, or each power of two when there are many degrees.
-
-        One rank is always light and all ranks are always dark, so that plans can be compared.
-        """
-        present = np.unique(degrees)
-        classes = np.arange(len(present))
-        if len(present) > _MAX_LEGEND_DEGREES:
-            classes = np.ceil(np.log2(present)).astype(np.int64)
-        groups = [present[classes == c] for c in np.unique(classes)]
-        colormap = importlib.import_module("matplotlib").colormaps[_COLOUR_MAP]
-        return cls(
-            groups=tuple((int(group[0]), int(group[-1])) for group in groups),
-            colours=tuple(map(colormap, _shades(present[0], present[-1], num_ranks, len(groups)))),
-        )
-
-    def index(self, degree: int) -> int:
-        return next(i for i, (_, most) in enumerate(self.groups) if degree <= most)
-
-
-def _shades(least: int, most: int, num_ranks: int, number: int) -> Float64Array:
-    """Return `number` shades between those of two degrees, far enough apart to be told apart."""
-    first, last = 0.3 + 0.7 * np.log2([least, most]) / np.log2(max(num_ranks, 2))
-    room = 0.1 * (number - 1)
-    last = max(last, min(1.0, first + room))
-    return np.linspace(max(0.3, min(first, last - room)), last, number)
-
-
-def _draw_bars(
-    axes: Any, plan: Plan, lanes: Lanes, makespan_s: float, scale: float, palette: _Palette
-) -> None:
-    every_rank = np.arange(plan.num_ranks)
-    idle = np.zeros(plan.num_ranks), np.full(plan.num_ranks, makespan_s / scale)
-    few = plan.num_ranks <= _MAX_SEPARATE_LANES
-    _add_rectangles(axes, every_rank, *idle, _IDLE_COLOUR, separate=few)
-    for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
-        chosen = (lanes.degree >= least) & (lanes.degree <= most)
-        start, stop = lanes.start_s[chosen] / scale, lanes.ring_end_s[chosen] / scale
-        _add_rectangles(axes, lanes.rank[chosen], start, stop, colour, separate=few)
-    chosen = lanes.own_end_s > lanes.ring_end_s
-    start, stop = lanes.ring_end_s[chosen] / scale, lanes.own_end_s[chosen] / scale
-    _add_rectangles(axes, lanes.rank[chosen], start, stop, _LOCAL_COLOUR, separate=few)
+def _draw_bars(axes: Any, chart: Chart, makespan_s: float, scale: float, palette: Palette) -> None:
+    bars = chart.bars
+    every_row = np.arange(chart.num_rows)
+    idle = np.zeros(chart.num_rows), np.full(chart.num_rows, makespan_s / scale)
+    few = chart.num_rows <= _MAX_SEPARATE_ROWS
+    _add_rectangles(axes, every_row, *idle, IDLE, separate=few)
+    pipelined = bool(bars.backward.any())
+    for of_pass, is_pale in ((~bars.backward, pipelined), (bars.backward, False)):
+        for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
+            chosen = of_pass & (bars.degree >= least) & (bars.degree <= most)
+            start, stop = bars.start_s[chosen] / scale, bars.ring_end_s[chosen] / scale
+            shade = pale(colour) if is_pale else colour
+            _add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
+        chosen = of_pass & (bars.own_end_s > bars.ring_end_s)
+        start, stop = bars.ring_end_s[chosen] / scale, bars.own_end_s[chosen] / scale
+        shade = pale(LOCAL) if is_pale else LOCAL
+        _add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
     if not few:
-        _outline_rings(axes, plan, lanes, scale)
+        _outline_rings(axes, chart, scale)
 
 
 def _add_rectangles(
     axes: Any,
-    rank: Int64Array,
+    row: Int64Array,
     start: Float64Array,
     stop: Float64Array,
     colour: Any,
@@ -150,7 +120,7 @@ def _add_rectangles(
     half = 0.42 if separate else 0.5
     axes.add_collection(
         collections.PolyCollection(
-            _corners(start, rank - half, stop, rank + half),
+            _corners(start, row - half, stop, row + half),
             facecolors=[colour],
             edgecolors="white" if separate else "none",
             linewidths=0.6 if separate else 0.0,
@@ -160,21 +130,23 @@ def _add_rectangles(
     )
 
 
-def _outline_rings(axes: Any, plan: Plan, lanes: Lanes, scale: float) -> None:
+def _outline_rings(axes: Any, chart: Chart, scale: float) -> None:
     """Draw a thin border around neighbouring lanes of one ring, where it is tall enough."""
     collections = importlib.import_module("matplotlib.collections")
-    order = np.lexsort((lanes.rank, lanes.micro_batch))
-    rank, micro_batch = lanes.rank[order], lanes.micro_batch[order]
-    begins = np.flatnonzero(
-        np.concatenate([[True], (np.diff(micro_batch) != 0) | (np.diff(rank) != 1)])
+    bars = chart.bars
+    order = np.lexsort((chart.row, bars.backward, bars.micro_batch))
+    row, micro_batch, backward = (
+        values[order] for values in (chart.row, bars.micro_batch, bars.backward)
     )
-    last = np.append(begins[1:], len(rank)) - 1
-    tall = rank[last] - rank[begins] >= _MIN_OUTLINED_SHARE * plan.num_ranks
+    new = (np.diff(micro_batch) != 0) | (backward[1:] != backward[:-1]) | (np.diff(row) != 1)
+    begins = np.flatnonzero(np.concatenate([[True], new]))
+    last = np.append(begins[1:], len(row)) - 1
+    tall = row[last] - row[begins] >= _MIN_OUTLINED_SHARE * chart.num_rows
     begins, last = begins[tall], last[tall]
-    start, stop = lanes.start_s[order][begins] / scale, lanes.ring_end_s[order][begins] / scale
+    start, stop = bars.start_s[order][begins] / scale, bars.ring_end_s[order][begins] / scale
     axes.add_collection(
         collections.PolyCollection(
-            _corners(start, rank[begins] - 0.5, stop, rank[last] + 0.5),
+            _corners(start, row[begins] - 0.5, stop, row[last] + 0.5),
             facecolors="none",
             edgecolors="white",
             linewidths=0.5,
@@ -189,38 +161,45 @@ def _corners(left: Any, top: Any, right: Any, bottom: Any) -> Float64Array:
 
 def _draw_limits(axes: Any, evaluation: Evaluation, scale: float, unit: str) -> None:
     bound, makespan = evaluation.lower_bound_s / scale, evaluation.makespan_s / scale
-    axes.axvline(makespan, color=_MAKESPAN_COLOUR, label=f"makespan {makespan:.3f} {unit}")
+    share = f"\n({bound / makespan:.3f} of the makespan)" if makespan else ""
+    axes.axvline(makespan, color=MAKESPAN, label=f"makespan {makespan:.3f} {unit}")
     axes.axvline(bound, color="white", linewidth=3.0)  # so that the dashes show on dark bars
     axes.axvline(
-        bound, color="black", linestyle=(0, (4, 3)), label=f"lower bound {bound:.3f} {unit}"
+        bound,
+        color="black",
+        linestyle=(0, (4, 3)),
+        label=f"lower bound {bound:.3f} {unit}{share}",
     )
 
 
 def _label_bars(
-    axes: Any, figure: Any, plan: Plan, lanes: Lanes, scale: float, palette: _Palette
+    axes: Any, figure: Any, plan: Plan, chart: Chart, scale: float, palette: Palette
 ) -> None:
     """Write what a bar's ring holds where the text fits: sequences and their tokens."""
     figure.draw_without_rendering()
     box = axes.get_window_extent()
     points_a_second = box.width * 72 / figure.dpi / (axes.get_xlim()[1] * scale)
-    width = (lanes.ring_end_s - lanes.start_s) * points_a_second
+    bars = chart.bars
+    width = (bars.ring_end_s - bars.start_s) * points_a_second
     for i in np.flatnonzero(width > 3 * _POINTS_A_CHARACTER).tolist():
-        m = int(lanes.micro_batch[i])
+        m = int(bars.micro_batch[i])
         sequences = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
         tokens = _short(int(plan.lengths[sequences].sum()))
         texts = [f"{len(sequences)} seq, {tokens}", tokens][len(sequences) < 2 :]
         fitting = [text for text in texts if (len(text) + 1) * _POINTS_A_CHARACTER < width[i]]
         if not fitting:
             continue
-        colour = palette.colours[palette.index(int(lanes.degree[i]))]
+        colour = palette.colours[palette.index(int(bars.degree[i]))]
+        if bars.backward.any() and not bars.backward[i]:
+            colour = pale(colour)
         axes.text(
-            (lanes.start_s[i] + lanes.ring_end_s[i]) / 2 / scale,
-            lanes.rank[i],
+            (bars.start_s[i] + bars.ring_end_s[i]) / 2 / scale,
+            chart.row[i],
             fitting[0],
             ha="center",
             va="center",
             fontsize=_LABEL_POINTS,
-            color="white" if np.dot(colour[:3], _LUMINANCE) < 0.5 else "black",
+            color="white" if is_dark(colour) else "black",
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.6},
             zorder=3,
         )
@@ -230,17 +209,16 @@ def _short(tokens: int) -> str:
     return f"{tokens / 1000:.3g}K" if tokens >= 1000 else str(tokens)
 
 
-def _draw_legend(axes: Any, palette: _Palette, *, has_local: bool) -> None:
+def _draw_legend(axes: Any, palette: Palette, evaluation: Evaluation, *, has_local: bool) -> None:
     patch = importlib.import_module("matplotlib.patches").Patch
-    entries = []
-    for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
-        name = f"degree {least}" if least == most else f"degree {least} to {most}"
-        entries.append(patch(facecolor=colour, label=name))
+    named = zip(palette.colours, palette.names, strict=True)
+    entries = [patch(facecolor=colour, label=name) for colour, name in named]
     if has_local:
-        entries.append(
-            patch(facecolor=_LOCAL_COLOUR, label="local (whole sequences\non a ring member)")
-        )
-    entries.append(patch(facecolor=_IDLE_COLOUR, label="idle"))
+        entries.append(patch(facecolor=LOCAL, label="local (whole sequences\non a ring member)"))
+    if evaluation.pipeline_stages > 1:
+        shade = pale(palette.colours[-1])
+        entries.append(patch(facecolor=shade, label="a forward is paler\nthan its backward"))
+    entries.append(patch(facecolor=IDLE, label=f"idle {evaluation.idle_share:.1%}"))
     lines, _ = axes.get_legend_handles_labels()
     axes.legend(
         handles=[*entries, *lines],
@@ -252,21 +230,22 @@ def _draw_legend(axes: Any, palette: _Palette, *, has_local: bool) -> None:
     )
 
 
-def _name_axes(axes: Any, plan: Plan, unit: str) -> None:
+def _name_axes(axes: Any, plan: Plan, chart: Chart, unit: str) -> None:
     axes.set_xlabel(f"time ({unit})")
-    axes.set_ylabel("HDP rank")
-    if plan.num_ranks <= _MAX_LABELLED_RANKS:
-        axes.set_yticks(range(plan.num_ranks))
+    stages = chart.stages_a_rank
+    if stages > 1:
+        middle = (stages - 1) / 2
+        axes.set_ylabel(f"HDP rank ({stages} stages each)")
+        axes.set_yticks([rank * stages + middle for rank in range(plan.num_ranks)])
+        axes.set_yticklabels([str(rank) for rank in range(plan.num_ranks)])
+        for rank in range(1, plan.num_ranks):
+            axes.axhline(rank * stages - 0.5, color="black", linewidth=0.5)
+    else:
+        axes.set_ylabel("HDP rank" + (", first stage" if chart.bars.backward.any() else ""))
+        if plan.num_ranks <= _MAX_LABELLED_ROWS:
+            axes.set_yticks(range(plan.num_ranks))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _default_title(plan: Plan, evaluation: Evaluation) -> str:
-    return (
-        f"{plan.strategy}: {len(plan.lengths):,} sequences, {plan.lengths.sum():,} tokens on "
-        f"{plan.num_ranks:,} ranks of {plan.tokens_per_rank:,} tokens, "
-        f"efficiency {evaluation.efficiency:.3f}"
-    )
 
 
 def _save(figure: Any, path: str) -> None:
@@ -274,10 +253,5 @@ def _save(figure: Any, path: str) -> None:
     known = sorted(figure.canvas.get_supported_filetypes())
     if suffix not in known:
         raise ValueError(f"picture {path}: expected a name that ends in .{', .'.join(known)}")
-    temporary = f"{path}.tmp{os.getpid()}"
-    try:
+    with complete_file(path) as temporary:
         figure.savefig(temporary, format=suffix)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)

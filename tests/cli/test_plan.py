@@ -9,6 +9,7 @@ import pytest
 from megatron_hdp.cli.main import main
 from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.plan_report import num_bytes, seconds
+from megatron_hdp.cli.planning import COMPARED
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
 
@@ -30,8 +31,106 @@ def test_summary(lengths, capsys):
     printed = capsys.readouterr().out
     assert "50 sequences" in printed
     assert "on 4 ranks of 4,096 tokens" in printed
-    for name in ("strategy", "efficiency", "makespan", "micro-batches", "ring traffic", "planning"):
+    for name in (
+        "strategy",
+        "cost model",
+        "efficiency",
+        "bound/makespan",
+        "makespan",
+        "micro-batches",
+        "ring traffic",
+        "planning",
+    ):
         assert f"\n  {name} " in printed
+    assert "llama-7b  (7B parameters" in printed
+    assert "(total compute / ranks / makespan)" in printed
+    assert "target" not in printed
+
+
+def figures(printed):
+    """The summary's lines, by name."""
+    lines = [line for line in printed.splitlines() if line.startswith("  ")]
+    return {line[2:17].strip(): line[18:] for line in lines}
+
+
+def figure(printed, name):
+    return float(figures(printed)[name].split()[0])
+
+
+def test_both_efficiencies_are_what_they_say(lengths, tmp_path, capsys):
+    """A sequence that only one rank could run faster: far from even, and at the bound."""
+    (tmp_path / "one").write_text("8192\n")
+    free = {"a": 0, "b": 1, "kv_bytes_per_token": 1e9, "ranks_per_node": 1}
+    (tmp_path / "cost.json").write_text(json.dumps(free | {"inter_node_bytes_per_s": 1.0}))
+    arguments = ("--ranks", 4, "--tokens-per-rank", 8192, "--cost-model", tmp_path / "cost.json")
+    assert run("--lengths", tmp_path / "one", *arguments, "--strategy", "naive") == 0
+    printed = capsys.readouterr().out
+    assert figure(printed, "efficiency") == 0.25
+    assert figure(printed, "bound/makespan") == 1.0
+    assert figures(printed)["cost model"].endswith("cost.json")
+
+
+def test_a_tighter_bound_has_its_own_line(tmp_path, capsys):
+    links = {"intra_node_bytes_per_s": 7e9, "inter_node_bytes_per_s": 7e9}
+    slow = json.loads(LLAMA_7B.to_json()) | links
+    (tmp_path / "cost.json").write_text(json.dumps(slow))
+    (tmp_path / "lengths").write_text("16384\n" * 3)
+    arguments = ("--lengths", tmp_path / "lengths", "--ranks", 4, "--tokens-per-rank", 16_384)
+    assert run(*arguments, "--cost-model", tmp_path / "cost.json") == 0
+    printed = capsys.readouterr().out
+    assert figure(printed, "bound/makespan") < figure(printed, "proven/makespan") <= 1
+    assert "no plan takes less than" in figures(printed)["proven/makespan"]
+
+
+def test_a_preset(capsys):
+    arguments = ("--lengths", "preset:github", "--ranks", 8, "--tokens-per-rank", 1024)
+    assert run(*arguments, "--seed", 2, "--global-batch-tokens", 20_000, "--max-length", 2000) == 0
+    printed = capsys.readouterr().out
+    assert "preset github, seed 2: 20,000 tokens, cut to 2,000 a sequence" in printed
+    assert "20,000 tokens (median" in printed
+    assert run(*arguments) == 0
+    assert "seed 0: 32,768 tokens, cut to 8,192 a sequence" in capsys.readouterr().out
+
+
+def test_stages(lengths, tmp_path, capsys):
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    arguments += ("--pipeline-stages", 2, "--strategy", "static")
+    trace = tmp_path / "trace.json"
+    assert run(*arguments, "--trace", trace, "--plot", tmp_path / "plan.html") == 0
+    printed = capsys.readouterr().out
+    assert "on 4 ranks of 4,096 tokens and 2 stages" in printed
+    assert "(total compute / ranks / stages / makespan)" in printed
+    assert 0 < figure(printed, "efficiency") < figure(printed, "target/makespan") <= 1.1
+    names = [event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]]
+    assert any(name.endswith(", backward") for name in names)
+
+
+def test_a_slow_rank(lengths, tmp_path, capsys):
+    speeds = tmp_path / "speeds"
+    speeds.write_text("1\n1\n1\n0.5\n")
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    makespans = []
+    for flags in ((), ("--rank-speeds", speeds)):
+        assert run(*arguments, "--strategy", "static", *flags) == 0
+        printed = capsys.readouterr().out
+        makespans.append(figure(printed, "makespan"))
+    assert "(total compute / sum of speeds / makespan)" in printed
+    assert makespans[1] == pytest.approx(2 * makespans[0], rel=0.01)  # every ring has the slow one
+
+
+def test_a_larger_model_takes_longer(lengths, capsys):
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    makespans = []
+    for model in ("llama-7b", "llama-70b"):
+        assert run(*arguments, "--strategy", "naive", "--model", model) == 0
+        makespans.append(figure(capsys.readouterr().out, "makespan"))
+    assert makespans[1] > 4 * makespans[0]
+
+
+def test_megatrons_own_scheduler(lengths, capsys):
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    assert run(*arguments, "--strategy", "megatron-hybrid-cp") == 0
+    assert "megatron-hybrid-cp" in figures(capsys.readouterr().out)["strategy"]
 
 
 def test_the_output_is_a_valid_plan(lengths, tmp_path):
@@ -46,11 +145,33 @@ def test_the_output_is_a_valid_plan(lengths, tmp_path):
 
 def test_compare_has_a_row_for_every_strategy(lengths, capsys):
     assert run("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096, "--compare") == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows[0][:3] == ["strategy", "efficiency", "makespan"]
-    assert [row[0] for row in rows[1:4]] == ["static", "naive", "dp-balance"]
-    assert all(0 < float(row[1]) <= 1 for row in rows[1:4])
-    assert "auto" not in [row[0] for row in rows]
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()[1:]]
+    assert rows[0][:4] == ["strategy", "efficiency", "bound/makespan", "makespan"]
+    assert [row[0] for row in rows[1:7]] == list(COMPARED)
+    table = {row[0]: row[1:] for row in rows[1:7]}
+    for strategy in ("static", "naive", "megatron-hybrid-cp", "dp-balance"):
+        assert 0 < float(table[strategy][0]) <= float(table[strategy][1]) <= 1
+    assert "no plan takes less than" in printed
+
+
+def test_compare_says_why_a_row_is_empty(lengths, capsys):
+    arguments = ("--ranks", 4, "--tokens-per-rank", 4096, "--pipeline-stages", 2)
+    assert run("--lengths", lengths, *arguments, "--strategy", "static", "--compare") == 0
+    printed = capsys.readouterr().out.splitlines()
+    (row,) = [line.split() for line in printed if line.startswith("  megatron-hybrid-cp ")]
+    assert set(row[1:]) == {"-"}
+    assert any(line.startswith("  megatron-hybrid-cp: ") for line in printed)
+
+
+def test_trace_and_page(lengths, tmp_path, capsys):
+    trace, page = tmp_path / "trace.json", tmp_path / "plan.html"
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    assert run(*arguments, "--trace", trace, "--plot", page, "--ranks-per-node", 2) == 0
+    printed = capsys.readouterr().out
+    assert f"picture written to {page}" in printed and f"trace written to {trace}" in printed
+    assert page.read_text().startswith("<!doctype html>")
+    assert {event["pid"] for event in json.loads(trace.read_bytes())["traceEvents"]} == {0, 1}
 
 
 def test_plot(lengths, tmp_path):
@@ -89,8 +210,7 @@ def test_the_cost_model_and_the_node_size_count(lengths, tmp_path, capsys):
         arguments = ("--ranks", 4, "--tokens-per-rank", 4096, "--strategy", "static")
         options = ("--cost-model", path, "--ranks-per-node", node)
         assert run("--lengths", lengths, *arguments, *options) == 0
-        line = next(s for s in capsys.readouterr().out.splitlines() if "makespan " in s)
-        makespans.append(float(line.split()[1]))
+        makespans.append(figure(capsys.readouterr().out, "makespan"))
     assert makespans[1] > 2 * makespans[0]
 
 
@@ -115,14 +235,32 @@ def test_bad_lengths(tmp_path, capsys, content, message):
     assert message in error[0]
 
 
+ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--ranks", 2, "--tokens-per-rank", 100), "tokens"),
-        (("--ranks", 2, "--tokens-per-rank", 0), "tokens_per_rank is 0"),
-        (("--ranks", 0, "--tokens-per-rank", 100), "ranks is 0"),
-        (("--ranks", 2, "--tokens-per-rank", 9000, "--max-length", 0), "--max-length 0"),
-        (("--ranks", 2, "--tokens-per-rank", 9000, "--ranks-per-node", 0), "ranks_per_node is 0"),
+        (("--ranks", 2, "--tokens-per-rank", 0), "--tokens-per-rank is 0; expected at least 1"),
+        (("--ranks", 0, "--tokens-per-rank", 100), "--ranks is 0; expected at least 1"),
+        ((*ROOMY, "--max-length", 0), "--max-length is 0"),
+        ((*ROOMY, "--ranks-per-node", 0), "--ranks-per-node is 0"),
+        ((*ROOMY, "--pipeline-stages", 0), "--pipeline-stages is 0"),
+        ((*ROOMY, "--effort", 0), "--effort is 0"),
+        ((*ROOMY, "--global-batch-tokens", 0), "--global-batch-tokens is 0"),
+        ((*ROOMY, "--global-batch-tokens", 1), "the first sequence of"),
+        ((*ROOMY, "--seed", 1), "--seed 1 has no effect"),
+        ((*ROOMY, "--model", "llama"), "nearest: llama-7b"),
+        ((*ROOMY, "--rank-speeds", "absent"), "No such file"),
+        (
+            (*ROOMY, "--model", "llama-7b", "--cost-model", "x.json"),
+            "found --cost-model x.json and --model llama-7b; expected one of them: drop --model",
+        ),
+        (
+            (*ROOMY, "--strategy", "megatron-hybrid-cp", "--pipeline-stages", 2),
+            "knows no pipelines",
+        ),
     ],
 )
 def test_what_cannot_be_planned(lengths, capsys, options, message):
@@ -142,7 +280,16 @@ def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):
 def test_the_flag_offers_the_strategies_there_are():
     from megatron_hdp.planner import STRATEGIES as PLANNED
 
-    assert STRATEGIES == PLANNED
+    assert set(STRATEGIES) == {*PLANNED, "megatron-hybrid-cp"}
+
+
+def test_the_help_names_the_models_there_are():
+    from megatron_hdp.cli.plan import _MODELS
+    from megatron_hdp.planner.models import MODELS
+
+    named = _MODELS.split(", ")
+    assert len(named) == len(MODELS)
+    assert all(model.endswith(short) for model, short in zip(MODELS, named, strict=True))
 
 
 @pytest.mark.parametrize(

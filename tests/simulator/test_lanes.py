@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, plan
-from megatron_hdp.simulator.lanes import lanes_of
+from megatron_hdp.simulator.lanes import chart_of, lanes_of
 
 COST = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)  # one second a token
 
@@ -63,3 +63,64 @@ def test_another_plan_is_refused():
     made, other = (plan(lengths, ranks=2, tokens_per_rank=8) for lengths in ([5] * 4, [5]))
     with pytest.raises(ValueError, match="pass the plan"):
         lanes_of(made, evaluate(other, COST))
+
+
+TWO_STAGES = [
+    {"ranks": [0, 1], "sequences": [0], "local": {"1": [1]}},
+    {"ranks": [1], "sequences": [2]},
+]
+
+
+def test_a_worked_example_of_a_pipeline():
+    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
+    evaluation = evaluate(made, COST, 2)
+    # the ring takes 24 s and rank 1 has 12 s more: 6 s forward and 12 s backward on each stage
+    first = lanes_of(made, evaluation, stage=0)
+    assert first.rank.tolist() == [0, 1, 1, 0, 1, 1]
+    assert first.micro_batch.tolist() == [0, 0, 1, 0, 0, 1]
+    assert first.backward.tolist() == [False] * 3 + [True] * 3
+    assert (first.own_end_s - first.start_s).tolist() == [4, 6, 5, 8, 12, 10]
+    assert (first.ring_end_s - first.start_s).tolist() == [4, 4, 5, 8, 8, 10]
+    last = lanes_of(made, evaluation, stage=1)
+    assert last.start_s.tolist()[:2] == [6, 6]  # behind the forward of the slower member
+    assert last.start_s.tolist()[3] == 12
+    assert first.start_s.tolist()[3] == 24
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_bars_of_every_stage_add_up(stages):
+    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
+    evaluation = evaluate(made, COST, stages)
+    for stage in range(stages):
+        lanes = lanes_of(made, evaluation, stage)
+        busy = np.bincount(lanes.rank, weights=lanes.own_end_s - lanes.start_s, minlength=2)
+        np.testing.assert_allclose(busy, evaluation.busy_s)
+        for rank in range(2):
+            mine = np.flatnonzero(lanes.rank == rank)
+            mine = mine[np.argsort(lanes.start_s[mine])]
+            assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
+
+
+def test_a_slow_rank_has_longer_bars():
+    slow = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0, rank_speeds=(1.0, 0.5))
+    made = plan_of([20, 4], [{"ranks": [0, 1], "sequences": [0], "local": {"1": [1]}}], num_ranks=2)
+    lanes = lanes_of(made, evaluate(made, slow))
+    assert lanes.ring_end_s.tolist() == [10, 20]
+    assert lanes.own_end_s.tolist() == [10, 28]
+
+
+def test_a_stage_that_is_not_there():
+    made = plan([5], ranks=1, tokens_per_rank=5)
+    with pytest.raises(ValueError, match="stage is 1; expected 0 to 0"):
+        lanes_of(made, evaluate(made, COST), stage=1)
+
+
+def test_a_chart_has_all_stages_or_the_first():
+    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
+    evaluation = evaluate(made, COST, 3)
+    every = chart_of(made, evaluation, max_rows=6)
+    assert (every.num_rows, every.stages_a_rank, every.bars.num_bars) == (6, 3, 18)
+    assert every.row.tolist()[:6] == [0, 3, 3, 0, 3, 3]
+    assert every.row.tolist()[-3:] == [2, 5, 5]
+    first = chart_of(made, evaluation, max_rows=5)
+    assert (first.num_rows, first.stages_a_rank, first.row.tolist()) == (2, 1, [0, 1, 1, 0, 1, 1])

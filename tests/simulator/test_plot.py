@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B, evaluate, plan
-from megatron_hdp.simulator.plot import _Palette, plot_plan
+from megatron_hdp.simulator.palette import IDLE, LOCAL, Palette, pale
+from megatron_hdp.simulator.plot import plot_plan
 from tests.simulator.test_lanes import COST, plan_of
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
@@ -39,8 +40,26 @@ def test_idle_time_and_local_sequences_are_seen(tmp_path):
         return np.mean(np.all(np.abs(pixels - wanted) < 0.01, axis=2))
 
     # 15 s of ring on both; rank 1 then has 4 s of its own while rank 0 waits for it
-    assert share("#f28e2b") > 0.01
-    assert share("#e4e4e4") == pytest.approx(share("#f28e2b"), rel=0.1)
+    assert share(LOCAL) > 0.01
+    assert share(IDLE) == pytest.approx(share(LOCAL), rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [2, 200])
+def test_stages_are_drawn(tmp_path, ranks):
+    """All stages of few ranks, the first stage of many; each with its forwards and backwards."""
+    ring = {"ranks": list(range(ranks)), "sequences": [0]}
+    made = plan_of([60 * ranks], [ring], num_ranks=ranks)
+    plot_plan(made, evaluate(made, COST, 2), tmp_path / "plan.png")
+    pixels = matplotlib.image.imread(tmp_path / "plan.png")[:, :, :3]
+    (colour,) = Palette.of_degrees(np.array([ranks]), ranks).colours
+
+    def share(wanted):
+        rgb = matplotlib.colors.to_rgb(wanted)
+        return np.mean(np.all(np.abs(pixels - rgb) < 0.02, axis=2))
+
+    # 10 s forward and 20 s backward on each stage, 60 s in all: half of the time is idle
+    assert share(colour) == pytest.approx(2 * share(pale(colour)), rel=0.15)
+    assert share(IDLE) == pytest.approx(3 * share(pale(colour)), rel=0.15)
 
 
 def test_suffix_gives_the_format(tmp_path):
@@ -62,19 +81,6 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_few_degrees_have_a_colour_each():
-    palette = _Palette.of_degrees(np.array([3, 1, 3, 8]), 8)
-    assert palette.groups == ((1, 1), (3, 3), (8, 8))
-    assert [palette.index(d) for d in (1, 3, 8)] == [0, 1, 2]
-    assert len(set(palette.colours)) == 3
-
-
-def test_many_degrees_share_a_colour_by_powers_of_two():
-    palette = _Palette.of_degrees(np.arange(1, 34), 64)
-    assert palette.groups == ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 33))
-    assert palette.index(16) == palette.index(9) == 4
-
-
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     class Absent:
         def find_spec(self, name, path=None, target=None):
@@ -86,13 +92,3 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(ImportError, match=r"pip install 'megatron-hdp\[plot\]'"):
         plot_plan(*made_and_evaluation(), tmp_path / "plan.png")
-
-
-def test_a_colour_means_the_same_degree_in_every_plan():
-    """All ranks are dark even when every ring takes all of them; close degrees stay apart."""
-    dark = _Palette.of_degrees(np.array([1, 8]), 8).colours[-1]
-    assert _Palette.of_degrees(np.array([8]), 8).colours == (dark,)
-    light = _Palette.of_degrees(np.array([1, 8]), 8).colours[0]
-    assert _Palette.of_degrees(np.array([1]), 8).colours == (light,)
-    near = np.array(_Palette.of_degrees(np.array([1023, 1024]), 1024).colours)
-    assert np.abs(near[0] - near[1]).sum() > 0.1

@@ -1,0 +1,143 @@
+"""One global batch planned by any strategy, Megatron's own included, and what came of it."""
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.planner import (
+    CostModel,
+    Evaluation,
+    Plan,
+    PlanError,
+    evaluate,
+    plan,
+    tight_bound_s,
+)
+
+HYBRID_CP = "megatron-hybrid-cp"
+COMPARED = ("static", "naive", "bytescale", HYBRID_CP, "dp-balance", "pp-balance")
+"""Strategies in the order of a comparison: baselines first."""
+
+MAX_HYBRID_CP_SEQUENCES = 20_000
+"""Up to which a comparison runs Megatron's scheduler: half a minute, growing as the square."""
+
+_MAX_REASON = 300  # characters
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What to plan: the arguments of :func:`megatron_hdp.planner.plan` without the strategy."""
+
+    lengths: npt.NDArray[np.int64]
+    ranks: int
+    tokens_per_rank: int
+    cost_model: CostModel
+    max_length: int | None = None
+    pipeline_stages: int = 1
+    offload: str = "off"
+    effort: int = 1
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the planner's functions."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "lengths"]
+        return {name: getattr(self, name) for name in names}
+
+    @cached_property
+    def tight_bound_s(self) -> float:
+        """Proven for ranks without stages: no plan is faster."""
+        return tight_bound_s(self.lengths, **self.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A strategy's plan with its times, or the reason why there is none."""
+
+    strategy: str
+    plan: Plan | None = None
+    evaluation: Evaluation | None = None
+    proven_bound_s: float = 0.0
+    """No plan is faster; at least the evaluation's lower bound."""
+    problem: str | None = None
+    """Why there is no plan, or which rule it breaks."""
+
+
+def plan_with(strategy: str, request: Request) -> Plan:
+    """Plan by a strategy of the planner or by Megatron's scheduler.
+
+    Raises:
+        ValueError: this strategy has no plan for the request.
+    """
+    if strategy != HYBRID_CP:
+        return plan(request.lengths, strategy=strategy, **request.arguments)
+    if request.pipeline_stages > 1:
+        raise ValueError(
+            f"strategy {HYBRID_CP} knows no pipelines: leave out --pipeline-stages "
+            f"{request.pipeline_stages}"
+        )
+    from megatron_hdp.megatron.hybrid_cp import plan_hybrid_cp
+
+    return plan_hybrid_cp(
+        request.lengths,
+        ranks=request.ranks,
+        tokens_per_rank=request.tokens_per_rank,
+        cost_model=request.cost_model,
+    )
+
+
+def evaluated(made: Plan, request: Request) -> Outcome:
+    """Check a plan's rules and replay it.
+
+    A plan that is only too large for the ranks' memory still has its times.
+
+    Raises:
+        ValueError: the plan breaks another rule, so that it cannot run.
+    """
+    problem = None
+    stages = request.pipeline_stages
+    try:
+        made.validate(pipeline_stages=stages, num_layers=request.cost_model.num_layers)
+    except PlanError as error:
+        reason = textwrap.shorten(str(error), _MAX_REASON, placeholder=" ...")
+        if error.rule != "fit":
+            hint = f"with {stages} pipeline stages use pp-balance" if stages > 1 else "a defect"
+            raise ValueError(f"{made.strategy} cannot run: {reason}: {hint}") from error
+        problem = f"does not fit: {reason}"
+    evaluation = evaluate(made, request.cost_model, request.pipeline_stages)
+    bound_s = evaluation.lower_bound_s if stages > 1 else request.tight_bound_s
+    return Outcome(made.strategy, made, evaluation, bound_s, problem)
+
+
+def outcome_of(
+    strategy: str, request: Request, hybrid_cp_limit: int = MAX_HYBRID_CP_SEQUENCES
+) -> Outcome:
+    """Plan, check and replay; a strategy that cannot gives its reason.
+
+    Megatron's scheduler is not run on more than ``hybrid_cp_limit`` sequences.
+    """
+    if strategy == HYBRID_CP and (reason := _too_large(request, hybrid_cp_limit)):
+        return Outcome(strategy, problem=reason)
+    try:
+        return evaluated(plan_with(strategy, request), request)
+    except ValueError as error:
+        return Outcome(strategy, problem=str(error))
+
+
+def compare(request: Request, known: Outcome) -> list[Outcome]:
+    """Return the outcome of every strategy; ``known`` is not planned again."""
+    return [known if name == known.strategy else outcome_of(name, request) for name in COMPARED]
+
+
+def _too_large(request: Request, limit: int) -> str | None:
+    number = len(request.lengths)
+    if number <= limit:
+        return None
+    return (
+        f"not run: its scheduler takes minutes for {number:,} sequences (limit {limit:,}); "
+        f"plan with --strategy {HYBRID_CP} to run it"
+    )
