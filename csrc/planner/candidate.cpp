@@ -21,9 +21,6 @@ constexpr double kPipelineShares[] = {0.0625, 0.03125};
 constexpr double kColumns[] = {1.0005, 1.004, 1.015};
 constexpr double kColumnShare = 0.25;
 
-// A search may as well begin where there is less traffic, if the makespan is within this.
-constexpr double kNearlyAsFast = 1.002;
-
 // A search that begins this near to what is enough needs no other nesting.
 constexpr double kGoodStart = 1.004;
 

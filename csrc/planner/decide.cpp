@@ -13,9 +13,6 @@ namespace {
 // Of the bound: a plan this fast is not worth more search.
 constexpr double kCloseEnough = 1.001;
 
-// A cost model does not tell apart what differs by less.
-constexpr double kTolerance = 1.002;
-
 // Ring members, ranks and big sequences that the search may look at, for effort 1: about a
 // millisecond for 64 ranks, five for 1,024.
 constexpr int64_t kSearchWork = 12000;
@@ -42,7 +39,7 @@ Decisions best_decisions(const Batch& batch) {
   for (std::size_t i = 1; i < starts.size() && num_tries > 0; ++i) {
     if (best.level.makespan_s <= enough_s) break;
     Candidate other = search_degrees(batch, std::move(starts[i]), enough_s, num_tries);
-    if (other.level.makespan_s * kTolerance < best.level.makespan_s) best = std::move(other);
+    if (other.level.makespan_s * kNearlyAsFast < best.level.makespan_s) best = std::move(other);
   }
   return std::move(best.decisions);
 }

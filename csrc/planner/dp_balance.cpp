@@ -5,17 +5,14 @@
 #include <vector>
 
 #include "planner/batch.hpp"
+#include "planner/candidate.hpp"
 #include "planner/check.hpp"
 #include "planner/decide.hpp"
-#include "planner/draft.hpp"
+#include "planner/shorts.hpp"
 #include "planner/strategies.hpp"
 
 namespace hdp {
 namespace {
-
-// Of the fastest draft: a cost model does not tell apart what differs by less, whereas ring traffic
-// costs energy and other jobs' bandwidth even where it is hidden.
-constexpr double kTolerance = 1.002;
 
 // Of the other strategies, which get no tolerance: the same terms summed in another order.
 constexpr double kRounding = 1 + 1e-12;
@@ -23,6 +20,13 @@ constexpr double kRounding = 1 + 1e-12;
 bool leaner(const Scheduled& left, const Scheduled& right) {
   return std::make_pair(left.schedule.ring_tokens, left.plan.num_micro_batches()) <
          std::make_pair(right.schedule.ring_tokens, right.plan.num_micro_batches());
+}
+
+Scheduled draft(const Batch& batch, const Decisions& decisions) {
+  const RingSchedule rings = place_rings(batch, decisions);
+  const std::vector<std::size_t> shorts =
+      decisions.fill_spare_room ? rings.shorts : places_of_shorts(batch, decisions.degrees);
+  return scheduled(batch.problem, place_shorts(batch, rings, shorts));
 }
 
 // The plans of dp-balance itself.
@@ -60,10 +64,10 @@ double least_makespan_s(const std::vector<Scheduled>& plans) {
 Scheduled dp_balance(const Problem& problem) {
   const Batch batch(problem);
   std::vector<Scheduled> plans = own_plans(batch);
-  std::vector<Scheduled> others = other_plans(batch, kTolerance * least_makespan_s(plans));
+  std::vector<Scheduled> others = other_plans(batch, kNearlyAsFast * least_makespan_s(plans));
   const double slowest_s = kRounding * least_makespan_s(others);
   std::move(others.begin(), others.end(), std::back_inserter(plans));
-  const double limit_s = std::min(kTolerance * least_makespan_s(plans), slowest_s);
+  const double limit_s = std::min(kNearlyAsFast * least_makespan_s(plans), slowest_s);
   Scheduled* chosen = nullptr;
   for (Scheduled& plan : plans) {
     if (plan.schedule.makespan_s > limit_s) continue;

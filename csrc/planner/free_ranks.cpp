@@ -18,8 +18,7 @@ bool FreeRanks::later(const Group& left, const Group& right) const {
 }
 
 FreeRanks::Group FreeRanks::pop() {
-  std::pop_heap(heap_.begin(), heap_.end(),
-                [&](const Group& left, const Group& right) { return later(left, right); });
+  std::pop_heap(heap_.begin(), heap_.end(), order());
   Group group = std::move(heap_.back());
   heap_.pop_back();
   return group;
@@ -28,8 +27,15 @@ FreeRanks::Group FreeRanks::pop() {
 void FreeRanks::push(Group group) {
   if (group.ranks.empty()) return;
   heap_.push_back(std::move(group));
-  std::push_heap(heap_.begin(), heap_.end(),
-                 [&](const Group& left, const Group& right) { return later(left, right); });
+  std::push_heap(heap_.begin(), heap_.end(), order());
+}
+
+void FreeRanks::split(Group group, int64_t most, std::vector<int32_t>& taken) {
+  const auto size = static_cast<int64_t>(group.ranks.size());
+  const auto end = group.ranks.begin() + std::min(most, size);
+  taken.insert(taken.end(), group.ranks.begin(), end);
+  group.ranks.erase(group.ranks.begin(), end);
+  push(std::move(group));
 }
 
 std::vector<int32_t> FreeRanks::take(int64_t degree) {
@@ -51,12 +57,7 @@ std::vector<int32_t> FreeRanks::take(int64_t degree) {
                    [](const Group& left, const Group& right) { return left.clock > right.clock; });
   std::vector<int32_t> taken;
   for (Group& group : first) {
-    const auto wanted = static_cast<std::size_t>(degree) - taken.size();
-    const auto end =
-        group.ranks.begin() + static_cast<std::ptrdiff_t>(std::min(wanted, group.ranks.size()));
-    taken.insert(taken.end(), group.ranks.begin(), end);
-    group.ranks.erase(group.ranks.begin(), end);
-    push(std::move(group));
+    split(std::move(group), degree - static_cast<int64_t>(taken.size()), taken);
   }
   std::sort(taken.begin(), taken.end(),
             [&](int32_t left, int32_t right) { return place(left) < place(right); });
@@ -67,12 +68,9 @@ std::vector<int32_t> FreeRanks::take_from(std::size_t group, int64_t degree) {
   std::swap(heap_[group], heap_.back());
   Group taken_from = std::move(heap_.back());
   heap_.pop_back();
-  std::make_heap(heap_.begin(), heap_.end(),
-                 [&](const Group& left, const Group& right) { return later(left, right); });
-  const auto end = taken_from.ranks.begin() + degree;
-  std::vector<int32_t> taken(taken_from.ranks.begin(), end);
-  taken_from.ranks.erase(taken_from.ranks.begin(), end);
-  push(std::move(taken_from));
+  std::make_heap(heap_.begin(), heap_.end(), order());
+  std::vector<int32_t> taken;
+  split(std::move(taken_from), degree, taken);
   return taken;
 }
 

@@ -36,8 +36,13 @@ class FreeRanks {
  private:
   int32_t place(int32_t rank) const { return places_[static_cast<std::size_t>(rank)]; }
   bool later(const Group& left, const Group& right) const;
+  auto order() const {
+    return [this](const Group& left, const Group& right) { return later(left, right); };
+  }
   Group pop();
   void push(Group group);
+  // Moves the preferred ranks of a group, `most` at most, to `taken` and returns the others.
+  void split(Group group, int64_t most, std::vector<int32_t>& taken);
 
   std::vector<int32_t> places_;  // in the order of preference, by rank
   std::vector<Group> heap_;

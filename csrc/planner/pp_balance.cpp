@@ -6,9 +6,7 @@
 #include <utility>
 
 #include "planner/batch.hpp"
-#include "planner/bounds.hpp"
 #include "planner/check.hpp"
-#include "planner/cost_model.hpp"
 #include "planner/pipeline.hpp"
 #include "planner/pp_draft.hpp"
 #include "planner/pp_nested.hpp"
@@ -92,22 +90,13 @@ Rows rows_of(const Choice& choice, std::size_t num_rounds) {
 // Improves one decision after the other on sketches, then works out the best ones.
 class Search {
  public:
-  Search(const Problem& problem, const std::vector<int64_t>& order)
-      : problem_(problem),
-        longs_(long_sequences(problem, order)),
-        shorts_(problem, order),
-        unit_s_(compute_s(problem.cost, problem.tokens_per_rank) + problem.cost.g) {
-    double speed = 0;
-    for (int32_t rank = 0; rank < problem.num_ranks; ++rank) speed += problem.speed(rank);
-    mean_s_ = total_compute_s(problem) / speed;
-    Problem longest;
-    longest.lengths = {problem.lengths[static_cast<std::size_t>(order[0])]};
-    longest.num_ranks = problem.num_ranks;
-    longest.speeds = problem.speeds;
-    longest.cost = problem.cost;
-    enough_s_ = kCloseEnough * std::max(lower_bound_s(longest),
-                                        mean_s_ / static_cast<double>(problem.pipeline_stages));
-  }
+  explicit Search(const Batch& batch)
+      : problem_(batch.problem),
+        longs_(long_sequences(problem_, batch.order)),
+        shorts_(problem_, batch.order),
+        unit_s_(batch.full_s),
+        mean_s_(batch.share_s),
+        enough_s_(kCloseEnough * batch.bound_s / static_cast<double>(problem_.pipeline_stages)) {}
 
   Plan run() {
     sketch_neighbours([&](const Choice& choice) { return deals(choice); });
@@ -232,8 +221,8 @@ class Search {
   std::vector<LongSequence> longs_;
   Shorts shorts_;
   double unit_s_;
-  double mean_s_ = 0;  // of a rank, if all had the same
-  double enough_s_ = 0;
+  double mean_s_;  // of a rank, if all had the same
+  double enough_s_;
   std::map<std::size_t, Seats> seats_;  // by deal
   std::vector<Sketched> ranked_;        // the fastest first
 };
@@ -242,8 +231,7 @@ class Search {
 
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
-  std::vector<Plan> plans{Search(problem, batch.order).run(), nested_draft(batch).plan,
-                          naive(problem)};
+  std::vector<Plan> plans{Search(batch).run(), nested_draft(batch).plan, naive(problem)};
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
   Plan* best = nullptr;
   double least_s = kNoLimit;

@@ -79,11 +79,8 @@ class RingPlacer {
     const auto more = [&](int64_t than) { return next != places.end() && degree() > than; };
     FreeRanks free(preference_);
     const auto place_wide = [&] {
-      std::vector<int32_t> ranks = free.take(degree());
-      std::vector<int32_t> ring = ranks;
-      std::sort(ring.begin(), ring.end());
-      const double end = start(*next++, ring);
-      free.give_back(std::move(ranks), end);
+      start_on(free, free.take(degree()), *next);
+      ++next;
     };
     const auto num_preferred = std::count(preferred_.begin(), preferred_.end(), true);
     while (more(num_preferred)) place_wide();
@@ -110,13 +107,19 @@ class RingPlacer {
     std::sort(wide.begin(), wide.end());
     for (const std::size_t place : wide) {
       const Column column = best_column(batch_, free, place, decisions_.column_s);
-      std::vector<int32_t> ranks = column.degree > 0 ? free.take_from(column.group, column.degree)
-                                                     : free.take(decisions_.degrees[place]);
-      std::vector<int32_t> ring = ranks;
-      std::sort(ring.begin(), ring.end());
-      const double clock = start(place, ring);
-      free.give_back(std::move(ranks), clock);
+      start_on(free,
+               column.degree > 0 ? free.take_from(column.group, column.degree)
+                                 : free.take(decisions_.degrees[place]),
+               place);
     }
+  }
+
+  // Starts the ring of a sequence on ranks taken from `free`, which they return to.
+  void start_on(FreeRanks& free, std::vector<int32_t> ranks, std::size_t place) {
+    std::vector<int32_t> ring = ranks;
+    std::sort(ring.begin(), ring.end());
+    const double end = start(place, ring);
+    free.give_back(std::move(ranks), end);
   }
 
   // Starts the ring of a sequence, records how long each member waited, returns when it ends.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ class Problem:
         """The cost model with the ranks' speeds."""
         return dataclasses.replace(COST_MODELS[self.cost_model], rank_speeds=self.speeds)
 
-    def plan(self, strategy: str) -> Plan:
+    def plan(self, strategy: str, **others: Any) -> Plan:
         return plan(
             self.lengths,
             ranks=self.ranks,
@@ -71,6 +72,7 @@ class Problem:
             effort=self.effort,
             offload=self.offload,
             strategy=strategy,
+            **others,
         )
 
 

@@ -116,18 +116,6 @@ def num_operations(plan: Plan, stages: int) -> int:
     return 2 * stages * plan.num_micro_batches
 
 
-def pipeline_plan(problem: Problem, strategy: str, stages: int) -> Plan:
-    return plan(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        cost_model=COST_MODELS[problem.cost_model],
-        strategy=strategy,
-        pipeline_stages=stages,
-    )
-
-
 def trap() -> Plan:
     """Runs with one stage; with two, each of the rings 0 and 3 waits for the other.
 
@@ -160,7 +148,7 @@ def test_valid_plans_never_deadlock(strategy: str, problem: Problem) -> None:
 @slowly
 @given(problem=problems(), stages=st.integers(2, 8))
 def test_pipelines_never_deadlock(strategy: str, problem: Problem, stages: int) -> None:
-    made = pipeline_plan(problem, strategy, stages)
+    made = problem.plan(strategy, pipeline_stages=stages)
     made.validate(pipeline_stages=stages)
     workers = workers_of(queues_of(made), stages)
     assert run_blocking(made, workers, stages) == num_operations(made, stages)
@@ -175,7 +163,7 @@ def test_the_evaluator_reports_a_deadlock_where_workers_block(
     workers = workers_of(queues_of(made), stages)
     completes = run_blocking(made, workers, stages) == num_operations(made, stages)
     try:
-        evaluate(made, COST_MODELS[problem.cost_model], stages)
+        evaluate(made, problem.model, stages)
     except ValueError as error:
         assert "deadlock" in str(error)
         assert not completes

@@ -1,13 +1,15 @@
 """pp-balance: the rule of positions, balance on the presets, speeds, effort."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
-from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, plan
-from tests.planner.problems import COST_MODELS, Problem, problems
+from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
+from tests.planner.problems import Problem, problems
 
 quickly = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -15,29 +17,18 @@ quickly = settings(
 FREE_NETWORK = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 
 
-def made(problem: Problem, stages: int, strategy: str = "pp-balance", **others: object) -> Plan:
-    return plan(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        cost_model=COST_MODELS[problem.cost_model],
-        strategy=strategy,
-        pipeline_stages=stages,
-        **others,  # type: ignore[arg-type]
-    )
-
-
 @quickly
 @given(problem=problems(), stages=st.integers(1, 8), effort=st.integers(1, 3))
 def test_rules_hold_and_it_is_never_slower(problem: Problem, stages: int, effort: int) -> None:
-    cost_model = COST_MODELS[problem.cost_model]
-    balanced = made(problem, stages, effort=effort)
+    cost_model = problem.model
+    balanced = dataclasses.replace(problem, effort=effort).plan(
+        "pp-balance", pipeline_stages=stages
+    )
     balanced.validate(pipeline_stages=stages)
     assert balanced.summary["max_tokens_on_a_rank"] <= problem.tokens_per_rank
-    again = made(problem, stages, effort=effort)
+    again = dataclasses.replace(problem, effort=effort).plan("pp-balance", pipeline_stages=stages)
     assert again.fingerprint() == balanced.fingerprint()
-    static = made(problem, stages, "static")
+    static = problem.plan("static", pipeline_stages=stages)
     ours, theirs = (evaluate(p, cost_model, stages).makespan_s for p in (balanced, static))
     assert ours <= theirs * (1 + 1e-9)
 
@@ -49,7 +40,9 @@ def test_rules_hold_and_it_is_never_slower(problem: Problem, stages: int, effort
     speeds=st.lists(st.sampled_from([0.3, 0.5, 0.9, 1.0, 2.0]), min_size=70, max_size=70),
 )
 def test_speeds(problem: Problem, stages: int, speeds: list[float]) -> None:
-    balanced = made(problem, stages, rank_speeds=speeds[: problem.ranks])
+    balanced = dataclasses.replace(problem, speeds=tuple(speeds[: problem.ranks])).plan(
+        "pp-balance", pipeline_stages=stages
+    )
     balanced.validate(pipeline_stages=stages)
 
 
