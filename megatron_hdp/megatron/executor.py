@@ -25,6 +25,7 @@ from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.timeline import RING_WAIT
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class HdpExecutor:
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
         """
-        self.comm.reset_counters()
+        self.comm.bytes_sent = 0
+        self.comm.timeline.reset()
         self._losses = []
         config = get_model_config(self.model)
         config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
@@ -91,7 +93,7 @@ class HdpExecutor:
         return RankOutcome(
             loss_sum=torch.stack(self._losses).double().sum().item(),
             until_sync_s=until_sync_s,
-            busy_s=until_sync_s - self.comm.wait_s,
+            busy_s=until_sync_s - self.comm.timeline.totals_s[RING_WAIT],
             ring_bytes=self.comm.bytes_sent,
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
 
 
 def new_ring_group(
@@ -42,36 +43,30 @@ class Transfer:
 
     def wait(self) -> torch.Tensor:
         """What the previous member sent; blocks until both directions are done."""
-        started = time.perf_counter()
-        while self._works:
-            work = self._works.pop()
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"a ring member did not answer: {error}") from error
-        self._comm.wait_s += time.perf_counter() - started
+        with self._comm.timeline.span(RING_WAIT):
+            while self._works:
+                work = self._works.pop()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(f"a ring member did not answer: {error}") from error
         self._sent = None
         return self._received
 
 
 class RingComm:
-    """Sends around rings of HDP ranks over one communicator and counts bytes and waiting.
+    """Sends around rings of HDP ranks over one communicator and counts bytes.
 
     Attributes:
         group: communicator over all HDP ranks.
-        bytes_sent: bytes this rank sent around rings since `reset_counters`.
-        wait_s: seconds this rank waited for ring members since `reset_counters`.
+        timeline: where waiting for ring members is noted.
+        bytes_sent: bytes this rank sent around rings; whoever reads it may set it to 0.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeline: Timeline | None = None) -> None:
         self.group = group
+        self.timeline = timeline or Timeline()
         self.bytes_sent = 0
-        self.wait_s = 0.0
-
-    def reset_counters(self) -> None:
-        """Start counting bytes and waiting anew."""
-        self.bytes_sent = 0
-        self.wait_s = 0.0
 
     def pass_on(self, tensor: torch.Tensor, ring: tuple[int, ...], index: int) -> Transfer:
         """Starts sending `tensor` to the next member and receiving its like from the previous one.
