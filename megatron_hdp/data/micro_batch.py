@@ -28,6 +28,8 @@ class RankMicroBatch:
     positions: Int64Array
     """Each token's position in its own sequence."""
     loss_mask: npt.NDArray[np.bool_]
+    sequence_index: Int64Array
+    """Place of each token's sequence among the ring slices and whole sequences; -1 for padding."""
     ring: tuple[int, ...]
     """HDP ranks in ring order; this rank alone at degree 1."""
     ring_slices: tuple[int, ...]
@@ -84,11 +86,16 @@ def read_micro_batch(
     runs += [(row, 0, size) for row, size in zip(whole_rows, wholes, strict=True)]
 
     tokens, labels, positions, loss_mask = _read_runs(runs, table, token_file)
+    padded = [2 * chunk for chunk in chunks] + wholes
+    sequence_index = np.arange(len(padded)).repeat(padded)
+    lengths = table.length[[*ring_rows, *whole_rows]]
+    sequence_index[positions >= lengths[sequence_index]] = -1
     return RankMicroBatch(
         tokens=tokens,
         labels=labels,
         positions=positions,
         loss_mask=loss_mask,
+        sequence_index=sequence_index,
         ring=micro_batch.ranks,
         ring_slices=tuple(2 * chunk for chunk in chunks),
         local_lengths=tuple(wholes),
@@ -105,6 +112,7 @@ def padding_micro_batch(rank: int) -> RankMicroBatch:
         labels=np.zeros(1, dtype=np.int64),
         positions=np.zeros(1, dtype=np.int64),
         loss_mask=np.zeros(1, dtype=np.bool_),
+        sequence_index=np.full(1, -1, dtype=np.int64),
         ring=(rank,),
         ring_slices=(),
         local_lengths=(1,),

@@ -100,13 +100,14 @@ class HdpExecutor:
     def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
         micro_batch: RankMicroBatch = next(micro_batches)
         device = next(model.parameters()).device
-        tokens, labels, positions, loss_mask = (
+        tokens, labels, positions, loss_mask, sequence_index = (
             torch.from_numpy(x).to(device, non_blocking=True)
             for x in (
                 micro_batch.tokens,
                 micro_batch.labels,
                 micro_batch.positions,
                 micro_batch.loss_mask,
+                micro_batch.sequence_index,
             )
         )
         me = parallel_state.get_data_parallel_rank()
@@ -121,6 +122,7 @@ class HdpExecutor:
             qkv_format="sbhd",
             layout=layout,
             positions=positions,
+            sequence_index=sequence_index,
             comm=self.comm,
             kernel=self.kernel,
         )

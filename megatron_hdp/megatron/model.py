@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpCoreAttention
+from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
 
@@ -55,6 +56,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         recompute_method=arguments.recompute_method,
         recompute_num_layers=arguments.recompute_num_layers,
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        **moe_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -72,9 +74,13 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
 def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
     """Megatron's local layer specification, its core attention replaced when HDP is on."""
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=arguments.qk_layernorm, normalization=arguments.normalization
+        num_experts=arguments.num_experts,
+        qk_layernorm=arguments.qk_layernorm,
+        normalization=arguments.normalization,
     )
     if arguments.hybrid_data_parallel:
+        if arguments.num_experts is not None:
+            balance_by_sequence(spec)
         spec.submodules.self_attention.submodules.core_attention = HdpCoreAttention
     return spec
 

@@ -47,7 +47,8 @@ def initialise(arguments: TrainingArguments) -> None:
     here ends after ``--distributed-timeout-minutes`` with an error.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of the tensor-parallel size.
+        ValueError: the number of ranks is not a multiple of the tensor-parallel size, or of the
+            ranks that share the experts.
     """
     world, tensor_ranks = dist.get_world_size(), arguments.tensor_model_parallel_size
     if world % tensor_ranks:
@@ -55,10 +56,22 @@ def initialise(arguments: TrainingArguments) -> None:
             f"{world} ranks cannot be cut into tensor-parallel groups of {tensor_ranks}: change "
             "--nproc-per-node or --tensor-model-parallel-size"
         )
+    expert_ranks, expert_tensor_ranks = (
+        arguments.expert_model_parallel_size,
+        arguments.expert_tensor_parallel_size,
+    )
+    if world % (expert_ranks * expert_tensor_ranks):
+        raise ValueError(
+            f"{world} ranks cannot be cut into groups of {expert_ranks * expert_tensor_ranks} that "
+            f"share the experts (--expert-model-parallel-size {expert_ranks} x "
+            f"--expert-tensor-parallel-size {expert_tensor_ranks}): change one of the numbers"
+        )
     if cpu_shim.needed():
         cpu_shim.apply()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
+        expert_model_parallel_size=expert_ranks,
+        expert_tensor_parallel_size=expert_tensor_ranks,
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
     )
 

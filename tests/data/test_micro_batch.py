@@ -48,7 +48,7 @@ def check_shapes(part, micro_batch, rank, plan_, table):
     assert part.ring == micro_batch.ranks
     assert part.offload_ratio == micro_batch.offload_ratio
     assert len(part.tokens) == sum(part.ring_slices) + sum(part.local_lengths)
-    for array in (part.labels, part.positions, part.loss_mask):
+    for array in (part.labels, part.positions, part.loss_mask, part.sequence_index):
         assert array.shape == part.tokens.shape
     num_sharded = len(micro_batch.sequences) if degree > 1 else 0
     assert len(part.ring_slices) == num_sharded
@@ -69,8 +69,10 @@ def walk(part, table, file, held, labelled):
     runs = [size // 2 for size in part.ring_slices for _ in range(2)] + list(part.local_lengths)
     rows = [row for row in part.sequence_ids[: len(part.ring_slices)] for _ in range(2)]
     rows += part.sequence_ids[len(part.ring_slices) :]
-    begin = 0
-    for row, size in zip(rows, runs, strict=True):
+    begin, num_sharded = 0, len(part.ring_slices)
+    places = [i for i in range(num_sharded) for _ in range(2)]
+    places += range(num_sharded, len(part.sequence_ids))
+    for row, place, size in zip(rows, places, runs, strict=True):
         document = file.documents[table.document[row]][table.start[row] :]
         first = part.positions[begin]
         for i in range(begin, begin + size):
@@ -78,7 +80,9 @@ def walk(part, table, file, held, labelled):
             assert position == first + i - begin
             if position >= table.length[row]:
                 assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
+                assert part.sequence_index[i] == -1
                 continue
+            assert part.sequence_index[i] == place
             held[row, position] = held.get((row, position), 0) + 1
             assert part.tokens[i] == document[position]
             if part.loss_mask[i]:
@@ -178,12 +182,14 @@ def test_a_worked_example():
     assert part.tokens.tolist() == [*document[2:6], *file.documents[1]]
     assert part.labels.tolist() == [*document[3:7], *file.documents[1][1:], 0]
     assert part.loss_mask.tolist() == [True] * 6 + [False]
+    assert part.sequence_index.tolist() == [0] * 4 + [1] * 3
     assert (part.ring, part.ring_slices, part.local_lengths) == ((4, 2), (4,), (3,))
     assert (part.num_loss_tokens, part.sequence_ids, part.offload_ratio) == (6, (0, 1), 0.5)
     other = read_micro_batch(made, 0, 4, np.array([0, 1]), table, file)
     assert other.positions.tolist() == [0, 1, 6, 7]
     assert other.tokens.tolist() == [*document[:2], document[6], 0]
     assert other.loss_mask.tolist() == [True, True, False, False]
+    assert other.sequence_index.tolist() == [0, 0, 0, -1]
 
 
 def test_a_rank_outside_the_ring_is_refused():
@@ -205,4 +211,5 @@ def test_padding_is_one_token_without_loss():
     assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (1,))
     assert part.tokens.shape == part.labels.shape == part.positions.shape == (1,)
     assert part.num_loss_tokens == 0
+    assert part.sequence_index.tolist() == [-1]
     assert not part.loss_mask.any()

@@ -1,0 +1,171 @@
+"""Experts under HDP: gradients equal one rank that saw the whole batch, routers' losses as well."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hdp.data import StepSampler
+from megatron_hdp.megatron import model, parallel
+from megatron_hdp.megatron.executor import HdpExecutor
+from megatron_hdp.megatron.moe import HdpRouter
+from tests.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
+from tests.random_plans import lockstep_plan, random_plan
+
+TOLERANCE = 1e-10
+LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+
+
+def planned_cases(folder, ranks, make_plan, num_plans, **overrides):
+    """Runs of one model over plans of `make_plan`."""
+    arguments = moe_arguments(write_corpus(folder, LENGTHS), **(ROOM | overrides))
+    lengths = np.array(LENGTHS)
+    drawn = StepSampler(lengths, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
+    room = {"ranks": ranks, "tokens_per_rank": ROOM["hdp_tokens_per_rank"]}
+    return [
+        (arguments, make_plan(lengths[drawn.sequences], seed=seed, **room))
+        for seed in range(num_plans)
+    ]
+
+
+def counts_of(plan):
+    return np.bincount(plan.ranks, minlength=plan.num_ranks)
+
+
+def check(run_ranks, ranks, cases):
+    errors = run_ranks(ranks, errors_of, cases)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+def test_all_experts_on_every_rank(run_ranks, tmp_path):
+    cases = planned_cases(tmp_path, 3, random_plan, 2)
+    assert all(len(set(counts_of(plan))) > 1 for _, plan in cases)
+    prefix = cases[0][0].data_path[0]
+    for strategy in ("static", "dp-balance"):
+        cases.append((moe_arguments(prefix, hdp_strategy=strategy, **ROOM), None))
+    check(run_ranks, 3, cases)
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [
+        (2, {"expert_model_parallel_size": 2}),
+        (4, {"expert_model_parallel_size": 2, "overlap_grad_reduce": True}),
+        (4, {"expert_model_parallel_size": 4, "moe_router_topk": 3}),
+    ],
+    ids=["all-ranks", "two-domains-overlapped", "an-expert-a-rank"],
+)
+def test_experts_across_ranks(run_ranks, tmp_path, ranks, overrides):
+    cases = planned_cases(tmp_path, ranks, lockstep_plan, 2, **overrides)
+    assert all(len(set(counts_of(plan))) == 1 for _, plan in cases)
+    check(run_ranks, ranks, cases)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "overlap_grad_reduce": True},
+        {
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        },
+    ],
+    ids=["recompute", "top-1-overlapped", "allgather"],
+)
+def test_with_megatron_features(run_ranks, tmp_path, overrides):
+    check(run_ranks, 3, planned_cases(tmp_path, 3, random_plan, 1, **overrides))
+
+
+@pytest.mark.parametrize("expert_ranks", [1, 2])
+def test_ranks_without_a_sequence_and_experts_without_a_token(run_ranks, tmp_path, expert_ranks):
+    """A padding token reaches two experts, the hooks of the other two's gradients fire as well."""
+    prefix = write_corpus(tmp_path, [5, 3])
+    overlapped = {"overlap_grad_reduce": True, "ddp_bucket_size": 1}
+    arguments = moe_arguments(
+        prefix, expert_model_parallel_size=expert_ranks, hdp_strategy="naive", **overlapped
+    )
+    check(run_ranks, 4, [(arguments, None)])
+
+
+def seen_with_padding(self, params):
+    tokens = SEEN_HERE(self, params)
+    return replace(tokens, sequence_index=tokens.sequence_index.clamp(min=0))
+
+
+def nothing(*args):
+    return None
+
+
+def finalize_with_doubled_experts(self, num_loss_tokens, model, *args, **kwargs):
+    FINALIZE(self, num_loss_tokens, model, *args, **kwargs)
+    for chunk in model:
+        for buffer in chunk.expert_parallel_buffers:
+            buffer.scale_gradients(2.0)
+
+
+FINALIZE = HdpExecutor._finalize
+SEEN_HERE = HdpRouter._seen_here
+ROUTER = "megatron_hdp.megatron.moe.HdpRouter"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (f"{ROUTER}._seen_here", seen_with_padding),
+        ("megatron_hdp.runtime.balance._sum_over_holders", nothing),
+        (f"{ROUTER}._is_learning", nothing),
+        ("megatron_hdp.megatron.executor.HdpExecutor._finalize", finalize_with_doubled_experts),
+    ],
+    ids=["padding-counted", "ring-not-summed", "no-router-loss", "experts-doubled"],
+)
+def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
+    cases = planned_cases(tmp_path, 2, lockstep_plan, 1, expert_model_parallel_size=2)
+    errors = run_ranks(2, errors_of, cases, fault)[0]
+    assert min(errors) > 1e-6, errors
+
+
+def refusals(prefix):
+    """Body of a rank: what is said to losses that depend on the plan, and without micro-batch."""
+    said = []
+    for kind in ("aux_loss", "global_aux_loss"):
+        arguments = moe_arguments(prefix, moe_router_load_balancing_type=kind)
+        parallel.initialise(arguments)
+        parallel.set_seeds(1)
+        with pytest.raises(ValueError) as error:
+            model.build_gpt(arguments, VOCABULARY)
+        said.append(str(error.value))
+        parallel.finish()
+    arguments = moe_arguments(prefix)
+    parallel.initialise(arguments)
+    parallel.set_seeds(1)
+    router = model.build_gpt(arguments, VOCABULARY).module.decoder.layers[0].mlp.router
+    with pytest.raises(RuntimeError) as error:
+        router(torch.ones(3, 1, arguments.hidden_size, dtype=torch.float64))
+    return [*said, str(error.value)]
+
+
+def test_what_the_router_refuses(run_ranks, tmp_path):
+    aux, global_aux, outside = run_ranks(1, refusals, write_corpus(tmp_path, [5]))[0]
+    assert "does not support aux_loss, whose effect depends on the plan; use seq_aux_loss" in aux
+    assert "does not support global_aux_loss" in global_aux
+    assert "knows no micro-batch" in outside
+
+
+def initialise(arguments):
+    parallel.initialise(arguments)
+
+
+def test_ranks_that_cannot_share_the_experts_are_refused(run_ranks, tmp_path):
+    arguments = moe_arguments(write_corpus(tmp_path, [5]), expert_model_parallel_size=2)
+    with pytest.raises(
+        Exception, match="3 ranks cannot be cut into groups of 2 that share the exp"
+    ):
+        run_ranks(3, initialise, arguments)
