@@ -109,8 +109,7 @@ def _hdp_steps(
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    cost_model = cost_model_of(arguments, num_parameters * arguments.tensor_model_parallel_size)
+    cost_model = cost_model_of(arguments, parallel.num_parameters(model))
     executor = build_executor(arguments, model)
 
     def steps(documents: range) -> HdpSteps:
