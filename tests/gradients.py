@@ -25,13 +25,19 @@ from megatron_hdp.megatron.parallel import compute_device
 VOCABULARY = 257
 
 
-def write_corpus(folder, lengths, seed=0):
-    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix."""
+def write_corpus(folder, lengths, seed=0, corrupt=()):
+    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix.
+
+    The last token of the `corrupt` ones is outside the vocabulary.
+    """
     generator = np.random.default_rng(seed)
     prefix = Path(folder) / "corpus"
-    with IndexedWriter(prefix, VOCABULARY) as writer:
-        for length in lengths:
-            writer.add(generator.integers(0, VOCABULARY, length))
+    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+        for i, length in enumerate(lengths):
+            document = generator.integers(0, VOCABULARY, length)
+            if i in corrupt:
+                document[-1] = VOCABULARY
+            writer.add(document)
     return str(prefix)
 
 
@@ -108,6 +114,8 @@ def reference_gradients(arguments):
     for row in step.sequences.tolist():
         length = int(table.length[row])
         document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        if document.max() >= VOCABULARY:
+            continue
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         logits = gpt(document[None], torch.arange(length)[None], mask)[0]
         total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")

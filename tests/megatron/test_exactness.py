@@ -55,9 +55,8 @@ def cases_of(folder, batch):
         (tiny_arguments(prefix, hdp_strategy=strategy, **common), None)
         for strategy in ("static", "naive", "dp-balance", "pp-balance")
     ]
-    drawn = StepSampler(np.array(lengths), seed=seed, global_batch_size=len(lengths)).step(0)
     plan = random_plan(
-        np.array(lengths)[drawn.sequences],
+        drawn_lengths(cases[0][0], lengths),
         ranks=ranks,
         tokens_per_rank=capacity,
         slice_multiple=multiple,
@@ -103,8 +102,24 @@ LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
                 "recompute_num_layers": 1,
             },
         ),
+        (
+            6,
+            {
+                "pipeline_model_parallel_size": 2,
+                "overlap_grad_reduce": True,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        ),
     ],
-    ids=["tensor-parallel", "overlap-grad-reduce", "selective-recompute", "full-recompute"],
+    ids=[
+        "tensor-parallel",
+        "overlap-grad-reduce",
+        "selective-recompute",
+        "full-recompute",
+        "pipeline-overlap-recompute",
+    ],
 )
 def test_gradients_with_megatron_features(run_ranks, tmp_path, ranks, overrides):
     prefix = write_corpus(tmp_path, LENGTHS)
@@ -119,7 +134,7 @@ def test_gradients_with_megatron_features(run_ranks, tmp_path, ranks, overrides)
 
 LAYOUTS = {  # ranks, layout
     "tp2-sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (6, {"pipeline_model_parallel_size": 2}),
+    "pp2": (8, {"pipeline_model_parallel_size": 2}),
     "pp4": (8, {"pipeline_model_parallel_size": 4}),
     "tp2-sp-pp2": (
         8,
@@ -131,6 +146,24 @@ LAYOUTS = {  # ranks, layout
     ),
 }
 STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance")
+
+
+def drawn_lengths(arguments, lengths):
+    step = StepSampler(np.array(lengths), seed=arguments.seed, global_batch_size=len(lengths)).step(
+        0
+    )
+    return np.array(lengths)[step.sequences]
+
+
+def random_case(arguments, num_hdp_ranks):
+    """A plan of rings of every size that no strategy would make, positions not aligned."""
+    plan = random_plan(
+        drawn_lengths(arguments, LENGTHS),
+        ranks=num_hdp_ranks,
+        tokens_per_rank=arguments.hdp_tokens_per_rank,
+        seed=num_hdp_ranks,
+    )
+    return arguments, plan
 
 
 @pytest.mark.parametrize("model", ["gqa", "mha-tied-layernorm", "mqa-qknorm-qkvbias"])
@@ -146,6 +179,20 @@ def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
     cases = [
         (tiny_arguments(prefix, hdp_strategy=strategy, **common), None) for strategy in STRATEGIES
     ]
+    replicas = ranks
+    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        replicas //= overrides.get(size, 1)
+    cases.append(random_case(tiny_arguments(prefix, **common), replicas))
+    errors = run_ranks(ranks, errors_of, cases)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_corrupt_documents_leave_no_trace(run_ranks, tmp_path, ranks):
+    """One document of many, sharded or not, that only one rank of its ring sees to be corrupt."""
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=[4, 7])
+    case = (tiny_arguments(prefix, hdp_tokens_per_rank=200, hdp_strategy="naive"), None)
+    cases = [case, random_case(case[0], ranks)]
     errors = run_ranks(ranks, errors_of, cases)[0]
     assert max(errors) <= TOLERANCE, errors
 
