@@ -141,7 +141,7 @@ class ParallelOptions:
         1, minimum=1, help="Pipeline stages; each holds the same number of layers."
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused with HDP."
+        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused."
     )
     use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")
@@ -316,9 +316,9 @@ def _check_parallel(args: TrainingArguments) -> None:
     if args.num_layers_per_virtual_pipeline_stage is not None:
         raise OptionError(
             "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not supported. "
-            "It wants micro-batches in multiples of the stages, and the order of its forwards and "
-            "backwards depends on their number, so pipelines with different numbers that share a "
-            "ring would wait for each other for ever: leave it out"
+            "It gives all micro-batches one activation shape and wants their number to be a "
+            "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
+            "through the plain 1F1B schedule: leave it out"
         )
     capacity = args.hdp_tokens_per_rank
     if args.sequence_parallel and capacity and capacity % tensor_ranks:
