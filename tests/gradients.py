@@ -5,7 +5,6 @@ attention (and experts) runs every sequence alone, and PyTorch's cross entropy g
 routers add to it is computed from their logits, by the definition.
 """
 
-import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,38 @@ from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
 from megatron_hdp.megatron import hdp_steps, model, parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.megatron.initialisation import (
+    global_parameters,
+    initialise_by_name,
+    tensor_group,
+)
 from megatron_hdp.megatron.parallel import compute_device
 
 VOCABULARY = 257
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.02,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 
 
-def write_corpus(folder, lengths, seed=0):
-    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix."""
+def write_corpus(folder, lengths, seed=0, corrupt=()):
+    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix.
+
+    The last token of the `corrupt` ones is outside the vocabulary.
+    """
     generator = np.random.default_rng(seed)
     prefix = Path(folder) / "corpus"
-    with IndexedWriter(prefix, VOCABULARY) as writer:
-        for length in lengths:
-            writer.add(generator.integers(0, VOCABULARY, length))
+    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+        for i, length in enumerate(lengths):
+            document = generator.integers(0, VOCABULARY, length)
+            if i in corrupt:
+                document[-1] = VOCABULARY
+            writer.add(document)
     return str(prefix)
 
 
@@ -70,36 +89,22 @@ def tiny_arguments(prefix, **overrides):
 
 def moe_arguments(prefix, **overrides):
     """The same with four experts, two of them for a token, and every loss of the router."""
-    settings = {
-        "num_experts": 4,
-        "moe_ffn_hidden_size": 12,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": 0.3,
-        "moe_z_loss_coeff": 0.02,
-        "moe_token_dispatcher_type": "alltoall",
-        "add_bias_linear": False,
-    }
-    return tiny_arguments(prefix, **(settings | overrides))
+    return tiny_arguments(prefix, **(EXPERTS | overrides))
 
 
-def hdp_gradients(arguments, *faults, plan=None, weights=None):
-    """Loss and whole gradients after one HDP step, alike on every rank of an initialised job.
+def hdp_gradients(arguments, *faults, plan=None):
+    """Loss and whole gradients after one HDP step; what other ranks hold comes to the first one.
 
     Args:
         arguments: the run.
         faults: (target, replacement) pairs to plant, as for `mock.patch`.
         plan: what to run instead of the strategy's plan.
-        weights: what to begin with, by global name; without it, what the seed gives.
     """
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(arguments, VOCABULARY)
-    if weights is not None:
-        expert_rank = parallel_state.get_expert_model_parallel_rank()
-        for name, p in gpt.module.named_parameters():
-            p.data.copy_(weights[_global_names(name, arguments)[expert_rank]])
     executor = hdp_steps.build_executor(arguments, gpt)
     token_file = TokenFile(arguments.data_path[0])
-    cost_model = hdp_steps.cost_model_of(arguments, 10_000)
+    cost_model = hdp_steps.cost_model_of(arguments, parallel.num_parameters(gpt))
     documents = range(len(token_file.lengths))
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
     with ExitStack() as planted:
@@ -107,28 +112,20 @@ def hdp_gradients(arguments, *faults, plan=None, weights=None):
             planted.enter_context(mock.patch(target, replacement))
         if plan is not None:
             planted.enter_context(
-                mock.patch("megatron_hdp.megatron.hdp_steps.plan", lambda *_, **__: plan)
+                mock.patch("megatron_hdp.megatron.step_preparation.plan", lambda *_, **__: plan)
             )
         report = steps.run(0)
-    grads = {}
-    for name, p in gpt.module.named_parameters():
-        names = _global_names(name, arguments)
-        grad = _whole(p, p.main_grad, "local_experts" in name)
-        grads |= zip(names, _of_all_expert_ranks(grad), strict=True)
-    return report.loss, grads
-
-
-def initial_weights(arguments):
-    """What the seed gives the stock model, by name."""
-    parallel.set_seeds(arguments.seed)
-    gpt = model.build_gpt(_stock(arguments), VOCABULARY).module
-    return {name: p.detach().clone() for name, p in gpt.named_parameters()}
+        steps.close()
+    grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
+    grads = _together(grads, parallel_state.get_expert_model_parallel_group())
+    return report.loss, _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(_stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
     router_logits = _watch_routers(gpt)
     token_file = TokenFile(arguments.data_path[0])
     table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
@@ -139,6 +136,8 @@ def reference_gradients(arguments):
     for row in step.sequences.tolist():
         length = int(table.length[row])
         document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        if document.max() >= VOCABULARY:
+            continue
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         logits = gpt(document[None], torch.arange(length)[None], mask)[0]
         total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
@@ -147,7 +146,7 @@ def reference_gradients(arguments):
         num_loss_tokens += length - 1
     whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
     grads = {}
-    for name, p in gpt.named_parameters():
+    for name, p in global_parameters(gpt):
         (grads[name],) = torch.autograd.grad(whole, p, retain_graph=True)
     return loss.item(), grads
 
@@ -196,16 +195,10 @@ def errors_of(cases, *faults):
         faults: see `hdp_gradients`.
     """
     first, _ = cases[0]
-    weights = None
-    if first.expert_model_parallel_size > 1:
-        parallel.initialise(_stock(first))
-        weights = initial_weights(first)
-        parallel.finish()
     parallel.initialise(first)
-    found = [
-        hdp_gradients(arguments, *faults, plan=plan, weights=weights) for arguments, plan in cases
-    ]
-    if max(first.tensor_model_parallel_size, first.expert_model_parallel_size) > 1:
+    found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
+    stages, expert_ranks = first.pipeline_model_parallel_size, first.expert_model_parallel_size
+    if first.tensor_model_parallel_size * stages * expert_ranks > 1:
         parallel.finish()
         parallel.initialise(_stock(first))
     if dist.get_rank() > 0:
@@ -215,18 +208,16 @@ def errors_of(cases, *faults):
 
 
 def _stock(arguments):
-    """Megatron without HDP, tensor and expert parallelism, recomputation and losses of routers.
+    """Megatron without HDP, parallelism, recomputation and losses of routers.
 
     The vocabulary is padded alike.
     """
-    vocabulary_multiple = (
-        arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
-    )
     return replace(
         arguments,
         hybrid_data_parallel=False,
         tensor_model_parallel_size=1,
-        make_vocab_size_divisible_by=vocabulary_multiple,
+        sequence_parallel=False,
+        pipeline_model_parallel_size=1,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
@@ -238,30 +229,21 @@ def _stock(arguments):
     )
 
 
-def _global_names(name, arguments):
-    """What one rank alone would call the parameters named `name` on each expert-parallel rank."""
-    ranks = arguments.expert_model_parallel_size
-    expert = re.search(r"local_experts\.(\d+)", name)
-    if expert is None:
-        return [name] * ranks
-    numbers = [int(expert[1]) + rank * (arguments.num_experts // ranks) for rank in range(ranks)]
-    return [name.replace(expert[0], f"local_experts.{number}") for number in numbers]
+def _together(grads, group):
+    """The gradients that the group's ranks hold, on each of them."""
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, grads, group=group)
+    together = {}
+    for held in everyone:
+        for name, grad in held.items():
+            assert name not in together or torch.equal(together[name], grad), f"{name} differs"
+            together[name] = grad
+    return together
 
 
-def _of_all_expert_ranks(grad):
-    """What each expert-parallel rank holds, in their order."""
-    group = parallel_state.get_expert_model_parallel_group()
-    parts = [torch.empty_like(grad) for _ in range(group.size())]
-    dist.all_gather(parts, grad.contiguous(), group=group)
-    return parts
-
-
-def _whole(parameter, grad, is_expert):
+def _whole(parameter, grad):
     """A tensor-parallel parameter's gradient put together."""
-    if is_expert:
-        group = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
+    group = tensor_group(parameter)
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return grad.detach().clone()
     parts = [torch.empty_like(grad, device=compute_device()) for _ in range(group.size())]

@@ -33,48 +33,6 @@ def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
     return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple)
 
 
-def lockstep_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
-    """Rings of random size and order, all ranks in one of them at every position."""
-    rng = np.random.default_rng(seed)
-    waiting = rng.permutation(len(lengths)).tolist()
-    micro_batches = []
-    while waiting:
-        taken, rings = _slot(waiting, lengths, ranks, tokens_per_rank, slice_multiple, rng)
-        waiting = waiting[len(taken) :]
-        for sequence, ring in zip(taken, rings, strict=True):
-            held = slice_tokens(int(lengths[sequence]), len(ring), slice_multiple)
-            micro_batches.append(
-                {
-                    "ring": ring,
-                    "sharded": [sequence],
-                    "local": [],
-                    "load": dict.fromkeys(ring, held),
-                }
-            )
-        whole = [slice_tokens(int(lengths[s]), 1, slice_multiple) for s in waiting[:1]]
-        for micro_batch in micro_batches[-len(rings) :]:
-            rank, load = micro_batch["ring"][-1], micro_batch["load"]
-            if len(load) > 1 and whole and load[rank] + whole[0] <= tokens_per_rank:
-                micro_batch["local"].append((rank, waiting.pop(0)))
-                break
-    return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple)
-
-
-def _slot(waiting, lengths, ranks, capacity, multiple, rng):
-    """The next sequences and a ring for each; together the rings take every rank."""
-    for count in range(int(rng.integers(1, min(ranks, len(waiting)) + 1)), 0, -1):
-        cuts = np.sort(rng.choice(np.arange(1, ranks), count - 1, replace=False))
-        rings = [ring.tolist() for ring in np.split(rng.permutation(ranks), cuts)]
-        taken = waiting[:count]
-        needs = [
-            slice_tokens(int(lengths[sequence]), len(ring), multiple)
-            for sequence, ring in zip(taken, rings, strict=True)
-        ]
-        if max(needs) <= capacity:
-            return taken, rings
-    raise ValueError(f"a sequence of {lengths[waiting[0]]} tokens does not fit on {ranks} ranks")
-
-
 def _join(micro_batches, sequence, degree, sizes, capacity, rng):
     """Try to add the sequence to a micro-batch that is there: sharded over its ring, or local."""
     held, whole = sizes

@@ -20,11 +20,15 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.megatron import cpu_collectives
+
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
     "torch.cuda inside megatron.*": "devices, streams, events, RNG, nvtx answer for the CPU",
     "torch.distributed.barrier inside megatron.*": "device_ids is dropped (gloo knows none)",
     "torch.distributed.all_to_all_single inside megatron.*": "split sizes become integers",
+    "torch.distributed.all_gather, .reduce_scatter inside megatron.*": "parts of different lengths "
+    "are padded (gloo wants equal ones)",
     "torch.softmax inside megatron.*": "float64 stays float64 where float32 is asked for (routers)",
     "megatron.core.tensor_parallel.random": "CUDA RNG state is the CPU generator's",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "None, as no TransformerEngine is "
@@ -138,26 +142,6 @@ def _cpu_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return on_cpu
 
 
-def _barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-    return torch.distributed.barrier(*args, **kwargs)
-
-
-def _all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    **kwargs: Any,
-) -> Any:
-    splits = (_as_list(output_split_sizes), _as_list(input_split_sizes))
-    return torch.distributed.all_to_all_single(output, input, *splits, **kwargs)
-
-
-def _as_list(sizes: Any) -> Any:
-    """Sizes as integers: Megatron takes them off the GPU with a conversion that a CPU skips."""
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-
 def _softmax(
     input: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> torch.Tensor:
@@ -197,7 +181,13 @@ def _stand_in_for_torch() -> _StandIn:
     overrides: dict[str, Any] = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
     overrides["cuda"] = cuda
     overrides["distributed"] = _StandIn(
-        torch.distributed, {"barrier": _barrier, "all_to_all_single": _all_to_all_single}
+        torch.distributed,
+        {
+            "barrier": cpu_collectives.barrier,
+            "all_to_all_single": cpu_collectives.all_to_all_single,
+            "all_gather": cpu_collectives.all_gather,
+            "reduce_scatter": cpu_collectives.reduce_scatter,
+        },
     )
     overrides["softmax"] = _softmax
     return _StandIn(torch, overrides)

@@ -60,7 +60,11 @@ class HdpRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         for kind in ("aux_loss", "global_aux_loss"):
             _refuse(self.get_aux_loss_coeff(kind) > 0, kind, "seq_aux_loss")
-        _refuse(self.routing_type == "sinkhorn", "sinkhorn routing", "seq_aux_loss or none")
+        _refuse(
+            config.moe_router_load_balancing_type == "sinkhorn",
+            "sinkhorn routing",
+            "seq_aux_loss or none",
+        )
         _refuse(self.enable_expert_bias, "a bias of experts", "seq_aux_loss")
         _refuse(
             config.moe_expert_capacity_factor is not None, "a capacity of experts", "no capacity"
@@ -129,15 +133,13 @@ class HdpRouter(TopKRouter):
 
     def _is_learning(self) -> bool:
         """False in evaluation and in the pass that recomputation repeats."""
-        return self.training and torch.is_grad_enabled()
+        return bool(self.training) and torch.is_grad_enabled()
 
 
 class HdpMoeTransformerLayer(TransformerLayer):
     """Megatron's layer, which hands the micro-batch on to its router as well."""
 
-    def forward(
-        self, *args: Any, packed_seq_params: HdpPackedSeqParams, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, packed_seq_params: HdpPackedSeqParams, **kwargs: Any) -> Any:
         """See ``TransformerLayer.forward``."""
         with self.mlp.router.routes(packed_seq_params):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

@@ -111,6 +111,12 @@ def _check_ranks(args: TrainingArguments) -> None:
     tensor_ranks = args.tensor_model_parallel_size
     expert_ranks = args.expert_model_parallel_size
     expert_tensor_ranks = args.expert_tensor_parallel_size
+    if tensor_ranks > 1 and not args.sequence_parallel:
+        raise OptionError(
+            f"--num-experts with --tensor-model-parallel-size {tensor_ranks} needs "
+            "--sequence-parallel: Megatron's experts want each tensor-parallel rank to hold its "
+            "own tokens"
+        )
     if (args.num_experts or 0) % expert_ranks:
         raise OptionError(
             f"--num-experts {args.num_experts} is not a multiple of --expert-model-parallel-size "

@@ -18,7 +18,7 @@ WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC})
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time, in seconds of `time.perf_counter`; spans of waiting lie inside others."""
+    """One stretch of time, in seconds of `time.perf_counter`; waits lie inside other spans."""
 
     kind: str
     start_s: float

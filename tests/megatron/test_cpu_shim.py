@@ -322,5 +322,13 @@ def test_the_checks_see_a_module_that_kept_the_stand_in(run):
 def test_redirects_name_every_global_replacement():
     text = " ".join(cpu_shim.REDIRECTS)
     names = ["Tensor.cuda", "Tensor.type", "Tensor.record_stream", "Module.cuda"]
-    for name in [*names, "all_to_all_single", "softmax", "te_general_gemm", "cuda_dtoh_stream"]:
+    for name in [
+        *names,
+        "all_to_all_single",
+        "all_gather",
+        "reduce_scatter",
+        "softmax",
+        "te_general_gemm",
+        "cuda_dtoh_stream",
+    ]:
         assert name in text

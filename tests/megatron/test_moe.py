@@ -11,23 +11,24 @@ from megatron_hdp.megatron import model, parallel
 from megatron_hdp.megatron.executor import HdpExecutor
 from megatron_hdp.megatron.moe import HdpRouter
 from tests.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
-from tests.random_plans import lockstep_plan, random_plan
+from tests.random_plans import random_plan
 
 TOLERANCE = 1e-10
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+TENSOR |= {"expert_tensor_parallel_size": 1}
 
 
-def planned_cases(folder, ranks, make_plan, num_plans, **overrides):
-    """Runs of one model over plans of `make_plan`."""
-    arguments = moe_arguments(write_corpus(folder, LENGTHS), **(ROOM | overrides))
+def planned(arguments, ranks):
+    """A run with a plan that no strategy would make: rings of every size, counts that differ."""
     lengths = np.array(LENGTHS)
     drawn = StepSampler(lengths, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
-    room = {"ranks": ranks, "tokens_per_rank": ROOM["hdp_tokens_per_rank"]}
-    return [
-        (arguments, make_plan(lengths[drawn.sequences], seed=seed, **room))
-        for seed in range(num_plans)
-    ]
+    lengths, capacity = lengths[drawn.sequences], arguments.hdp_tokens_per_rank
+    plans = (
+        random_plan(lengths, ranks=ranks, tokens_per_rank=capacity, seed=seed) for seed in range(20)
+    )
+    return arguments, next(plan for plan in plans if len(set(counts_of(plan))) > 1)
 
 
 def counts_of(plan):
@@ -39,27 +40,42 @@ def check(run_ranks, ranks, cases):
     assert max(errors) <= TOLERANCE, errors
 
 
-def test_all_experts_on_every_rank(run_ranks, tmp_path):
-    cases = planned_cases(tmp_path, 3, random_plan, 2)
-    assert all(len(set(counts_of(plan))) > 1 for _, plan in cases)
-    prefix = cases[0][0].data_path[0]
-    for strategy in ("static", "dp-balance"):
-        cases.append((moe_arguments(prefix, hdp_strategy=strategy, **ROOM), None))
-    check(run_ranks, 3, cases)
+# ranks, of them in the HDP dimension, layout
+LAYOUTS = {
+    "every-expert-on-every-rank": (3, 3, {}),
+    "across-all-ranks": (2, 2, {"expert_model_parallel_size": 2}),
+    "two-domains": (4, 4, {"expert_model_parallel_size": 2}),
+    "an-expert-a-rank": (4, 4, {"expert_model_parallel_size": 4, "moe_router_topk": 3}),
+    "within-tensor-ranks": (4, 2, TENSOR | {"expert_model_parallel_size": 2}),
+    "shared-by-tensor-ranks": (4, 2, TENSOR | {"expert_tensor_parallel_size": 2}),
+    "across-tensor-and-hdp-ranks": (4, 2, TENSOR | {"expert_model_parallel_size": 4}),
+    "shared-and-across": (
+        4,
+        2,
+        TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    ),
+    "all-gathered-within-tensor-ranks": (
+        4,
+        2,
+        TENSOR | {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+    ),
+    "stages": (
+        4,
+        2,
+        {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "ranks, overrides",
-    [
-        (2, {"expert_model_parallel_size": 2}),
-        (4, {"expert_model_parallel_size": 2, "overlap_grad_reduce": True}),
-        (4, {"expert_model_parallel_size": 4, "moe_router_topk": 3}),
-    ],
-    ids=["all-ranks", "two-domains-overlapped", "an-expert-a-rank"],
-)
-def test_experts_across_ranks(run_ranks, tmp_path, ranks, overrides):
-    cases = planned_cases(tmp_path, ranks, lockstep_plan, 2, **overrides)
-    assert all(len(set(counts_of(plan))) == 1 for _, plan in cases)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_layouts(run_ranks, tmp_path, layout):
+    ranks, hdp_ranks, overrides = LAYOUTS[layout]
+    arguments = moe_arguments(write_corpus(tmp_path, LENGTHS), **(ROOM | overrides))
+    cases = [
+        (replace(arguments, hdp_strategy="static"), None),
+        (replace(arguments, hdp_strategy="auto"), None),
+        planned(arguments, hdp_ranks),
+    ]
     check(run_ranks, ranks, cases)
 
 
@@ -74,25 +90,35 @@ def test_experts_across_ranks(run_ranks, tmp_path, ranks, overrides):
         {"moe_router_topk": 1, "moe_router_pre_softmax": True, "overlap_grad_reduce": True},
         {
             "moe_token_dispatcher_type": "allgather",
+            "expert_model_parallel_size": 1,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         },
     ],
     ids=["recompute", "top-1-overlapped", "allgather"],
 )
-def test_with_megatron_features(run_ranks, tmp_path, overrides):
-    check(run_ranks, 3, planned_cases(tmp_path, 3, random_plan, 1, **overrides))
+def test_gradients_with_megatron_features(run_ranks, tmp_path, overrides):
+    settings = ROOM | {"expert_model_parallel_size": 2} | overrides
+    arguments = moe_arguments(write_corpus(tmp_path, LENGTHS), **settings)
+    check(run_ranks, 2, [planned(arguments, 2)])
 
 
 @pytest.mark.parametrize("expert_ranks", [1, 2])
 def test_ranks_without_a_sequence_and_experts_without_a_token(run_ranks, tmp_path, expert_ranks):
     """A padding token reaches two experts, the hooks of the other two's gradients fire as well."""
-    prefix = write_corpus(tmp_path, [5, 3])
     overlapped = {"overlap_grad_reduce": True, "ddp_bucket_size": 1}
     arguments = moe_arguments(
-        prefix, expert_model_parallel_size=expert_ranks, hdp_strategy="naive", **overlapped
+        write_corpus(tmp_path, [5, 3]),
+        expert_model_parallel_size=expert_ranks,
+        hdp_strategy="naive",
+        **overlapped,
     )
     check(run_ranks, 4, [(arguments, None)])
+
+
+def test_corrupt_documents_leave_no_trace(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=[4, 7])
+    check(run_ranks, 2, [planned(moe_arguments(prefix, **ROOM), 2)])
 
 
 def seen_with_padding(self, params):
@@ -127,8 +153,9 @@ ROUTER = "megatron_hdp.megatron.moe.HdpRouter"
     ids=["padding-counted", "ring-not-summed", "no-router-loss", "experts-doubled"],
 )
 def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
-    cases = planned_cases(tmp_path, 2, lockstep_plan, 1, expert_model_parallel_size=2)
-    errors = run_ranks(2, errors_of, cases, fault)[0]
+    prefix = write_corpus(tmp_path, LENGTHS)
+    case = planned(moe_arguments(prefix, expert_model_parallel_size=2, **ROOM), 2)
+    errors = run_ranks(2, errors_of, [case], fault)[0]
     assert min(errors) > 1e-6, errors
 
 
@@ -166,6 +193,6 @@ def initialise(arguments):
 def test_ranks_that_cannot_share_the_experts_are_refused(run_ranks, tmp_path):
     arguments = moe_arguments(write_corpus(tmp_path, [5]), expert_model_parallel_size=2)
     with pytest.raises(
-        Exception, match="3 ranks cannot be cut into groups of 2 that share the exp"
+        Exception, match="3 ranks of a pipeline stage cannot be cut into groups of 2 that"
     ):
         run_ranks(3, initialise, arguments)

@@ -36,6 +36,12 @@ def test_defaults_follow_megatron() -> None:
             "--expert-tensor-parallel-size 2",
             "--moe-ffn-hidden-size 9 is not a multiple of --expert-tensor-parallel-size 2",
         ),
+        ("--tensor-model-parallel-size 2", "needs --sequence-parallel"),
+        (
+            "--num-experts 6 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1 --expert-model-parallel-size 3",
+            "neither divide nor are a multiple of --tensor-model-parallel-size 2",
+        ),
         ("--expert-tensor-parallel-size 2", "raise --expert-model-parallel-size"),
     ],
 )
