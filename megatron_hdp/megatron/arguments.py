@@ -239,6 +239,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
+        train_iters=arguments.train_iters,
     )
     return arguments
 

@@ -8,7 +8,7 @@ plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_hdp.data import RankMicroBatch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.schedule_timers import noting_compute
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.ring_comm import RingComm
-from megatron_hdp.runtime.timeline import RING_WAIT
+from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,18 @@ class RankOutcome:
     """Sum of this rank's token losses."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
-    busy_s: float
-    """The same without waiting for ring members."""
+    ring_wait_s: float
+    """The part of it spent waiting for ring members."""
+    pipeline_wait_s: float
+    """The part of it spent waiting for other pipeline stages."""
+    sync_s: float
+    """Seconds of gradient sync, waiting for other ranks included."""
     ring_bytes: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until gradient sync without waiting for others."""
+        return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
 
 
 class HdpExecutor:
@@ -60,7 +70,7 @@ class HdpExecutor:
     def run(
         self,
         micro_batches: Iterable[RankMicroBatch],
-        num_micro_batches: int,
+        indices: Sequence[int | None],
         num_loss_tokens: int,
         forward_only: bool = False,
     ) -> RankOutcome:
@@ -68,32 +78,34 @@ class HdpExecutor:
 
         Args:
             micro_batches: this rank's, in the plan's order; read one by one.
-            num_micro_batches: how many; at least one on every rank.
+            indices: of each of them in the plan, None for padding; at least one on every rank.
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
         """
         self.comm.bytes_sent = 0
-        self.comm.timeline.reset()
+        timeline = self.comm.timeline
         self._losses = []
         config = get_model_config(self.model)
         config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        started = time.perf_counter()
-        forward_backward_no_pipelining(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.model],
-            num_microbatches=num_micro_batches,
-            seq_length=1,  # not used without pipeline stages
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        timeline.reset()
+        with noting_compute(config, timeline, indices):
+            forward_backward_no_pipelining(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(micro_batches),
+                model=[self.model],
+                num_microbatches=len(indices),
+                seq_length=1,  # not used without pipeline stages
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         if forward_only:
             self._reached_sync = time.perf_counter()
-        until_sync_s = self._reached_sync - started
         return RankOutcome(
             loss_sum=torch.stack(self._losses).double().sum().item(),
-            until_sync_s=until_sync_s,
-            busy_s=until_sync_s - self.comm.timeline.totals_s[RING_WAIT],
+            until_sync_s=self._reached_sync - timeline.started_s,
+            ring_wait_s=timeline.totals_s[RING_WAIT],
+            pipeline_wait_s=timeline.totals_s[PIPELINE_WAIT],
+            sync_s=timeline.totals_s[SYNC],
             ring_bytes=self.comm.bytes_sent,
         )
 
@@ -140,6 +152,7 @@ class HdpExecutor:
     ) -> None:
         """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
         self._reached_sync = time.perf_counter()
-        finalize_model_grads(model, None, **kwargs)
+        with self.comm.timeline.span(SYNC):
+            finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))

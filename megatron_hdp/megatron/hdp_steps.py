@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -24,11 +24,18 @@ from megatron_hdp.data import (
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
-from megatron_hdp.megatron.parallel import compute_device, hdp_rank, new_ring_comm, num_hdp_ranks
-from megatron_hdp.megatron.step_report import StepReport
-from megatron_hdp.planner import CostModel, Plan, evaluate, plan
+from megatron_hdp.megatron.parallel import (
+    compute_device,
+    hdp_rank,
+    new_ring_comm,
+    num_hdp_ranks,
+    num_pipeline_stages,
+)
+from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
+from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate, plan
 from megatron_hdp.runtime.agreement import fingerprint, require_agreement
 from megatron_hdp.runtime.kernels import select_kernel
+from megatron_hdp.runtime.timeline import Timeline
 
 
 def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
@@ -98,17 +105,19 @@ class HdpSteps:
             DisagreementError: ranks planned different things.
             ValueError: a token outside the vocabulary.
         """
+        asked = time.perf_counter()
         planned = self.planned = self._plan(consumed)
+        exposed_s = time.perf_counter() - asked
         self._require_same_plan(planned)
         mine = planned.plan.micro_batches_of(hdp_rank())
         self._seed_dropout(planned.step.consumed_before)
         outcome = self.executor.run(
             self._read(planned, mine),
-            max(len(mine), 1),
+            mine.tolist() or [None],
             planned.num_loss_tokens,
             forward_only=forward_only,
         )
-        return self._report(planned, outcome)
+        return self._report(planned, outcome, exposed_s)
 
     def _plan(self, consumed: int) -> PlannedStep:
         step = self.sampler.step(consumed)
@@ -163,40 +172,66 @@ class HdpSteps:
         seed = fingerprint(self.arguments.seed, consumed, hdp_rank()) % 2**31
         model_parallel_cuda_manual_seed(seed)
 
-    def _report(self, planned: PlannedStep, outcome: RankOutcome) -> StepReport:
+    def _report(self, planned: PlannedStep, outcome: RankOutcome, exposed_s: float) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
-        sums = torch.tensor(
-            [outcome.loss_sum, outcome.busy_s, outcome.ring_bytes],
-            dtype=torch.float64,
+        ranks = dist.get_world_size()
+        job = over_all_ranks(
+            sums={
+                "loss_sum": outcome.loss_sum,
+                "busy_s": outcome.busy_s,
+                "ring_wait_s": outcome.ring_wait_s,
+                "pipeline_wait_s": outcome.pipeline_wait_s,
+                "sync_s": outcome.sync_s,
+                "ring_bytes": outcome.ring_bytes,
+            },
+            maxima={
+                "makespan_s": outcome.until_sync_s,
+                "minus_least_busy_s": -outcome.busy_s,
+                "exposed_s": exposed_s,
+            },
             device=compute_device(),
         )
-        until_sync = torch.tensor(outcome.until_sync_s, device=compute_device())
-        dist.all_reduce(sums)
-        dist.all_reduce(until_sync, dist.ReduceOp.MAX)
-        loss_sum, busy_s, ring_bytes = sums.tolist()
-        replicas = dist.get_world_size() // num_hdp_ranks()
+        replicas = ranks // num_hdp_ranks()
         counts = np.bincount(planned.plan.ranks, minlength=planned.plan.num_ranks)
+        efficiency = job["busy_s"] / ranks / job["makespan_s"]
         return StepReport(
-            loss=loss_sum / replicas / max(planned.num_loss_tokens, 1),
+            loss=job["loss_sum"] / replicas / max(planned.num_loss_tokens, 1),
             tokens=planned.step.tokens,
+            squared_tokens=int((planned.plan.lengths**2).sum()),
             loss_tokens=planned.num_loss_tokens,
             sequences=len(planned.step.sequences),
             consumed_after=planned.step.consumed_after,
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
             planned_efficiency=planned.plan.summary["efficiency"],
-            measured_efficiency=busy_s / dist.get_world_size() / until_sync.item(),
-            ring_bytes=int(ring_bytes),
+            measured_efficiency=efficiency,
+            makespan_s=job["makespan_s"],
+            idle_share_max=1 + job["minus_least_busy_s"] / job["makespan_s"],
+            idle_share_mean=1 - efficiency,
+            ring_wait_s=job["ring_wait_s"] / ranks,
+            pipeline_wait_s=job["pipeline_wait_s"] / ranks,
+            sync_s=job["sync_s"] / ranks,
+            ring_bytes=int(job["ring_bytes"]),
             planning_ms=planned.plan.summary["planning_ms"],
+            planning_exposed_ms=job["exposed_s"] * 1000,
         )
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
         from megatron_hdp.simulator.plot import plot_plan
 
+        plot_plan(*self.planned_times(), path, title=title)
+
+    def planned_times(self) -> tuple[Plan, Evaluation]:
+        """The latest step's plan and when it expects what to run."""
         assert self.planned is not None, "no step has run"
-        evaluation = evaluate(self.planned.plan, self.cost_model)
-        plot_plan(self.planned.plan, evaluation, path, title=title)
+        made = self.planned.plan
+        return made, evaluate(made, self.cost_model, num_pipeline_stages())
+
+    @property
+    def timeline(self) -> Timeline:
+        """What this rank does, and where its time goes."""
+        return self.executor.comm.timeline
 
 
 def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:

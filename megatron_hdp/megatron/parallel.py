@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -91,6 +92,31 @@ def hdp_rank() -> int:
 def num_hdp_ranks() -> int:
     """HDP ranks of the job."""
     return int(parallel_state.get_data_parallel_world_size())
+
+
+def num_pipeline_stages() -> int:
+    """Stages of every HDP rank."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a rank of the job stands."""
+
+    hdp_rank: int
+    stage: int
+    """Pipeline stage of the HDP rank."""
+    tensor_rank: int
+    """Place among the ranks that share the stage's layers."""
+
+
+def place() -> Place:
+    """This rank's place."""
+    return Place(
+        hdp_rank=hdp_rank(),
+        stage=int(parallel_state.get_pipeline_model_parallel_rank()),
+        tensor_rank=int(parallel_state.get_tensor_model_parallel_rank()),
+    )
 
 
 def new_ring_comm(timeout_minutes: float) -> RingComm:
