@@ -23,8 +23,8 @@ from megatron_hdp.simulator.lanes import lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
 
 PLAN, COMPUTE = "plan", "compute"
-THREADS = {PLAN: 1, COMPUTE: 2, RING_WAIT: 3, PIPELINE_WAIT: 4, SYNC: 5}
-_THREAD_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
+LANES = (PLAN, COMPUTE, RING_WAIT, PIPELINE_WAIT, SYNC)
+_LANE_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
 _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
@@ -51,7 +51,7 @@ class RankSpans:
         kept, left_out_s = [], defaultdict[str, float](float)
         for span in spans:
             duration_s = span.end_s - span.start_s
-            if span.kind in _THREAD_OF or duration_s >= least_s:
+            if span.kind in _LANE_OF or duration_s >= least_s:
                 kept.append(span)
             else:
                 left_out_s[span.kind] += duration_s
@@ -62,7 +62,7 @@ class RankSpans:
         """Seconds of forward and backward without the waits for ring members inside them."""
         seconds = -self.left_out_s.get(RING_WAIT, 0.0)
         for span in self.spans:
-            if span.kind in _THREAD_OF:
+            if span.kind in _LANE_OF:
                 seconds += span.end_s - span.start_s
             elif span.kind == RING_WAIT:
                 seconds -= span.end_s - span.start_s
@@ -83,17 +83,17 @@ def name_events(places: Sequence[Place]) -> Iterator[Event]:
     Args:
         places: of all ranks of the job, in ascending order.
     """
-    yield from labels("process", _JOB, 1, "job", 0)
-    yield from labels("thread", _JOB, 1, "steps", 0)
+    yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
+    yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
     num_stages, num_tensor_ranks = _extent(places)
     for process, place in enumerate(places, _FIRST_RANK):
         label = f"HDP rank {place.hdp_rank}"
         label += f", stage {place.stage}" if num_stages > 1 else ""
         label += f", tensor rank {place.tensor_rank}" if num_tensor_ranks > 1 else ""
-        yield from labels("process", process, 1, label, process)
-        for name, thread in THREADS.items():
-            if name != PIPELINE_WAIT or num_stages > 1:
-                yield from labels("thread", process, thread, name, thread)
+        yield from labels("process", process, _thread(process, PLAN), label, process)
+        for position, lane in enumerate(LANES):
+            if lane != PIPELINE_WAIT or num_stages > 1:
+                yield from labels("thread", process, _thread(process, lane), lane, position)
 
 
 def step_events(
@@ -115,7 +115,7 @@ def step_events(
     last_s = max(
         (span.end_s - starts[rank.clock] for rank in ranks for span in rank.spans), default=0.0
     )
-    yield bar(f"step {step}", _JOB, 1, offset_s, offset_s + last_s, facts)
+    yield bar(f"step {step}", _JOB, _thread(_JOB, PLAN), offset_s, offset_s + last_s, facts)
     for process, rank in enumerate(ranks, _FIRST_RANK):
         yield from _plan_events(plan, evaluation, details, rank.place, process, scale, offset_s)
         for span in sorted(rank.spans, key=lambda span: span.start_s):
@@ -167,7 +167,7 @@ def _plan_events(
         yield bar(
             _name(kind, about),
             process,
-            THREADS[PLAN],
+            _thread(process, PLAN),
             offset_s + start_s * scale,
             offset_s + end_s * scale,
             about | {"predicted_s": end_s - start_s, "stretched_by": scale},
@@ -177,14 +177,19 @@ def _plan_events(
 def _span_event(
     span: Span, details: MicroBatchDetails, place: Place, process: int, shift_s: float
 ) -> Event:
-    thread = THREADS[_THREAD_OF.get(span.kind, span.kind)]
+    thread = _thread(process, _LANE_OF.get(span.kind, span.kind))
     name, about = span.kind, {}
-    if span.kind in _THREAD_OF:
+    if span.kind in _LANE_OF:
         name = f"{span.kind}, padding"
     if span.micro_batch is not None:
         about = details.of(span.micro_batch, place.hdp_rank)
         name = _name(span.kind, about)
     return bar(name, process, thread, span.start_s + shift_s, span.end_s + shift_s, about)
+
+
+def _thread(process: int, lane: str) -> int:
+    """Another one for every lane; none is its process, which a viewer would put first."""
+    return 10 * process + LANES.index(lane)
 
 
 def _name(kind: str, about: dict[str, Any]) -> str:

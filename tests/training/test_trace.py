@@ -13,7 +13,7 @@ from megatron_hdp.planner import Plan, evaluate
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, RING_WAIT, SYNC, Span
 from megatron_hdp.training import step_trace
 from megatron_hdp.training.loop import pretrain
-from megatron_hdp.training.step_trace import THREADS, RankSpans, clock_starts, step_events
+from megatron_hdp.training.step_trace import LANES, RankSpans, clock_starts, step_events
 from megatron_hdp.training.tracer import StepTracer
 from tests.gradients import tiny_arguments, write_corpus
 from tests.simulator.test_lanes import COST, TWO_STAGES, plan_of
@@ -87,7 +87,7 @@ class Trace:
             b
             for b in self.bars
             if b["pid"] > 1
-            and b["tid"] == THREADS[kind]
+            and b["tid"] == 10 * b["pid"] + LANES.index(kind)
             and first <= b["ts"] <= last
             and rank in (None, b["pid"] - 2)
         ]
@@ -121,7 +121,7 @@ def test_every_micro_batch_once_forward_and_once_backward(traced):
 def test_a_bar_that_is_missing_or_of_another_micro_batch_is_found(traced):
     trace, plans, _ = traced
     document = {"otherData": {}, "traceEvents": [dict(event) for event in trace.events]}
-    compute = [e for e in document["traceEvents"] if e["ph"] == "X" and e["tid"] == 2]
+    compute = [e for e in document["traceEvents"] if e["ph"] == "X" and e["tid"] == 21]
     compute[0]["args"] = compute[0]["args"] | {"micro_batch": 99}
     assert len(missing_or_twice(Trace(document), plans[2], 2)) == 2
     document["traceEvents"].remove(compute[0])
@@ -130,8 +130,8 @@ def test_a_bar_that_is_missing_or_of_another_micro_batch_is_found(traced):
 
 def test_names_lanes_and_order(traced):
     trace, plans, _ = traced
-    assert trace.names["process_name", 1, 1] == "job"
-    assert [trace.names["process_name", p + 2, 1] for p in range(4)] == [
+    assert trace.names["process_name", 1, 10] == "job"
+    assert [trace.names["process_name", p, 10 * p] for p in range(2, 6)] == [
         f"HDP rank {rank}" for rank in range(4)
     ]
     lanes = {name for (kind, process, _), name in trace.names.items() if process == 3}
@@ -257,11 +257,11 @@ def test_two_machines_two_stages_two_tensor_ranks():
     ]
     assert names[1] == "HDP rank 0, stage 0, tensor rank 0" and len(names) == 9
     events = list(step_events(ranks, plan, evaluation, 7, 10.0))
-    forwards = [e for e in events if e["tid"] == 2 and e["pid"] > 1 and "forward" in e["name"]]
+    forwards = [e for e in events if e["tid"] % 10 == 1 and "forward" in e["name"]]
     assert {(e["ts"], e["dur"]) for e in forwards} == {(11e6, 1e6)} and len(forwards) == 8
     scale = events[0]["args"]["plan_stretched_by"]
     assert scale == pytest.approx(8 * 3.0 / (evaluation.busy_s.sum() * 2 * 2))
-    drawn = sum(e["dur"] for e in events if e["tid"] == 1 and e["pid"] > 1)
+    drawn = sum(e["dur"] for e in events if e["tid"] % 10 == 0 and e["pid"] > 1)
     assert drawn / MICROSECONDS == pytest.approx(8 * 3.0)
 
 
