@@ -34,7 +34,7 @@ class StepReport:
     makespan_s: float | None = None
     """From the start of the step until the last rank reached gradient sync."""
     idle_share_max: float | None = None
-    """Share of the makespan that the idlest rank had nothing to do, or waited for others."""
+    """Share of the makespan in which the idlest rank waited for others or was done."""
     idle_share_mean: float | None = None
     """Mean of it over ranks: 1 - measured efficiency."""
     ring_wait_s: float | None = None
@@ -48,11 +48,11 @@ class StepReport:
     planning_ms: float | None = None
     """The planner's own time."""
     planning_exposed_ms: float | None = None
-    """Time in which nothing ran because the plan was not there yet; of the slowest rank."""
-    skipped_documents: int = 0
-    """Documents that could not be read in this step and were left out."""
-    planner_failures: int = 0
-    """Plans of this step that failed, so that the static one ran instead."""
+    """Time that the slowest rank waited for planning and reading; the rest was hidden."""
+    skipped_documents: int | None = None
+    """Corrupt documents skipped since the start of the run."""
+    planner_failures: int | None = None
+    """Steps since the start of the run that fell back to the static plan."""
 
 
 def over_all_ranks(

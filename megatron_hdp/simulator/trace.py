@@ -9,10 +9,8 @@ than its arrays.
 import os
 from collections.abc import Iterator
 
-import numpy as np
-
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.lanes import Int64Array, Lanes, lanes_of
+from megatron_hdp.simulator.lanes import Lanes, bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels, write_events
 
 
@@ -40,7 +38,7 @@ def write_trace(
 
 def _events(plan: Plan, lanes: list[Lanes], ranks_per_node: int) -> Iterator[Event]:
     details = MicroBatchDetails(plan)
-    sorted_bars = [_by_rank(one, plan.num_ranks) for one in lanes]
+    sorted_bars = [bars_by_rank(one, plan.num_ranks) for one in lanes]
     for rank in range(plan.num_ranks):
         node = rank // ranks_per_node
         if rank % ranks_per_node == 0:
@@ -54,13 +52,6 @@ def _events(plan: Plan, lanes: list[Lanes], ranks_per_node: int) -> Iterator[Eve
                 arguments = details.of(int(one.micro_batch[i]), rank)
                 name = _name(one, i, len(lanes) > 1)
                 yield bar(name, node, thread, one.start_s[i], one.own_end_s[i], arguments)
-
-
-def _by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
-    """The bars of every rank in the order of time, rank after rank, and where each rank's begin."""
-    bars = np.lexsort((lanes.own_end_s, lanes.start_s, lanes.rank))
-    counts = np.bincount(lanes.rank, minlength=num_ranks)
-    return bars, np.concatenate([[0], np.cumsum(counts)])
 
 
 def _name(lanes: Lanes, i: int, pipelined: bool) -> str:

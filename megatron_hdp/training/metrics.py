@@ -55,8 +55,8 @@ class StepMetrics:
     planning_exposed_ms: float | None = None
     micro_batches_min: int | None = None
     micro_batches_max: int | None = None
-    skipped_documents: int = 0
-    planner_failures: int = 0
+    skipped_documents: int | None = None
+    planner_failures: int | None = None
     validation_loss: float | None = None
     """Only on steps that ended with an evaluation."""
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hdp.megatron.parallel import Place
+from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
-from megatron_hdp.simulator.lanes import lanes_of
+from megatron_hdp.simulator.lanes import bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
 
 PLAN, COMPUTE = "plan", "compute"
@@ -34,7 +34,7 @@ _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short t
 class RankSpans:
     """What one rank noted in one step."""
 
-    place: Place
+    place: RankPlace
     clock: str
     """Ranks that name the same clock read the same one."""
     started_s: float
@@ -44,7 +44,9 @@ class RankSpans:
     """Seconds of waits too short to be among the spans, by kind."""
 
     @classmethod
-    def of_rank(cls, place: Place, clock: str, started_s: float, spans: list[Span]) -> RankSpans:
+    def of_rank(
+        cls, place: RankPlace, clock: str, started_s: float, spans: list[Span]
+    ) -> RankSpans:
         """Keeps of a step's spans what can be seen in a picture of it."""
         end_s = max((span.end_s for span in spans), default=started_s)
         least_s = _SHORT * (end_s - started_s)
@@ -77,7 +79,7 @@ def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
     return starts
 
 
-def name_events(places: Sequence[Place]) -> Iterator[Event]:
+def name_events(places: Sequence[RankPlace]) -> Iterator[Event]:
     """The names of processes and threads.
 
     Args:
@@ -85,14 +87,13 @@ def name_events(places: Sequence[Place]) -> Iterator[Event]:
     """
     yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
     yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
-    num_stages, num_tensor_ranks = _extent(places)
     for process, place in enumerate(places, _FIRST_RANK):
         label = f"HDP rank {place.hdp_rank}"
-        label += f", stage {place.stage}" if num_stages > 1 else ""
-        label += f", tensor rank {place.tensor_rank}" if num_tensor_ranks > 1 else ""
+        label += f", stage {place.stage}" if place.num_stages > 1 else ""
+        label += f", tensor rank {place.tensor_rank}" if place.num_tensor_ranks > 1 else ""
         yield from labels("process", process, _thread(process, PLAN), label, process)
         for position, lane in enumerate(LANES):
-            if lane != PIPELINE_WAIT or num_stages > 1:
+            if lane != PIPELINE_WAIT or place.num_stages > 1:
                 yield from labels("thread", process, _thread(process, lane), lane, position)
 
 
@@ -109,25 +110,23 @@ def step_events(
         offset_s: where the step begins in the trace.
     """
     starts = clock_starts(ranks)
-    details = MicroBatchDetails(plan)
     facts = step_facts(ranks, evaluation)
-    scale = facts["plan_stretched_by"]
+    overlay = _Overlay(plan, evaluation, facts["plan_stretched_by"], offset_s)
     last_s = max(
         (span.end_s - starts[rank.clock] for rank in ranks for span in rank.spans), default=0.0
     )
     yield bar(f"step {step}", _JOB, _thread(_JOB, PLAN), offset_s, offset_s + last_s, facts)
     for process, rank in enumerate(ranks, _FIRST_RANK):
-        yield from _plan_events(plan, evaluation, details, rank.place, process, scale, offset_s)
+        yield from overlay.events(rank.place, process)
         for span in sorted(rank.spans, key=lambda span: span.start_s):
             shift_s = offset_s - starts[rank.clock]
-            yield _span_event(span, details, rank.place, process, shift_s)
+            yield _span_event(span, overlay.details, rank.place, process, shift_s)
 
 
 def step_facts(ranks: Sequence[RankSpans], evaluation: Evaluation) -> dict[str, Any]:
     """Figures of the step, the factor between measured and predicted compute among them."""
-    num_stages, num_tensor_ranks = _extent([rank.place for rank in ranks])
     measured_s = sum(rank.compute_s for rank in ranks)
-    predicted_s = float(evaluation.busy_s.sum()) * num_stages * num_tensor_ranks
+    predicted_s = sum(float(evaluation.busy_s[rank.place.hdp_rank]) for rank in ranks)
     left_out_s = defaultdict[str, float](float)
     for rank in ranks:
         for kind, seconds in rank.left_out_s.items():
@@ -142,40 +141,37 @@ def step_facts(ranks: Sequence[RankSpans], evaluation: Evaluation) -> dict[str, 
     }
 
 
-def _extent(places: Sequence[Place]) -> tuple[int, int]:
-    """Stages and tensor-parallel ranks."""
-    return max(p.stage for p in places) + 1, max(p.tensor_rank for p in places) + 1
+class _Overlay:
+    """The plan's bars, stretched and moved to where the step begins."""
 
+    def __init__(self, plan: Plan, evaluation: Evaluation, scale: float, offset_s: float) -> None:
+        self.details = MicroBatchDetails(plan)
+        self._scale = scale
+        self._offset_s = offset_s
+        self._lanes = [lanes_of(plan, evaluation, s) for s in range(evaluation.pipeline_stages)]
+        self._by_rank = [bars_by_rank(lanes, plan.num_ranks) for lanes in self._lanes]
 
-def _plan_events(
-    plan: Plan,
-    evaluation: Evaluation,
-    details: MicroBatchDetails,
-    place: Place,
-    process: int,
-    scale: float,
-    offset_s: float,
-) -> Iterator[Event]:
-    lanes = lanes_of(plan, evaluation, place.stage)
-    mine = (lanes.rank == place.hdp_rank).nonzero()[0]
-    for i in mine[lanes.start_s[mine].argsort(kind="stable")].tolist():
-        about = details.of(int(lanes.micro_batch[i]), place.hdp_rank)
-        kind = "micro-batch"
-        if evaluation.pipeline_stages > 1:
-            kind = BACKWARD if lanes.backward[i] else FORWARD
-        start_s, end_s = float(lanes.start_s[i]), float(lanes.own_end_s[i])
-        yield bar(
-            _name(kind, about),
-            process,
-            _thread(process, PLAN),
-            offset_s + start_s * scale,
-            offset_s + end_s * scale,
-            about | {"predicted_s": end_s - start_s, "stretched_by": scale},
-        )
+    def events(self, place: RankPlace, process: int) -> Iterator[Event]:
+        """The bars of one rank."""
+        lanes, (bars, offsets) = self._lanes[place.stage], self._by_rank[place.stage]
+        for i in bars[offsets[place.hdp_rank] : offsets[place.hdp_rank + 1]].tolist():
+            about = self.details.of(int(lanes.micro_batch[i]), place.hdp_rank)
+            kind = "micro-batch"
+            if len(self._lanes) > 1:
+                kind = BACKWARD if lanes.backward[i] else FORWARD
+            start_s, end_s = float(lanes.start_s[i]), float(lanes.own_end_s[i])
+            yield bar(
+                _name(kind, about),
+                process,
+                _thread(process, PLAN),
+                self._offset_s + start_s * self._scale,
+                self._offset_s + end_s * self._scale,
+                about | {"predicted_s": end_s - start_s, "stretched_by": self._scale},
+            )
 
 
 def _span_event(
-    span: Span, details: MicroBatchDetails, place: Place, process: int, shift_s: float
+    span: Span, details: MicroBatchDetails, place: RankPlace, process: int, shift_s: float
 ) -> Event:
     thread = _thread(process, _LANE_OF.get(span.kind, span.kind))
     name, about = span.kind, {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_hdp.megatron.hdp_steps import HdpSteps
-from megatron_hdp.megatron.parallel import place
+from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.options import trace_steps
 from megatron_hdp.simulator.trace_events import Event, write_events
 from megatron_hdp.training.step_trace import RankSpans, clock_starts, name_events, step_events
@@ -47,14 +47,16 @@ class StepTracer:
     def begin(self, step: int) -> None:
         """Call before a step runs."""
         if step in self._steps:
-            self._traced.timeline.start_recording()
+            self._traced.executor.timeline.start_recording()
 
     def end(self, step: int) -> None:
         """Call when it has run and has been timed: gathers from all ranks and writes."""
         if step not in self._steps:
             return
-        timeline = self._traced.timeline
-        mine = RankSpans.of_rank(place(), _clock(), timeline.started_s, timeline.stop_recording())
+        timeline = self._traced.executor.timeline
+        mine = RankSpans.of_rank(
+            self._traced.place, _clock(), timeline.started_s, timeline.stop_recording()
+        )
         first = dist.get_rank() == 0
         ranks: list[RankSpans] | None = [mine] * dist.get_world_size() if first else None
         dist.gather_object(mine, ranks)
@@ -64,12 +66,16 @@ class StepTracer:
 
     def _add(self, step: int, ranks: list[RankSpans]) -> None:
         start_s = clock_starts(ranks)[ranks[0].clock]
-        ranks = sorted(ranks, key=lambda rank: rank.place)
+        ranks = sorted(ranks, key=lambda rank: _order(rank.place))
         if self._began_s is None:
             self._began_s = start_s
             self._events += name_events([rank.place for rank in ranks])
         plan, evaluation = self._traced.planned_times()
         self._events += step_events(ranks, plan, evaluation, step, start_s - self._began_s)
+
+
+def _order(place: RankPlace) -> tuple[int, int, int]:
+    return place.hdp_rank, place.stage, place.tensor_rank
 
 
 def _clock() -> str:

@@ -164,6 +164,11 @@ def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
     [
         ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps go together"),
         ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        (
+            "--hdp-trace t --hdp-trace-steps 1 --pipeline-model-parallel-size 2 "
+            "--hdp-strategy naive",
+            "--hdp-trace with pipeline stages needs --hdp-strategy auto or",
+        ),
         ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
         *(
             (f"--hdp-trace traces --hdp-trace-steps={text}", f"found {text!r}, expected a step or")

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hdp.megatron.executor import HdpExecutor
-from megatron_hdp.megatron.hdp_steps import HdpSteps
+from megatron_hdp.megatron.step_preparation import StepPreparation
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.loop import pretrain
@@ -165,18 +165,18 @@ def test_every_figure_of_a_report_is_a_metric() -> None:
 
 def measured(arguments):
     """Body of a rank: the metrics of every step; rank 2 plans and computes slowly."""
-    plan_of_step, forward_step = HdpSteps._plan, HdpExecutor._forward_step
+    prepare, forward_step = StepPreparation.prepare, HdpExecutor._forward_step
 
-    def plan_late(self, consumed):
+    def prepare_late(self, consumed):
         time.sleep(0.05 * dist.get_rank())
-        return plan_of_step(self, consumed)
+        return prepare(self, consumed)
 
     def forward_late(self, micro_batches, model):
         time.sleep(0.3 if dist.get_rank() == 2 else 0)
         return forward_step(self, micro_batches, model)
 
     with (
-        mock.patch.object(HdpSteps, "_plan", plan_late),
+        mock.patch.object(StepPreparation, "prepare", prepare_late),
         mock.patch.object(HdpExecutor, "_forward_step", forward_late),
     ):
         return pretrain(arguments)
@@ -226,8 +226,7 @@ def test_figures_are_alike_on_all_ranks_and_the_slowest_plans(three_ranks) -> No
         if not name.startswith(own) and "_per_second" not in name:
             values = {tuple(getattr(m, name) for m in metrics) for metrics in found}
             assert len(values) == 1, name
-    assert all(m.planning_exposed_ms >= 100 for m in found[0])
-    assert all(m.planning_exposed_ms > m.planning_ms for m in found[0])
+    assert all(metrics[0].planning_exposed_ms >= 100 for metrics in found)
 
 
 def test_tensorboard_gets_the_scalars(tmp_path) -> None:

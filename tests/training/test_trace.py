@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_hdp.megatron.hdp_steps import HdpSteps
-from megatron_hdp.megatron.parallel import Place
+from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import Plan, evaluate
-from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, RING_WAIT, SYNC, Span
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
 from megatron_hdp.training import step_trace
 from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.step_trace import LANES, RankSpans, clock_starts, step_events
@@ -22,6 +22,7 @@ from tests.simulator.test_trace import overlaps
 LENGTHS = [900, 500, 300, 20, 30, 60, 410, 7, 350, 250, 90, 15, 33, 610, 120]
 TRACED = (2, 3)
 NUM_RANKS = 4
+LAYOUTS = {"four HDP ranks": 1, "two HDP ranks of two stages": 2}
 MICROSECONDS = 1e6
 
 
@@ -31,7 +32,7 @@ def trained(arguments):
     report = HdpSteps._report
 
     def noting(self, *args):
-        plans[len(plans) + 1] = self.planned.plan
+        plans[len(plans) + 1] = self.latest.plan
         return report(self, *args)
 
     with mock.patch.object(HdpSteps, "_report", noting):
@@ -39,15 +40,16 @@ def trained(arguments):
     return {m.step: m for m in metrics}, {step: plans[step].to_json() for step in TRACED}
 
 
-@pytest.fixture(scope="module")
-def traced(run_ranks, tmp_path_factory):
+@pytest.fixture(scope="module", params=LAYOUTS)
+def traced(request, run_ranks, tmp_path_factory):
     """The trace of steps 2 and 3, their plans, and their metrics on the first rank."""
-    folder = tmp_path_factory.mktemp("trace")
+    folder, stages = tmp_path_factory.mktemp("trace"), LAYOUTS[request.param]
     arguments = tiny_arguments(
         write_corpus(folder, LENGTHS),
         seq_length=900,
         max_position_embeddings=900,
-        hdp_tokens_per_rank=256,
+        hdp_tokens_per_rank=256 * stages,
+        pipeline_model_parallel_size=stages,
         global_batch_size=8,
         train_iters=4,
         lr_decay_iters=4,
@@ -59,13 +61,14 @@ def traced(run_ranks, tmp_path_factory):
     (path,) = (folder / "traces").iterdir()
     assert path.name == "steps-2-3.json"
     plans = {step: Plan.from_json(plan) for step, plan in plans.items()}
-    return Trace(json.loads(path.read_bytes())), plans, metrics
+    return Trace(json.loads(path.read_bytes()), stages), plans, metrics
 
 
 class Trace:
-    """A trace taken apart; HDP ranks are processes from the second on."""
+    """A trace taken apart; ranks are processes from the second on, a stage each."""
 
-    def __init__(self, document):
+    def __init__(self, document, num_stages):
+        self.num_stages = num_stages
         self.about = document["otherData"]
         self.events = document["traceEvents"]
         self.bars = [event for event in self.events if event["ph"] == "X"]
@@ -79,8 +82,8 @@ class Trace:
         """The bar of every step, by number."""
         return {int(b["name"].split()[1]): b for b in self.bars if b["pid"] == 1}
 
-    def lane(self, step, kind, rank=None):
-        """The bars of one lane in one step, of one rank or of all, in the order of the file."""
+    def lane(self, step, kind, process=None):
+        """The bars of one lane in one step, of one process or of all, in the order of the file."""
         whole = self.steps()[step]
         first, last = whole["ts"], whole["ts"] + whole["dur"]
         return [
@@ -89,53 +92,63 @@ class Trace:
             if b["pid"] > 1
             and b["tid"] == 10 * b["pid"] + LANES.index(kind)
             and first <= b["ts"] <= last
-            and rank in (None, b["pid"] - 2)
+            and process in (None, b["pid"])
         ]
 
+    def processes(self):
+        """Every rank's process, with its HDP rank and its stage."""
+        return [(p + 2, *divmod(p, self.num_stages)) for p in range(NUM_RANKS)]
 
-def computed(trace, step, rank):
-    """(pass, micro-batch) of a rank's bars of compute."""
-    bars = trace.lane(step, "compute", rank)
-    return [(b["name"].split(",")[0].split()[0], b["args"].get("micro_batch")) for b in bars]
+    def changed(self, change):
+        """The trace with every event changed, or left out where `change` returns None."""
+        events = [change(dict(event)) for event in self.events]
+        document = {"otherData": {}, "traceEvents": [e for e in events if e is not None]}
+        return Trace(document, self.num_stages)
 
 
 def missing_or_twice(trace, plan, step):
     """What the plan has a rank run and the trace does not have exactly once, or the reverse."""
     found = []
-    for rank in range(plan.num_ranks):
-        mine = plan.micro_batches_of(rank).tolist() or [None]
-        expected = Counter((kind, m) for kind in (FORWARD, BACKWARD) for m in mine)
-        difference = Counter(computed(trace, step, rank))
-        difference.subtract(expected)
-        found += [(rank, what) for what, count in difference.items() if count]
+    for process, hdp_rank, _ in trace.processes():
+        mine = plan.micro_batches_of(hdp_rank).tolist() or [None]
+        difference = Counter(
+            (b["name"].split()[0].strip(","), b["args"].get("micro_batch"))
+            for b in trace.lane(step, "compute", process)
+        )
+        difference.subtract((kind, m) for kind in (FORWARD, BACKWARD) for m in mine)
+        found += [(process, what) for what, count in difference.items() if count]
     return found
 
 
 def test_every_micro_batch_once_forward_and_once_backward(traced):
     trace, plans, _ = traced
     for step, plan in plans.items():
-        assert max(np.diff(plan.rank_offsets)) >= 3, "the data should need wide rings"
+        assert max(np.diff(plan.rank_offsets)) >= 2, "the data should need rings"
         assert missing_or_twice(trace, plan, step) == []
 
 
 def test_a_bar_that_is_missing_or_of_another_micro_batch_is_found(traced):
     trace, plans, _ = traced
-    document = {"otherData": {}, "traceEvents": [dict(event) for event in trace.events]}
-    compute = [e for e in document["traceEvents"] if e["ph"] == "X" and e["tid"] == 21]
-    compute[0]["args"] = compute[0]["args"] | {"micro_batch": 99}
-    assert len(missing_or_twice(Trace(document), plans[2], 2)) == 2
-    document["traceEvents"].remove(compute[0])
-    assert len(missing_or_twice(Trace(document), plans[2], 2)) == 1
+    one = trace.lane(2, "compute")[0]
+
+    def of_another(event):
+        if event == one:
+            event["args"] = event["args"] | {"micro_batch": 99}
+        return event
+
+    assert len(missing_or_twice(trace.changed(of_another), plans[2], 2)) == 2
+    missing = trace.changed(lambda event: None if event == one else event)
+    assert len(missing_or_twice(missing, plans[2], 2)) == 1
 
 
 def test_names_lanes_and_order(traced):
     trace, plans, _ = traced
     assert trace.names["process_name", 1, 10] == "job"
-    assert [trace.names["process_name", p, 10 * p] for p in range(2, 6)] == [
-        f"HDP rank {rank}" for rank in range(4)
-    ]
-    lanes = {name for (kind, process, _), name in trace.names.items() if process == 3}
-    assert lanes == {"HDP rank 1", "plan", "compute", RING_WAIT, SYNC}  # no pipeline to wait for
+    for process, hdp_rank, stage in trace.processes():
+        suffix = f", stage {stage}" if trace.num_stages > 1 else ""
+        assert trace.names["process_name", process, 10 * process] == f"HDP rank {hdp_rank}{suffix}"
+    lanes = [name for (kind, process, _), name in trace.names.items() if process == 3][1:]
+    assert lanes == [name for name in LANES if name != PIPELINE_WAIT or trace.num_stages > 1]
     threads = {(event["pid"], event["tid"]) for event in trace.bars}
     for process, thread in threads:
         one = [b for b in trace.bars if (b["pid"], b["tid"]) == (process, thread)]
@@ -148,13 +161,15 @@ def test_names_lanes_and_order(traced):
 def test_waits_lie_inside_compute_and_sync_behind_it(traced):
     trace, plans, _ = traced
     for step in plans:
-        for rank in range(NUM_RANKS):
-            compute = trace.lane(step, "compute", rank)
-            for wait in trace.lane(step, RING_WAIT, rank):
+        for process, _, _ in trace.processes():
+            compute = trace.lane(step, "compute", process)
+            for wait in trace.lane(step, RING_WAIT, process):
                 around = [b for b in compute if _within(wait, b)]
                 assert len(around) == 1
                 assert around[0]["args"]["micro_batch"] == wait["args"]["micro_batch"]
-            (sync,) = trace.lane(step, SYNC, rank)
+            for wait in trace.lane(step, PIPELINE_WAIT, process):
+                assert not any(_within(wait, b) for b in compute)
+            (sync,) = trace.lane(step, SYNC, process)
             assert sync["ts"] >= compute[-1]["ts"] + compute[-1]["dur"] - 1e-3
 
 
@@ -163,11 +178,12 @@ def _within(inner, outer):
     return outer["ts"] - 1e-3 <= inner["ts"] and inner_end <= outer_end + 1e-3
 
 
-def apart(trace, plan, step):
+def apart(trace, step):
     """Rings of which two members do not compute at one time: their clocks are not aligned."""
     spans = defaultdict(list)
-    for b in trace.lane(step, "compute"):
-        spans[b["name"].split(":")[0]].append((b["ts"], b["ts"] + b["dur"]))
+    for process, _, stage in trace.processes():
+        for b in trace.lane(step, "compute", process):
+            spans[b["name"].split(":")[0], stage].append((b["ts"], b["ts"] + b["dur"]))
     return [
         name
         for name, members in spans.items()
@@ -178,21 +194,22 @@ def apart(trace, plan, step):
 def test_members_of_a_ring_run_at_one_time(traced):
     """Nobody leaves a ring before everybody has entered it."""
     trace, plans, _ = traced
-    for step, plan in plans.items():
-        assert apart(trace, plan, step) == []
+    for step in plans:
+        assert apart(trace, step) == []
 
 
 def test_a_clock_that_is_off_is_found(traced):
-    trace, plans, _ = traced
-    document = {"otherData": {}, "traceEvents": [dict(event) for event in trace.events]}
+    trace, _, _ = traced
     length = trace.steps()[2]["dur"]
-    for event in document["traceEvents"]:
-        if event["ph"] == "X" and event["pid"] == 3:
-            event["ts"] += length / 2
-    for event in document["traceEvents"]:
+
+    def late(event):
+        if event["pid"] == 2 and event["ph"] == "X":
+            event["ts"] += length
         if event["name"] == "step 2":
             event["dur"] *= 2
-    assert apart(Trace(document), plans[2], 2)
+        return event
+
+    assert apart(trace.changed(late), 2)
 
 
 def test_totals_are_those_of_the_metrics(traced):
@@ -202,6 +219,7 @@ def test_totals_are_those_of_the_metrics(traced):
         left_out_s = facts["waits_too_short_to_draw_s"]
         for kind, mean_s in (
             (RING_WAIT, metrics[step].ring_wait_s),
+            (PIPELINE_WAIT, metrics[step].pipeline_wait_s),
             (SYNC, metrics[step].sync_s),
         ):
             drawn_s = sum(b["dur"] for b in trace.lane(step, kind)) / MICROSECONDS
@@ -223,16 +241,22 @@ def test_the_plan_is_laid_over_it(traced):
         facts = trace.steps()[step]["args"]
         scale = facts["plan_stretched_by"]
         assert scale == facts["measured_compute_s"] / facts["predicted_compute_s"]
-        for rank in range(NUM_RANKS):
-            bars = trace.lane(step, "plan", rank)
-            found = [b["args"]["micro_batch"] for b in bars]
-            assert found == plan.micro_batches_of(rank).tolist()
+        for process, hdp_rank, _ in trace.processes():
+            bars = trace.lane(step, "plan", process)
+            found = Counter(b["args"]["micro_batch"] for b in bars)
+            passes = 2 if trace.num_stages > 1 else 1
+            assert found == {m: passes for m in plan.micro_batches_of(hdp_rank).tolist()}
             for b in bars:
                 assert b["args"]["stretched_by"] == scale
                 predicted = b["args"]["predicted_s"] * scale * MICROSECONDS
                 assert b["dur"] == pytest.approx(predicted, abs=2e-3)
         planned = sum(b["dur"] for b in trace.lane(step, "plan")) / MICROSECONDS
         assert planned == pytest.approx(facts["measured_compute_s"], rel=1e-3)
+
+
+def place_of(hdp_rank, stage, tensor_rank):
+    """A place in a job of 2 HDP ranks x 2 stages x 2 tensor ranks."""
+    return RankPlace(hdp_rank, 2, stage, 2, tensor_rank, 2, lockstep_ranks=1, token_multiple=1)
 
 
 def test_two_machines_two_stages_two_tensor_ranks():
@@ -248,7 +272,7 @@ def test_two_machines_two_stages_two_tensor_ranks():
             Span(BACKWARD, zero + 3, zero + 5, 0),
             Span(SYNC, zero + 5, zero + 6, None),
         ]
-        ranks.append(RankSpans.of_rank(Place(h, s, t), machine, started, spans))
+        ranks.append(RankSpans.of_rank(place_of(h, s, t), machine, started, spans))
     assert clock_starts(ranks) == {"a": 100.0, "b": 50_000.0}
     names = [
         event["args"]["name"]
@@ -268,7 +292,7 @@ def test_two_machines_two_stages_two_tensor_ranks():
 def test_short_waits_are_summed_not_drawn():
     spans = [Span(FORWARD, 0.0, 1.0, 0)]
     spans += [Span(RING_WAIT, 0.5, 0.50001, 0)] * 3 + [Span(RING_WAIT, 0.6, 0.7, 0)]
-    rank = RankSpans.of_rank(Place(0, 0, 0), "a", 0.0, spans)
+    rank = RankSpans.of_rank(place_of(0, 0, 0), "a", 0.0, spans)
     assert len(rank.spans) == 2
     assert rank.left_out_s == {RING_WAIT: pytest.approx(3e-5)}
     assert rank.compute_s == pytest.approx(1.0 - 0.1 - 3e-5)
