@@ -209,6 +209,8 @@ class TrainingArguments(
     """All options of the training command, checked, defaults that depend on others filled in."""
 
 
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
+
 GROUPS = (
     HdpOptions,
     ModelOptions,
@@ -266,6 +268,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
+        train_iters=arguments.train_iters,
     )
     return arguments
 
@@ -349,6 +352,14 @@ def _check_parallel(args: TrainingArguments) -> None:
             f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
             f"{tensor_ranks}, which share the tokens with --sequence-parallel: use "
             f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
+        )
+
+    drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
+    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+        raise OptionError(
+            f"{drawn} with pipeline stages needs --hdp-strategy "
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
+            "padding that they do not show"
         )
 
 
