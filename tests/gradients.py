@@ -87,6 +87,8 @@ def hdp_gradients(arguments, *faults, plan=None):
                 mock.patch("megatron_hdp.megatron.hdp_steps.plan", lambda *_, **__: plan)
             )
         report = steps.run(0)
+    if arguments.use_distributed_optimizer:
+        _gather_shards(gpt)
     grads = {name: _whole(p, p.main_grad) for name, p in gpt.module.named_parameters()}
     return report.loss, grads
 
@@ -160,6 +162,15 @@ def _stock(arguments):
         recompute_method=None,
         recompute_num_layers=None,
     )
+
+
+def _gather_shards(gpt):
+    """Completes gradient buckets of which each rank has reduced only its own shard."""
+    for buffer in gpt.buffers + gpt.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def _whole(parameter, grad):

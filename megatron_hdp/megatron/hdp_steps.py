@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import (
+    DataOrder,
     RankMicroBatch,
     SequenceTable,
     Step,
@@ -88,7 +89,14 @@ class HdpSteps:
             global_batch_tokens=arguments.hdp_global_batch_tokens,
         )
         self.planned: PlannedStep | None = None  # of the latest step
-        self._corpus = fingerprint(self.table.length.tobytes())
+        self.order = DataOrder(
+            hybrid_data_parallel=True,
+            seed=arguments.seed,
+            seq_length=arguments.seq_length,
+            long_sequence=arguments.hdp_long_sequence,
+            num_sequences=len(self.table),
+            corpus=fingerprint(self.table.length.tobytes()),
+        )
         self._plan_lengths(self.table.length.max(keepdims=True))  # refused now, not when drawn
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
@@ -131,7 +139,7 @@ class HdpSteps:
     def _require_same_plan(self, planned: PlannedStep) -> None:
         step = planned.step
         facts = {
-            "corpus": self._corpus,
+            "corpus": self.order.corpus,
             "consumed sequences": step.consumed_before,
             "sequences of the step": fingerprint(step.sequences.tobytes()),
             "sequence lengths": fingerprint(planned.plan.lengths.tobytes()),

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_hdp.data import TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_hdp.megatron.checkpoint import Checkpoints, Progress, TrainingState
 from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
@@ -30,6 +30,8 @@ _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
 class Steps(Protocol):
     """What runs one step over one split of the data: HDP's or stock Megatron's."""
+
+    order: DataOrder
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step that begins after `consumed` sequences."""
@@ -50,6 +52,7 @@ class _Job:
     scheduler: Any
     training: Steps
     validation: Steps | None
+    checkpoints: Checkpoints
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
@@ -58,12 +61,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     job = _build(arguments)
-    progress = Progress()
-    if arguments.load is not None:
-        state = (job.model, job.optimizer, job.scheduler)
-        loaded = load_checkpoint(arguments.load, *state)
-        _say(f"no checkpoint in {arguments.load} yet" if loaded is None else f"resumed: {loaded}")
-        progress = loaded or progress
+    progress = job.checkpoints.load()
     writes = dist.get_rank() == 0
     records = []
     with MetricsLogger(
@@ -78,6 +76,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             if metrics.step % arguments.log_interval == 0:
                 _say(log_line(metrics, arguments.train_iters))
             _save_if_due(job, progress)
+    job.checkpoints.finish()
     parallel.finish()
     return records
 
@@ -101,7 +100,9 @@ def _build(arguments: TrainingArguments) -> _Job:
     scheduler = build_scheduler(arguments, optimizer)
     build_steps = _hdp_steps if arguments.hybrid_data_parallel else _stock_steps
     training, validation = build_steps(arguments, model, tokenizer)
-    return _Job(arguments, model, optimizer, scheduler, training, validation)
+    state = TrainingState(model, optimizer, scheduler)
+    checkpoints = Checkpoints(arguments, state, training.order, _say)
+    return _Job(arguments, model, optimizer, scheduler, training, validation, checkpoints)
 
 
 def _hdp_steps(
@@ -161,6 +162,7 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
         loss_tokens=report.loss_tokens,
         sequences=report.sequences,
         consumed_sequences=report.consumed_after,
+        consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
         tokens_per_second=report.tokens / seconds,
         planned_efficiency=report.planned_efficiency,
@@ -171,7 +173,7 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
         micro_batches_max=report.micro_batches_max,
         validation_loss=_validate(job, step),
     )
-    return metrics, Progress(step, report.consumed_after)
+    return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)
 
 
 def _validate(job: _Job, step: int) -> float | None:
@@ -192,13 +194,11 @@ def _validate(job: _Job, step: int) -> float | None:
 
 def _save_if_due(job: _Job, progress: Progress) -> None:
     arguments = job.arguments
-    if arguments.save is None:
-        return
+    job.checkpoints.poll()
     last = progress.iteration == arguments.train_iters
     due = arguments.save_interval and progress.iteration % arguments.save_interval == 0
     if last or due:
-        save_checkpoint(arguments.save, progress, job.model, job.optimizer, job.scheduler)
-        _say(f"saved checkpoint of iteration {progress.iteration} to {arguments.save}")
+        job.checkpoints.save(progress)
 
 
 def _say(line: str) -> None:

@@ -32,6 +32,8 @@ class StepMetrics:
     sequences: int
     consumed_sequences: int
     """Sequences consumed since the start of training, this step's included."""
+    consumed_tokens: int
+    """Tokens of those sequences."""
     seconds: float
     tokens_per_second: float
     planned_efficiency: float | None = None

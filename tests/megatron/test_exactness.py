@@ -87,13 +87,20 @@ def test_gradients_of_many_batches(run_ranks, batch):
 
 
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+SHARDED_BUCKETS = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 1000,
+}
 
 
 @pytest.mark.parametrize(
     "ranks, overrides",
     [
         (4, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
-        (3, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}),
+        (3, {"overlap_grad_reduce": True}),
+        (3, {"use_distributed_optimizer": True}),
+        (3, SHARDED_BUCKETS),
         (3, {"recompute_granularity": "selective"}),
         (
             4,
@@ -104,7 +111,14 @@ LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
             },
         ),
     ],
-    ids=["tensor-parallel", "overlap-grad-reduce", "selective-recompute", "full-recompute"],
+    ids=[
+        "tensor-parallel",
+        "overlap-grad-reduce",
+        "distributed-optimizer",
+        "distributed-optimizer-buckets",
+        "selective-recompute",
+        "full-recompute",
+    ],
 )
 def test_gradients_with_megatron_features(run_ranks, tmp_path, ranks, overrides):
     prefix = write_corpus(tmp_path, LENGTHS)

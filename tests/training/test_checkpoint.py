@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.checkpoint import _TRACKER
+from megatron_hdp.megatron.checkpoint_folder import TRACKER
 from megatron_hdp.training.loop import pretrain
 from tests.gradients import tiny_arguments, write_corpus
 
@@ -48,7 +48,7 @@ def test_resumed_on_other_ranks(run_ranks, tmp_path, overrides, tolerance):
     assert sorted(path.name for path in folder.iterdir()) == [
         "iter_0000002",
         "iter_0000003",
-        _TRACKER,
+        TRACKER,
     ]
     resumed = run_ranks(3, curve, replace(whole, load=folder))[0]
     assert [step for step, _ in resumed] == [4, 5, 6]
@@ -82,6 +82,6 @@ def test_nothing_to_load_starts_from_the_beginning(run_ranks, tmp_path):
 
 def test_a_missing_checkpoint_is_named(run_ranks, tmp_path):
     whole = run(write_corpus(tmp_path, LENGTHS), load=tmp_path, hdp_tokens_per_rank=100)
-    (tmp_path / _TRACKER).write_text("7")
-    with pytest.raises(Exception, match="names iter_0000007, which is not there"):
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(Exception, match="does not hold the checkpoint iter_0000007"):
         run_ranks(1, curve, whole)
