@@ -313,8 +313,9 @@ class HdpOptions:
     )
     hdp_strategy: str = option(
         "auto",
-        choices=("auto", "static", "naive", "bytescale", "dp-balance"),
-        help="How to plan; static is the fixed DP x CP mesh, the baseline.",
+        choices=("auto", "static", "naive", "bytescale", "dp-balance", "pp-balance"),
+        help="How to plan: static is the fixed DP x CP mesh, the baseline; auto is pp-balance with "
+        "pipeline stages, else dp-balance.",
     )
     hdp_long_sequence: str = option(
         "error",
@@ -330,6 +331,11 @@ class HdpOptions:
         1,
         minimum=1,
         help="Pad each chunk of a sequence to a multiple of this, for kernels that want one.",
+    )
+    hdp_corrupt_limit: int = option(
+        16,
+        minimum=0,
+        help="Stop after more than this many corrupt documents in a row; fewer are skipped.",
     )
     hdp_plot_plan: Path | None = option(
         None, metavar="FILE", help="Draw one step's plan, a Gantt chart per rank, into this file."

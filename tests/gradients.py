@@ -13,23 +13,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 
 from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
 from megatron_hdp.megatron import hdp_steps, model, parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.megatron.initialisation import global_parameters, initialise_by_name
 from megatron_hdp.megatron.parallel import compute_device
 
 VOCABULARY = 257
 
 
-def write_corpus(folder, lengths, seed=0):
-    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix."""
+def write_corpus(folder, lengths, seed=0, corrupt=()):
+    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix.
+
+    The last token of the `corrupt` ones is outside the vocabulary.
+    """
     generator = np.random.default_rng(seed)
     prefix = Path(folder) / "corpus"
-    with IndexedWriter(prefix, VOCABULARY) as writer:
-        for length in lengths:
-            writer.add(generator.integers(0, VOCABULARY, length))
+    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+        for i, length in enumerate(lengths):
+            document = generator.integers(0, VOCABULARY, length)
+            if i in corrupt:
+                document[-1] = VOCABULARY
+            writer.add(document)
     return str(prefix)
 
 
@@ -65,7 +73,7 @@ def tiny_arguments(prefix, **overrides):
 
 
 def hdp_gradients(arguments, *faults, plan=None):
-    """Loss and whole gradients after one HDP step, alike on every rank of an initialised job.
+    """Loss and whole gradients after one HDP step; those of other stages come to the first rank.
 
     Args:
         arguments: the run.
@@ -76,7 +84,7 @@ def hdp_gradients(arguments, *faults, plan=None):
     gpt = model.build_gpt(arguments, VOCABULARY)
     executor = hdp_steps.build_executor(arguments, gpt)
     token_file = TokenFile(arguments.data_path[0])
-    cost_model = hdp_steps.cost_model_of(arguments, 10_000)
+    cost_model = hdp_steps.cost_model_of(arguments, parallel.num_parameters(gpt))
     documents = range(len(token_file.lengths))
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
     with ExitStack() as planted:
@@ -84,19 +92,21 @@ def hdp_gradients(arguments, *faults, plan=None):
             planted.enter_context(mock.patch(target, replacement))
         if plan is not None:
             planted.enter_context(
-                mock.patch("megatron_hdp.megatron.hdp_steps.plan", lambda *_, **__: plan)
+                mock.patch("megatron_hdp.megatron.step_preparation.plan", lambda *_, **__: plan)
             )
         report = steps.run(0)
+        steps.close()
     if arguments.use_distributed_optimizer:
         _gather_shards(gpt)
-    grads = {name: _whole(p, p.main_grad) for name, p in gpt.module.named_parameters()}
-    return report.loss, grads
+    grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
+    return report.loss, _of_all_stages(grads)
 
 
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(_stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
     token_file = TokenFile(arguments.data_path[0])
     table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
     step = StepSampler(
@@ -106,13 +116,15 @@ def reference_gradients(arguments):
     for row in step.sequences.tolist():
         length = int(table.length[row])
         document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        if document.max() >= VOCABULARY:
+            continue
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         logits = gpt(document[None], torch.arange(length)[None], mask)[0]
         total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
         num_loss_tokens += length - 1
     loss = total / max(num_loss_tokens, 1)
     grads = {}
-    for name, p in gpt.named_parameters():
+    for name, p in global_parameters(gpt):
         (grads[name],) = torch.autograd.grad(loss, p, retain_graph=True)
     return loss.item(), grads
 
@@ -139,7 +151,7 @@ def errors_of(cases, *faults):
     first, _ = cases[0]
     parallel.initialise(first)
     found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
-    if first.tensor_model_parallel_size > 1:
+    if first.tensor_model_parallel_size * first.pipeline_model_parallel_size > 1:
         parallel.finish()
         parallel.initialise(_stock(first))
     if dist.get_rank() > 0:
@@ -149,15 +161,13 @@ def errors_of(cases, *faults):
 
 
 def _stock(arguments):
-    """Megatron without HDP, tensor parallelism and recomputation, the vocabulary padded alike."""
-    vocabulary_multiple = (
-        arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
-    )
+    """Megatron without HDP, parallelism and recomputation, the vocabulary padded alike."""
     return replace(
         arguments,
         hybrid_data_parallel=False,
         tensor_model_parallel_size=1,
-        make_vocab_size_divisible_by=vocabulary_multiple,
+        sequence_parallel=False,
+        pipeline_model_parallel_size=1,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
@@ -173,10 +183,21 @@ def _gather_shards(gpt):
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
+def _of_all_stages(grads):
+    """The gradients of every pipeline stage together, on the stages' ranks."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages = [None] * group.size()
+    dist.all_gather_object(stages, grads, group=group)
+    together = {}
+    for stage in stages:
+        for name, grad in stage.items():
+            assert name not in together or torch.equal(together[name], grad), f"{name} differs"
+            together[name] = grad
+    return together
+
+
 def _whole(parameter, grad):
     """A tensor-parallel parameter's gradient put together."""
-    from megatron.core import parallel_state
-
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return grad.detach().clone()

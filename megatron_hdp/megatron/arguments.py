@@ -133,6 +133,16 @@ class ParallelOptions:
     """Parallelism."""
 
     tensor_model_parallel_size: int = option(1, minimum=1, help="Ranks that share a layer.")
+    sequence_parallel: bool = option(
+        False,
+        help="Split norms and dropout between tensor-parallel ranks too (no effect without).",
+    )
+    pipeline_model_parallel_size: int = option(
+        1, minimum=1, help="Pipeline stages; each holds the same number of layers."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused."
+    )
     use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")
     ddp_bucket_size: int | None = option(
@@ -262,6 +272,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     _check_run(arguments)
     arguments = _with_derived_defaults(arguments)
     _check_model(arguments)
+    _check_parallel(arguments)
     _check_schedule(arguments)
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
@@ -291,6 +302,7 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
         lr_decay_iters=decay_iters,
         lr_warmup_iters=warmup_iters,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
 
 
@@ -318,6 +330,29 @@ def _check_model(args: TrainingArguments) -> None:
     if full != (args.recompute_method is not None):
         raise OptionError(
             "--recompute-granularity full and --recompute-method go together: give both or neither"
+        )
+
+
+def _check_parallel(args: TrainingArguments) -> None:
+    stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if (args.num_layers or 1) % stages:
+        raise OptionError(
+            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{stages}: every stage holds the same number of layers, change one of them"
+        )
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        raise OptionError(
+            "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not supported. "
+            "It gives all micro-batches one activation shape and wants their number to be a "
+            "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
+            "through the plain 1F1B schedule: leave it out"
+        )
+    capacity = args.hdp_tokens_per_rank
+    if args.sequence_parallel and capacity and capacity % tensor_ranks:
+        raise OptionError(
+            f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
+            f"{tensor_ranks}, which share the tokens with --sequence-parallel: use "
+            f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
         )
 
 

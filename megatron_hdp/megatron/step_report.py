@@ -28,3 +28,9 @@ class StepReport:
     ring_bytes: int = 0
     """Bytes that all ranks sent around rings."""
     planning_ms: float = 0.0
+    planning_exposed_ms: float = 0.0
+    """Time that training waited for planning and reading; the rest was hidden behind a step."""
+    skipped_documents: int = 0
+    """Corrupt documents skipped since the start of the run."""
+    planner_failures: int = 0
+    """Steps since the start of the run that fell back to the static plan."""

@@ -6,6 +6,7 @@ It names no Megatron symbol; what differs between the two is in the steps it is 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,10 @@ class Steps(Protocol):
         """Draws the latest step's plan."""
         ...
 
+    def close(self) -> None:
+        """Ends what prepares steps that will not run."""
+        ...
+
 
 @dataclass
 class _Job:
@@ -54,6 +59,11 @@ class _Job:
     validation: Steps | None
     checkpoints: Checkpoints
 
+    def close(self) -> None:
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     """Trains as `arguments` say, in a job that was joined; returns every step's metrics."""
@@ -64,11 +74,14 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     progress = job.checkpoints.load()
     writes = dist.get_rank() == 0
     records = []
-    with MetricsLogger(
-        arguments.metrics_path if writes else None,
-        arguments.tensorboard_dir if writes else None,
-        first_step=progress.iteration + 1,
-    ) as logger:
+    with (
+        closing(job),
+        MetricsLogger(
+            arguments.metrics_path if writes else None,
+            arguments.tensorboard_dir if writes else None,
+            first_step=progress.iteration + 1,
+        ) as logger,
+    ):
         while progress.iteration < arguments.train_iters:
             metrics, progress = _train_step(job, progress)
             records.append(metrics)
@@ -110,8 +123,7 @@ def _hdp_steps(
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    cost_model = cost_model_of(arguments, num_parameters * arguments.tensor_model_parallel_size)
+    cost_model = cost_model_of(arguments, parallel.num_parameters(model))
     executor = build_executor(arguments, model)
 
     def steps(documents: range) -> HdpSteps:
@@ -169,6 +181,9 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
         measured_efficiency=report.measured_efficiency,
         ring_bytes=report.ring_bytes,
         planning_ms=report.planning_ms,
+        planning_exposed_ms=report.planning_exposed_ms,
+        skipped_documents=report.skipped_documents,
+        planner_failures=report.planner_failures,
         micro_batches_min=report.micro_batches_min,
         micro_batches_max=report.micro_batches_max,
         validation_loss=_validate(job, step),

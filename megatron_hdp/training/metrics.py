@@ -44,6 +44,12 @@ class StepMetrics:
     micro_batches_min: int | None = None
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
+    planning_exposed_ms: float | None = None
+    """Time that training waited for planning and reading; the rest was hidden behind a step."""
+    skipped_documents: int | None = None
+    """Corrupt documents skipped since the start of the run."""
+    planner_failures: int | None = None
+    """Steps since the start of the run that fell back to the static plan."""
     validation_loss: float | None = None
     """Only on steps that ended with an evaluation."""
 
