@@ -9,8 +9,8 @@ random generator is held; a run without HDP keeps Megatron's generators (`rng_st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_hdp.data import DataOrder
 from megatron_hdp.megatron import rng_state, torch_adam
@@ -103,13 +104,8 @@ class Checkpoints:
                 self._say(f"no checkpoint in {path} yet")
                 continue
             _require_shared(found, "--load")
-            try:
+            with _misfits_explained(found):
                 progress = self._load_weights(found) if weights_only else self._resume(found)
-            except CheckpointingException as error:
-                raise ValueError(
-                    f"{found} does not fit this model: give the flags of the model that was saved "
-                    f"({error})"
-                ) from error
             self._say(f"loaded {'the weights of ' if weights_only else ''}{found}: {progress}")
             return progress
         return Progress()
@@ -206,6 +202,7 @@ class Checkpoints:
             self._state.model.module.load_state_dict(content["model"])
             if arguments.load_optim:
                 self._state.optimizer.load_state_dict(content["optimizer"])
+                self._use_own_settings()
             else:
                 self._state.optimizer.reload_model_params()
         self._state.scheduler.load_state_dict(common["scheduler"])
@@ -214,6 +211,14 @@ class Checkpoints:
         if arguments.save is not None and arguments.save.resolve() == source.parent.resolve():
             self._latest = progress.iteration
         return progress
+
+    def _use_own_settings(self) -> None:
+        """Puts this command's flags in place of the settings that the optimizer's state holds."""
+        arguments = self._arguments
+        for group in self._state.optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = arguments.lr, arguments.min_lr
+            group["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+            group["eps"] = arguments.adam_eps
 
     def _require_same_schedule(self, saved: dict[str, Any], source: Path) -> None:
         """Refuses what Megatron's scheduler would only assert."""
@@ -282,6 +287,22 @@ def _require_ours(common: dict[str, Any], source: Path) -> dict[str, Any]:
             "where to continue is unknown: add --finetune to start at step 0 from its weights alone"
         )
     return ours
+
+
+@contextmanager
+def _misfits_explained(source: Path) -> Iterator[None]:
+    """Turns Megatron's complaint that a checkpoint is of another model into the user's error."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [failure for failure, _ in error.failures.values()]
+        misfits = [reason for reason in reasons if isinstance(reason, CheckpointingException)]
+        if not misfits:
+            raise
+        raise ValueError(
+            f"{source} does not fit this model, give the flags of the one that was saved: "
+            f"{misfits[0]}"
+        ) from error
 
 
 def _on_first_rank(action: Callable[[], Any]) -> Any:

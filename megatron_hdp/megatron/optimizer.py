@@ -54,5 +54,6 @@ def build_scheduler(
         end_wd=arguments.weight_decay,
         wd_incr_steps=arguments.lr_decay_iters or arguments.train_iters,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=arguments.override_opt_param_scheduler,
     )
