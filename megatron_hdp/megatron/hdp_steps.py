@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_hdp.data import SequenceTable, TokenFile
+from megatron_hdp.data import DataOrder, SequenceTable, TokenFile
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
@@ -81,7 +81,14 @@ class HdpSteps:
         self._corrupt = CorruptDocuments(
             self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
         )
-        self._corpus = fingerprint(self.table.length.tobytes())
+        self.order = DataOrder(
+            hybrid_data_parallel=True,
+            seed=arguments.seed,
+            seq_length=arguments.seq_length,
+            long_sequence=arguments.hdp_long_sequence,
+            num_sequences=len(self.table),
+            corpus=fingerprint(self.table.length.tobytes()),
+        )
         # what cannot be planned is refused now, not when it is drawn
         self.preparation.plan(self.table.length.max(keepdims=True))
 
@@ -122,7 +129,7 @@ class HdpSteps:
         self._failed_before = bool(failed)
         step = prepared.step
         facts = {
-            "corpus": self._corpus,
+            "corpus": self.order.corpus,
             "consumed sequences": step.consumed_before,
             "sequences of the step": fingerprint(step.sequences.tobytes()),
             "sequence lengths": fingerprint(prepared.plan.lengths.tobytes()),

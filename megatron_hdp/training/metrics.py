@@ -37,6 +37,8 @@ class StepMetrics:
     sequences: int
     consumed_sequences: int
     """Sequences consumed since the start of training, this step's included."""
+    consumed_tokens: int
+    """Tokens of those sequences."""
     seconds: float
     tokens_per_second: float
     model_flops_per_second: float

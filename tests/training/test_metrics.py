@@ -26,6 +26,7 @@ STEP = StepMetrics(
     loss_tokens=990,
     sequences=10,
     consumed_sequences=30,
+    consumed_tokens=900,
     seconds=0.5,
     tokens_per_second=2000.0,
     model_flops_per_second=4.921e12,
