@@ -20,7 +20,7 @@ class ModelFlops:
     """Operations of forward and backward of one model."""
 
     per_token: float
-    """For each token: all products with weights."""
+    """For each token: all products with the weights that it meets."""
     per_squared_token: float
     """For each unit of a sequence's squared length: attention."""
 
@@ -55,6 +55,13 @@ class ModelFlops:
 
 
 def _mlp_weights(arguments: TrainingArguments) -> int:
-    """Weights of one layer's MLP that a token meets; a gated one has two inner matrices."""
-    num_matrices = 3 if arguments.swiglu else 2
-    return num_matrices * arguments.hidden_size * arguments.ffn_hidden_size
+    """Weights of one layer's MLP that a token meets; of experts those it goes to, and the router.
+
+    A gated MLP has two inner matrices.
+    """
+    weights_a_unit = (3 if arguments.swiglu else 2) * arguments.hidden_size
+    if arguments.num_experts is None:
+        return weights_a_unit * arguments.ffn_hidden_size
+    expert_size = arguments.moe_ffn_hidden_size or arguments.ffn_hidden_size
+    router_weights = arguments.hidden_size * arguments.num_experts
+    return arguments.moe_router_topk * weights_a_unit * expert_size + router_weights

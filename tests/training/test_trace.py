@@ -259,10 +259,9 @@ def place_of(hdp_rank, stage, tensor_rank):
     return RankPlace(hdp_rank, 2, stage, 2, tensor_rank, 2, lockstep_ranks=1, token_multiple=1)
 
 
-def test_two_machines_two_stages_two_tensor_ranks():
-    """Clocks of two machines that are hours apart, and a stage for every bar of the plan."""
+def ranks_of_two_machines():
+    """A plan, its evaluation and what eight ranks noted on clocks that are hours apart."""
     plan = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
-    evaluation = evaluate(plan, COST, 2)
     ranks = []
     for h, s, t in np.ndindex(2, 2, 2):
         machine, zero = ("a", 100.0) if h == 0 else ("b", 50_000.0)
@@ -273,6 +272,12 @@ def test_two_machines_two_stages_two_tensor_ranks():
             Span(SYNC, zero + 5, zero + 6, None),
         ]
         ranks.append(RankSpans.of_rank(place_of(h, s, t), machine, started, spans))
+    return plan, evaluate(plan, COST, 2), ranks
+
+
+def test_two_machines_two_stages_two_tensor_ranks():
+    """A stage for every bar of the plan, and one time for both machines."""
+    plan, evaluation, ranks = ranks_of_two_machines()
     assert clock_starts(ranks) == {"a": 100.0, "b": 50_000.0}
     names = [
         event["args"]["name"]
