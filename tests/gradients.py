@@ -116,6 +116,8 @@ def hdp_gradients(arguments, *faults, plan=None):
             )
         report = steps.run(0)
         steps.close()
+    if arguments.use_distributed_optimizer:
+        _gather_shards(gpt)
     grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
     grads = _together(grads, parallel_state.get_expert_model_parallel_group())
     return report.loss, _together(grads, parallel_state.get_pipeline_model_parallel_group())
@@ -227,6 +229,15 @@ def _stock(arguments):
         moe_aux_loss_coeff=0.0,
         moe_z_loss_coeff=None,
     )
+
+
+def _gather_shards(gpt):
+    """Completes gradient buckets of which each rank has reduced only its own shard."""
+    for buffer in gpt.buffers + gpt.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def _together(grads, group):

@@ -188,8 +188,35 @@ class RunOptions:
         0, minimum=0, help="Batches an evaluation takes (0: none; Megatron's default is 100)."
     )
     save: Path | None = option(None, metavar="DIR", help="Save checkpoints into this folder.")
-    load: Path | None = option(None, metavar="DIR", help="Resume from this folder.")
     save_interval: int | None = option(None, minimum=1, help="Steps between checkpoints.")
+    async_save: bool = option(False, help="Train on while a checkpoint is being written.")
+    load: Path | None = option(
+        None, metavar="DIR", help="Resume from this folder; start anew while it holds nothing."
+    )
+    ckpt_step: int | None = option(
+        None, minimum=1, help="The step whose checkpoint --load takes (default: the latest)."
+    )
+    finetune: bool = option(
+        False, help="Of --load take the weights alone, and start at step 0 with any data."
+    )
+    pretrained_checkpoint: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Like --load with --finetune, as long as --load holds nothing to resume from.",
+    )
+    load_optim: bool = option(
+        True,
+        off_flag="--no-load-optim",
+        help="Resume with fresh optimizer state; weights, schedule and data position are restored.",
+    )
+    load_rng: bool = option(
+        True,
+        off_flag="--no-load-rng",
+        help="Leave the random generators alone; with HDP there are none to restore.",
+    )
+    override_opt_param_scheduler: bool = option(
+        False, help="Resume under this command's schedule where the checkpoint's is another."
+    )
     log_interval: int = option(100, minimum=1, help="Steps between lines of the log.")
     tensorboard_dir: Path | None = option(
         None, metavar="DIR", help="Write TensorBoard scalars into this folder."
@@ -208,6 +235,8 @@ class TrainingArguments(
 ):
     """All options of the training command, checked, defaults that depend on others filled in."""
 
+
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
 
 GROUPS = (
     HdpOptions,
@@ -266,6 +295,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
+        train_iters=arguments.train_iters,
     )
     return arguments
 
@@ -351,6 +381,14 @@ def _check_parallel(args: TrainingArguments) -> None:
             f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
         )
 
+    drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
+    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+        raise OptionError(
+            f"{drawn} with pipeline stages needs --hdp-strategy "
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
+            "padding that they do not show"
+        )
+
 
 def _check_schedule(args: TrainingArguments) -> None:
     decay_iters = args.lr_decay_iters or 1
@@ -379,12 +417,12 @@ def _check_run(args: TrainingArguments) -> None:
             f"--hdp-plot-step {args.hdp_plot_step} is beyond --train-iters {args.train_iters}, so "
             "nothing would be drawn: lower it"
         )
-    if args.fp64 and args.use_distributed_optimizer:
-        raise OptionError(
-            "--use-distributed-optimizer keeps float32 gradients: leave it out with --fp64"
-        )
-    if args.save_interval is not None and args.save is None:
-        raise OptionError("--save-interval needs --save DIR: give the folder to save into")
+    if args.save is None and (args.save_interval is not None or args.async_save):
+        flag = "--async-save" if args.save_interval is None else "--save-interval"
+        raise OptionError(f"{flag} needs --save DIR: give the folder to save into")
+    if args.load is None and (args.finetune or args.ckpt_step is not None):
+        flag = "--finetune" if args.finetune else "--ckpt-step"
+        raise OptionError(f"{flag} needs --load DIR: give the folder to load from")
 
 
 def markdown_tables() -> str:

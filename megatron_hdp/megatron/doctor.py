@@ -133,6 +133,26 @@ SEAMS = (
         "overridden on the instance while a checkpoint is loaded into torch's Adam",
         parameter="tensors",
     ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer.get_parameter_state_dp_zero",
+        "overridden on the instance: gathers the state for a checkpoint, bucket padding included",
+        parameter="return_on_all_ranks",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._copy_model_grads_to_main_grads",
+        "overridden on the instance with --fp64: gradients stay float64",
+    ),
+    Seam(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        "overridden on the instance with --fp64: the norm is float64",
+    ),
+    Seam(
+        "megatron.core.dist_checkpointing.serialization:save",
+        "checkpoints are written under another name, renamed when every rank is done",
+        parameter="async_sharded_save",
+    ),
 )
 
 OPTIONAL_PACKAGES = (

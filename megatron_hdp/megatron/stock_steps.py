@@ -18,10 +18,11 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.data import Tokenizer
+from megatron_hdp.data import DataOrder, Tokenizer
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.runtime.agreement import fingerprint
 
 
 def build_datasets(
@@ -68,6 +69,14 @@ class StockSteps:
                 f"--micro-batch-size x data-parallel ranks = {parallel}: change one of them"
             )
         self.num_micro_batches = self.global_batch_size // parallel
+        self.order = DataOrder(
+            hybrid_data_parallel=False,
+            seed=arguments.seed,
+            seq_length=arguments.seq_length,
+            long_sequence="concatenated",
+            num_sequences=len(dataset),
+            corpus=fingerprint(dataset.dataset.sequence_lengths.tobytes()),
+        )
         config = get_model_config(model)
         config.no_sync_func = model.no_sync
         config.finalize_model_grads_func = finalize_model_grads
@@ -91,6 +100,7 @@ class StockSteps:
         return StepReport(
             loss=loss_sum / loss_tokens,
             tokens=self.global_batch_size * self.seq_length,
+            squared_tokens=self.global_batch_size * self.seq_length**2,
             loss_tokens=round(loss_tokens / self.num_tensor_ranks),
             sequences=self.global_batch_size,
             consumed_after=consumed + self.global_batch_size,

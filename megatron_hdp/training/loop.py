@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_hdp.data import TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_hdp.megatron.checkpoint import Checkpoints, Progress, TrainingState
 from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
@@ -24,13 +24,17 @@ from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.agreement import fingerprint, require_agreement
+from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+from megatron_hdp.training.tracer import StepTracer
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
 
 class Steps(Protocol):
     """What runs one step over one split of the data: HDP's or stock Megatron's."""
+
+    order: DataOrder
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step that begins after `consumed` sequences."""
@@ -55,6 +59,9 @@ class _Job:
     scheduler: Any
     training: Steps
     validation: Steps | None
+    checkpoints: Checkpoints
+    flops: ModelFlops
+    tracer: StepTracer | None
 
     def close(self) -> None:
         self.training.close()
@@ -68,12 +75,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     job = _build(arguments)
-    progress = Progress()
-    if arguments.load is not None:
-        state = (job.model, job.optimizer, job.scheduler)
-        loaded = load_checkpoint(arguments.load, *state)
-        _say(f"no checkpoint in {arguments.load} yet" if loaded is None else f"resumed: {loaded}")
-        progress = loaded or progress
+    progress = job.checkpoints.load()
     writes = dist.get_rank() == 0
     records = []
     with (
@@ -91,6 +93,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             if metrics.step % arguments.log_interval == 0:
                 _say(log_line(metrics, arguments.train_iters))
             _save_if_due(job, progress)
+    job.checkpoints.finish()
     parallel.finish()
     return records
 
@@ -114,7 +117,18 @@ def _build(arguments: TrainingArguments) -> _Job:
     scheduler = build_scheduler(arguments, optimizer)
     build_steps = _hdp_steps if arguments.hybrid_data_parallel else _stock_steps
     training, validation = build_steps(arguments, model, tokenizer)
-    return _Job(arguments, model, optimizer, scheduler, training, validation)
+    state = TrainingState(model, optimizer, scheduler)
+    return _Job(
+        arguments=arguments,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        training=training,
+        validation=validation,
+        checkpoints=Checkpoints(arguments, state, training.order, _say),
+        flops=ModelFlops.of_model(arguments, tokenizer.vocab_size),
+        tracer=_build_tracer(arguments, training),
+    )
 
 
 def _hdp_steps(
@@ -150,8 +164,18 @@ def _stock_steps(
     return StockSteps(arguments, model, train), validation
 
 
+def _build_tracer(arguments: TrainingArguments, training: Steps) -> StepTracer | None:
+    if arguments.hdp_trace is None or arguments.hdp_trace_steps is None:
+        return None
+    assert isinstance(training, HdpSteps), "tracing without HDP is refused with the flags"
+    return StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, training)
+
+
 def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     arguments = job.arguments
+    step = progress.iteration + 1
+    if job.tracer is not None:
+        job.tracer.begin(step)
     started = time.perf_counter()
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
@@ -160,33 +184,23 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
     seconds = time.perf_counter() - started
-    step = progress.iteration + 1
+    if job.tracer is not None:
+        job.tracer.end(step)
     if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and dist.get_rank() == 0:
         title = f"step {step}: {arguments.hdp_strategy}"
         job.training.draw_plan(Path(arguments.hdp_plot_plan), title)
-    metrics = StepMetrics(
+    metrics = StepMetrics.of_report(
+        report,
         step=step,
-        loss=report.loss,
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
-        tokens=report.tokens,
-        loss_tokens=report.loss_tokens,
-        sequences=report.sequences,
-        consumed_sequences=report.consumed_after,
+        consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
-        tokens_per_second=report.tokens / seconds,
-        planned_efficiency=report.planned_efficiency,
-        measured_efficiency=report.measured_efficiency,
-        ring_bytes=report.ring_bytes,
-        planning_ms=report.planning_ms,
-        planning_exposed_ms=report.planning_exposed_ms,
-        skipped_documents=report.skipped_documents,
-        planner_failures=report.planner_failures,
-        micro_batches_min=report.micro_batches_min,
-        micro_batches_max=report.micro_batches_max,
+        model_flops=job.flops.of_batch(report.tokens, report.squared_tokens),
+        num_ranks=dist.get_world_size(),
         validation_loss=_validate(job, step),
     )
-    return metrics, Progress(step, report.consumed_after)
+    return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)
 
 
 def _validate(job: _Job, step: int) -> float | None:
@@ -207,13 +221,11 @@ def _validate(job: _Job, step: int) -> float | None:
 
 def _save_if_due(job: _Job, progress: Progress) -> None:
     arguments = job.arguments
-    if arguments.save is None:
-        return
+    job.checkpoints.poll()
     last = progress.iteration == arguments.train_iters
     due = arguments.save_interval and progress.iteration % arguments.save_interval == 0
     if last or due:
-        save_checkpoint(arguments.save, progress, job.model, job.optimizer, job.scheduler)
-        _say(f"saved checkpoint of iteration {progress.iteration} to {arguments.save}")
+        job.checkpoints.save(progress)
 
 
 def _say(line: str) -> None:

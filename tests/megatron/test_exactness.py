@@ -86,13 +86,20 @@ def test_gradients_of_many_batches(run_ranks, batch):
 
 
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+SHARDED_BUCKETS = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 1000,
+}
 
 
 @pytest.mark.parametrize(
     "ranks, overrides",
     [
         (4, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
-        (3, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}),
+        (3, {"overlap_grad_reduce": True}),
+        (3, SHARDED_BUCKETS),
+        (4, SHARDED_BUCKETS | {"pipeline_model_parallel_size": 2}),
         (3, {"recompute_granularity": "selective"}),
         (
             4,
@@ -116,6 +123,8 @@ LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
     ids=[
         "tensor-parallel",
         "overlap-grad-reduce",
+        "distributed-optimizer",
+        "distributed-optimizer-pipeline",
         "selective-recompute",
         "full-recompute",
         "pipeline-overlap-recompute",
