@@ -147,6 +147,7 @@ def test_a_report_becomes_metrics() -> None:
         model_flops=1e12,
         num_ranks=8,
         step=3,
+        consumed_tokens=3000,
         grad_norm=0.75,
         learning_rate=1e-3,
         consumed_tokens=4000,
