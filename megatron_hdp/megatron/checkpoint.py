@@ -34,6 +34,7 @@ from megatron_hdp.data import DataOrder
 from megatron_hdp.megatron import rng_state, torch_adam
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
+from megatron_hdp.megatron.optimizer_parts import laid_out
 from megatron_hdp.megatron.parallel import compute_device
 
 _POLL_S = 0.05
@@ -201,7 +202,8 @@ class Checkpoints:
             content = dist_checkpointing.load(content, str(source))
             self._state.model.module.load_state_dict(content["model"])
             if arguments.load_optim:
-                self._state.optimizer.load_state_dict(content["optimizer"])
+                state = laid_out(content["optimizer"], common["optimizer"], self._state.optimizer)
+                self._state.optimizer.load_state_dict(state)
                 self._use_own_settings()
             else:
                 self._state.optimizer.reload_model_params()

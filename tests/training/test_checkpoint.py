@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import tiny_arguments, write_corpus
+from tests.gradients import EXPERTS, tiny_arguments, write_corpus
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 
@@ -239,3 +239,38 @@ def test_a_missing_checkpoint_is_named(run_ranks, tmp_path):
     (tmp_path / TRACKER).write_text("7")
     with pytest.raises(Exception, match="does not hold the checkpoint iter_0000007"):
         run_ranks(1, curve, whole)
+
+
+# ranks, where the experts are
+ALL_HERE = (2, {})
+SPREAD = (4, {"expert_model_parallel_size": 2})
+IN_REPLICAS = (
+    4,
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+)
+
+
+BFLOAT16 = {"fp64": False, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    "before, after, overrides, tolerance",
+    [
+        (SPREAD, ALL_HERE, {}, 1e-10),
+        (ALL_HERE, SPREAD, SHARDED, 1e-10),
+        pytest.param(SPREAD, IN_REPLICAS, SHARDED, 1e-10, marks=pytest.mark.slow),
+        pytest.param(ALL_HERE, SPREAD, {}, 1e-10, marks=pytest.mark.slow),
+        pytest.param(ALL_HERE, SPREAD, BFLOAT16, 2e-3, marks=pytest.mark.slow),
+        pytest.param(SPREAD, ALL_HERE, BFLOAT16, 2e-3, marks=pytest.mark.slow),
+    ],
+    ids=["gathered", "spread-sharded", "into-replicas-sharded", "spread", "spread16", "gathered16"],
+)
+def test_experts_resume_elsewhere(run_ranks, tmp_path, before, after, overrides, tolerance):
+    whole = run(write_corpus(tmp_path, LENGTHS), **(EXPERTS | overrides))
+    folder = tmp_path / "checkpoints"
+    expected = run_ranks(2, curve, whole)[0]
+    saving = replace(whole, **before[1], train_iters=3, save=folder)
+    run_ranks(before[0], curve, saving)
+    resumed = run_ranks(after[0], curve, replace(whole, **after[1], load=folder))[0]
+    assert [step for step, _ in resumed] == [4, 5, 6]
+    assert largest_difference(resumed, expected[3:]) <= tolerance
