@@ -30,6 +30,8 @@ class RankMicroBatch:
     positions: Int64Array
     """Each token's position in its own sequence."""
     loss_mask: npt.NDArray[np.bool_]
+    sequence_index: Int64Array
+    """Place of each token's sequence in `sequence_ids`; -1 for padding."""
     ring: tuple[int, ...]
     """HDP ranks in ring order; this rank alone at degree 1."""
     ring_slices: tuple[int, ...]
@@ -52,6 +54,7 @@ class RankMicroBatch:
             if row in sequence_ids:
                 for array in (self.tokens, self.labels, self.loss_mask):
                     array[begin : begin + length] = 0
+                self.sequence_index[begin : begin + length] = -1
             begin += length
 
 
@@ -122,15 +125,21 @@ def read_micro_batch(
             if not in_vocabulary and run.row not in corrupt:
                 corrupt.append(run.row)
         begin = here.stop
+    sequence_ids = (*ring_rows, *whole_rows)
+    sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
+    places = np.arange(len(sequence_ids)).repeat([2 * chunk for chunk in chunks] + wholes)
+    is_real = positions[:num_tokens] < table.length[list(sequence_ids)][places]
+    sequence_index[:num_tokens][is_real] = places[is_real]
     return RankMicroBatch(
         tokens=tokens,
         labels=labels,
         positions=positions,
         loss_mask=loss_mask,
+        sequence_index=sequence_index,
         ring=micro_batch.ranks,
         ring_slices=tuple(2 * chunk for chunk in chunks),
         local_lengths=(*wholes, excess) if excess else tuple(wholes),
-        sequence_ids=(*ring_rows, *whole_rows),
+        sequence_ids=sequence_ids,
         index=m,
         corrupt_ids=tuple(corrupt),
         offload_ratio=micro_batch.offload_ratio,
@@ -144,6 +153,7 @@ def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
         labels=np.zeros(num_tokens, dtype=np.int64),
         positions=np.arange(num_tokens),
         loss_mask=np.zeros(num_tokens, dtype=np.bool_),
+        sequence_index=np.full(num_tokens, -1, dtype=np.int64),
         ring=(rank,),
         ring_slices=(),
         local_lengths=(num_tokens,),

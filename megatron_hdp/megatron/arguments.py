@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_hdp.megatron.moe_options import MoeOptions, check_moe
 from megatron_hdp.options import (
     HdpOptions,
     OptionError,
@@ -224,12 +225,28 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingArguments(
-    HdpOptions, RunOptions, DataOptions, ParallelOptions, OptimizationOptions, ModelOptions
+    HdpOptions,
+    RunOptions,
+    DataOptions,
+    ParallelOptions,
+    OptimizationOptions,
+    MoeOptions,
+    ModelOptions,
 ):
     """All options of the training command, checked, defaults that depend on others filled in."""
 
 
-GROUPS = (HdpOptions, ModelOptions, OptimizationOptions, ParallelOptions, DataOptions, RunOptions)
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
+
+GROUPS = (
+    HdpOptions,
+    ModelOptions,
+    MoeOptions,
+    OptimizationOptions,
+    ParallelOptions,
+    DataOptions,
+    RunOptions,
+)
 
 
 def build_parser() -> OptionParser:
@@ -273,10 +290,12 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     arguments = _with_derived_defaults(arguments)
     _check_model(arguments)
     _check_parallel(arguments)
+    check_moe(arguments)
     _check_schedule(arguments)
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
+        train_iters=arguments.train_iters,
     )
     return arguments
 
@@ -292,6 +311,9 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
     ffn_hidden_size = hidden * 8 // 3 // 64 * 64 if args.swiglu else 4 * hidden
     grouped = args.group_query_attention or args.num_query_groups is not None
     decay_iters = args.lr_decay_iters or args.train_iters or 1
+    moe_ffn_hidden_size = args.moe_ffn_hidden_size
+    if args.num_experts is not None and moe_ffn_hidden_size is None:
+        moe_ffn_hidden_size = args.ffn_hidden_size or max(ffn_hidden_size, 64)
     warmup_iters = args.lr_warmup_iters or int((args.lr_warmup_fraction or 0) * decay_iters)
     return replace(
         args,
@@ -302,6 +324,10 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
         lr_decay_iters=decay_iters,
         lr_warmup_iters=warmup_iters,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
+        expert_tensor_parallel_size=(
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        ),
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
 
@@ -353,6 +379,14 @@ def _check_parallel(args: TrainingArguments) -> None:
             f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
             f"{tensor_ranks}, which share the tokens with --sequence-parallel: use "
             f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
+        )
+
+    drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
+    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+        raise OptionError(
+            f"{drawn} with pipeline stages needs --hdp-strategy "
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
+            "padding that they do not show"
         )
 
 

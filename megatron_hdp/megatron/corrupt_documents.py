@@ -63,7 +63,7 @@ class CorruptDocuments:
         self._in_a_row.append(document)
         if len(self._in_a_row) > self._limit:
             raise ValueError(
-                f"{len(self._in_a_row)} documents in a row are corrupt: documents "
+                f"{len(self._in_a_row)} corrupt documents in a row: "
                 f"{', '.join(map(str, self._in_a_row))} of {self._prefix}; expected {expected}: "
                 "train with the tokenizer that made the data, make the data again, or raise "
                 "--hdp-corrupt-limit"

@@ -26,12 +26,13 @@ from megatron.core.utils import get_model_config
 from megatron_hdp.data import RankMicroBatch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.megatron.schedule_timers import noting_compute
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring_comm import RingComm
-from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT
+from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,18 @@ class RankOutcome:
     """Sum of this rank's token losses; 0 but on the last pipeline stage."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
-    busy_s: float
-    """The same without waiting for ring members and pipeline stages."""
+    ring_wait_s: float
+    """The part of it spent waiting for ring members."""
+    pipeline_wait_s: float
+    """The part of it spent waiting for other pipeline stages."""
+    sync_s: float
+    """Seconds of gradient sync, waiting for the last rank included."""
     ring_bytes: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until gradient sync without waiting for others."""
+        return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
 
 
 class HdpExecutor:
@@ -95,16 +105,17 @@ class HdpExecutor:
         self.timeline.reset()
         self._losses = []
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        started = time.perf_counter()
-        self._run_schedule(micro_batches, forward_only)
+        with noting_compute(self._config, self.timeline, [one.index for one in micro_batches]):
+            self._run_schedule(micro_batches, forward_only)
         if forward_only:
             self._reached_sync = time.perf_counter()
-        waits = self.timeline.totals_s
-        until_sync_s = self._reached_sync - started
+        totals_s = self.timeline.totals_s
         return RankOutcome(
             loss_sum=sum(loss.double().item() for loss in self._losses),
-            until_sync_s=until_sync_s,
-            busy_s=until_sync_s - waits[RING_WAIT] - waits[PIPELINE_WAIT],
+            until_sync_s=self._reached_sync - self.timeline.started_s,
+            ring_wait_s=totals_s[RING_WAIT],
+            pipeline_wait_s=totals_s[PIPELINE_WAIT],
+            sync_s=totals_s[SYNC],
             ring_bytes=self.comm.bytes_sent,
         )
 
@@ -139,13 +150,14 @@ class HdpExecutor:
     def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
         micro_batch: RankMicroBatch = next(micro_batches)
         device = compute_device()
-        tokens, labels, positions, loss_mask = (
+        tokens, labels, positions, loss_mask, sequence_index = (
             torch.from_numpy(x).to(device, non_blocking=True)
             for x in (
                 micro_batch.tokens,
                 micro_batch.labels,
                 micro_batch.positions,
                 micro_batch.loss_mask,
+                micro_batch.sequence_index,
             )
         )
         layout = TokenLayout(
@@ -159,6 +171,7 @@ class HdpExecutor:
             qkv_format="sbhd",
             layout=layout,
             positions=positions,
+            sequence_index=sequence_index,
             comm=self.comm,
             kernel=self.kernel,
         )
@@ -181,7 +194,8 @@ class HdpExecutor:
         if self._pipeline is not None:
             self._pipeline.finish()
         self._reached_sync = time.perf_counter()
-        finalize_model_grads(model, None, **kwargs)
+        with self.timeline.span(SYNC):
+            finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
 

@@ -20,8 +20,8 @@ from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
-from megatron_hdp.megatron.step_report import StepReport
-from megatron_hdp.planner import CostModel, evaluate
+from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
+from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.agreement import fingerprint, largest, require_agreement
 from megatron_hdp.runtime.kernels import select_kernel
 from megatron_hdp.runtime.timeline import Timeline
@@ -188,29 +188,45 @@ class HdpSteps:
         exposed_s: float,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
-        sums = torch.tensor(
-            [outcome.loss_sum, outcome.busy_s, outcome.ring_bytes],
-            dtype=torch.float64,
+        ranks = dist.get_world_size()
+        job = over_all_ranks(
+            sums={
+                "loss_sum": outcome.loss_sum,
+                "busy_s": outcome.busy_s,
+                "ring_wait_s": outcome.ring_wait_s,
+                "pipeline_wait_s": outcome.pipeline_wait_s,
+                "sync_s": outcome.sync_s,
+                "ring_bytes": outcome.ring_bytes,
+            },
+            maxima={
+                "makespan_s": outcome.until_sync_s,
+                "minus_least_busy_s": -outcome.busy_s,
+                "exposed_s": exposed_s,
+            },
             device=compute_device(),
         )
-        until_sync = torch.tensor(outcome.until_sync_s, device=compute_device())
-        dist.all_reduce(sums)
-        dist.all_reduce(until_sync, dist.ReduceOp.MAX)
-        loss_sum, busy_s, ring_bytes = sums.tolist()
+        efficiency = job["busy_s"] / ranks / job["makespan_s"]
         counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
-            loss=loss_sum / self.place.num_tensor_ranks / max(num_loss_tokens, 1),
+            loss=job["loss_sum"] / self.place.num_tensor_ranks / max(num_loss_tokens, 1),
             tokens=prepared.step.tokens,
+            squared_tokens=int((prepared.plan.lengths**2).sum()),
             loss_tokens=num_loss_tokens,
             sequences=len(prepared.step.sequences),
             consumed_after=prepared.step.consumed_after,
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
             planned_efficiency=prepared.plan.summary["efficiency"],
-            measured_efficiency=busy_s / dist.get_world_size() / until_sync.item(),
-            ring_bytes=int(ring_bytes),
+            measured_efficiency=efficiency,
+            makespan_s=job["makespan_s"],
+            idle_share_max=1 + job["minus_least_busy_s"] / job["makespan_s"],
+            idle_share_mean=1 - efficiency,
+            ring_wait_s=job["ring_wait_s"] / ranks,
+            pipeline_wait_s=job["pipeline_wait_s"] / ranks,
+            sync_s=job["sync_s"] / ranks,
+            ring_bytes=int(job["ring_bytes"]),
             planning_ms=prepared.plan.summary["planning_ms"],
-            planning_exposed_ms=exposed_s * 1e3,
+            planning_exposed_ms=job["exposed_s"] * 1e3,
             skipped_documents=self._corrupt.num_skipped,
             planner_failures=self.num_planner_failures,
         )
@@ -219,9 +235,13 @@ class HdpSteps:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
         from megatron_hdp.simulator.plot import plot_plan
 
+        plot_plan(*self.planned_times(), path, title=title)
+
+    def planned_times(self) -> tuple[Plan, Evaluation]:
+        """The latest step's plan, and when it expects what to run."""
         assert self.latest is not None, "no step has run"
-        evaluation = evaluate(self.latest.plan, self.cost_model, self.place.num_stages)
-        plot_plan(self.latest.plan, evaluation, path, title=title)
+        made = self.latest.plan
+        return made, evaluate(made, self.cost_model, self.place.num_stages)
 
 
 def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:

@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_hdp.runtime.agreement import fingerprint
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -46,21 +47,31 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
     A tied output layer, which the last stage holds as a copy, has the embedding's name.
     """
     tied = model.share_embeddings_and_output_weights
+    first_expert = _first_expert(model)
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
         if match:
             number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[match.end() :]}"
+            name = _EXPERT.sub(lambda m: f".local_experts.{first_expert + int(m[1])}.", name)
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def _first_expert(model: GPTModel) -> int:
+    """The global number of this rank's first expert in each layer; 0 where there is none."""
+    experts: int = model.config.num_moe_experts or 0
+    ranks: int = parallel_state.get_expert_model_parallel_world_size()
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    return rank * (experts // ranks)
 
 
 def whole_shape(parameter: torch.nn.Parameter) -> list[int]:
     """The shape of the parameter over all tensor-parallel ranks."""
     shape = list(parameter.shape)
     if _is_shared(parameter):
-        shape[parameter.partition_dim] *= _tensor_group().size()
+        shape[parameter.partition_dim] *= tensor_group(parameter).size()
     return shape
 
 
@@ -68,15 +79,19 @@ def own_part(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor
     """What this tensor-parallel rank holds of the whole parameter."""
     if not _is_shared(parameter):
         return whole
-    group, dim = _tensor_group(), parameter.partition_dim
+    group, dim = tensor_group(parameter), parameter.partition_dim
     # with a stride (gated MLPs), a rank holds a piece of each of that many parts
     parts = whole.chunk(parameter.partition_stride, dim)
     return torch.cat([part.chunk(group.size(), dim)[group.rank()] for part in parts], dim)
 
 
 def _is_shared(parameter: torch.nn.Parameter) -> bool:
-    return _tensor_group().size() > 1 and getattr(parameter, "tensor_model_parallel", False)
+    several = tensor_group(parameter).size() > 1
+    return several and getattr(parameter, "tensor_model_parallel", False)
 
 
-def _tensor_group() -> torch.distributed.ProcessGroup:
-    return parallel_state.get_tensor_model_parallel_group()
+def tensor_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
+    """The ranks that may each hold a part of this parameter."""
+    if getattr(parameter, "allreduce", True):  # Megatron's mark: false for experts that are spread
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()

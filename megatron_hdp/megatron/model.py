@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpCoreAttention
 from megatron_hdp.megatron.initialisation import initialise_by_name
+from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.norm import SequenceParallelNorm
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
@@ -74,6 +75,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         sequence_parallel=arguments.sequence_parallel,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         deallocate_pipeline_outputs=True,
+        **moe_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -91,11 +93,15 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
 def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
     """Megatron's local layer specification, its core attention replaced when HDP is on."""
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=arguments.qk_layernorm, normalization=arguments.normalization
+        num_experts=arguments.num_experts,
+        qk_layernorm=arguments.qk_layernorm,
+        normalization=arguments.normalization,
     )
     attention = spec.submodules.self_attention.submodules
     if arguments.hybrid_data_parallel:
         attention.core_attention = HdpCoreAttention
+        if arguments.num_experts is not None:
+            balance_by_sequence(spec)
     if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
         spec.submodules.input_layernorm = SequenceParallelNorm
         spec.submodules.pre_mlp_layernorm = SequenceParallelNorm

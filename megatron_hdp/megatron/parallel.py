@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
 
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.moe_options import expert_domain_size
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -49,7 +51,8 @@ def initialise(arguments: TrainingArguments) -> None:
     here ends after ``--distributed-timeout-minutes`` with an error.
 
     Raises:
-        ValueError: the ranks cannot be cut into model replicas.
+        ValueError: the ranks cannot be cut into model replicas, or into groups that share the
+            experts.
     """
     world, tensor_ranks = dist.get_world_size(), arguments.tensor_model_parallel_size
     stages = arguments.pipeline_model_parallel_size
@@ -59,11 +62,22 @@ def initialise(arguments: TrainingArguments) -> None:
             f"{stages} pipeline ranks: change --nproc-per-node, --tensor-model-parallel-size or "
             "--pipeline-model-parallel-size"
         )
+    expert_ranks = arguments.expert_model_parallel_size
+    expert_tensor_ranks = arguments.expert_tensor_parallel_size
+    if world // stages % (expert_ranks * expert_tensor_ranks):
+        raise ValueError(
+            f"{world // stages} ranks of a pipeline stage cannot be cut into groups of "
+            f"{expert_ranks * expert_tensor_ranks} that share the experts "
+            f"(--expert-model-parallel-size {expert_ranks} x --expert-tensor-parallel-size "
+            f"{expert_tensor_ranks}): change one of the numbers"
+        )
     if cpu_shim.needed():
         cpu_shim.apply()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
         pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=expert_ranks,
+        expert_tensor_parallel_size=expert_tensor_ranks,
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
     )
 
@@ -99,10 +113,23 @@ def num_hdp_ranks() -> int:
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """Parameters of the whole model, what tensor-parallel ranks hold alike counted on each."""
-    total = torch.tensor(sum(p.numel() for p in model.parameters()), device=compute_device())
+    """Parameters of the whole model that a token meets: of the experts, only those it goes to.
+
+    What tensor-parallel ranks hold alike is counted on each.
+    """
+    counts = [0, 0]
+    for name, parameter in model.named_parameters():
+        counts[".experts." in name] += parameter.numel()
+    total = torch.tensor(counts, device=compute_device())
     dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    return int(total.item())
+    dense, experts = map(int, total.tolist())
+    config = get_model_config(model)
+    if config.num_moe_experts is None:
+        return dense
+    # one rank of each stage holds all experts divided by these ranks, and tensor ranks were summed
+    ranks = int(parallel_state.get_expert_tensor_and_model_parallel_world_size())
+    experts = experts * ranks // int(parallel_state.get_tensor_model_parallel_world_size())
+    return dense + experts * int(config.moe_router_topk) // int(config.num_moe_experts)
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,7 @@ def rank_place(arguments: TrainingArguments) -> RankPlace:
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         num_tensor_ranks=num_tensor_ranks,
-        lockstep_ranks=1,
+        lockstep_ranks=expert_domain_size(arguments),
         token_multiple=num_tensor_ranks if arguments.sequence_parallel else 1,
     )
 

@@ -100,6 +100,7 @@ class StockSteps:
         return StepReport(
             loss=loss_sum / loss_tokens,
             tokens=self.global_batch_size * self.seq_length,
+            squared_tokens=self.global_batch_size * self.seq_length**2,
             loss_tokens=round(loss_tokens / self.num_tensor_ranks),
             sequences=self.global_batch_size,
             consumed_after=consumed + self.global_batch_size,

@@ -24,7 +24,9 @@ from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.agreement import fingerprint, require_agreement
+from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+from megatron_hdp.training.tracer import StepTracer
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
@@ -58,6 +60,8 @@ class _Job:
     training: Steps
     validation: Steps | None
     checkpoints: Checkpoints
+    flops: ModelFlops
+    tracer: StepTracer | None
 
     def close(self) -> None:
         self.training.close()
@@ -114,8 +118,17 @@ def _build(arguments: TrainingArguments) -> _Job:
     build_steps = _hdp_steps if arguments.hybrid_data_parallel else _stock_steps
     training, validation = build_steps(arguments, model, tokenizer)
     state = TrainingState(model, optimizer, scheduler)
-    checkpoints = Checkpoints(arguments, state, training.order, _say)
-    return _Job(arguments, model, optimizer, scheduler, training, validation, checkpoints)
+    return _Job(
+        arguments=arguments,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        training=training,
+        validation=validation,
+        checkpoints=Checkpoints(arguments, state, training.order, _say),
+        flops=ModelFlops.of_model(arguments, tokenizer.vocab_size),
+        tracer=_build_tracer(arguments, training),
+    )
 
 
 def _hdp_steps(
@@ -151,8 +164,18 @@ def _stock_steps(
     return StockSteps(arguments, model, train), validation
 
 
+def _build_tracer(arguments: TrainingArguments, training: Steps) -> StepTracer | None:
+    if arguments.hdp_trace is None or arguments.hdp_trace_steps is None:
+        return None
+    assert isinstance(training, HdpSteps), "tracing without HDP is refused with the flags"
+    return StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, training)
+
+
 def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     arguments = job.arguments
+    step = progress.iteration + 1
+    if job.tracer is not None:
+        job.tracer.begin(step)
     started = time.perf_counter()
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
@@ -161,31 +184,20 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
     seconds = time.perf_counter() - started
-    step = progress.iteration + 1
+    if job.tracer is not None:
+        job.tracer.end(step)
     if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and dist.get_rank() == 0:
         title = f"step {step}: {arguments.hdp_strategy}"
         job.training.draw_plan(Path(arguments.hdp_plot_plan), title)
-    metrics = StepMetrics(
+    metrics = StepMetrics.of_report(
+        report,
         step=step,
-        loss=report.loss,
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
-        tokens=report.tokens,
-        loss_tokens=report.loss_tokens,
-        sequences=report.sequences,
-        consumed_sequences=report.consumed_after,
         consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
-        tokens_per_second=report.tokens / seconds,
-        planned_efficiency=report.planned_efficiency,
-        measured_efficiency=report.measured_efficiency,
-        ring_bytes=report.ring_bytes,
-        planning_ms=report.planning_ms,
-        planning_exposed_ms=report.planning_exposed_ms,
-        skipped_documents=report.skipped_documents,
-        planner_failures=report.planner_failures,
-        micro_batches_min=report.micro_batches_min,
-        micro_batches_max=report.micro_batches_max,
+        model_flops=job.flops.of_batch(report.tokens, report.squared_tokens),
+        num_ranks=dist.get_world_size(),
         validation_loss=_validate(job, step),
     )
     return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)

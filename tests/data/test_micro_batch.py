@@ -52,7 +52,7 @@ def check_shapes(part, micro_batch, rank, plan_, table):
     assert part.ring == micro_batch.ranks
     assert part.offload_ratio == micro_batch.offload_ratio
     assert len(part.tokens) == sum(part.ring_slices) + sum(part.local_lengths)
-    for array in (part.labels, part.positions, part.loss_mask):
+    for array in (part.labels, part.positions, part.loss_mask, part.sequence_index):
         assert array.shape == part.tokens.shape
     num_sharded = len(micro_batch.sequences) if degree > 1 else 0
     assert len(part.ring_slices) == num_sharded
@@ -73,8 +73,10 @@ def walk(part, table, file, held, labelled):
     runs = [size // 2 for size in part.ring_slices for _ in range(2)] + list(part.local_lengths)
     rows = [row for row in part.sequence_ids[: len(part.ring_slices)] for _ in range(2)]
     rows += part.sequence_ids[len(part.ring_slices) :]
-    begin = 0
-    for row, size in zip(rows, runs, strict=True):
+    begin, num_sharded = 0, len(part.ring_slices)
+    places = [i for i in range(num_sharded) for _ in range(2)]
+    places += range(num_sharded, len(part.sequence_ids))
+    for row, place, size in zip(rows, places, runs, strict=True):
         document = file.documents[table.document[row]][table.start[row] :]
         first = part.positions[begin]
         for i in range(begin, begin + size):
@@ -82,7 +84,9 @@ def walk(part, table, file, held, labelled):
             assert position == first + i - begin
             if position >= table.length[row]:
                 assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
+                assert part.sequence_index[i] == -1
                 continue
+            assert part.sequence_index[i] == place
             held[row, position] = held.get((row, position), 0) + 1
             assert part.tokens[i] == document[position]
             if part.loss_mask[i]:
@@ -181,12 +185,14 @@ def test_a_worked_example():
     assert part.tokens.tolist() == [*document[2:6], *file.documents[1]]
     assert part.labels.tolist() == [*document[3:7], *file.documents[1][1:], 0]
     assert part.loss_mask.tolist() == [True] * 6 + [False]
+    assert part.sequence_index.tolist() == [0] * 4 + [1] * 3
     assert (part.ring, part.ring_slices, part.local_lengths) == ((4, 2), (4,), (3,))
     assert (part.index, part.sequence_ids, part.offload_ratio) == (0, (0, 1), 0.5)
     other = read(made, 0, 4, np.array([0, 1]), table, file)
     assert other.positions.tolist() == [0, 1, 6, 7]
     assert other.tokens.tolist() == [*document[:2], document[6], 0]
     assert other.loss_mask.tolist() == [True, True, False, False]
+    assert other.sequence_index.tolist() == [0, 0, 0, -1]
 
 
 def test_a_rank_outside_the_ring_is_refused():
@@ -208,6 +214,7 @@ def test_padding_is_one_token_without_loss():
     assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (1,))
     assert part.tokens.shape == part.labels.shape == part.positions.shape == (1,)
     assert part.index is None and part.corrupt_ids == ()
+    assert part.sequence_index.tolist() == [-1]
     assert not part.loss_mask.any()
     assert padding_micro_batch(3, 4).local_lengths == (4,)
 
@@ -227,6 +234,7 @@ def test_tokens_are_padded_to_a_multiple():
     assert padded.local_lengths == (3, 1) and padded.sequence_ids == plain.sequence_ids
     assert padded.positions.tolist() == [*plain.positions, 0]
     assert not padded.loss_mask[7:].any() and not padded.tokens[7:].any()
+    assert padded.sequence_index.tolist() == [*plain.sequence_index, -1]
     exact = read(*where, file, token_multiple=7)
     assert exact.local_lengths == (3,)
 
@@ -236,6 +244,7 @@ def test_without_a_file_only_tokens_and_labels_are_missing():
     full, empty = read(*where, file), read(*where, None)
     assert not empty.tokens.any() and not empty.labels.any()
     assert (full.positions == empty.positions).all() and (full.loss_mask == empty.loss_mask).all()
+    assert (full.sequence_index == empty.sequence_index).all()
     assert empty.corrupt_ids == ()
 
 
@@ -254,5 +263,6 @@ def test_dropped_sequences_carry_nothing():
     assert (part.tokens[:4] == whole.tokens[:4]).all() and whole.loss_mask[4:6].all()
     assert not part.tokens[4:].any() and not part.labels[4:].any() and not part.loss_mask[4:].any()
     assert (part.positions == whole.positions).all()
+    assert part.sequence_index.tolist() == [0] * 4 + [-1] * 4
     part.drop({0})
     assert not part.tokens.any() and not part.loss_mask.any()

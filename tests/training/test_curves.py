@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import VOCABULARY, tiny_arguments
+from tests.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
 STEPS = 20
 LONGEST = 60
@@ -143,6 +143,41 @@ def test_clipping_is_the_same_in_layouts(run_ranks, prefix, layout):
     assert largest_difference(found, expected) <= 1e-6
     unclipped = run_ranks(1, losses, [replace(alone, clip_grad=0.0)])[0]
     assert largest_difference(unclipped, expected) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def experts_curve(run_ranks, prefix):
+    run = arguments(prefix, hdp_strategy="naive", hdp_tokens_per_rank=200, **EXPERTS)
+    return run_ranks(1, losses, [run])[0][0]
+
+
+@pytest.mark.parametrize(
+    "tolerance, overrides",
+    [
+        (1e-10, {}),
+        (
+            1e-5,
+            {"fp64": False, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        ),
+    ],
+    ids=["float64", "float32-distributed-optimizer"],
+)
+def test_experts_across_ranks_share_the_curve(
+    run_ranks, prefix, experts_curve, tolerance, overrides
+):
+    layout = EXPERTS | {"expert_model_parallel_size": 2}
+    run = arguments(prefix, hdp_strategy="auto", hdp_tokens_per_rank=30, **layout, **overrides)
+    curves = run_ranks(4, losses, [run], timeout_s=570)
+    assert all(rank == curves[0] for rank in curves)
+    assert largest_difference(curves[0], experts_curve) <= tolerance
+
+
+def test_clipping_counts_every_expert_once(run_ranks, prefix):
+    clipped = {"clip_grad": 0.5, "train_iters": 6, "hdp_tokens_per_rank": 60, **EXPERTS}
+    (expected,) = run_ranks(1, losses, [arguments(prefix, **clipped)])[0]
+    across = arguments(prefix, expert_model_parallel_size=2, **clipped)
+    (found,) = run_ranks(2, losses, [across], timeout_s=570)[0]
+    assert largest_difference(found, expected) <= 1e-6
 
 
 def test_another_seed_is_another_curve(run_ranks, prefix, float64_curve):

@@ -58,7 +58,7 @@ def test_too_many_corrupt_documents_in_a_row(run_ranks, tmp_path):
     arguments = run(prefix, hdp_corrupt_limit=5)
     with pytest.raises(RankError) as caught:
         run_ranks(2, steps_of, arguments)
-    assert "6 documents in a row are corrupt" in str(caught.value)
+    assert "6 corrupt documents in a row" in str(caught.value)
     assert "--hdp-corrupt-limit" in str(caught.value)
     (tmp_path / "some").mkdir()
     some = write_corpus(tmp_path / "some", LENGTHS, corrupt=range(5))
