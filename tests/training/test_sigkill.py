@@ -59,17 +59,19 @@ def _nothing(*_):
 class ForkedLaunch:
     """A run on ranks of the test suite's server; quick to start."""
 
-    def __init__(self, run_ranks, arguments, folder, writing_in_place=False):
+    def __init__(
+        self, run_ranks, arguments, folder, *, num_ranks=NUM_RANKS, writing_in_place=False
+    ):
         self.folder = folder / f"launch-{time.monotonic_ns()}"
         self.folder.mkdir()
         self.error = None
-        call = (run_ranks, arguments, writing_in_place)
+        call = (run_ranks, num_ranks, arguments, writing_in_place)
         self.thread = threading.Thread(target=self._run, args=call, daemon=True)
         self.thread.start()
 
-    def _run(self, run_ranks, arguments, writing_in_place):
+    def _run(self, run_ranks, num_ranks, arguments, writing_in_place):
         try:
-            run_ranks(NUM_RANKS, train, arguments, self.folder, writing_in_place)
+            run_ranks(num_ranks, train, arguments, self.folder, writing_in_place)
         except RankError as error:
             self.error = error
 
