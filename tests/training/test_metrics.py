@@ -150,7 +150,6 @@ def test_a_report_becomes_metrics() -> None:
         consumed_tokens=3000,
         grad_norm=0.75,
         learning_rate=1e-3,
-        consumed_tokens=4000,
     )
     assert (metrics.tokens_per_second, metrics.consumed_sequences) == (2000.0, 30)
     assert metrics.model_flops_per_second == 2e12
