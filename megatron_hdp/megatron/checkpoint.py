@@ -31,7 +31,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_hdp.data import DataOrder
-from megatron_hdp.megatron import rng_state, torch_adam
+from megatron_hdp.megatron import rng_state, torch_adam, write_results
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
 from megatron_hdp.megatron.optimizer_parts import laid_out
@@ -129,9 +129,11 @@ class Checkpoints:
             get_default_save_sharded_strategy(),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
-        request = dist_checkpointing.save(
-            self._content(progress), str(written), strategy, async_sharded_save=True
-        )
+        results = write_results.ResultsFile(written / f"results-{dist.get_rank()}")
+        with write_results.through(results):
+            request = dist_checkpointing.save(
+                self._content(progress), str(written), strategy, async_sharded_save=True
+            )
         request.add_finalize_fn(partial(self._publish, folder, written, iteration))
         self._latest = iteration
         if self._arguments.async_save:

@@ -153,6 +153,10 @@ SEAMS = (
         "checkpoints are written under another name, renamed when every rank is done",
         parameter="async_sharded_save",
     ),
+    Seam(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        "replaced while a save begins: writers report through a file, no process outlives a kill",
+    ),
 )
 
 OPTIONAL_PACKAGES = (

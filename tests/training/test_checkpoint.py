@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
@@ -121,6 +122,7 @@ def saves(arguments):
         ),
     ):
         records = pretrain(arguments)
+    assert psutil.Process().children() == []  # nothing that could outlive a killed rank
     return begun, visible, [(record.step, record.loss) for record in records]
 
 
