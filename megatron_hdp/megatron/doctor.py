@@ -93,6 +93,28 @@ SEAMS = (
         parameter="max_seq_len",
     ),
     Seam(
+        "megatron.core.transformer.moe.moe_layer:MoESubmodules.router",
+        "the layer specification names HDP's router of experts",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        "that router adds its own balancing loss to Megatron's choice",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
+        "that router adds its own z-loss instead of Megatron's",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
+        "what the router adds takes part in backward",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+        "a subclass tells its router which micro-batch runs",
+    ),
+    Seam(
         "megatron.core.model_parallel_config:ModelParallelConfig.finalize_model_grads_func",
         "gradients are divided by the global batch's loss tokens, once",
     ),

@@ -97,8 +97,8 @@ def _check_router(args: TrainingArguments) -> None:
         )
     if args.add_bias_linear:
         raise OptionError(
-            "--num-experts needs --disable-bias-linear: Megatron's experts have a bias in some "
-            "parallel layouts only"
+            "--num-experts needs --disable-bias-linear: adding a bias to an expert's output fails "
+            "in Megatron's own layers"
         )
     if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
         raise OptionError(

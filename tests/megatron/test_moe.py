@@ -190,6 +190,38 @@ def initialise(arguments):
     parallel.initialise(arguments)
 
 
+def parameters_of(runs):
+    """Body of a rank: what the cost model takes for the parameters of each model."""
+    counts = []
+    for run in runs:
+        parallel.initialise(run)
+        parallel.set_seeds(1)
+        counts.append(parallel.num_parameters(model.build_gpt(run, VOCABULARY)))
+        parallel.finish()
+    return counts
+
+
+def test_a_token_meets_the_experts_it_goes_to(run_ranks, tmp_path):
+    alone = moe_arguments(write_corpus(tmp_path, [5]))
+    spread = [
+        replace(alone, expert_model_parallel_size=2),
+        replace(alone, num_experts=8, moe_router_topk=1, moe_router_pre_softmax=True),
+        replace(alone, pipeline_model_parallel_size=2),
+        replace(alone, **TENSOR, expert_model_parallel_size=2),
+    ]
+    first, *others = run_ranks(2, parameters_of, [alone, *spread])[0]
+    layers, hidden, expert = 2, 16, 3 * 16 * 12
+    norms, router = (2 * layers + 1) * hidden, 4 * hidden
+    embeddings, attention = 2 * 384 * hidden, 2 * 16 * 16 + 2 * 8 * 16
+    assert first == embeddings + norms + layers * (attention + router + 2 * expert)
+    assert others == [
+        first,
+        first + layers * (router - expert),
+        first,
+        first + norms + layers * router,
+    ]
+
+
 def test_ranks_that_cannot_share_the_experts_are_refused(run_ranks, tmp_path):
     arguments = moe_arguments(write_corpus(tmp_path, [5]), expert_model_parallel_size=2)
     with pytest.raises(
