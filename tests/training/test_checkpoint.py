@@ -52,9 +52,9 @@ BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}  # several, wit
 @pytest.mark.parametrize(
     "overrides, tolerance",
     [
-        ({}, 1e-10),
+        pytest.param({}, 1e-10, marks=pytest.mark.slow),
         (SHARDED | BUCKETS, 1e-10),
-        ({"fp64": False} | SHARDED | BUCKETS, 2e-6),
+        pytest.param({"fp64": False} | SHARDED | BUCKETS, 2e-6, marks=pytest.mark.slow),
         ({"fp64": False, "bf16": True} | SHARDED, 2e-3),
     ],
     ids=[

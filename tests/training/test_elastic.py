@@ -42,36 +42,39 @@ def sharded(run_ranks, tmp_path_factory):
     return killed_run(run_ranks, tmp_path_factory.mktemp("sharded"), SHARDED | BUCKETS)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+LAYOUTS = {
+    "2": (2, {}),
+    "3": (3, {}),
+    "6": (6, {}),
+    "2-tp2": (2, TENSOR),
+    "4-tp2-sp": (4, SEQUENCE),
+    "2-pp2": (2, STAGES),
+    "6-pp2": (6, STAGES),
+    "4-tp2-sp-pp2": (4, SEQUENCE | STAGES),
+}
+QUICK = [("sharded", "3"), ("sharded", "4-tp2-sp-pp2")]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
 @pytest.mark.parametrize(
-    "num_ranks, layout",
+    "kind, layout",
     [
-        (3, {}),
-        (4, SEQUENCE | STAGES),
-        (6, STAGES),
-        slow(2, {}),
-        slow(6, {}),
-        slow(2, TENSOR),
-        slow(4, SEQUENCE),
-        slow(2, STAGES),
+        pytest.param(kind, layout, marks=() if (kind, layout) in QUICK else pytest.mark.slow)
+        for kind in ("replicated", "sharded")
+        for layout in LAYOUTS
     ],
-    ids=["3", "4-tp2-sp-pp2", "6-pp2", "2", "6", "2-tp2", "4-tp2-sp", "2-pp2"],
 )
-def test_four_ranks_continue_on_another_layout(run_ranks, request, kind, num_ranks, layout):
+def test_four_ranks_continue_on_another_layout(run_ranks, request, kind, layout):
     stopped, expected = request.getfixturevalue(kind)
-    found = run_ranks(num_ranks, curve, replace(stopped, **layout))[0]
+    num_ranks, overrides = LAYOUTS[layout]
+    found = run_ranks(num_ranks, curve, replace(stopped, **overrides))[0]
     assert [step for step, _ in found] == [4, 5, 6]
     assert largest_difference(found, expected[3:]) <= 1e-10
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_another_layout_continues_on_one_rank(run_ranks, tmp_path, kind):
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [{}, SHARDED | BUCKETS], ids=["replicated", "sharded"])
+def test_another_layout_continues_on_one_rank(run_ranks, tmp_path, overrides):
     """The other way round: saved with tensor ranks and stages, loaded without."""
-    overrides = {"replicated": {}, "sharded": SHARDED | BUCKETS}[kind]
     whole = run(write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, **overrides)
     expected = run_ranks(1, curve, whole)[0]
     folder = tmp_path / "checkpoints"
@@ -81,9 +84,9 @@ def test_another_layout_continues_on_one_rank(run_ranks, tmp_path, kind):
     assert largest_difference(found, expected[3:]) <= 1e-10
 
 
-def test_a_skipped_sequence_fails_the_check(run_ranks, replicated):
+def test_a_skipped_sequence_fails_the_check(run_ranks, sharded):
     """The planted fault: the data goes on one sequence too late."""
-    stopped, expected = replicated
+    stopped, expected = sharded
     found = run_ranks(2, curve_of_later_data, stopped)[0]
     assert largest_difference(found, expected[3:]) > 1e-6
 

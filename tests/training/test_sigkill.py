@@ -251,7 +251,7 @@ def pretrain_quietly(arguments):
 
 
 def test_kills_of_forked_ranks(run_ranks, tmp_path):
-    num_kills = 3
+    num_kills = 2
     arguments = killable(tmp_path, num_kills)
     expected = uninterrupted(run_ranks, arguments, tmp_path)
     survive(
