@@ -25,15 +25,15 @@ from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.ring_comm import RingComm
-from megatron_hdp.runtime.timeline import RING_WAIT
+from megatron_hdp.runtime.timeline import FORWARD, RING_WAIT, SYNC
 
 
 @dataclass(frozen=True)
 class RankOutcome:
     """What one rank did in one step, before anything was exchanged with the others."""
 
-    loss_sum: float
-    """Sum of this rank's token losses."""
+    losses: tuple[float, ...]
+    """Sum of the token losses of each of this rank's micro-batches, in their order."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
     busy_s: float
@@ -91,7 +91,7 @@ class HdpExecutor:
             self._reached_sync = time.perf_counter()
         until_sync_s = self._reached_sync - started
         return RankOutcome(
-            loss_sum=torch.stack(self._losses).double().sum().item(),
+            losses=tuple(torch.stack(self._losses).tolist()),
             until_sync_s=until_sync_s,
             busy_s=until_sync_s - self.comm.timeline.totals_s[RING_WAIT],
             ring_bytes=self.comm.bytes_sent,
@@ -124,7 +124,8 @@ class HdpExecutor:
             comm=self.comm,
             kernel=self.kernel,
         )
-        logits = model(tokens[None], positions[None], None, packed_seq_params=params)
+        with self.comm.timeline.span(FORWARD, len(self._losses)):
+            logits = model(tokens[None], positions[None], None, packed_seq_params=params)
         return logits, partial(self._loss, labels[None], loss_mask[None])
 
     def _loss(
@@ -140,6 +141,7 @@ class HdpExecutor:
     ) -> None:
         """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
         self._reached_sync = time.perf_counter()
-        finalize_model_grads(model, None, **kwargs)
+        with self.comm.timeline.span(SYNC):
+            finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))

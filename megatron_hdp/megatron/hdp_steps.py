@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,13 @@ from megatron_hdp.data import (
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.parallel import compute_device, hdp_rank, new_ring_comm, num_hdp_ranks
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.planner import CostModel, Plan, evaluate, plan
 from megatron_hdp.runtime.agreement import fingerprint, require_agreement
 from megatron_hdp.runtime.kernels import select_kernel
+from megatron_hdp.runtime.timeline import Timeline
 
 
 def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
@@ -108,7 +111,7 @@ class HdpSteps:
             planned.num_loss_tokens,
             forward_only=forward_only,
         )
-        return self._report(planned, outcome)
+        return self._report(planned, mine, outcome)
 
     def _plan(self, consumed: int) -> PlannedStep:
         step = self.sampler.step(consumed)
@@ -163,17 +166,18 @@ class HdpSteps:
         seed = fingerprint(self.arguments.seed, consumed, hdp_rank()) % 2**31
         model_parallel_cuda_manual_seed(seed)
 
-    def _report(self, planned: PlannedStep, outcome: RankOutcome) -> StepReport:
+    def _report(self, planned: PlannedStep, mine: np.ndarray, outcome: RankOutcome) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
+        non_finite = self._non_finite(planned, mine, outcome)
         sums = torch.tensor(
-            [outcome.loss_sum, outcome.busy_s, outcome.ring_bytes],
+            [sum(outcome.losses), outcome.busy_s, outcome.ring_bytes, len(non_finite)],
             dtype=torch.float64,
             device=compute_device(),
         )
         until_sync = torch.tensor(outcome.until_sync_s, device=compute_device())
         dist.all_reduce(sums)
         dist.all_reduce(until_sync, dist.ReduceOp.MAX)
-        loss_sum, busy_s, ring_bytes = sums.tolist()
+        loss_sum, busy_s, ring_bytes, num_non_finite = sums.tolist()
         replicas = dist.get_world_size() // num_hdp_ranks()
         counts = np.bincount(planned.plan.ranks, minlength=planned.plan.num_ranks)
         return StepReport(
@@ -188,7 +192,22 @@ class HdpSteps:
             measured_efficiency=busy_s / dist.get_world_size() / until_sync.item(),
             ring_bytes=int(ring_bytes),
             planning_ms=planned.plan.summary["planning_ms"],
+            non_finite=gather_words(non_finite) if num_non_finite else (),
         )
+
+    def _non_finite(
+        self, planned: PlannedStep, mine: np.ndarray, outcome: RankOutcome
+    ) -> list[NonFinite]:
+        """This rank's micro-batches whose loss is NaN or infinite."""
+        found = []
+        for m, loss in zip(mine.tolist(), outcome.losses, strict=False):  # padding has no loss
+            if not math.isfinite(loss):
+                micro_batch = planned.plan.micro_batch(m)
+                here = micro_batch.sequences + micro_batch.local.get(hdp_rank(), ())
+                rows = planned.step.sequences[list(here)]
+                documents = self.table.document[rows]
+                found.append(NonFinite(m, loss, tuple(rows.tolist()), tuple(documents.tolist())))
+        return found
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
@@ -199,7 +218,9 @@ class HdpSteps:
         plot_plan(self.planned.plan, evaluation, path, title=title)
 
 
-def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:
+def build_executor(
+    arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
+) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
-    comm = new_ring_comm(arguments.distributed_timeout_minutes)
+    comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
     return HdpExecutor(model, comm, select_kernel(compute_device()))

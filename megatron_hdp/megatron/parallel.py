@@ -14,7 +14,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.runtime.attempt import store_of_attempt
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
+from megatron_hdp.runtime.timeline import Timeline
 
 
 def compute_device() -> torch.device:
@@ -25,13 +27,19 @@ def compute_device() -> torch.device:
 
 
 def join_job(arguments: TrainingArguments) -> None:
-    """Joins the job that torchrun started; `leave_job` undoes it."""
+    """Joins the job that torchrun started, or started again; `leave_job` undoes it."""
     device = compute_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend=_backend(arguments.distributed_backend, device),
-        timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+        store=store_of_attempt(store, rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
 
 
@@ -93,10 +101,10 @@ def num_hdp_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def new_ring_comm(timeout_minutes: float) -> RingComm:
+def new_ring_comm(timeout_minutes: float, timeline: Timeline) -> RingComm:
     """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
     mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(rank_lists, mine)
     unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
-    return RingComm(new_ring_group(unique, timedelta(minutes=timeout_minutes)))
+    return RingComm(new_ring_group(unique, timedelta(minutes=timeout_minutes)), timeline)

@@ -28,3 +28,5 @@ class StepReport:
     ring_bytes: int = 0
     """Bytes that all ranks sent around rings."""
     planning_ms: float = 0.0
+    non_finite: tuple[str, ...] = ()
+    """Micro-batches of any rank whose loss is NaN or infinite, in words."""
