@@ -8,6 +8,7 @@ This module imports nothing of the package, so that every room may declare optio
 
 import argparse
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -313,8 +314,9 @@ class HdpOptions:
     )
     hdp_strategy: str = option(
         "auto",
-        choices=("auto", "static", "naive", "bytescale", "dp-balance"),
-        help="How to plan; static is the fixed DP x CP mesh, the baseline.",
+        choices=("auto", "static", "naive", "bytescale", "dp-balance", "pp-balance"),
+        help="How to plan: static is the fixed DP x CP mesh, the baseline; auto is pp-balance with "
+        "pipeline stages, else dp-balance.",
     )
     hdp_long_sequence: str = option(
         "error",
@@ -331,16 +333,32 @@ class HdpOptions:
         minimum=1,
         help="Pad each chunk of a sequence to a multiple of this, for kernels that want one.",
     )
+    hdp_corrupt_limit: int = option(
+        16,
+        minimum=0,
+        help="Stop after more than this many corrupt documents in a row; fewer are skipped.",
+    )
     hdp_plot_plan: Path | None = option(
         None, metavar="FILE", help="Draw one step's plan, a Gantt chart per rank, into this file."
     )
     hdp_plot_step: int = option(1, minimum=1, help="The step that --hdp-plot-plan draws.")
+    hdp_trace: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Write one timeline of all ranks, for Perfetto, into this folder: compute, waits and "
+        "the plan laid over them. By CPU clocks: on GPUs it shows launches, not kernels.",
+    )
+    hdp_trace_steps: str | None = option(
+        None, metavar="N|N-M", help="The steps that --hdp-trace shows: a few, like 5 or 5-7."
+    )
     metrics_path: Path | None = option(
         None, metavar="FILE", help="Append one JSON object a step to this file."
     )
 
-    def validate(self, *, global_batch_size: int | None, attention_dropout: float) -> None:
-        """Check these options together, and with the two of Megatron's that they depend on.
+    def validate(
+        self, *, global_batch_size: int | None, attention_dropout: float, train_iters: int
+    ) -> None:
+        """Check these options together, and with those of Megatron's that they depend on.
 
         Raises:
             OptionError: says what was found, what was expected and the remedy.
@@ -366,6 +384,20 @@ class HdpOptions:
                 "pass --attention-dropout 0"
             )
 
+        self._check_trace(train_iters)
+
+    def _check_trace(self, train_iters: int) -> None:
+        if (self.hdp_trace is None) != (self.hdp_trace_steps is None):
+            raise OptionError("--hdp-trace DIR and --hdp-trace-steps go together: give both")
+        if self.hdp_trace_steps is None:
+            return
+        last = trace_steps(self.hdp_trace_steps)[-1]
+        if last > train_iters:
+            raise OptionError(
+                f"--hdp-trace-steps {self.hdp_trace_steps} goes beyond --train-iters "
+                f"{train_iters}: trace earlier steps"
+            )
+
     def _check_unused(self) -> None:
         for item in fields(self):
             if item.name.startswith("hdp_") and getattr(self, item.name) != item.default:
@@ -373,3 +405,19 @@ class HdpOptions:
                     f"{flag_of(item.name)} has no effect without --hybrid-data-parallel: add "
                     "the one or remove the other"
                 )
+
+
+def trace_steps(text: str) -> range:
+    """Return the steps of ``--hdp-trace-steps``.
+
+    Raises:
+        OptionError: not a step or a range of them.
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise OptionError(
+            f"--hdp-trace-steps: found {text!r}, expected a step or the first and last of some, "
+            "counted from 1, like 5 or 5-7"
+        )
+    return range(first, last + 1)

@@ -1,7 +1,8 @@
 """One HDP step's gradients on real ranks, and those of one rank that saw the whole batch.
 
 The reference shares nothing with the code under test: megatron-core's stock GPTModel with its stock
-attention runs every sequence alone, and PyTorch's cross entropy gives the loss.
+attention (and experts) runs every sequence alone, and PyTorch's cross entropy gives the loss. What
+routers add to it is computed from their logits, by the definition.
 """
 
 from contextlib import ExitStack
@@ -13,24 +14,45 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 
 from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
 from megatron_hdp.megatron import hdp_steps, model, parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.megatron.initialisation import (
+    global_parameters,
+    initialise_by_name,
+    tensor_group,
+)
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 257
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.02,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 
 
-def write_corpus(folder, lengths, seed=0):
-    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix."""
+def write_corpus(folder, lengths, seed=0, corrupt=()):
+    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix.
+
+    The last token of the `corrupt` ones is outside the vocabulary.
+    """
     generator = np.random.default_rng(seed)
     prefix = Path(folder) / "corpus"
-    with IndexedWriter(prefix, VOCABULARY) as writer:
-        for length in lengths:
-            writer.add(generator.integers(0, VOCABULARY, length))
+    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+        for i, length in enumerate(lengths):
+            document = generator.integers(0, VOCABULARY, length)
+            if i in corrupt:
+                document[-1] = VOCABULARY
+            writer.add(document)
     return str(prefix)
 
 
@@ -62,12 +84,18 @@ def tiny_arguments(prefix, **overrides):
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
         "global_batch_size": len(TokenFile(prefix).lengths),
+        "expert_tensor_parallel_size": overrides.get("tensor_model_parallel_size", 1),
     }
     return TrainingArguments(**(settings | overrides))
 
 
+def moe_arguments(prefix, **overrides):
+    """The same with four experts, two of them for a token, and every loss of the router."""
+    return tiny_arguments(prefix, **(EXPERTS | overrides))
+
+
 def hdp_gradients(arguments, *faults, plan=None):
-    """Loss and whole gradients after one HDP step, alike on every rank of an initialised job.
+    """Loss and whole gradients after one HDP step; what other ranks hold comes to the first one.
 
     Args:
         arguments: the run.
@@ -78,7 +106,7 @@ def hdp_gradients(arguments, *faults, plan=None):
     gpt = model.build_gpt(arguments, VOCABULARY)
     executor = hdp_steps.build_executor(arguments, gpt, Timeline())
     token_file = TokenFile(arguments.data_path[0])
-    cost_model = hdp_steps.cost_model_of(arguments, 10_000)
+    cost_model = hdp_steps.cost_model_of(arguments, parallel.num_parameters(gpt))
     documents = range(len(token_file.lengths))
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
     with ExitStack() as planted:
@@ -86,35 +114,69 @@ def hdp_gradients(arguments, *faults, plan=None):
             planted.enter_context(mock.patch(target, replacement))
         if plan is not None:
             planted.enter_context(
-                mock.patch("megatron_hdp.megatron.hdp_steps.plan", lambda *_, **__: plan)
+                mock.patch("megatron_hdp.megatron.step_preparation.plan", lambda *_, **__: plan)
             )
         report = steps.run(0)
-    grads = {name: _whole(p, p.main_grad) for name, p in gpt.module.named_parameters()}
-    return report.loss, grads
+        steps.close()
+    if arguments.use_distributed_optimizer:
+        _gather_shards(gpt)
+    grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
+    grads = _together(grads, parallel_state.get_expert_model_parallel_group())
+    return report.loss, _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(_stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
+    router_logits = _watch_routers(gpt)
     token_file = TokenFile(arguments.data_path[0])
     table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
     step = StepSampler(
         table.length, seed=arguments.seed, global_batch_size=arguments.global_batch_size
     ).step(0)
-    total, num_loss_tokens = torch.zeros((), dtype=torch.float64), 0
+    total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for row in step.sequences.tolist():
         length = int(table.length[row])
         document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        if document.max() >= VOCABULARY:
+            continue
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         logits = gpt(document[None], torch.arange(length)[None], mask)[0]
         total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+        routers = routers + sum(_router_loss(arguments, seen) for seen in router_logits)
+        router_logits.clear()
         num_loss_tokens += length - 1
-    loss = total / max(num_loss_tokens, 1)
+    whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
     grads = {}
-    for name, p in gpt.named_parameters():
-        (grads[name],) = torch.autograd.grad(loss, p, retain_graph=True)
+    for name, p in global_parameters(gpt):
+        (grads[name],) = torch.autograd.grad(whole, p, retain_graph=True)
     return loss.item(), grads
+
+
+def _watch_routers(gpt):
+    """A list that each router's logits ``[t, E]`` will be added to, differentiable."""
+    seen = []
+
+    def watch(router, inputs, _):
+        seen.append(inputs[0].flatten(0, 1) @ router.weight.t())
+
+    for name, module in gpt.named_modules():
+        if name.endswith("mlp.router"):
+            module.register_forward_hook(watch)
+    return seen
+
+
+def _router_loss(arguments, logits):
+    """Balancing loss and z-loss of one whole sequence at one layer, each times its tokens."""
+    (length, experts), topk = logits.shape, arguments.moe_router_topk
+    probabilities = logits.softmax(-1)
+    chosen = functional.one_hot(logits.topk(topk).indices, experts).sum(1).double()
+    balance = experts * (chosen.mean(0) / topk) @ probabilities.mean(0)
+    z = logits.logsumexp(-1).square().mean()
+    balance_coeff, z_coeff = arguments.moe_aux_loss_coeff, arguments.moe_z_loss_coeff or 0.0
+    return length * (balance_coeff * balance + z_coeff * z)
 
 
 def largest_error(found, expected):
@@ -139,7 +201,8 @@ def errors_of(cases, *faults):
     first, _ = cases[0]
     parallel.initialise(first)
     found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
-    if first.tensor_model_parallel_size > 1:
+    stages, expert_ranks = first.pipeline_model_parallel_size, first.expert_model_parallel_size
+    if first.tensor_model_parallel_size * stages * expert_ranks > 1:
         parallel.finish()
         parallel.initialise(_stock(first))
     if dist.get_rank() > 0:
@@ -149,26 +212,51 @@ def errors_of(cases, *faults):
 
 
 def _stock(arguments):
-    """Megatron without HDP, tensor parallelism and recomputation, the vocabulary padded alike."""
-    vocabulary_multiple = (
-        arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
-    )
+    """Megatron without HDP, parallelism, recomputation and losses of routers.
+
+    The vocabulary is padded alike.
+    """
     return replace(
         arguments,
         hybrid_data_parallel=False,
         tensor_model_parallel_size=1,
-        make_vocab_size_divisible_by=vocabulary_multiple,
+        sequence_parallel=False,
+        pipeline_model_parallel_size=1,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
     )
+
+
+def _gather_shards(gpt):
+    """Completes gradient buckets of which each rank has reduced only its own shard."""
+    for buffer in gpt.buffers + gpt.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def _together(grads, group):
+    """The gradients that the group's ranks hold, on each of them."""
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, grads, group=group)
+    together = {}
+    for held in everyone:
+        for name, grad in held.items():
+            assert name not in together or torch.equal(together[name], grad), f"{name} differs"
+            together[name] = grad
+    return together
 
 
 def _whole(parameter, grad):
     """A tensor-parallel parameter's gradient put together."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = tensor_group(parameter)
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return grad.detach().clone()
     parts = [torch.empty_like(grad, device=compute_device()) for _ in range(group.size())]

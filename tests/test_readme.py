@@ -1,8 +1,10 @@
 """What the README says and the program does are the same."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_hdp.megatron.arguments import markdown_tables
+from megatron_hdp.training.metrics import StepMetrics
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,6 +22,12 @@ def test_the_files_it_names_exist():
     files = [name for name in named if "/" in name and not name.startswith("--")]
     assert len(files) > 10
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_table_of_metrics_has_every_key():
+    section = README.split("## What a step reports")[1].split("## ")[0]
+    keys = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert keys == [item.name for item in fields(StepMetrics)]
 
 
 def test_the_two_commands_are_what_ci_runs():

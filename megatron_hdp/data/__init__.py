@@ -7,6 +7,7 @@ from megatron_hdp.data.index_file import (
     read_document_index,
 )
 from megatron_hdp.data.micro_batch import RankMicroBatch, padding_micro_batch, read_micro_batch
+from megatron_hdp.data.order import DataOrder
 from megatron_hdp.data.sampler import Step, StepSampler
 from megatron_hdp.data.sequences import LONG_SEQUENCE_POLICIES, SequenceTable, split_documents
 from megatron_hdp.data.token_file import TokenFile
@@ -15,6 +16,7 @@ from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokeniz
 __all__ = [
     "LONG_SEQUENCE_POLICIES",
     "ByteTokenizer",
+    "DataOrder",
     "DocumentIndex",
     "RankMicroBatch",
     "SequenceTable",

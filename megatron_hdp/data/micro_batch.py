@@ -5,6 +5,7 @@ A sequence of a ring of degree ``D`` is cut into ``2 D`` chunks; ring member ``i
 tokens of those chunks, and one label token after each, are read.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ class RankMicroBatch:
     """One rank's part of one micro-batch; ring slices first, then whole sequences.
 
     Padding stands at the end of its sequence: token 0, label 0, no loss, positions counting on.
+    Padding that belongs to no sequence is one more whole sequence at the end.
     """
 
     tokens: Int64Array
@@ -28,16 +30,32 @@ class RankMicroBatch:
     positions: Int64Array
     """Each token's position in its own sequence."""
     loss_mask: npt.NDArray[np.bool_]
+    sequence_index: Int64Array
+    """Place of each token's sequence in `sequence_ids`; -1 for padding."""
     ring: tuple[int, ...]
     """HDP ranks in ring order; this rank alone at degree 1."""
     ring_slices: tuple[int, ...]
     """Padded tokens of each ring sequence's slice here: head chunk, tail chunk, of equal size."""
     local_lengths: tuple[int, ...]
     """Padded tokens of each whole sequence here."""
-    num_loss_tokens: int
     sequence_ids: tuple[int, ...]
     """Rows of the sequence table, ring slices first, then whole sequences."""
+    index: int | None
+    """The micro-batch's index in the plan; None for padding."""
+    corrupt_ids: tuple[int, ...]
+    """Those of `sequence_ids` that hold tokens outside the vocabulary here."""
     offload_ratio: float
+
+    def drop(self, sequence_ids: Collection[int]) -> None:
+        """Take the tokens, labels and loss of these sequences out, as if they were padding."""
+        begin = 0
+        lengths = self.ring_slices + self.local_lengths
+        for row, length in zip(self.sequence_ids, lengths, strict=False):
+            if row in sequence_ids:
+                for array in (self.tokens, self.labels, self.loss_mask):
+                    array[begin : begin + length] = 0
+                self.sequence_index[begin : begin + length] = -1
+            begin += length
 
 
 def read_micro_batch(
@@ -46,7 +64,10 @@ def read_micro_batch(
     rank: int,
     step_sequences: Int64Array,
     table: SequenceTable,
-    token_file: TokenFile,
+    token_file: TokenFile | None,
+    *,
+    vocab_size: int,
+    token_multiple: int = 1,
 ) -> RankMicroBatch:
     """Read this rank's part of micro-batch ``m``, and nothing else, from the token file.
 
@@ -56,7 +77,9 @@ def read_micro_batch(
         rank: HDP rank, a member of the micro-batch.
         step_sequences: rows of ``table``, as drawn by the sampler.
         table: the sequences.
-        token_file: their tokens.
+        token_file: their tokens; without it tokens and labels stay 0.
+        vocab_size: token ids must be below this.
+        token_multiple: the number of tokens is padded to a multiple of this.
 
     Raises:
         ValueError: the rank takes no part in the micro-batch, or the plan is for other sequences.
@@ -78,40 +101,76 @@ def read_micro_batch(
 
     head = micro_batch.ranks.index(rank)
     tail = 2 * degree - 1 - head
-    runs: list[tuple[int, int, int]] = []  # (row, first position, tokens)
+    runs: list[_Run] = []
     for row, chunk in zip(ring_rows, chunks, strict=True):
-        runs += [(row, head * chunk, chunk), (row, tail * chunk, chunk)]
-    runs += [(row, 0, size) for row, size in zip(whole_rows, wholes, strict=True)]
+        runs += [_Run(row, head * chunk, chunk), _Run(row, tail * chunk, chunk)]
+    runs += [_Run(row, 0, size) for row, size in zip(whole_rows, wholes, strict=True)]
 
-    tokens, labels, positions, loss_mask = _read_runs(runs, table, token_file)
+    num_tokens = sum(run.num_tokens for run in runs)
+    excess = -num_tokens % token_multiple
+    tokens, labels, positions = np.zeros((3, num_tokens + excess), dtype=np.int64)
+    loss_mask = np.zeros(num_tokens + excess, dtype=np.bool_)
+    positions[num_tokens:] = np.arange(excess)
+    corrupt: list[int] = []
+    begin = 0
+    for run in runs:
+        here = slice(begin, begin + run.num_tokens)
+        positions[here] = np.arange(run.first, run.first + run.num_tokens)
+        num_labelled = min(max(int(table.num_labels[run.row]) - run.first, 0), run.num_tokens)
+        loss_mask[begin : begin + num_labelled] = True
+        if token_file is not None:
+            in_vocabulary = _read(
+                run, num_labelled, table, token_file, tokens[here], labels[here], vocab_size
+            )
+            if not in_vocabulary and run.row not in corrupt:
+                corrupt.append(run.row)
+        begin = here.stop
+    sequence_ids = (*ring_rows, *whole_rows)
+    sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
+    places = np.arange(len(sequence_ids)).repeat([2 * chunk for chunk in chunks] + wholes)
+    is_real = positions[:num_tokens] < table.length[list(sequence_ids)][places]
+    sequence_index[:num_tokens][is_real] = places[is_real]
     return RankMicroBatch(
         tokens=tokens,
         labels=labels,
         positions=positions,
         loss_mask=loss_mask,
+        sequence_index=sequence_index,
         ring=micro_batch.ranks,
         ring_slices=tuple(2 * chunk for chunk in chunks),
-        local_lengths=tuple(wholes),
-        num_loss_tokens=int(np.count_nonzero(loss_mask)),
-        sequence_ids=(*ring_rows, *whole_rows),
+        local_lengths=(*wholes, excess) if excess else tuple(wholes),
+        sequence_ids=sequence_ids,
+        index=m,
+        corrupt_ids=tuple(corrupt),
         offload_ratio=micro_batch.offload_ratio,
     )
 
 
-def padding_micro_batch(rank: int) -> RankMicroBatch:
-    """Return one padding token without loss: what a rank runs when the plan gives it nothing."""
+def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
+    """Return padding without loss: what a rank runs at a position where the plan gives nothing."""
     return RankMicroBatch(
-        tokens=np.zeros(1, dtype=np.int64),
-        labels=np.zeros(1, dtype=np.int64),
-        positions=np.zeros(1, dtype=np.int64),
-        loss_mask=np.zeros(1, dtype=np.bool_),
+        tokens=np.zeros(num_tokens, dtype=np.int64),
+        labels=np.zeros(num_tokens, dtype=np.int64),
+        positions=np.arange(num_tokens),
+        loss_mask=np.zeros(num_tokens, dtype=np.bool_),
+        sequence_index=np.full(num_tokens, -1, dtype=np.int64),
         ring=(rank,),
         ring_slices=(),
-        local_lengths=(1,),
-        num_loss_tokens=0,
+        local_lengths=(num_tokens,),
         sequence_ids=(),
+        index=None,
+        corrupt_ids=(),
         offload_ratio=0.0,
     )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring tokens of one sequence: ``num_tokens`` from position ``first``, padded."""
+
+    row: int
+    first: int
+    num_tokens: int
 
 
 def _row(plan: Plan, sequence: int, step_sequences: Int64Array, table: SequenceTable) -> int:
@@ -125,26 +184,23 @@ def _row(plan: Plan, sequence: int, step_sequences: Int64Array, table: SequenceT
     return row
 
 
-def _read_runs(
-    runs: list[tuple[int, int, int]], table: SequenceTable, token_file: TokenFile
-) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
-    """Fill tokens, labels, positions and loss mask from (row, first position, tokens) runs."""
-    total = sum(num_tokens for _, _, num_tokens in runs)
-    tokens, labels, positions = np.zeros((3, total), dtype=np.int64)
-    loss_mask = np.zeros(total, dtype=np.bool_)
-    offset = 0
-    for row, first, num_tokens in runs:
-        length, num_labels = int(table.length[row]), int(table.num_labels[row])
-        num_held = min(max(length - first, 0), num_tokens)
-        num_labelled = min(max(num_labels - first, 0), num_tokens)
-        if num_held:
-            # The label of a run's last token is the token after it, which another rank may hold.
-            num_read = max(num_held, num_labelled + 1)
-            begin = int(table.start[row]) + first
-            read = token_file.read(int(table.document[row]), begin, begin + num_read)
-            tokens[offset : offset + num_held] = read[:num_held]
-            labels[offset : offset + num_labelled] = read[1 : num_labelled + 1]
-            loss_mask[offset : offset + num_labelled] = True
-        positions[offset : offset + num_tokens] = np.arange(first, first + num_tokens)
-        offset += num_tokens
-    return tokens, labels, positions, loss_mask
+def _read(
+    run: _Run,
+    num_labelled: int,
+    table: SequenceTable,
+    token_file: TokenFile,
+    tokens: Int64Array,
+    labels: Int64Array,
+    vocab_size: int,
+) -> bool:
+    """Fill a run's tokens and labels; return whether all of them are in the vocabulary."""
+    num_held = min(max(int(table.length[run.row]) - run.first, 0), run.num_tokens)
+    if not num_held:
+        return True
+    # The label of a run's last token is the token after it, which another rank may hold.
+    begin = int(table.start[run.row]) + run.first
+    end = begin + max(num_held, num_labelled + 1)
+    read = token_file.read(int(table.document[run.row]), begin, end)
+    tokens[:num_held] = read[:num_held]
+    labels[:num_labelled] = read[1 : num_labelled + 1]
+    return bool(read.min() >= 0 and read.max() < vocab_size)

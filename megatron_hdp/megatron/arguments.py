@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_hdp.megatron.moe_options import MoeOptions, check_moe
 from megatron_hdp.options import (
     HdpOptions,
     OptionError,
@@ -133,6 +134,16 @@ class ParallelOptions:
     """Parallelism."""
 
     tensor_model_parallel_size: int = option(1, minimum=1, help="Ranks that share a layer.")
+    sequence_parallel: bool = option(
+        False,
+        help="Split norms and dropout between tensor-parallel ranks too (no effect without).",
+    )
+    pipeline_model_parallel_size: int = option(
+        1, minimum=1, help="Pipeline stages; each holds the same number of layers."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused."
+    )
     use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")
     ddp_bucket_size: int | None = option(
@@ -183,8 +194,35 @@ class RunOptions:
         0, minimum=0, help="Batches an evaluation takes (0: none; Megatron's default is 100)."
     )
     save: Path | None = option(None, metavar="DIR", help="Save checkpoints into this folder.")
-    load: Path | None = option(None, metavar="DIR", help="Resume from this folder.")
     save_interval: int | None = option(None, minimum=1, help="Steps between checkpoints.")
+    async_save: bool = option(False, help="Train on while a checkpoint is being written.")
+    load: Path | None = option(
+        None, metavar="DIR", help="Resume from this folder; start anew while it holds nothing."
+    )
+    ckpt_step: int | None = option(
+        None, minimum=1, help="The step whose checkpoint --load takes (default: the latest)."
+    )
+    finetune: bool = option(
+        False, help="Of --load take the weights alone, and start at step 0 with any data."
+    )
+    pretrained_checkpoint: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Like --load with --finetune, as long as --load holds nothing to resume from.",
+    )
+    load_optim: bool = option(
+        True,
+        off_flag="--no-load-optim",
+        help="Resume with fresh optimizer state; weights, schedule and data position are restored.",
+    )
+    load_rng: bool = option(
+        True,
+        off_flag="--no-load-rng",
+        help="Leave the random generators alone; with HDP there are none to restore.",
+    )
+    override_opt_param_scheduler: bool = option(
+        False, help="Resume under this command's schedule where the checkpoint's is another."
+    )
     log_interval: int = option(100, minimum=1, help="Steps between lines of the log.")
     tensorboard_dir: Path | None = option(
         None, metavar="DIR", help="Write TensorBoard scalars into this folder."
@@ -193,12 +231,28 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingArguments(
-    HdpOptions, RunOptions, DataOptions, ParallelOptions, OptimizationOptions, ModelOptions
+    HdpOptions,
+    RunOptions,
+    DataOptions,
+    ParallelOptions,
+    OptimizationOptions,
+    MoeOptions,
+    ModelOptions,
 ):
     """All options of the training command, checked, defaults that depend on others filled in."""
 
 
-GROUPS = (HdpOptions, ModelOptions, OptimizationOptions, ParallelOptions, DataOptions, RunOptions)
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
+
+GROUPS = (
+    HdpOptions,
+    ModelOptions,
+    MoeOptions,
+    OptimizationOptions,
+    ParallelOptions,
+    DataOptions,
+    RunOptions,
+)
 
 
 def build_parser() -> OptionParser:
@@ -241,10 +295,13 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     _check_run(arguments)
     arguments = _with_derived_defaults(arguments)
     _check_model(arguments)
+    _check_parallel(arguments)
+    check_moe(arguments)
     _check_schedule(arguments)
     arguments.validate(
         global_batch_size=arguments.global_batch_size,
         attention_dropout=arguments.attention_dropout,
+        train_iters=arguments.train_iters,
     )
     return arguments
 
@@ -260,6 +317,9 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
     ffn_hidden_size = hidden * 8 // 3 // 64 * 64 if args.swiglu else 4 * hidden
     grouped = args.group_query_attention or args.num_query_groups is not None
     decay_iters = args.lr_decay_iters or args.train_iters or 1
+    moe_ffn_hidden_size = args.moe_ffn_hidden_size
+    if args.num_experts is not None and moe_ffn_hidden_size is None:
+        moe_ffn_hidden_size = args.ffn_hidden_size or max(ffn_hidden_size, 64)
     warmup_iters = args.lr_warmup_iters or int((args.lr_warmup_fraction or 0) * decay_iters)
     return replace(
         args,
@@ -271,6 +331,11 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         lr_decay_iters=decay_iters,
         lr_warmup_iters=warmup_iters,
         stall_timeout_seconds=args.stall_timeout_seconds or 60.0 * args.distributed_timeout_minutes,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
+        expert_tensor_parallel_size=(
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        ),
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
 
 
@@ -301,6 +366,37 @@ def _check_model(args: TrainingArguments) -> None:
         )
 
 
+def _check_parallel(args: TrainingArguments) -> None:
+    stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if (args.num_layers or 1) % stages:
+        raise OptionError(
+            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{stages}: every stage holds the same number of layers, change one of them"
+        )
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        raise OptionError(
+            "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not supported. "
+            "It gives all micro-batches one activation shape and wants their number to be a "
+            "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
+            "through the plain 1F1B schedule: leave it out"
+        )
+    capacity = args.hdp_tokens_per_rank
+    if args.sequence_parallel and capacity and capacity % tensor_ranks:
+        raise OptionError(
+            f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
+            f"{tensor_ranks}, which share the tokens with --sequence-parallel: use "
+            f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
+        )
+
+    drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
+    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+        raise OptionError(
+            f"{drawn} with pipeline stages needs --hdp-strategy "
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
+            "padding that they do not show"
+        )
+
+
 def _check_schedule(args: TrainingArguments) -> None:
     decay_iters = args.lr_decay_iters or 1
     if args.lr_warmup_iters >= decay_iters:
@@ -328,12 +424,12 @@ def _check_run(args: TrainingArguments) -> None:
             f"--hdp-plot-step {args.hdp_plot_step} is beyond --train-iters {args.train_iters}, so "
             "nothing would be drawn: lower it"
         )
-    if args.fp64 and args.use_distributed_optimizer:
-        raise OptionError(
-            "--use-distributed-optimizer keeps float32 gradients: leave it out with --fp64"
-        )
-    if args.save_interval is not None and args.save is None:
-        raise OptionError("--save-interval needs --save DIR: give the folder to save into")
+    if args.save is None and (args.save_interval is not None or args.async_save):
+        flag = "--async-save" if args.save_interval is None else "--save-interval"
+        raise OptionError(f"{flag} needs --save DIR: give the folder to save into")
+    if args.load is None and (args.finetune or args.ckpt_step is not None):
+        flag = "--finetune" if args.finetune else "--ckpt-step"
+        raise OptionError(f"{flag} needs --load DIR: give the folder to load from")
 
 
 def markdown_tables() -> str:

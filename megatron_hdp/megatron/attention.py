@@ -32,6 +32,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     layout: TokenLayout = field(kw_only=True)
     positions: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: each token's position in its own sequence."""
+    sequence_index: torch.Tensor = field(kw_only=True)
+    """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
     comm: RingComm = field(kw_only=True)
     kernel: AttentionKernel = field(kw_only=True)
 

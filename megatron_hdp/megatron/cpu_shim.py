@@ -20,11 +20,20 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.megatron import cpu_collectives
+
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
     "torch.cuda inside megatron.*": "devices, streams, events, RNG, nvtx answer for the CPU",
     "torch.distributed.barrier inside megatron.*": "device_ids is dropped (gloo knows none)",
+    "torch.distributed.all_to_all_single inside megatron.*": "split sizes become integers",
+    "torch.distributed.all_gather, .reduce_scatter inside megatron.*": "parts of different lengths "
+    "are padded (gloo wants equal ones)",
+    "torch.softmax inside megatron.*": "float64 stays float64 where float32 is asked for (routers)",
     "megatron.core.tensor_parallel.random": "CUDA RNG state is the CPU generator's",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "None, as no TransformerEngine is "
+    "used; Megatron tests it without having defined it",
+    "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "a stream without work, gone with the shim",
     "Tensor.cuda, Module.cuda, Tensor.record_stream": "no-ops",
     "Tensor.type, called by megatron.*": "answers torch.cuda.*Tensor, by which optimizers sort",
 }
@@ -58,6 +67,8 @@ _CUDA_TYPE_NAMES = {
 
 _CPU = torch.device("cpu")
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
+_MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 _MISSING = object()
 
@@ -131,8 +142,12 @@ def _cpu_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return on_cpu
 
 
-def _barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-    return torch.distributed.barrier(*args, **kwargs)
+def _softmax(
+    input: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+) -> torch.Tensor:
+    if dtype == torch.float32 and input.dtype == torch.float64:
+        dtype = torch.float64
+    return torch.softmax(input, dim, *args, dtype=dtype, **kwargs)
 
 
 def _stand_in_for_torch() -> _StandIn:
@@ -165,7 +180,16 @@ def _stand_in_for_torch() -> _StandIn:
     )
     overrides: dict[str, Any] = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
     overrides["cuda"] = cuda
-    overrides["distributed"] = _StandIn(torch.distributed, {"barrier": _barrier})
+    overrides["distributed"] = _StandIn(
+        torch.distributed,
+        {
+            "barrier": cpu_collectives.barrier,
+            "all_to_all_single": cpu_collectives.all_to_all_single,
+            "all_gather": cpu_collectives.all_gather,
+            "reduce_scatter": cpu_collectives.reduce_scatter,
+        },
+    )
+    overrides["softmax"] = _softmax
     return _StandIn(torch, overrides)
 
 
@@ -219,14 +243,24 @@ class _Shim(importlib.abc.MetaPathFinder):
         names = vars(module)
         if names.get("torch") is torch:
             self.replace(module, "torch", self._torch)
-        if names.get("__name__") == _RNG_MODULE:
-            for name, value in _RNG_FUNCTIONS.items():
-                if name not in names:
-                    raise RuntimeError(
-                        f"the CPU shim expected {_RNG_MODULE}.{name} and did not find it: this "
-                        "megatron-core is not supported without a GPU, see megatron-hdp doctor"
-                    )
-                self.replace(module, name, value)
+        name = names.get("__name__")
+        if name == _RNG_MODULE:
+            for function, value in _RNG_FUNCTIONS.items():
+                self.replace_in(module, function, value)
+        elif name == _MOE_UTILS:
+            self.replace(module, "te_general_gemm", None)
+        elif name == _DISPATCHERS:
+            dispatcher = names.get("MoEAlltoAllTokenDispatcher", module)
+            self.replace_in(dispatcher, "cuda_dtoh_stream", _NoStream())
+
+    def replace_in(self, owner: Any, name: str, value: Any) -> None:
+        """`replace` what must be there already."""
+        if name not in vars(owner):
+            raise RuntimeError(
+                f"the CPU shim expected {owner.__name__}.{name} and did not find it: this "
+                "megatron-core is not supported without a GPU, see megatron-hdp doctor"
+            )
+        self.replace(owner, name, value)
 
     def replace_methods(self) -> None:
         def stay(self: Any, *args: Any, **kwargs: Any) -> Any:

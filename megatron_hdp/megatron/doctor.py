@@ -93,6 +93,28 @@ SEAMS = (
         parameter="max_seq_len",
     ),
     Seam(
+        "megatron.core.transformer.moe.moe_layer:MoESubmodules.router",
+        "the layer specification names HDP's router of experts",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        "that router adds its own balancing loss to Megatron's choice",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
+        "that router adds its own z-loss instead of Megatron's",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
+        "what the router adds takes part in backward",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+        "a subclass tells its router which micro-batch runs",
+    ),
+    Seam(
         "megatron.core.model_parallel_config:ModelParallelConfig.finalize_model_grads_func",
         "gradients are divided by the global batch's loss tokens, once",
     ),
@@ -110,6 +132,30 @@ SEAMS = (
         "DistributedOptimizer._set_main_param_and_optimizer_states",
         "overridden on the instance while a checkpoint is loaded into torch's Adam",
         parameter="tensors",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer.get_parameter_state_dp_zero",
+        "overridden on the instance: gathers the state for a checkpoint, bucket padding included",
+        parameter="return_on_all_ranks",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._copy_model_grads_to_main_grads",
+        "overridden on the instance with --fp64: gradients stay float64",
+    ),
+    Seam(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        "overridden on the instance with --fp64: the norm is float64",
+    ),
+    Seam(
+        "megatron.core.dist_checkpointing.serialization:save",
+        "checkpoints are written under another name, renamed when every rank is done",
+        parameter="async_sharded_save",
+    ),
+    Seam(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        "replaced while a save begins: writers report through a file, no process outlives a kill",
     ),
 )
 

@@ -8,7 +8,7 @@ plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +16,23 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_hdp.data import RankMicroBatch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.megatron.schedule_timers import noting_compute
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
+from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring_comm import RingComm
-from megatron_hdp.runtime.timeline import FORWARD, RING_WAIT, SYNC
+from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
 
 
 @dataclass(frozen=True)
@@ -33,86 +40,129 @@ class RankOutcome:
     """What one rank did in one step, before anything was exchanged with the others."""
 
     losses: tuple[float, ...]
-    """Sum of the token losses of each of this rank's micro-batches, in their order."""
+    """Sum of the token losses of each micro-batch, in order; empty but on the last stage."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
-    busy_s: float
-    """The same without waiting for ring members."""
+    ring_wait_s: float
+    """The part of it spent waiting for ring members."""
+    pipeline_wait_s: float
+    """The part of it spent waiting for other pipeline stages."""
+    sync_s: float
+    """Seconds of gradient sync, waiting for the last rank included."""
     ring_bytes: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until gradient sync without waiting for others."""
+        return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
 
 
 class HdpExecutor:
     """Executes the micro-batches of one HDP rank."""
 
     def __init__(
-        self, model: DistributedDataParallel, comm: RingComm, kernel: AttentionKernel
+        self,
+        model: DistributedDataParallel,
+        place: RankPlace,
+        comm: RingComm,
+        kernel: AttentionKernel,
     ) -> None:
         self.model = model
+        self.place = place
         self.comm = comm
         self.kernel = kernel
+        self.timeline = comm.timeline
         self._losses: list[torch.Tensor] = []
         self._reached_sync = 0.0
-        config = get_model_config(model)
+        self._config = config = get_model_config(model)
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
         config.no_sync_func = model.no_sync
+        self._pipeline = None
+        if place.num_stages > 1:
+            self._pipeline = PipelineComm(
+                parallel_state.get_pipeline_model_parallel_group(),
+                config,
+                config.pipeline_dtype,
+                compute_device(),
+                self.timeline,
+            )
 
     def run(
         self,
-        micro_batches: Iterable[RankMicroBatch],
-        num_micro_batches: int,
+        micro_batches: Sequence[RankMicroBatch],
         num_loss_tokens: int,
         forward_only: bool = False,
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
         Args:
-            micro_batches: this rank's, in the plan's order; read one by one.
-            num_micro_batches: how many; at least one on every rank.
+            micro_batches: this rank's, in order; at least one on every rank.
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
         """
         self.comm.bytes_sent = 0
-        self.comm.timeline.reset()
+        self.timeline.reset()
         self._losses = []
-        config = get_model_config(self.model)
-        config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        started = time.perf_counter()
-        forward_backward_no_pipelining(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.model],
-            num_microbatches=num_micro_batches,
-            seq_length=1,  # not used without pipeline stages
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
+        with noting_compute(self._config, self.timeline, [one.index for one in micro_batches]):
+            self._run_schedule(micro_batches, forward_only)
         if forward_only:
             self._reached_sync = time.perf_counter()
-        until_sync_s = self._reached_sync - started
+        totals_s = self.timeline.totals_s
         return RankOutcome(
-            losses=tuple(torch.stack(self._losses).tolist()),
-            until_sync_s=until_sync_s,
-            busy_s=until_sync_s - self.comm.timeline.totals_s[RING_WAIT],
+            losses=tuple(loss.item() for loss in self._losses),
+            until_sync_s=self._reached_sync - self.timeline.started_s,
+            ring_wait_s=totals_s[RING_WAIT],
+            pipeline_wait_s=totals_s[PIPELINE_WAIT],
+            sync_s=totals_s[SYNC],
             ring_bytes=self.comm.bytes_sent,
         )
 
+    def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
+        """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
+        common = {
+            "forward_step_func": self._forward_step,
+            "data_iterator": iter(micro_batches),
+            "model": [self.model],
+            "num_microbatches": len(micro_batches),
+            "seq_length": 1,  # activations take their shapes from the plan
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+        }
+        if self._pipeline is None:
+            forward_backward_no_pipelining(**common)
+            return
+        self._pipeline.begin([self._activation_shape(one) for one in micro_batches])
+        forward_backward_pipelining_without_interleaving(
+            **common,
+            p2p_communicator=self._pipeline,
+            pg_collection=_groups(),
+        )
+        if forward_only:
+            self._pipeline.finish()
+
+    def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
+        """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
+        num_tokens = len(micro_batch.tokens) // self.place.token_multiple
+        return num_tokens, 1, self._config.hidden_size
+
     def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
         micro_batch: RankMicroBatch = next(micro_batches)
-        device = next(model.parameters()).device
-        tokens, labels, positions, loss_mask = (
+        device = compute_device()
+        tokens, labels, positions, loss_mask, sequence_index = (
             torch.from_numpy(x).to(device, non_blocking=True)
             for x in (
                 micro_batch.tokens,
                 micro_batch.labels,
                 micro_batch.positions,
                 micro_batch.loss_mask,
+                micro_batch.sequence_index,
             )
         )
-        me = parallel_state.get_data_parallel_rank()
         layout = TokenLayout(
             ring=micro_batch.ring,
-            index=micro_batch.ring.index(me),
+            index=micro_batch.ring.index(self.place.hdp_rank),
             ring_slices=micro_batch.ring_slices,
             local_lengths=micro_batch.local_lengths,
             device=device,
@@ -121,12 +171,13 @@ class HdpExecutor:
             qkv_format="sbhd",
             layout=layout,
             positions=positions,
+            sequence_index=sequence_index,
             comm=self.comm,
             kernel=self.kernel,
         )
-        with self.comm.timeline.span(FORWARD, len(self._losses)):
-            logits = model(tokens[None], positions[None], None, packed_seq_params=params)
-        return logits, partial(self._loss, labels[None], loss_mask[None])
+        # the last stage's logits, else activations for the next stage
+        output = model(tokens[None], positions[None], None, packed_seq_params=params)
+        return output, partial(self._loss, labels[None], loss_mask[None])
 
     def _loss(
         self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor
@@ -140,8 +191,22 @@ class HdpExecutor:
         self, num_loss_tokens: int, model: list[Any], num_tokens: Any = None, **kwargs: Any
     ) -> None:
         """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
         self._reached_sync = time.perf_counter()
-        with self.comm.timeline.span(SYNC):
+        with self.timeline.span(SYNC):
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
+
+
+def _groups() -> ProcessGroupCollection:
+    """The groups that Megatron's pipeline schedule wants to be given beside its communication."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups

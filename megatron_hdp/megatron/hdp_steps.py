@@ -1,37 +1,36 @@
-"""One step under HDP: draw the global batch, plan it, agree on the plan, run this rank's part."""
+"""One step under HDP: agree on the prepared plan, run this rank's part, report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_hdp.data import (
-    RankMicroBatch,
-    SequenceTable,
-    Step,
-    StepSampler,
-    TokenFile,
-    padding_micro_batch,
-    read_micro_batch,
-)
+from megatron_hdp.data import DataOrder, SequenceTable, TokenFile
+from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.parallel import compute_device, hdp_rank, new_ring_comm, num_hdp_ranks
-from megatron_hdp.megatron.step_report import StepReport
-from megatron_hdp.planner import CostModel, Plan, evaluate, plan
-from megatron_hdp.runtime.agreement import fingerprint, require_agreement
+from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place
+from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
+from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
+from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
+from megatron_hdp.runtime.agreement import fingerprint, largest, require_agreement
 from megatron_hdp.runtime.kernels import select_kernel
 from megatron_hdp.runtime.timeline import Timeline
+
+
+class PlannerError(RuntimeError):
+    """The planner failed in two steps in a row."""
 
 
 def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
@@ -46,15 +45,6 @@ def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostMode
         num_parameters=num_parameters,
         kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
     )
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A global batch and its plan; equal on every rank."""
-
-    step: Step
-    plan: Plan
-    num_loss_tokens: int
 
 
 class HdpSteps:
@@ -75,147 +65,198 @@ class HdpSteps:
     ) -> None:
         self.arguments = arguments
         self.executor = executor
+        self.place = executor.place
         self.cost_model = cost_model
-        self.token_file = token_file
-        self.vocab_size = vocab_size
         self.table = SequenceTable.build(
             token_file.lengths,
             max_length=arguments.seq_length,
             long_sequence=arguments.hdp_long_sequence,
             documents=documents,
         )
-        self.sampler = StepSampler(
-            self.table.length,
-            seed=arguments.seed,
-            global_batch_size=arguments.global_batch_size,
-            global_batch_tokens=arguments.hdp_global_batch_tokens,
+        self.preparation = StepPreparation(
+            arguments, self.place, cost_model, self.table, token_file, vocab_size
         )
-        self.planned: PlannedStep | None = None  # of the latest step
-        self._corpus = fingerprint(self.table.length.tobytes())
-        self._plan_lengths(self.table.length.max(keepdims=True))  # refused now, not when drawn
+        self.latest: PreparedStep | None = None
+        self.num_planner_failures = 0
+        self._failed_before = False
+        self._ahead = OneAhead(self.preparation.prepare)
+        self._corrupt = CorruptDocuments(
+            self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
+        )
+        self.order = DataOrder(
+            hybrid_data_parallel=True,
+            seed=arguments.seed,
+            seq_length=arguments.seq_length,
+            long_sequence=arguments.hdp_long_sequence,
+            num_sequences=len(self.table),
+            corpus=fingerprint(self.table.length.tobytes()),
+        )
+        # what cannot be planned is refused now, not when it is drawn
+        self.preparation.plan(self.table.length.max(keepdims=True))
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.
 
         Raises:
             DisagreementError: ranks planned different things.
-            ValueError: a token outside the vocabulary.
+            PlannerError: the planner failed in two steps in a row.
+            ValueError: too many corrupt documents in a row.
         """
-        planned = self.planned = self._plan(consumed)
-        self._require_same_plan(planned)
-        mine = planned.plan.micro_batches_of(hdp_rank())
-        self._seed_dropout(planned.step.consumed_before)
-        outcome = self.executor.run(
-            self._read(planned, mine),
-            max(len(mine), 1),
-            planned.num_loss_tokens,
-            forward_only=forward_only,
-        )
-        return self._report(planned, mine, outcome)
+        started = time.perf_counter()
+        prepared = self._ahead.get(consumed)
+        exposed_s = time.perf_counter() - started
+        prepared = self.latest = self._agree(prepared)
+        num_loss_tokens = prepared.num_loss_tokens - self._drop_corrupt(prepared)
+        self._ahead.expect(prepared.step.consumed_after)
+        self._share_tokens(prepared)
+        self._seed_dropout(prepared.step.consumed_before)
+        outcome = self.executor.run(prepared.micro_batches, num_loss_tokens, forward_only)
+        return self._report(prepared, outcome, num_loss_tokens, exposed_s)
 
-    def _plan(self, consumed: int) -> PlannedStep:
-        step = self.sampler.step(consumed)
-        step_plan = self._plan_lengths(self.table.length[step.sequences])
-        return PlannedStep(step, step_plan, int(self.table.num_labels[step.sequences].sum()))
+    def close(self) -> None:
+        """Ends the preparation of steps that will not run."""
+        self._ahead.close()
 
-    def _plan_lengths(self, lengths: np.ndarray) -> Plan:
-        arguments = self.arguments
-        return plan(
-            lengths,
-            ranks=num_hdp_ranks(),
-            tokens_per_rank=arguments.hdp_tokens_per_rank,
-            strategy=arguments.hdp_strategy,
-            max_length=arguments.seq_length,
-            slice_multiple=arguments.hdp_slice_multiple,
-            cost_model=self.cost_model,
-            ranks_per_node=self.cost_model.ranks_per_node,
-        )
+    def _agree(self, prepared: PreparedStep) -> PreparedStep:
+        """The step as every rank will run it: under the static plan if one of them failed to plan.
 
-    def _require_same_plan(self, planned: PlannedStep) -> None:
-        step = planned.step
+        Ranks compare the plan before anything else is communicated.
+        """
+        (failed,) = largest([prepared.failure is not None], compute_device())
+        if failed:
+            failure = prepared.failure or "another rank's planner failed"
+            if prepared.failure is None:
+                prepared = self.preparation.prepare_statically(prepared, failure)
+            self._note_planner_failure(failure)
+        self._failed_before = bool(failed)
+        step = prepared.step
         facts = {
-            "corpus": self._corpus,
+            "corpus": self.order.corpus,
             "consumed sequences": step.consumed_before,
             "sequences of the step": fingerprint(step.sequences.tobytes()),
-            "sequence lengths": fingerprint(planned.plan.lengths.tobytes()),
+            "sequence lengths": fingerprint(prepared.plan.lengths.tobytes()),
             "cost model": fingerprint(self.cost_model.to_json()),
-            "plan": planned.plan.fingerprint(),
+            "plan": prepared.plan.fingerprint(),
         }
         require_agreement(facts, compute_device())
+        return prepared
 
-    def _read(self, planned: PlannedStep, mine: np.ndarray) -> Iterator[RankMicroBatch]:
-        if not len(mine):
-            yield padding_micro_batch(hdp_rank())
-        for m in mine.tolist():
-            micro_batch = read_micro_batch(
-                planned.plan, m, hdp_rank(), planned.step.sequences, self.table, self.token_file
+    def _note_planner_failure(self, failure: str) -> None:
+        self.num_planner_failures += 1
+        if self._failed_before:
+            raise PlannerError(
+                f"the planner failed in two steps in a row ({failure}): choose another "
+                "--hdp-strategy, for example static, and report this"
             )
-            self._check_vocabulary(micro_batch)
-            yield micro_batch
+        if dist.get_rank() == 0:
+            print(f"the planner failed ({failure}): this step runs the static plan", flush=True)
 
-    def _check_vocabulary(self, micro_batch: RankMicroBatch) -> None:
-        largest = max(micro_batch.tokens.max(), micro_batch.labels.max())
-        if largest >= self.vocab_size:
-            raise ValueError(
-                f"sequences {micro_batch.sequence_ids} hold token id {largest}, the tokenizer has "
-                f"{self.vocab_size} entries: train with the tokenizer that made the data"
-            )
+    def _drop_corrupt(self, prepared: PreparedStep) -> int:
+        """Takes corrupt documents out of the step; returns how many loss tokens they had."""
+        num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
+        (anywhere,) = largest([num_found], compute_device())
+        if not anywhere:
+            self._corrupt.none_found()
+            return 0
+        return int(self.table.num_labels[self._corrupt.drop(prepared)].sum())
+
+    def _share_tokens(self, prepared: PreparedStep) -> None:
+        """Gives the tensor-parallel ranks of the first and last stage what their first one read."""
+        place = self.place
+        if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
+            return
+        arrays = [array for one in prepared.micro_batches for array in (one.tokens, one.labels)]
+        packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
+        dist.broadcast(
+            packed,
+            parallel_state.get_tensor_model_parallel_src_rank(),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        parts = packed.cpu().split([len(array) for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[:] = part.numpy()
 
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""
-        seed = fingerprint(self.arguments.seed, consumed, hdp_rank()) % 2**31
+        place = self.place
+        seed = fingerprint(self.arguments.seed, consumed, place.hdp_rank, place.stage) % 2**31
         model_parallel_cuda_manual_seed(seed)
 
-    def _report(self, planned: PlannedStep, mine: np.ndarray, outcome: RankOutcome) -> StepReport:
+    def _report(
+        self,
+        prepared: PreparedStep,
+        outcome: RankOutcome,
+        num_loss_tokens: int,
+        exposed_s: float,
+    ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
-        non_finite = self._non_finite(planned, mine, outcome)
-        sums = torch.tensor(
-            [sum(outcome.losses), outcome.busy_s, outcome.ring_bytes, len(non_finite)],
-            dtype=torch.float64,
+        ranks = dist.get_world_size()
+        non_finite = self._non_finite(prepared, outcome)
+        job = over_all_ranks(
+            sums={
+                "loss_sum": sum(outcome.losses),
+                "num_non_finite": len(non_finite),
+                "busy_s": outcome.busy_s,
+                "ring_wait_s": outcome.ring_wait_s,
+                "pipeline_wait_s": outcome.pipeline_wait_s,
+                "sync_s": outcome.sync_s,
+                "ring_bytes": outcome.ring_bytes,
+            },
+            maxima={
+                "makespan_s": outcome.until_sync_s,
+                "minus_least_busy_s": -outcome.busy_s,
+                "exposed_s": exposed_s,
+            },
             device=compute_device(),
         )
-        until_sync = torch.tensor(outcome.until_sync_s, device=compute_device())
-        dist.all_reduce(sums)
-        dist.all_reduce(until_sync, dist.ReduceOp.MAX)
-        loss_sum, busy_s, ring_bytes, num_non_finite = sums.tolist()
-        replicas = dist.get_world_size() // num_hdp_ranks()
-        counts = np.bincount(planned.plan.ranks, minlength=planned.plan.num_ranks)
+        efficiency = job["busy_s"] / ranks / job["makespan_s"]
+        counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
-            loss=loss_sum / replicas / max(planned.num_loss_tokens, 1),
-            tokens=planned.step.tokens,
-            loss_tokens=planned.num_loss_tokens,
-            sequences=len(planned.step.sequences),
-            consumed_after=planned.step.consumed_after,
+            loss=job["loss_sum"] / self.place.num_tensor_ranks / max(num_loss_tokens, 1),
+            tokens=prepared.step.tokens,
+            squared_tokens=int((prepared.plan.lengths**2).sum()),
+            loss_tokens=num_loss_tokens,
+            sequences=len(prepared.step.sequences),
+            consumed_after=prepared.step.consumed_after,
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
-            planned_efficiency=planned.plan.summary["efficiency"],
-            measured_efficiency=busy_s / dist.get_world_size() / until_sync.item(),
-            ring_bytes=int(ring_bytes),
-            planning_ms=planned.plan.summary["planning_ms"],
-            non_finite=gather_words(non_finite) if num_non_finite else (),
+            planned_efficiency=prepared.plan.summary["efficiency"],
+            measured_efficiency=efficiency,
+            makespan_s=job["makespan_s"],
+            idle_share_max=1 + job["minus_least_busy_s"] / job["makespan_s"],
+            idle_share_mean=1 - efficiency,
+            ring_wait_s=job["ring_wait_s"] / ranks,
+            pipeline_wait_s=job["pipeline_wait_s"] / ranks,
+            sync_s=job["sync_s"] / ranks,
+            ring_bytes=int(job["ring_bytes"]),
+            planning_ms=prepared.plan.summary["planning_ms"],
+            planning_exposed_ms=job["exposed_s"] * 1e3,
+            skipped_documents=self._corrupt.num_skipped,
+            planner_failures=self.num_planner_failures,
+            non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
 
-    def _non_finite(
-        self, planned: PlannedStep, mine: np.ndarray, outcome: RankOutcome
-    ) -> list[NonFinite]:
+    def _non_finite(self, prepared: PreparedStep, outcome: RankOutcome) -> list[NonFinite]:
         """This rank's micro-batches whose loss is NaN or infinite."""
         found = []
-        for m, loss in zip(mine.tolist(), outcome.losses, strict=False):  # padding has no loss
+        for micro_batch, loss in zip(prepared.micro_batches, outcome.losses, strict=False):
             if not math.isfinite(loss):
-                micro_batch = planned.plan.micro_batch(m)
-                here = micro_batch.sequences + micro_batch.local.get(hdp_rank(), ())
-                rows = planned.step.sequences[list(here)]
-                documents = self.table.document[rows]
-                found.append(NonFinite(m, loss, tuple(rows.tolist()), tuple(documents.tolist())))
+                rows = micro_batch.sequence_ids
+                documents = tuple(self.table.document[list(rows)].tolist())
+                found.append(NonFinite(micro_batch.index, loss, rows, documents))
         return found
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
         from megatron_hdp.simulator.plot import plot_plan
 
-        assert self.planned is not None, "no step has run"
-        evaluation = evaluate(self.planned.plan, self.cost_model)
-        plot_plan(self.planned.plan, evaluation, path, title=title)
+        plot_plan(*self.planned_times(), path, title=title)
+
+    def planned_times(self) -> tuple[Plan, Evaluation]:
+        """The latest step's plan, and when it expects what to run."""
+        assert self.latest is not None, "no step has run"
+        made = self.latest.plan
+        return made, evaluate(made, self.cost_model, self.place.num_stages)
 
 
 def build_executor(
@@ -223,4 +264,4 @@ def build_executor(
 ) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
     comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
-    return HdpExecutor(model, comm, select_kernel(compute_device()))
+    return HdpExecutor(model, rank_place(arguments), comm, select_kernel(compute_device()))

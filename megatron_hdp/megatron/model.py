@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpCoreAttention
+from megatron_hdp.megatron.initialisation import initialise_by_name
+from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
+from megatron_hdp.megatron.norm import SequenceParallelNorm
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
 
@@ -24,8 +32,17 @@ def model_dtype(arguments: TrainingArguments) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
-    """`vocab_size` rounded up as Megatron does: every tensor-parallel rank has its share."""
-    multiple = arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
+    """`vocab_size` rounded up so that every tensor-parallel rank has an equal share.
+
+    Megatron's multiple grows with the tensor-parallel size. Under HDP it does not unless it must,
+    so that a run may continue on another layout as the same model.
+    """
+    divisor, tensor_ranks = (
+        arguments.make_vocab_size_divisible_by,
+        arguments.tensor_model_parallel_size,
+    )
+    hdp = arguments.hybrid_data_parallel
+    multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
     return -(-vocab_size // multiple) * multiple
 
 
@@ -55,6 +72,10 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         recompute_method=arguments.recompute_method,
         recompute_num_layers=arguments.recompute_num_layers,
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        deallocate_pipeline_outputs=True,
+        **moe_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -72,11 +93,31 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
 def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
     """Megatron's local layer specification, its core attention replaced when HDP is on."""
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=arguments.qk_layernorm, normalization=arguments.normalization
+        num_experts=arguments.num_experts,
+        qk_layernorm=arguments.qk_layernorm,
+        normalization=arguments.normalization,
     )
+    attention = spec.submodules.self_attention.submodules
     if arguments.hybrid_data_parallel:
-        spec.submodules.self_attention.submodules.core_attention = HdpCoreAttention
+        attention.core_attention = HdpCoreAttention
+        if arguments.num_experts is not None:
+            balance_by_sequence(spec)
+    if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
+        spec.submodules.input_layernorm = SequenceParallelNorm
+        spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        if arguments.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
     return spec
+
+
+def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of this rank's stage; Megatron's own way to make them unless a norm differs."""
+    spec = layer_spec(arguments)
+    norm = spec.submodules.input_layernorm
+    if norm is not SequenceParallelNorm:
+        return spec
+    num_layers = arguments.num_layers // arguments.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
@@ -89,9 +130,11 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
     config = transformer_config(arguments)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(arguments),
+        transformer_layer_spec=block_spec(arguments),
         vocab_size=padded_vocab_size(vocab_size, arguments),
         max_sequence_length=arguments.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         position_embedding_type=arguments.position_embedding_type,
@@ -100,6 +143,8 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
     )
     if arguments.hybrid_data_parallel:
         model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+        if config.use_cpu_initialization:
+            initialise_by_name(model, arguments.seed)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

@@ -18,8 +18,8 @@ class NonFiniteLossError(ValueError):
 class NonFinite:
     """One micro-batch whose loss on one rank is not a number."""
 
-    micro_batch: int
-    """Index in the step's plan."""
+    micro_batch: int | None
+    """Index in the step's plan; None for padding."""
     loss: float
     sequences: tuple[int, ...]
     """Rows of the sequence table."""

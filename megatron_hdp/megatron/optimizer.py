@@ -9,7 +9,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.float64 import keep_float64
 from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.whole_state import gather_whole_states
 
 
 def build_optimizer(
@@ -29,7 +31,11 @@ def build_optimizer(
         params_dtype=model_dtype(arguments),
         use_distributed_optimizer=arguments.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, [model])
+    gather_whole_states(optimizer)
+    if arguments.fp64:
+        keep_float64(optimizer)
+    return optimizer
 
 
 def build_scheduler(
@@ -46,6 +52,8 @@ def build_scheduler(
         lr_decay_style=arguments.lr_decay_style,
         start_wd=arguments.weight_decay,
         end_wd=arguments.weight_decay,
-        wd_incr_steps=arguments.train_iters,
+        wd_incr_steps=arguments.lr_decay_iters or arguments.train_iters,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=arguments.override_opt_param_scheduler,
     )

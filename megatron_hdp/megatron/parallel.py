@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
 
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.moe_options import expert_domain_size
 from megatron_hdp.runtime.attempt import store_of_attempt
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
@@ -55,18 +58,33 @@ def initialise(arguments: TrainingArguments) -> None:
     here ends after ``--distributed-timeout-minutes`` with an error.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of the tensor-parallel size.
+        ValueError: the ranks cannot be cut into model replicas, or into groups that share the
+            experts.
     """
     world, tensor_ranks = dist.get_world_size(), arguments.tensor_model_parallel_size
-    if world % tensor_ranks:
+    stages = arguments.pipeline_model_parallel_size
+    if world % (tensor_ranks * stages):
         raise ValueError(
-            f"{world} ranks cannot be cut into tensor-parallel groups of {tensor_ranks}: change "
-            "--nproc-per-node or --tensor-model-parallel-size"
+            f"{world} ranks cannot be cut into model replicas of {tensor_ranks} tensor-parallel x "
+            f"{stages} pipeline ranks: change --nproc-per-node, --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size"
+        )
+    expert_ranks = arguments.expert_model_parallel_size
+    expert_tensor_ranks = arguments.expert_tensor_parallel_size
+    if world // stages % (expert_ranks * expert_tensor_ranks):
+        raise ValueError(
+            f"{world // stages} ranks of a pipeline stage cannot be cut into groups of "
+            f"{expert_ranks * expert_tensor_ranks} that share the experts "
+            f"(--expert-model-parallel-size {expert_ranks} x --expert-tensor-parallel-size "
+            f"{expert_tensor_ranks}): change one of the numbers"
         )
     if cpu_shim.needed():
         cpu_shim.apply()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
+        pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=expert_ranks,
+        expert_tensor_parallel_size=expert_tensor_ranks,
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
     )
 
@@ -99,6 +117,77 @@ def hdp_rank() -> int:
 def num_hdp_ranks() -> int:
     """HDP ranks of the job."""
     return int(parallel_state.get_data_parallel_world_size())
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Parameters of the whole model that a token meets: of the experts, only those it goes to.
+
+    What tensor-parallel ranks hold alike is counted on each.
+    """
+    counts = [0, 0]
+    for name, parameter in model.named_parameters():
+        counts[".experts." in name] += parameter.numel()
+    total = torch.tensor(counts, device=compute_device())
+    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    dense, experts = map(int, total.tolist())
+    config = get_model_config(model)
+    if config.num_moe_experts is None:
+        return dense
+    # one rank of each stage holds all experts divided by these ranks, and tensor ranks were summed
+    ranks = int(parallel_state.get_expert_tensor_and_model_parallel_world_size())
+    experts = experts * ranks // int(parallel_state.get_tensor_model_parallel_world_size())
+    return dense + experts * int(config.moe_router_topk) // int(config.num_moe_experts)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands in the HDP dimension, in its pipeline and among tensor ranks."""
+
+    hdp_rank: int
+    num_hdp_ranks: int
+    stage: int
+    num_stages: int
+    tensor_rank: int
+    num_tensor_ranks: int
+    lockstep_ranks: int
+    """Consecutive HDP ranks that enter each other's communication in every layer."""
+    token_multiple: int
+    """A micro-batch's tokens must be a multiple of this, so that tensor ranks can share them."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where tokens enter the model."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the loss is computed."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True where token files are read; other tensor ranks receive, other stages need none."""
+        return self.tensor_rank == 0 and (self.is_first_stage or self.is_last_stage)
+
+    @property
+    def needs_alignment(self) -> bool:
+        """True where a micro-batch must stand at one position in the lists of all its ranks."""
+        return self.num_stages > 1 or self.lockstep_ranks > 1
+
+
+def rank_place(arguments: TrainingArguments) -> RankPlace:
+    """This rank's place, once `initialise` has run."""
+    num_tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return RankPlace(
+        hdp_rank=hdp_rank(),
+        num_hdp_ranks=num_hdp_ranks(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        num_tensor_ranks=num_tensor_ranks,
+        lockstep_ranks=expert_domain_size(arguments),
+        token_multiple=num_tensor_ranks if arguments.sequence_parallel else 1,
+    )
 
 
 def new_ring_comm(timeout_minutes: float, timeline: Timeline) -> RingComm:

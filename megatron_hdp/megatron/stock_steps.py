@@ -15,13 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.data import Tokenizer
+from megatron_hdp.data import DataOrder, Tokenizer
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.runtime.agreement import fingerprint
 
 
 def build_datasets(
@@ -59,6 +60,7 @@ class StockSteps:
         self.dataset = dataset
         self.micro_batch_size = arguments.micro_batch_size
         self.seq_length = arguments.seq_length
+        self.num_tensor_ranks = arguments.tensor_model_parallel_size
         parallel = parallel_state.get_data_parallel_world_size() * arguments.micro_batch_size
         self.global_batch_size = arguments.global_batch_size or parallel
         if self.global_batch_size % parallel:
@@ -67,13 +69,21 @@ class StockSteps:
                 f"--micro-batch-size x data-parallel ranks = {parallel}: change one of them"
             )
         self.num_micro_batches = self.global_batch_size // parallel
+        self.order = DataOrder(
+            hybrid_data_parallel=False,
+            seed=arguments.seed,
+            seq_length=arguments.seq_length,
+            long_sequence="concatenated",
+            num_sequences=len(dataset),
+            corpus=fingerprint(dataset.dataset.sequence_lengths.tobytes()),
+        )
         config = get_model_config(model)
         config.no_sync_func = model.no_sync
         config.finalize_model_grads_func = finalize_model_grads
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` samples; leaves gradients in the DDP buffers."""
-        reports = forward_backward_no_pipelining(
+        reports = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=self._batches(consumed),
             model=[self.model],
@@ -82,18 +92,24 @@ class StockSteps:
             micro_batch_size=self.micro_batch_size,
             forward_only=forward_only,
         )
-        sums = torch.stack([report["lm loss"] for report in reports]).sum(0)
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        sums = torch.zeros(2, device=compute_device())  # only the last stage has any
+        for report in reports:
+            sums += report["lm loss"]
+        dist.all_reduce(sums)
         loss_sum, loss_tokens = sums.tolist()
         return StepReport(
             loss=loss_sum / loss_tokens,
             tokens=self.global_batch_size * self.seq_length,
-            loss_tokens=int(loss_tokens),
+            squared_tokens=self.global_batch_size * self.seq_length**2,
+            loss_tokens=round(loss_tokens / self.num_tensor_ranks),
             sequences=self.global_batch_size,
             consumed_after=consumed + self.global_batch_size,
             micro_batches_min=self.num_micro_batches,
             micro_batches_max=self.num_micro_batches,
         )
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Refuses: without HDP there is no plan."""

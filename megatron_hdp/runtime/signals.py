@@ -7,7 +7,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from megatron_hdp.runtime.agreement import largest
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -48,6 +49,5 @@ class StopSignals:
         Args:
             device: where the backend wants its tensors.
         """
-        number = torch.tensor(self._received, device=device)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return signal.Signals(int(number)) if number else None
+        (number,) = largest([self._received], device)
+        return signal.Signals(number) if number else None

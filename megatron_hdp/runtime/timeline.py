@@ -34,12 +34,14 @@ class Timeline:
     """What the main thread of one rank does, nested spans of time; other threads may read it.
 
     Attributes:
-        totals_s: seconds spent in each kind of span since `reset`.
+        started_s: when the step began: the latest `reset`, in seconds of `time.perf_counter`.
+        totals_s: seconds spent in each kind of span since then.
         spans: what ended since `start_recording`, or None while not recording.
         changes: how often a span began or ended; grows as long as the main thread gets on.
     """
 
     def __init__(self) -> None:
+        self.started_s = time.perf_counter()
         self.totals_s: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] | None = None
         self.changes = 0
@@ -68,7 +70,8 @@ class Timeline:
         return list(self._open)
 
     def reset(self) -> None:
-        """Starts counting anew."""
+        """A step begins: counts anew."""
+        self.started_s = time.perf_counter()
         self.totals_s.clear()
 
     def start_recording(self) -> None:

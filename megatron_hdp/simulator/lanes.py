@@ -62,6 +62,13 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
     return Lanes(**joined)
 
 
+def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
+    """The bars of every rank in the order of time, rank after rank, and where each rank's begin."""
+    bars = np.lexsort((lanes.own_end_s, lanes.start_s, lanes.rank))
+    counts = np.bincount(lanes.rank, minlength=num_ranks)
+    return bars, np.concatenate([[0], np.cumsum(counts)])
+
+
 def _bars(plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: float) -> Lanes:
     """Bars that start with their micro-batch and take a share of its members' time."""
     degrees = np.diff(plan.rank_offsets)

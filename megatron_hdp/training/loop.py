@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron_hdp.data import TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_hdp.megatron.checkpoint import Checkpoints, Progress, TrainingState
 from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.non_finite import NonFiniteLossError
@@ -29,7 +30,9 @@ from megatron_hdp.runtime.agreement import fingerprint, require_agreement
 from megatron_hdp.runtime.heartbeat import Heartbeat
 from megatron_hdp.runtime.signals import StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
+from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+from megatron_hdp.training.tracer import StepTracer
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
@@ -37,12 +40,18 @@ _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 class Steps(Protocol):
     """What runs one step over one split of the data: HDP's or stock Megatron's."""
 
+    order: DataOrder
+
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step that begins after `consumed` sequences."""
         ...
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan."""
+        ...
+
+    def close(self) -> None:
+        """Ends what prepares steps that will not run."""
         ...
 
 
@@ -57,6 +66,14 @@ class _Job:
     scheduler: Any
     training: Steps
     validation: Steps | None
+    checkpoints: Checkpoints
+    flops: ModelFlops
+    tracer: StepTracer | None
+
+    def close(self) -> None:
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
@@ -76,25 +93,16 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     )
     with StopSignals() as signals, heartbeat:  # a signal must not cut short who is to blame
         with timeline.span(START):
-            job, progress = _start(arguments, timeline)
+            _require_same_arguments(arguments)
+            parallel.initialise(arguments)
+            parallel.set_seeds(arguments.seed)
+            job = _build(arguments, timeline)
+            progress = job.checkpoints.load()
         records = _train(job, progress, heartbeat, signals)
+        with timeline.span(CHECKPOINT):
+            job.checkpoints.finish()
     parallel.finish()
     return records
-
-
-def _start(arguments: TrainingArguments, timeline: Timeline) -> tuple[_Job, Progress]:
-    """Makes everything, as it was when the run to resume from was saved."""
-    _require_same_arguments(arguments)
-    parallel.initialise(arguments)
-    parallel.set_seeds(arguments.seed)
-    job = _build(arguments, timeline)
-    progress = Progress()
-    if arguments.load is not None:
-        state = (job.model, job.optimizer, job.scheduler)
-        loaded = load_checkpoint(arguments.load, *state)
-        _say(f"no checkpoint in {arguments.load} yet" if loaded is None else f"resumed: {loaded}")
-        progress = loaded or progress
-    return job, progress
 
 
 def _train(
@@ -104,11 +112,14 @@ def _train(
     arguments = job.arguments
     writes = dist.get_rank() == 0
     records = []
-    with MetricsLogger(
-        arguments.metrics_path if writes else None,
-        arguments.tensorboard_dir if writes else None,
-        first_step=progress.iteration + 1,
-    ) as logger:
+    with (
+        closing(job),
+        MetricsLogger(
+            arguments.metrics_path if writes else None,
+            arguments.tensorboard_dir if writes else None,
+            first_step=progress.iteration + 1,
+        ) as logger,
+    ):
         stop = None
         while progress.iteration < arguments.train_iters and stop is None:
             heartbeat.begin_step(progress.iteration + 1)
@@ -143,7 +154,19 @@ def _build(arguments: TrainingArguments, timeline: Timeline) -> _Job:
         training, validation = _hdp_steps(arguments, model, tokenizer, timeline)
     else:
         training, validation = _stock_steps(arguments, model, tokenizer)
-    return _Job(arguments, timeline, model, optimizer, scheduler, training, validation)
+    state = TrainingState(model, optimizer, scheduler)
+    return _Job(
+        arguments=arguments,
+        timeline=timeline,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        training=training,
+        validation=validation,
+        checkpoints=Checkpoints(arguments, state, training.order, _say),
+        flops=ModelFlops.of_model(arguments, tokenizer.vocab_size),
+        tracer=_build_tracer(arguments, training),
+    )
 
 
 def _hdp_steps(
@@ -151,8 +174,7 @@ def _hdp_steps(
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    cost_model = cost_model_of(arguments, num_parameters * arguments.tensor_model_parallel_size)
+    cost_model = cost_model_of(arguments, parallel.num_parameters(model))
     executor = build_executor(arguments, model, timeline)
 
     def steps(documents: range) -> HdpSteps:
@@ -180,12 +202,21 @@ def _stock_steps(
     return StockSteps(arguments, model, train), validation
 
 
+def _build_tracer(arguments: TrainingArguments, training: Steps) -> StepTracer | None:
+    if arguments.hdp_trace is None or arguments.hdp_trace_steps is None:
+        return None
+    assert isinstance(training, HdpSteps), "tracing without HDP is refused with the flags"
+    return StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, training)
+
+
 def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     arguments = job.arguments
+    step = progress.iteration + 1
+    if job.tracer is not None:
+        job.tracer.begin(step)
     started = time.perf_counter()
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
-    step = progress.iteration + 1
     report = job.training.run(progress.consumed_sequences)
     _require_finite(report, f"step {step}")
     learning_rate = job.optimizer.param_groups[0]["lr"]
@@ -193,29 +224,23 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
         _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
     seconds = time.perf_counter() - started
+    if job.tracer is not None:
+        job.tracer.end(step)
     if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and dist.get_rank() == 0:
         title = f"step {step}: {arguments.hdp_strategy}"
         job.training.draw_plan(Path(arguments.hdp_plot_plan), title)
-    metrics = StepMetrics(
+    metrics = StepMetrics.of_report(
+        report,
         step=step,
-        loss=report.loss,
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
-        tokens=report.tokens,
-        loss_tokens=report.loss_tokens,
-        sequences=report.sequences,
-        consumed_sequences=report.consumed_after,
+        consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
-        tokens_per_second=report.tokens / seconds,
-        planned_efficiency=report.planned_efficiency,
-        measured_efficiency=report.measured_efficiency,
-        ring_bytes=report.ring_bytes,
-        planning_ms=report.planning_ms,
-        micro_batches_min=report.micro_batches_min,
-        micro_batches_max=report.micro_batches_max,
+        model_flops=job.flops.of_batch(report.tokens, report.squared_tokens),
+        num_ranks=dist.get_world_size(),
         validation_loss=_validate(job, step),
     )
-    return metrics, Progress(step, report.consumed_after)
+    return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)
 
 
 def _validate(job: _Job, step: int) -> float | None:
@@ -248,17 +273,15 @@ def _require_finite(report: StepReport, what: str) -> None:
 
 def _save_if_due(job: _Job, progress: Progress, stop: signal.Signals | None) -> None:
     arguments, iteration = job.arguments, progress.iteration
-    end = "" if stop is None else f"{stop.name} received, the job ends: "
-    if arguments.save is None:
-        if stop is not None:
-            _say(f"{end}nothing saved after iteration {iteration}, there is no --save")
-        return
+    if stop is not None:
+        place = "without --save, nothing is saved" if arguments.save is None else "saving first"
+        _say(f"{stop.name} received: the job ends after iteration {iteration}, {place}")
     last = stop is not None or iteration == arguments.train_iters
     due = arguments.save_interval and iteration % arguments.save_interval == 0
-    if last or due:
-        with job.timeline.span(CHECKPOINT):
-            save_checkpoint(arguments.save, progress, job.model, job.optimizer, job.scheduler)
-        _say(f"{end}saved checkpoint of iteration {iteration} to {arguments.save}")
+    with job.timeline.span(CHECKPOINT):
+        job.checkpoints.poll()
+        if last or due:
+            job.checkpoints.save(progress)
 
 
 def _say(line: str) -> None:

@@ -7,18 +7,23 @@ a step twice.
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import orjson
+
+from megatron_hdp.megatron.step_report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One step. The HDP figures are None without hybrid data parallelism."""
+    """One step. The HDP figures are None without hybrid data parallelism.
+
+    What a `StepReport` also has is explained there.
+    """
 
     step: int
     loss: float
@@ -32,18 +37,55 @@ class StepMetrics:
     sequences: int
     consumed_sequences: int
     """Sequences consumed since the start of training, this step's included."""
+    consumed_tokens: int
+    """Tokens of those sequences."""
     seconds: float
     tokens_per_second: float
+    model_flops_per_second: float
+    """What the model needs for the batch (`ModelFlops`) by the time the step took; whole job."""
+    model_flops_per_second_per_rank: float
     planned_efficiency: float | None = None
     measured_efficiency: float | None = None
+    makespan_s: float | None = None
+    idle_share_max: float | None = None
+    idle_share_mean: float | None = None
+    ring_wait_s: float | None = None
+    pipeline_wait_s: float | None = None
+    sync_s: float | None = None
     ring_bytes: int | None = None
-    """Bytes sent around rings by all ranks, forward and backward."""
     planning_ms: float | None = None
+    planning_exposed_ms: float | None = None
     micro_batches_min: int | None = None
-    """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
+    skipped_documents: int | None = None
+    planner_failures: int | None = None
     validation_loss: float | None = None
     """Only on steps that ended with an evaluation."""
+
+    @classmethod
+    def of_report(
+        cls, report: StepReport, *, seconds: float, model_flops: float, num_ranks: int, **more: Any
+    ) -> Self:
+        """Return the metrics of a step.
+
+        Args:
+            report: what it did; figures of one name are taken over.
+            seconds: what it took.
+            model_flops: what its batch needs.
+            num_ranks: ranks of the job.
+            more: the fields that are left.
+        """
+        names = {item.name for item in fields(cls)}
+        shared = {name: value for name, value in vars(report).items() if name in names}
+        return cls(
+            **shared,
+            **more,
+            consumed_sequences=report.consumed_after,
+            seconds=seconds,
+            tokens_per_second=report.tokens / seconds,
+            model_flops_per_second=model_flops / seconds,
+            model_flops_per_second_per_rank=model_flops / seconds / num_ranks,
+        )
 
     def to_json(self) -> bytes:
         """Return the object on one line; NaN and infinity are null and named in ``non_finite``."""
@@ -116,24 +158,42 @@ def log_line(metrics: StepMetrics, train_iters: int) -> str:
         f"iteration {metrics.step:8d}/{train_iters:8d}",
         f"consumed samples: {metrics.consumed_sequences:9d}",
         f"elapsed time per iteration (ms): {metrics.seconds * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {metrics.model_flops_per_second_per_rank / 1e12:.4g}",
         f"tokens/s: {metrics.tokens_per_second:.0f}",
         f"learning rate: {metrics.learning_rate:.6E}",
         f"lm loss: {metrics.loss:.6E}",
         f"grad norm: {metrics.grad_norm:.3f}",
     ]
-    if metrics.planned_efficiency is not None:
-        parts.append(f"planned efficiency: {metrics.planned_efficiency:.3f}")
-    if metrics.measured_efficiency is not None:
-        parts.append(f"measured efficiency: {metrics.measured_efficiency:.3f}")
-    if metrics.ring_bytes is not None:
-        parts.append(f"ring traffic (MB): {metrics.ring_bytes / 1e6:.1f}")
-    if metrics.planning_ms is not None:
-        parts.append(f"planning (ms): {metrics.planning_ms:.2f}")
+    for label, value, form in _hdp_figures(metrics):
+        if value is not None:
+            parts.append(f"{label}: {value:{form}}")
     if metrics.micro_batches_max is not None:
         parts.append(f"micro-batches: {metrics.micro_batches_min}-{metrics.micro_batches_max}")
     if metrics.validation_loss is not None:
         parts.append(f"validation loss: {metrics.validation_loss:.6E}")
     return " " + " | ".join(parts) + " |"
+
+
+def _hdp_figures(metrics: StepMetrics) -> list[tuple[str, float | None, str]]:
+    """Label, value and format of what a step without HDP does not have, or has none of."""
+    return [
+        ("planned efficiency", metrics.planned_efficiency, ".3f"),
+        ("measured efficiency", metrics.measured_efficiency, ".3f"),
+        ("idle share mean", metrics.idle_share_mean, ".3f"),
+        ("idle share max", metrics.idle_share_max, ".3f"),
+        ("ring wait (ms)", _scaled(metrics.ring_wait_s, 1e3), ".1f"),
+        ("pipeline wait (ms)", _scaled(metrics.pipeline_wait_s or None, 1e3), ".1f"),
+        ("gradient sync (ms)", _scaled(metrics.sync_s, 1e3), ".1f"),
+        ("ring traffic (MB)", _scaled(metrics.ring_bytes, 1e-6), ".1f"),
+        ("planning (ms)", metrics.planning_ms, ".2f"),
+        ("exposed planning (ms)", metrics.planning_exposed_ms, ".2f"),
+        ("skipped documents", metrics.skipped_documents or None, "d"),
+        ("planner failures", metrics.planner_failures or None, "d"),
+    ]
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 def _is_non_finite(value: float | None) -> bool:

@@ -28,6 +28,10 @@ class CountingFile:
         return self.documents[document][start:stop]
 
 
+def read(*args, **kwargs):
+    return read_micro_batch(*args, vocab_size=10**6, **kwargs)
+
+
 def put_back(plan_, step_sequences, table, file):
     """Check every rank's part, and return how often each (row, position) was held and labelled."""
     held, labelled = {}, {}
@@ -35,7 +39,7 @@ def put_back(plan_, step_sequences, table, file):
         micro_batch = plan_.micro_batch(m)
         for rank in micro_batch.ranks:
             before = file.num_read
-            part = read_micro_batch(plan_, m, rank, step_sequences, table, file)
+            part = read(plan_, m, rank, step_sequences, table, file)
             check_shapes(part, micro_batch, rank, plan_, table)
             num_runs = 2 * len(part.ring_slices) + len(part.local_lengths)
             assert file.num_read - before <= len(part.tokens) + num_runs
@@ -48,7 +52,7 @@ def check_shapes(part, micro_batch, rank, plan_, table):
     assert part.ring == micro_batch.ranks
     assert part.offload_ratio == micro_batch.offload_ratio
     assert len(part.tokens) == sum(part.ring_slices) + sum(part.local_lengths)
-    for array in (part.labels, part.positions, part.loss_mask):
+    for array in (part.labels, part.positions, part.loss_mask, part.sequence_index):
         assert array.shape == part.tokens.shape
     num_sharded = len(micro_batch.sequences) if degree > 1 else 0
     assert len(part.ring_slices) == num_sharded
@@ -69,8 +73,10 @@ def walk(part, table, file, held, labelled):
     runs = [size // 2 for size in part.ring_slices for _ in range(2)] + list(part.local_lengths)
     rows = [row for row in part.sequence_ids[: len(part.ring_slices)] for _ in range(2)]
     rows += part.sequence_ids[len(part.ring_slices) :]
-    begin = 0
-    for row, size in zip(rows, runs, strict=True):
+    begin, num_sharded = 0, len(part.ring_slices)
+    places = [i for i in range(num_sharded) for _ in range(2)]
+    places += range(num_sharded, len(part.sequence_ids))
+    for row, place, size in zip(rows, places, runs, strict=True):
         document = file.documents[table.document[row]][table.start[row] :]
         first = part.positions[begin]
         for i in range(begin, begin + size):
@@ -78,14 +84,15 @@ def walk(part, table, file, held, labelled):
             assert position == first + i - begin
             if position >= table.length[row]:
                 assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
+                assert part.sequence_index[i] == -1
                 continue
+            assert part.sequence_index[i] == place
             held[row, position] = held.get((row, position), 0) + 1
             assert part.tokens[i] == document[position]
             if part.loss_mask[i]:
                 labelled[row, position] = labelled.get((row, position), 0) + 1
                 assert part.labels[i] == document[position + 1]
         begin += size
-    assert part.num_loss_tokens == np.count_nonzero(part.loss_mask)
 
 
 def check_cover(plan_, step_sequences, table, file):
@@ -172,37 +179,90 @@ def test_a_worked_example():
     document = file.documents[0]
     micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
     made = hand_made([7, 3], [micro_batch])
-    part = read_micro_batch(made, 0, 2, np.array([0, 1]), table, file)
+    part = read(made, 0, 2, np.array([0, 1]), table, file)
     # degree 2: chunks of ceil(7 / 4) = 2 tokens; member 1 (rank 2) holds chunks 1 and 2
     assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
     assert part.tokens.tolist() == [*document[2:6], *file.documents[1]]
     assert part.labels.tolist() == [*document[3:7], *file.documents[1][1:], 0]
     assert part.loss_mask.tolist() == [True] * 6 + [False]
+    assert part.sequence_index.tolist() == [0] * 4 + [1] * 3
     assert (part.ring, part.ring_slices, part.local_lengths) == ((4, 2), (4,), (3,))
-    assert (part.num_loss_tokens, part.sequence_ids, part.offload_ratio) == (6, (0, 1), 0.5)
-    other = read_micro_batch(made, 0, 4, np.array([0, 1]), table, file)
+    assert (part.index, part.sequence_ids, part.offload_ratio) == (0, (0, 1), 0.5)
+    other = read(made, 0, 4, np.array([0, 1]), table, file)
     assert other.positions.tolist() == [0, 1, 6, 7]
     assert other.tokens.tolist() == [*document[:2], document[6], 0]
     assert other.loss_mask.tolist() == [True, True, False, False]
+    assert other.sequence_index.tolist() == [0, 0, 0, -1]
 
 
 def test_a_rank_outside_the_ring_is_refused():
     made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
     table = SequenceTable.build(np.array([3]), max_length=3)
     with pytest.raises(ValueError, match="rank 1 takes no part in micro-batch 0"):
-        read_micro_batch(made, 0, 1, np.array([0]), table, CountingFile([3]))
+        read(made, 0, 1, np.array([0]), table, CountingFile([3]))
 
 
 def test_a_plan_of_another_step_is_refused():
     made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
     table = SequenceTable.build(np.array([3, 5]), max_length=5)
     with pytest.raises(ValueError, match="3 tokens, the sequence table 5 .*another step"):
-        read_micro_batch(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
+        read(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
 
 
 def test_padding_is_one_token_without_loss():
     part = padding_micro_batch(3)
     assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (1,))
     assert part.tokens.shape == part.labels.shape == part.positions.shape == (1,)
-    assert part.num_loss_tokens == 0
+    assert part.index is None and part.corrupt_ids == ()
+    assert part.sequence_index.tolist() == [-1]
     assert not part.loss_mask.any()
+    assert padding_micro_batch(3, 4).local_lengths == (4,)
+
+
+def worked_example():
+    file = CountingFile([7, 3])
+    table = SequenceTable.build(np.array([7, 3]), max_length=7)
+    micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.0)
+    made = hand_made([7, 3], [micro_batch])
+    return file, (made, 0, 2, np.array([0, 1]), table)
+
+
+def test_tokens_are_padded_to_a_multiple():
+    file, where = worked_example()
+    plain, padded = read(*where, file), read(*where, file, token_multiple=4)
+    assert len(plain.tokens) == 7 and len(padded.tokens) == 8
+    assert padded.local_lengths == (3, 1) and padded.sequence_ids == plain.sequence_ids
+    assert padded.positions.tolist() == [*plain.positions, 0]
+    assert not padded.loss_mask[7:].any() and not padded.tokens[7:].any()
+    assert padded.sequence_index.tolist() == [*plain.sequence_index, -1]
+    exact = read(*where, file, token_multiple=7)
+    assert exact.local_lengths == (3,)
+
+
+def test_without_a_file_only_tokens_and_labels_are_missing():
+    file, where = worked_example()
+    full, empty = read(*where, file), read(*where, None)
+    assert not empty.tokens.any() and not empty.labels.any()
+    assert (full.positions == empty.positions).all() and (full.loss_mask == empty.loss_mask).all()
+    assert (full.sequence_index == empty.sequence_index).all()
+    assert empty.corrupt_ids == ()
+
+
+@pytest.mark.parametrize("value", [10**6, -1])
+@pytest.mark.parametrize("position, found", [(0, ()), (1, ()), (2, (0,)), (6, (0,))])
+def test_tokens_outside_the_vocabulary_are_found_where_they_are_read(value, position, found):
+    file, where = worked_example()
+    file.documents[0][position] = value  # rank 2 reads tokens 2 to 5 and the label after them
+    assert read(*where, file).corrupt_ids == found
+
+
+def test_dropped_sequences_carry_nothing():
+    file, where = worked_example()
+    part, whole = read(*where, file, token_multiple=4), read(*where, file, token_multiple=4)
+    part.drop({1, 7})
+    assert (part.tokens[:4] == whole.tokens[:4]).all() and whole.loss_mask[4:6].all()
+    assert not part.tokens[4:].any() and not part.labels[4:].any() and not part.loss_mask[4:].any()
+    assert (part.positions == whole.positions).all()
+    assert part.sequence_index.tolist() == [0] * 4 + [-1] * 4
+    part.drop({0})
+    assert not part.tokens.any() and not part.loss_mask.any()

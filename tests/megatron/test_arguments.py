@@ -23,6 +23,7 @@ from megatron_hdp.options import (
     from_namespace,
     markdown_table,
     option,
+    trace_steps,
     yaml_to_argv,
 )
 
@@ -149,12 +150,42 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         ("--hdp-plot-plan p.png --hdp-plot-step 4", "beyond --train-iters 3"),
         ("--save-interval 5", "--save-interval needs --save"),
         ("--hdp-tokens-per-rank 64", "--hdp-tokens-per-rank has no effect without --hybrid"),
+        ("--hdp-trace-steps 1", "--hdp-trace-steps has no effect without --hybrid"),
     ],
 )
 def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
     with pytest.raises(OptionError) as error:
         parse_arguments([*REQUIRED, *argv.split()])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        (
+            "--hdp-trace t --hdp-trace-steps 1 --pipeline-model-parallel-size 2 "
+            "--hdp-strategy naive",
+            "--hdp-trace with pipeline stages needs --hdp-strategy auto or",
+        ),
+        ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
+        *(
+            (f"--hdp-trace traces --hdp-trace-steps={text}", f"found {text!r}, expected a step or")
+            for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2")
+        ),
+    ],
+)
+def test_a_bad_range_of_traced_steps_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse_arguments([*REQUIRED, *HDP, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_traced_steps() -> None:
+    flags = ["--hdp-trace", "traces", "--hdp-trace-steps", "2-3"]
+    assert parse_arguments([*REQUIRED, *HDP, *flags]).hdp_trace_steps == "2-3"
+    assert (trace_steps("2-3"), trace_steps("7")) == (range(2, 4), range(7, 8))
 
 
 @pytest.mark.parametrize("index", range(0, len(REQUIRED), 2))

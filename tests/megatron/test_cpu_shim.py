@@ -253,6 +253,52 @@ def test_a_missing_target_refuses_as_a_whole(run):
     """)
 
 
+def test_experts_meet_a_cpu(run):
+    run("""
+    from unittest import mock
+    import megatron.core.transformer.moe.moe_utils as utils
+    import megatron.core.transformer.moe.token_dispatcher as dispatchers
+    dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
+    assert not hasattr(utils, "te_general_gemm")
+    with cpu_shim.applied():
+        assert utils.te_general_gemm is None
+        assert isinstance(dispatcher.cuda_dtoh_stream, cpu_shim._NoStream)
+        inside = sys.modules["megatron.core.tensor_parallel.mappings"].torch.distributed
+        with mock.patch.object(torch.distributed, "all_to_all_single") as exchange:
+            inside.all_to_all_single(1, 2, input_split_sizes=torch.tensor([3, 4]), group=5)
+            inside.all_to_all_single(1, 2, [6], [7])
+        first, second = exchange.call_args_list
+        assert first == mock.call(1, 2, None, [3, 4], group=5)
+        assert second == mock.call(1, 2, [6], [7])
+    assert not hasattr(utils, "te_general_gemm") and dispatcher.cuda_dtoh_stream is None
+    import importlib
+    with cpu_shim.applied():
+        importlib.reload(utils)
+        assert utils.te_general_gemm is None
+    assert not hasattr(utils, "te_general_gemm")
+    """)
+
+
+def test_routers_stay_in_double_precision_only_where_they_are(run):
+    run("""
+    import megatron.core.transformer.moe.moe_utils as utils
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    expected = torch.zeros(5, 4, dtype=torch.float64)
+    top = logits.topk(2)
+    expected.scatter_(1, top.indices, top.values.softmax(-1))
+    def distance(logits):
+        probs, _ = utils.topk_routing_with_score_function(logits, 2)
+        assert probs.dtype == logits.dtype
+        return (probs - expected).abs().max().item()
+    assert 1e-10 < distance(logits) < 1e-6
+    with cpu_shim.applied():
+        assert distance(logits) < 1e-15
+        assert utils.torch.softmax(logits, -1, dtype=torch.bfloat16).dtype == torch.bfloat16
+        half = utils.torch.softmax(logits.bfloat16(), dim=-1, dtype=torch.float32)
+        assert half.dtype == torch.float32
+    """)
+
+
 def test_refuses_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="is_available"):
@@ -275,5 +321,14 @@ def test_the_checks_see_a_module_that_kept_the_stand_in(run):
 
 def test_redirects_name_every_global_replacement():
     text = " ".join(cpu_shim.REDIRECTS)
-    for name in ("Tensor.cuda", "Tensor.type", "Tensor.record_stream", "Module.cuda"):
+    names = ["Tensor.cuda", "Tensor.type", "Tensor.record_stream", "Module.cuda"]
+    for name in [
+        *names,
+        "all_to_all_single",
+        "all_gather",
+        "reduce_scatter",
+        "softmax",
+        "te_general_gemm",
+        "cuda_dtoh_stream",
+    ]:
         assert name in text

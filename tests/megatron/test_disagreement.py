@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.megatron import hdp_steps
+from megatron_hdp.megatron import hdp_steps, step_preparation
+from megatron_hdp.megatron.executor import HdpExecutor
 from megatron_hdp.options import flag_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.agreement import DisagreementError
@@ -30,7 +31,7 @@ def plan_otherwise(lengths, **kwargs):
     return PLAN(lengths, **(kwargs | {"strategy": "naive"}))
 
 
-PLAN = hdp_steps.plan
+PLAN = step_preparation.plan
 
 
 def outcome(run, rank, odd_run, odd_plan):
@@ -39,15 +40,15 @@ def outcome(run, rank, odd_run, odd_plan):
     planner = plan_otherwise if odd_plan and is_odd else PLAN
     started = time.perf_counter()
     with (
-        mock.patch.object(hdp_steps, "plan", planner),
-        mock.patch.object(hdp_steps, "read_micro_batch", wraps=hdp_steps.read_micro_batch) as read,
+        mock.patch.object(step_preparation, "plan", planner),
+        mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,
     ):
         try:
             pretrain(odd_run if is_odd else run)
             error = None
         except DisagreementError as found:
             error = str(found)
-    return error, time.perf_counter() - started, read.called
+    return error, time.perf_counter() - started, began.called
 
 
 def rank_number():

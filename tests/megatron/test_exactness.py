@@ -53,11 +53,10 @@ def cases_of(folder, batch):
     common |= {"seq_length": longest, "max_position_embeddings": longest} | MODELS[model]
     cases = [
         (tiny_arguments(prefix, hdp_strategy=strategy, **common), None)
-        for strategy in ("static", "naive", "dp-balance")
+        for strategy in ("static", "naive", "dp-balance", "pp-balance")
     ]
-    drawn = StepSampler(np.array(lengths), seed=seed, global_batch_size=len(lengths)).step(0)
     plan = random_plan(
-        np.array(lengths)[drawn.sequences],
+        drawn_lengths(cases[0][0], lengths),
         ranks=ranks,
         tokens_per_rank=capacity,
         slice_multiple=multiple,
@@ -87,13 +86,20 @@ def test_gradients_of_many_batches(run_ranks, batch):
 
 
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+SHARDED_BUCKETS = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 1000,
+}
 
 
 @pytest.mark.parametrize(
     "ranks, overrides",
     [
         (4, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
-        (3, {"use_distributed_optimizer": False, "overlap_grad_reduce": True}),
+        (3, {"overlap_grad_reduce": True}),
+        (3, SHARDED_BUCKETS),
+        (4, SHARDED_BUCKETS | {"pipeline_model_parallel_size": 2}),
         (3, {"recompute_granularity": "selective"}),
         (
             4,
@@ -103,8 +109,26 @@ LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
                 "recompute_num_layers": 1,
             },
         ),
+        (
+            6,
+            {
+                "pipeline_model_parallel_size": 2,
+                "overlap_grad_reduce": True,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        ),
     ],
-    ids=["tensor-parallel", "overlap-grad-reduce", "selective-recompute", "full-recompute"],
+    ids=[
+        "tensor-parallel",
+        "overlap-grad-reduce",
+        "distributed-optimizer",
+        "distributed-optimizer-pipeline",
+        "selective-recompute",
+        "full-recompute",
+        "pipeline-overlap-recompute",
+    ],
 )
 def test_gradients_with_megatron_features(run_ranks, tmp_path, ranks, overrides):
     prefix = write_corpus(tmp_path, LENGTHS)
@@ -117,16 +141,81 @@ def test_gradients_with_megatron_features(run_ranks, tmp_path, ranks, overrides)
     assert max(errors) <= TOLERANCE, errors
 
 
-def read_without_a_slice(*args):
+LAYOUTS = {  # ranks, layout
+    "tp2-sp": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (8, {"pipeline_model_parallel_size": 2}),
+    "pp4": (8, {"pipeline_model_parallel_size": 4}),
+    "tp2-sp-pp2": (
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+        },
+    ),
+}
+STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance")
+
+
+def drawn_lengths(arguments, lengths):
+    step = StepSampler(np.array(lengths), seed=arguments.seed, global_batch_size=len(lengths)).step(
+        0
+    )
+    return np.array(lengths)[step.sequences]
+
+
+def random_case(arguments, num_hdp_ranks):
+    """A plan of rings of every size that no strategy would make, positions not aligned."""
+    plan = random_plan(
+        drawn_lengths(arguments, LENGTHS),
+        ranks=num_hdp_ranks,
+        tokens_per_rank=arguments.hdp_tokens_per_rank,
+        seed=num_hdp_ranks,
+    )
+    return arguments, plan
+
+
+@pytest.mark.parametrize("model", ["gqa", "mha-tied-layernorm", "mqa-qknorm-qkvbias"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
+    ranks, overrides = LAYOUTS[layout]
+    prefix = write_corpus(tmp_path, LENGTHS)
+    common = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+    common |= overrides | MODELS[model]
+    common["num_layers"] = max(2, overrides.get("pipeline_model_parallel_size", 1))
+    if model == "mqa-qknorm-qkvbias":
+        common["num_query_groups"] = overrides.get("tensor_model_parallel_size", 1)
+    cases = [
+        (tiny_arguments(prefix, hdp_strategy=strategy, **common), None) for strategy in STRATEGIES
+    ]
+    replicas = ranks
+    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        replicas //= overrides.get(size, 1)
+    cases.append(random_case(tiny_arguments(prefix, **common), replicas))
+    errors = run_ranks(ranks, errors_of, cases)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_corrupt_documents_leave_no_trace(run_ranks, tmp_path, ranks):
+    """One document of many, sharded or not, that only one rank of its ring sees to be corrupt."""
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=[4, 7])
+    case = (tiny_arguments(prefix, hdp_tokens_per_rank=200, hdp_strategy="naive"), None)
+    cases = [case, random_case(case[0], ranks)]
+    errors = run_ranks(ranks, errors_of, cases)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+def read_without_a_slice(*args, **kwargs):
     """Reads a micro-batch whose first ring slice carries no loss."""
-    micro_batch = read_micro_batch(*args)
+    micro_batch = read_micro_batch(*args, **kwargs)
     micro_batch.loss_mask[: sum(micro_batch.ring_slices[:1])] = False
     return micro_batch
 
 
-def read_at_wrong_positions(*args):
+def read_at_wrong_positions(*args, **kwargs):
     """Reads a micro-batch whose first tail chunk is one position further than it is."""
-    micro_batch = read_micro_batch(*args)
+    micro_batch = read_micro_batch(*args, **kwargs)
     for tokens in micro_batch.ring_slices[:1]:
         micro_batch.positions[tokens // 2 : tokens] += 1
     return micro_batch
@@ -148,8 +237,8 @@ FINALIZE = HdpExecutor._finalize
 @pytest.mark.parametrize(
     "fault",
     [
-        (f"{ROOM}.hdp_steps.read_micro_batch", read_without_a_slice),
-        (f"{ROOM}.hdp_steps.read_micro_batch", read_at_wrong_positions),
+        (f"{ROOM}.step_preparation.read_micro_batch", read_without_a_slice),
+        (f"{ROOM}.step_preparation.read_micro_batch", read_at_wrong_positions),
         ("megatron_hdp.runtime.ring_attention._block", block_without_heads),
         (f"{ROOM}.executor.HdpExecutor._finalize", finalize_with_one_token_too_many),
     ],

@@ -33,19 +33,30 @@ VOCABULARY = 257
 PADDED_VOCABULARY = 384
 LR, MIN_LR, WARMUP = 5e-3, 1e-3, 2
 SEED = 77
+EXPERTS = {  # losses of routers that HDP refuses
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "expert_model_parallel_size": 2,
+}
+EXPERT_NAMES = {"num_moe_experts": "num_experts"}
 
 
-def plain_run(prefix, bf16=False, distributed_optimizer=False):
+def plain_run(prefix, bf16=False, distributed_optimizer=False, experts=False):
     """Trains with megatron.core alone; returns every step's loss and the final weights."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2 if experts else 1)
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
-    gpt, config = plain_model(bf16)
+    gpt, config = plain_model(bf16, EXPERTS if experts else {})
     model = DistributedDataParallel(config, plain_ddp_config(bf16, distributed_optimizer), gpt)
     optimizer = get_megatron_optimizer(plain_optimizer_config(bf16, distributed_optimizer), [model])
     scheduler = plain_scheduler(optimizer)
@@ -72,7 +83,7 @@ def plain_run(prefix, bf16=False, distributed_optimizer=False):
     return losses, weights_of(model)
 
 
-def plain_model(bf16):
+def plain_model(bf16, experts):
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -97,10 +108,11 @@ def plain_model(bf16):
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        **experts,
     )
     gpt = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
         vocab_size=PADDED_VOCABULARY,
         max_sequence_length=SEQ_LENGTH,
         share_embeddings_and_output_weights=True,
@@ -200,7 +212,7 @@ def weights_of(model):
     return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 
 
-def stock_arguments(prefix, bf16=False, distributed_optimizer=False):
+def stock_arguments(prefix, bf16=False, distributed_optimizer=False, experts=False):
     """The same run in the training command's words."""
     return tiny_arguments(
         prefix,
@@ -230,6 +242,11 @@ def stock_arguments(prefix, bf16=False, distributed_optimizer=False):
         min_lr=MIN_LR,
         lr_warmup_iters=WARMUP,
         lr_decay_style="cosine",
+        **(
+            {EXPERT_NAMES.get(name, name): value for name, value in EXPERTS.items()}
+            if experts
+            else {}
+        ),
     )
 
 
@@ -278,8 +295,13 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"distributed_optimizer": True}, {"bf16": True, "distributed_optimizer": True}],
-    ids=["float32", "distributed-optimizer", "bfloat16"],
+    [
+        {},
+        {"distributed_optimizer": True},
+        {"bf16": True, "distributed_optimizer": True},
+        {"experts": True},
+    ],
+    ids=["float32", "distributed-optimizer", "bfloat16", "experts"],
 )
 def test_a_stock_run_is_plain_megatron_bit_for_bit(run_ranks, prefix, settings):
     for found in run_ranks(NUM_RANKS, differences, prefix, settings, timeout_s=90):

@@ -1,11 +1,14 @@
 """A run that stops and continues, on other ranks too, is the run that never stopped."""
 
+import re
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 
-from megatron_hdp.megatron.checkpoint import _TRACKER
+from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
 from megatron_hdp.training.loop import pretrain
 from tests.gradients import tiny_arguments, write_corpus
 
@@ -31,29 +34,56 @@ def curve(arguments):
     return [(metrics.step, metrics.loss) for metrics in pretrain(arguments)]
 
 
+def rates(arguments):
+    """Body of a rank: the learning rate of every step."""
+    return [metrics.learning_rate for metrics in pretrain(arguments)]
+
+
+def largest_difference(found, expected):
+    found, expected = np.array(found), np.array(expected)
+    assert found.shape == expected.shape
+    return np.abs(found / expected - 1).max()
+
+
+SHARDED = {"use_distributed_optimizer": True}
+BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}  # several, with padding between
+
+
 @pytest.mark.parametrize(
     "overrides, tolerance",
     [
-        ({"clip_grad": 0.0}, 1e-10),
-        ({"fp64": False, "use_distributed_optimizer": True}, 2e-6),
-        ({"fp64": False, "bf16": True, "use_distributed_optimizer": True}, 2e-3),
+        ({}, 1e-10),
+        (SHARDED | BUCKETS, 1e-10),
+        ({"fp64": False} | SHARDED | BUCKETS, 2e-6),
+        ({"fp64": False, "bf16": True} | SHARDED, 2e-3),
     ],
-    ids=["float64", "float32-distributed-optimizer", "bfloat16-distributed-optimizer"],
+    ids=[
+        "float64",
+        "float64-distributed-optimizer",
+        "float32-distributed-optimizer",
+        "bfloat16-distributed-optimizer",
+    ],
 )
 def test_resumed_on_other_ranks(run_ranks, tmp_path, overrides, tolerance):
     whole = run(write_corpus(tmp_path, LENGTHS), **overrides)
     folder = tmp_path / "checkpoints"
-    expected = run_ranks(2, curve, whole)[0]
-    run_ranks(2, curve, replace(whole, train_iters=3, save=folder, save_interval=2))
+    expected = run_ranks(3, curve, whole)[0]
+    run_ranks(3, curve, replace(whole, train_iters=3, save=folder, save_interval=2))
     assert sorted(path.name for path in folder.iterdir()) == [
         "iter_0000002",
         "iter_0000003",
-        _TRACKER,
+        TRACKER,
     ]
-    resumed = run_ranks(3, curve, replace(whole, load=folder))[0]
+    resumed = run_ranks(2, curve, replace(whole, load=folder))[0]
     assert [step for step, _ in resumed] == [4, 5, 6]
-    found, wanted = np.array(resumed), np.array(expected[3:])
-    assert np.abs(found / wanted - 1).max() <= tolerance
+    assert largest_difference(resumed, expected[3:]) <= tolerance
+
+
+def test_the_distributed_optimizer_shares_the_curve_in_float64(run_ranks, tmp_path):
+    whole = run(write_corpus(tmp_path, LENGTHS), clip_grad=0.1)
+    expected = run_ranks(1, curve, replace(whole, hdp_tokens_per_rank=200))[0]
+    found = run_ranks(3, curve, replace(whole, **SHARDED, **BUCKETS))[0]
+    assert largest_difference(found, expected) <= 1e-10
 
 
 def test_dropout_resumes_on_the_same_ranks(run_ranks, tmp_path):
@@ -64,14 +94,140 @@ def test_dropout_resumes_on_the_same_ranks(run_ranks, tmp_path):
     assert run_ranks(2, curve, replace(whole, load=folder))[0] == expected[3:]
 
 
-def test_an_unfinished_checkpoint_is_not_seen(run_ranks, tmp_path):
-    """What a kill while saving leaves behind: the previous checkpoint is the latest."""
-    whole = run(write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=100)
+def test_dropout_resumes_without_hdp(run_ranks, tmp_path):
+    """There the state of the random generators is what has to be restored."""
+    whole = run(
+        write_corpus(tmp_path, LENGTHS),
+        hybrid_data_parallel=False,
+        hdp_tokens_per_rank=None,
+        fp64=False,
+        hidden_dropout=0.3,
+        attention_dropout=0.3,
+        seq_length=20,
+        global_batch_size=2,
+    )
     folder = tmp_path / "checkpoints"
-    run_ranks(1, curve, replace(whole, train_iters=2, save=folder))
-    (folder / "iter_0000003.partial").mkdir()
-    (folder / "iter_0000003.partial" / "common.pt").write_bytes(b"half")
-    assert run_ranks(1, curve, replace(whole, load=folder))[0][0][0] == 3
+    expected = run_ranks(2, curve, whole)[0]
+    run_ranks(2, curve, replace(whole, save=folder, save_interval=3))
+    assert run_ranks(2, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
+
+
+def saves(arguments):
+    """Body of a rank: steps whose save began, those whose save became visible, the curve."""
+    begun, visible = [], []
+    with (
+        mock.patch.object(CheckpointFolder, "begin", _noting(CheckpointFolder.begin, begun, 1)),
+        mock.patch.object(
+            CheckpointFolder, "publish", _noting(CheckpointFolder.publish, visible, 2)
+        ),
+    ):
+        records = pretrain(arguments)
+    assert psutil.Process().children() == []  # nothing that could outlive a killed rank
+    return begun, visible, [(record.step, record.loss) for record in records]
+
+
+def _noting(method, notes, index):
+    def noting(*args):
+        result = method(*args)
+        notes.append(args[index])
+        return result
+
+    return noting
+
+
+def test_asynchronous_saves_are_whole_and_in_order(run_ranks, tmp_path):
+    whole = run(write_corpus(tmp_path, LENGTHS), **SHARDED)
+    folder = tmp_path / "checkpoints"
+    saving = replace(whole, save=folder, save_interval=2, async_save=True)
+    begun, visible, expected = run_ranks(2, saves, saving)[0]
+    assert begun == visible == [2, 4, 6]  # the end falls on a save: not saved twice
+    for step in (2, 4):
+        resumed = run_ranks(2, curve, replace(whole, load=folder, ckpt_step=step))[0]
+        assert largest_difference(resumed, expected[step:]) <= 1e-10
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks, tmp_path_factory):
+    """One rank, one batch of everything: arguments, folder with steps 2 and 3, the whole curve."""
+    tmp_path = tmp_path_factory.mktemp("saved")
+    alone = {"hdp_tokens_per_rank": 400, "global_batch_size": len(LENGTHS)}
+    whole = run(write_corpus(tmp_path, LENGTHS), **alone)
+    folder = tmp_path / "checkpoints"
+    run_ranks(1, curve, replace(whole, train_iters=3, save=folder, save_interval=2))
+    return whole, folder, run_ranks(1, curve, whole)[0]
+
+
+def refusals(runs):
+    """Body of a rank: the message of each run's ValueError, None of a run that went."""
+    from megatron_hdp.megatron import parallel
+
+    messages = []
+    for arguments in runs:
+        try:
+            pretrain(arguments)
+            messages.append(None)
+        except ValueError as error:
+            messages.append(str(error))
+            parallel.finish()
+    return messages
+
+
+def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
+    whole, folder, _ = saved
+    same = replace(whole, load=folder, train_iters=4)
+    (tmp_path / "other").mkdir()
+    other_corpus = write_corpus(tmp_path / "other", [31, *LENGTHS[1:]])
+    expected = [
+        (replace(same, seed=7), "--seed: found 7, expected 1234"),
+        (replace(same, data_path=(other_corpus,)), r"fingerprint of the corpus\): found"),
+        (replace(same, seq_length=150, max_position_embeddings=150), "--seq-length: found 150"),
+        (replace(same, hdp_long_sequence="split"), "--hdp-long-sequence: found split, expected er"),
+        (replace(same, lr=2e-2), "--lr: found 0.02, expected 0.01"),
+        (replace(same, lr_decay_iters=9), "--override-opt-param-scheduler"),
+        (replace(same, use_distributed_optimizer=True), "--no-load-optim"),
+        (replace(same, fp64=False), "'precision': 'fp32'"),
+        (replace(same, hidden_size=20), "does not fit this model"),
+        (replace(same, num_layers=4), "does not fit this model"),
+        (replace(same, ckpt_step=9), r"iter_0000009.*it holds iter_0000002, iter_0000003"),
+        (same, None),
+    ]
+    messages = run_ranks(1, refusals, [arguments for arguments, _ in expected])[0]
+    for message, (_, pattern) in zip(messages, expected, strict=True):
+        assert (message is None) == (pattern is None), (message, pattern)
+        assert message is None or re.search(pattern, message), message
+
+
+def test_only_a_part_is_loaded(run_ranks, saved, tmp_path):
+    """The batch is the same in every step, so the fourth loss is that of the saved weights."""
+    whole, folder, expected = saved
+    losses = [loss for _, loss in expected]
+    short = replace(whole, train_iters=5)
+
+    def check(arguments, first_step):
+        found = run_ranks(1, curve, arguments)[0]
+        assert [step for step, _ in found[:2]] == [first_step, first_step + 1]
+        assert largest_difference(found[0][1], losses[3]) <= 1e-12  # the weights
+        assert largest_difference(found[1][1], losses[4]) > 1e-6  # a fresh optimizer
+
+    check(replace(short, load=folder, load_optim=False), 4)
+    check(replace(short, load=folder, finetune=True, seed=7, lr=5e-3), 1)
+    new = replace(short, pretrained_checkpoint=folder, load=tmp_path / "new", save=tmp_path / "new")
+    check(replace(new, train_iters=2, lr_decay_iters=9), 1)
+    resumed = run_ranks(1, curve, replace(new, lr_decay_iters=9))[0]
+    assert [step for step, _ in resumed] == [3, 4, 5]
+
+
+def test_another_step_is_chosen(run_ranks, saved):
+    whole, folder, expected = saved
+    found = run_ranks(1, curve, replace(whole, load=folder, ckpt_step=2))[0]
+    assert largest_difference(found, expected[2:]) <= 1e-12
+
+
+def test_another_schedule_when_asked_for(run_ranks, saved):
+    whole, folder, _ = saved
+    longer = replace(whole, load=folder, train_iters=7, lr_decay_iters=8, lr=2e-2)
+    found = run_ranks(1, rates, replace(longer, override_opt_param_scheduler=True))[0]
+    assert found == pytest.approx([2e-2 * (8 - step) / 8 for step in (3, 4, 5, 6)])
 
 
 def test_nothing_to_load_starts_from_the_beginning(run_ranks, tmp_path):
@@ -82,6 +238,6 @@ def test_nothing_to_load_starts_from_the_beginning(run_ranks, tmp_path):
 
 def test_a_missing_checkpoint_is_named(run_ranks, tmp_path):
     whole = run(write_corpus(tmp_path, LENGTHS), load=tmp_path, hdp_tokens_per_rank=100)
-    (tmp_path / _TRACKER).write_text("7")
-    with pytest.raises(Exception, match="names iter_0000007, which is not there"):
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(Exception, match="does not hold the checkpoint iter_0000007"):
         run_ranks(1, curve, whole)

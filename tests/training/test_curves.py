@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import VOCABULARY, tiny_arguments
+from tests.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
 STEPS = 20
 LONGEST = 60
@@ -90,11 +90,94 @@ def test_one_curve_in_float32(run_ranks, prefix, float64_curve, num_ranks):
     assert largest_difference(curves, float64_curve) <= 1e-5
 
 
-def test_tensor_parallel_ranks_share_the_curve(run_ranks, prefix, float64_curve):
-    multiple = 192  # 257 entries padded to 384 with and without tensor parallelism
-    run = runs_on(2, prefix, tensor_model_parallel_size=2, make_vocab_size_divisible_by=multiple)
-    curves = run_ranks(4, losses, run[-1:], timeout_s=570)[0]
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2-sp-pp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+    },
+}
+
+
+def runs_in(layout, num_ranks, prefix, strategies=("auto",), **overrides):
+    replicas = num_ranks
+    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        replicas //= LAYOUTS[layout].get(size, 1)
+    capacity = (-(-LONGEST // replicas) + replicas + 1) // 2 * 2
+    return [
+        arguments(
+            prefix,
+            hdp_strategy=strategy,
+            hdp_tokens_per_rank=capacity,
+            **LAYOUTS[layout],
+            **overrides,
+        )
+        for strategy in strategies
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_share_the_curve(run_ranks, prefix, float64_curve, layout):
+    curves = run_ranks(4, losses, runs_in(layout, 4, prefix), timeout_s=570)[0]
     assert largest_difference(curves, float64_curve) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strategies_in_layouts_share_the_curve(run_ranks, prefix, float64_curve, layout):
+    runs = runs_in(layout, 8, prefix, (*STRATEGIES, "bytescale", "pp-balance"))
+    curves = run_ranks(8, losses, runs, timeout_s=1200)[0]
+    assert largest_difference(curves, float64_curve) <= 1e-10
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2-sp"])
+def test_clipping_is_the_same_in_layouts(run_ranks, prefix, layout):
+    """Megatron computes the norm of all gradients in float32."""
+    clipped = {"clip_grad": 0.5, "train_iters": 6}
+    alone = arguments(prefix, hdp_tokens_per_rank=200, **clipped)
+    (expected,) = run_ranks(1, losses, [alone])[0]
+    (found,) = run_ranks(4, losses, runs_in(layout, 4, prefix, **clipped), timeout_s=570)[0]
+    assert largest_difference(found, expected) <= 1e-6
+    unclipped = run_ranks(1, losses, [replace(alone, clip_grad=0.0)])[0]
+    assert largest_difference(unclipped, expected) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def experts_curve(run_ranks, prefix):
+    run = arguments(prefix, hdp_strategy="naive", hdp_tokens_per_rank=200, **EXPERTS)
+    return run_ranks(1, losses, [run])[0][0]
+
+
+@pytest.mark.parametrize(
+    "tolerance, overrides",
+    [
+        (1e-10, {}),
+        (
+            1e-5,
+            {"fp64": False, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        ),
+    ],
+    ids=["float64", "float32-distributed-optimizer"],
+)
+def test_experts_across_ranks_share_the_curve(
+    run_ranks, prefix, experts_curve, tolerance, overrides
+):
+    layout = EXPERTS | {"expert_model_parallel_size": 2}
+    run = arguments(prefix, hdp_strategy="auto", hdp_tokens_per_rank=30, **layout, **overrides)
+    curves = run_ranks(4, losses, [run], timeout_s=570)
+    assert all(rank == curves[0] for rank in curves)
+    assert largest_difference(curves[0], experts_curve) <= tolerance
+
+
+def test_clipping_counts_every_expert_once(run_ranks, prefix):
+    clipped = {"clip_grad": 0.5, "train_iters": 6, "hdp_tokens_per_rank": 60, **EXPERTS}
+    (expected,) = run_ranks(1, losses, [arguments(prefix, **clipped)])[0]
+    across = arguments(prefix, expert_model_parallel_size=2, **clipped)
+    (found,) = run_ranks(2, losses, [across], timeout_s=570)[0]
+    assert largest_difference(found, expected) <= 1e-6
 
 
 def test_another_seed_is_another_curve(run_ranks, prefix, float64_curve):

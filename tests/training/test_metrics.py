@@ -2,11 +2,20 @@
 
 import json
 import math
-from dataclasses import replace
+import time
+from dataclasses import MISSING, fields, replace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from megatron_hdp.megatron.executor import HdpExecutor
+from megatron_hdp.megatron.step_preparation import StepPreparation
+from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.training.flops import ModelFlops
+from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+from tests.gradients import tiny_arguments, write_corpus
 
 STEP = StepMetrics(
     step=3,
@@ -17,12 +26,22 @@ STEP = StepMetrics(
     loss_tokens=990,
     sequences=10,
     consumed_sequences=30,
+    consumed_tokens=900,
     seconds=0.5,
     tokens_per_second=2000.0,
+    model_flops_per_second=4.921e12,
+    model_flops_per_second_per_rank=1.23025e12,
     planned_efficiency=0.9,
     measured_efficiency=0.8,
+    makespan_s=0.4,
+    idle_share_max=0.45,
+    idle_share_mean=0.2,
+    ring_wait_s=0.05,
+    pipeline_wait_s=0.0,
+    sync_s=0.0123,
     ring_bytes=5_000_000,
     planning_ms=1.25,
+    planning_exposed_ms=1.5,
     micro_batches_min=1,
     micro_batches_max=4,
 )
@@ -82,13 +101,134 @@ def test_nan_is_null_and_named() -> None:
 
 def test_the_log_line_has_hdp_figures_only_with_hdp() -> None:
     line = log_line(STEP, 20)
-    assert line.startswith(" iteration        3/      20 | consumed samples:        30 |")
+    assert line.startswith(
+        " iteration        3/      20 | consumed samples:        30 | "
+        "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 1.23 | "
+    )
     assert "| lm loss: 2.500000E+00 | grad norm: 0.750 |" in line
-    assert "| ring traffic (MB): 5.0 |" in line
-    assert line.endswith("| micro-batches: 1-4 |")
-    plain = replace(STEP, planned_efficiency=None, measured_efficiency=None, ring_bytes=None)
-    plain = replace(plain, planning_ms=None, micro_batches_min=None, micro_batches_max=None)
+    assert "| idle share mean: 0.200 | idle share max: 0.450 | ring wait (ms): 50.0 |" in line
+    assert "| gradient sync (ms): 12.3 | ring traffic (MB): 5.0 |" in line
+    assert line.endswith(
+        "| planning (ms): 1.25 | exposed planning (ms): 1.50 | micro-batches: 1-4 |"
+    )
+    plain = StepMetrics(**{name: getattr(STEP, name) for name in _required()})
     assert log_line(plain, 20).endswith("| grad norm: 0.750 |")
+
+
+def test_the_log_line_tells_what_went_wrong() -> None:
+    line = log_line(replace(STEP, skipped_documents=2, planner_failures=1), 20)
+    assert "| skipped documents: 2 | planner failures: 1 |" in line
+    assert "pipeline wait" not in line
+    assert "| pipeline wait (ms): 250.0 |" in log_line(replace(STEP, pipeline_wait_s=0.25), 20)
+
+
+def _required() -> list[str]:
+    return [item.name for item in fields(StepMetrics) if item.default is MISSING]
+
+
+REPORT = StepReport(
+    loss=2.5,
+    tokens=1000,
+    squared_tokens=50_000,
+    loss_tokens=990,
+    sequences=10,
+    consumed_after=30,
+    micro_batches_min=1,
+    micro_batches_max=4,
+    idle_share_max=0.45,
+    skipped_documents=3,
+)
+
+
+def test_a_report_becomes_metrics() -> None:
+    metrics = StepMetrics.of_report(
+        REPORT,
+        seconds=0.5,
+        model_flops=1e12,
+        num_ranks=8,
+        step=3,
+        consumed_tokens=3000,
+        grad_norm=0.75,
+        learning_rate=1e-3,
+    )
+    assert (metrics.tokens_per_second, metrics.consumed_sequences) == (2000.0, 30)
+    assert metrics.model_flops_per_second == 2e12
+    assert metrics.model_flops_per_second_per_rank == 2.5e11
+    assert (metrics.idle_share_max, metrics.skipped_documents) == (0.45, 3)
+    assert metrics.idle_share_mean is None
+
+
+def test_every_figure_of_a_report_is_a_metric() -> None:
+    """What a step reports and the metrics leave out is on purpose."""
+    missing = {item.name for item in fields(StepReport)} - {i.name for i in fields(StepMetrics)}
+    assert missing == {"squared_tokens", "consumed_after"}
+    assert json.loads(STEP.to_json()).keys() == {item.name for item in fields(StepMetrics)}
+
+
+def measured(arguments):
+    """Body of a rank: the metrics of every step; rank 2 plans and computes slowly."""
+    prepare, forward_step = StepPreparation.prepare, HdpExecutor._forward_step
+
+    def prepare_late(self, consumed):
+        time.sleep(0.05 * dist.get_rank())
+        return prepare(self, consumed)
+
+    def forward_late(self, micro_batches, model):
+        time.sleep(0.3 if dist.get_rank() == 2 else 0)
+        return forward_step(self, micro_batches, model)
+
+    with (
+        mock.patch.object(StepPreparation, "prepare", prepare_late),
+        mock.patch.object(HdpExecutor, "_forward_step", forward_late),
+    ):
+        return pretrain(arguments)
+
+
+@pytest.fixture(scope="module")
+def three_ranks(run_ranks, tmp_path_factory):
+    """Two steps on three ranks, of a sequence for all of them and some for one."""
+    folder = tmp_path_factory.mktemp("metrics")
+    lengths = [300, 700, 10, 20, 30]
+    arguments = tiny_arguments(
+        write_corpus(folder, lengths),
+        seq_length=700,
+        max_position_embeddings=700,
+        hdp_tokens_per_rank=300,
+        train_iters=2,
+        lr_decay_iters=2,
+        log_interval=1000,
+    )
+    return lengths, arguments, run_ranks(3, measured, arguments)
+
+
+def test_flops_and_idle_shares_of_a_run(three_ranks) -> None:
+    lengths, arguments, found = three_ranks
+    flops = ModelFlops.of_model(arguments, 257)
+    per_step = flops.of_batch(sum(lengths), sum(length**2 for length in lengths))
+    for metrics in found[0]:
+        assert metrics.model_flops_per_second == pytest.approx(per_step / metrics.seconds)
+        per_rank = metrics.model_flops_per_second_per_rank
+        assert 3 * per_rank == pytest.approx(metrics.model_flops_per_second)
+        assert 0 <= metrics.idle_share_mean <= metrics.idle_share_max < 1
+        assert metrics.idle_share_mean == pytest.approx(1 - metrics.measured_efficiency)
+        # no rank is idler than all are together
+        assert metrics.idle_share_max <= 3 * metrics.idle_share_mean
+        assert 0 < metrics.makespan_s < metrics.seconds
+        assert 0.1 < metrics.ring_wait_s < metrics.makespan_s and metrics.pipeline_wait_s == 0
+        assert 0 < metrics.sync_s < metrics.seconds
+        idle_s = metrics.idle_share_mean * metrics.makespan_s
+        assert idle_s >= metrics.ring_wait_s - 1e-9
+        assert metrics.idle_share_max >= 0.1 / metrics.makespan_s
+
+
+def test_figures_are_alike_on_all_ranks_and_the_slowest_plans(three_ranks) -> None:
+    _, _, found = three_ranks
+    own = ("seconds", "planning_ms")
+    for name in (item.name for item in fields(StepMetrics)):
+        if not name.startswith(own) and "_per_second" not in name:
+            values = {tuple(getattr(m, name) for m in metrics) for metrics in found}
+            assert len(values) == 1, name
+    assert all(metrics[0].planning_exposed_ms >= 100 for metrics in found)
 
 
 def test_tensorboard_gets_the_scalars(tmp_path) -> None:

@@ -79,7 +79,7 @@ def outcome(run, poisoned_rank, value):
     with (
         mock.patch.object(loop, "build_gpt", build_poisoned),
         mock.patch.object(loop, "_train_step", copy_and_train),
-        mock.patch.object(loop, "save_checkpoint") as save,
+        mock.patch.object(loop.Checkpoints, "save") as save,
     ):
         try:
             loop.pretrain(run)

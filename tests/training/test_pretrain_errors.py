@@ -195,8 +195,9 @@ def test_a_malformed_cost_model_is_refused(run_ranks, folder, text, expected):
 
 def test_a_token_outside_the_vocabulary_is_refused(run_ranks, folder):
     write(folder, LENGTHS, largest_token=257)
-    ((code, _, error),) = run_ranks(1, entry, flags(folder, global_batch_size=len(LENGTHS)))
-    check_refused(code, error, folder, "token id 257", "257 entries", "train with the tokenizer")
+    argv = flags(folder, global_batch_size=len(LENGTHS), hdp_corrupt_limit=0)
+    ((code, _, error),) = run_ranks(1, entry, argv)
+    check_refused(code, error, folder, "token ids from 0 to 256", "train with the tokenizer")
 
 
 def test_the_largest_token_of_the_vocabulary_is_not_refused(run_ranks, folder):
@@ -219,9 +220,9 @@ def test_an_error_before_training_leaves_earlier_metrics_alone(run_ranks, folder
     path = folder / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     write(folder, LENGTHS, largest_token=999)
-    argv = flags(folder, metrics_path=path, global_batch_size=len(LENGTHS))
+    argv = flags(folder, metrics_path=path, global_batch_size=len(LENGTHS), hdp_corrupt_limit=0)
     ((code, _, error),) = run_ranks(1, entry, argv)
-    check_refused(code, error, folder, "token id 999")
+    check_refused(code, error, folder, "1 corrupt documents in a row")
     assert path.read_text() == '{"step": 1}\n'
 
 

@@ -92,6 +92,16 @@ def test_a_rank_that_is_stopped_is_named(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["1:3:kill", "1:3:stand-still"])
+def test_a_pipeline_stage_is_named(folder, fault):
+    layout = {"pipeline_model_parallel_size": 2, "num_layers": 2, "hdp_tokens_per_rank": 100}
+    codes, texts, _ = outcomes(folder, fault, 40, 2, stall_timeout_seconds=STALL_S, **layout)
+    assert codes == [3], texts
+    assert "rank 1 (host " in texts[0] and "in forward of micro-batch" in texts[0], texts
+    assert "died or was stopped" in texts[0] or "stalled while 1 of 2 ranks wait" in texts[0]
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_that_holds_the_store_is_named(folder):
     codes, texts, _ = outcomes(folder, "0:3:stop", 40, stall_timeout_seconds=STALL_S)
     assert codes == [3, 3], texts
@@ -152,8 +162,9 @@ def test_a_signal_to_one_rank_saves_and_ends_all(folder, fault, name):
     save = folder / "checkpoints"
     with started(RANKS, folder, train, fault, flags(folder, save=save)) as ranks:
         assert [one.wait(START_S) for one in ranks] == [0] * RANKS, ranks[0].text()
-        line = f"{name} received, the job ends: saved checkpoint of iteration 2 to {save}"
-        assert line in ranks[0].text(), ranks[0].text()
+        text = ranks[0].text()
+        assert f"{name} received: the job ends after iteration 2, saving first" in text, text
+        assert f"saved checkpoint of iteration 2 to {save}" in text, text
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
     rest = flags(folder, load=save, metrics_path=folder / "rest.jsonl", hdp_tokens_per_rank=100)
     with started(1, folder, train, "0:0:none", rest) as ranks:
@@ -164,7 +175,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(folder, fault, name):
 def test_a_signal_without_a_place_to_save_is_said(folder):
     with started(1, folder, train, "0:2:SIGTERM", flags(folder, hdp_tokens_per_rank=100)) as ranks:
         assert ranks[0].wait(START_S) == 0, ranks[0].text()
-        assert "SIGTERM received, the job ends: nothing saved after iteration 2" in ranks[0].text()
+        assert "ends after iteration 2, without --save, nothing is saved" in ranks[0].text()
 
 
 @pytest.mark.slow
@@ -174,7 +185,8 @@ def test_a_signal_before_the_first_step_ends_after_it(folder):
         ranks[0].wait_for("sequences to train on", START_S)
         os.kill(ranks[0].process.pid, signal.SIGTERM)
         assert ranks[0].wait(START_S) == 0, ranks[0].text()
-        assert "SIGTERM received, the job ends: saved checkpoint of iteration" in ranks[0].text()
+        assert "SIGTERM received: the job ends after iteration" in ranks[0].text()
+    assert (folder / "checkpoints/latest_checkpointed_iteration.txt").exists()
 
 
 def torchrun(folder, fault, argv, *options, once=None):
@@ -210,7 +222,7 @@ def test_torchrun_restarts_from_the_checkpoint(folder, fault):
     )
     assert job.wait(300) == 0, (folder / "torchrun.log").read_text()
     assert (folder / "acted").exists()
-    assert "resumed: Progress(iteration=2" in (folder / "torchrun.log").read_text()
+    assert "iter_0000002: Progress(iteration=2" in (folder / "torchrun.log").read_text()
     plain, cut = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("plain.jsonl", "cut.jsonl")
@@ -237,7 +249,7 @@ def test_torchrun_passes_a_signal_on(folder, number, options):
         time.sleep(0.2)
     job.send_signal(number)
     assert job.wait(60) == 1
-    assert f"{number.name} received, the job ends: saved checkpoint" in log.read_text()
+    assert f"{number.name} received: the job ends after iteration" in log.read_text()
     assert "error on rank" not in log.read_text()
     assert (save / "latest_checkpointed_iteration.txt").exists()
 

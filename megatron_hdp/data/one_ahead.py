@@ -1,0 +1,34 @@
+"""Prepares the next item in a background thread while the current one is used."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class OneAhead(Generic[Item]):
+    """Calls ``prepare(key)`` in a thread for the key that is expected next."""
+
+    def __init__(self, prepare: Callable[[int], Item]) -> None:
+        """Set what prepares an item; it runs in one thread at a time."""
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="one-ahead")
+        self._expected: tuple[int, Future[Item]] | None = None
+
+    def expect(self, key: int) -> None:
+        """Start preparing the item of ``key``."""
+        self._expected = (key, self._thread.submit(self._prepare, key))
+
+    def get(self, key: int) -> Item:
+        """Return the item of ``key``, prepared before or now; raise what preparing it raised."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            if expected[0] == key:
+                return expected[1].result()
+            expected[1].cancel()
+        return self._thread.submit(self._prepare, key).result()
+
+    def close(self) -> None:
+        """Wait for what is being prepared and end the thread."""
+        self._thread.shutdown(cancel_futures=True)

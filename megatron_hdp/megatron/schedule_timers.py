@@ -1,0 +1,86 @@
+"""Megatron's schedule says when it computes: its timers open and close the timeline's spans.
+
+The schedule starts and stops a timer around the forward and the backward of every micro-batch. It
+takes a rank's micro-batches in order, forward and backward each, so counting tells which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, Timeline
+
+_KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
+
+
+@contextmanager
+def noting_compute(
+    config: Any, timeline: Timeline, micro_batches: Sequence[int | None]
+) -> Iterator[None]:
+    """Notes every forward and backward of the schedule that runs inside.
+
+    Args:
+        config: Megatron's configuration of the model; its ``timers`` are ours inside.
+        timeline: where the spans go.
+        micro_batches: what this rank runs, in order: indices in the step's plan, None for padding.
+    """
+    timers = _Timers(timeline, micro_batches)
+    before, config.timers = config.timers, timers
+    try:
+        yield
+    finally:
+        config.timers = before
+        timers.close()
+
+
+class _Timers:
+    """What the schedule calls by the name of what it begins or ends; `megatron.core.Timers` is."""
+
+    def __init__(self, timeline: Timeline, micro_batches: Sequence[int | None]) -> None:
+        self._computing = {
+            name: _Computing(timeline, kind, micro_batches) for name, kind in _KINDS.items()
+        }
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Computing | _Unused:
+        return self._computing.get(name, _UNUSED)
+
+    def close(self) -> None:
+        """Ends what an error left open."""
+        for computing in self._computing.values():
+            computing.stop()
+
+
+class _Computing:
+    """Spans of one kind, a micro-batch each."""
+
+    def __init__(self, timeline: Timeline, kind: str, micro_batches: Sequence[int | None]) -> None:
+        self._timeline = timeline
+        self._kind = kind
+        self._coming = iter(micro_batches)
+        self._open: AbstractContextManager[None] | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """The next micro-batch begins; never waits for other ranks."""
+        self._open = self._timeline.span(self._kind, next(self._coming))
+        self._open.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        """It has ended."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+class _Unused:
+    """What the schedule times and the timeline does not."""
+
+    def start(self, barrier: bool = False) -> None:
+        """Does nothing."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """Does nothing."""
+
+
+_UNUSED = _Unused()

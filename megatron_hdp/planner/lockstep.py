@@ -1,0 +1,62 @@
+"""Slots: which micro-batch each rank runs at which position when positions must agree.
+
+Pipelines need every micro-batch at one position in the lists of all its ranks (design rule 3), and
+ranks that exchange tokens with their experts must also run equally many. Where a plan does not give
+that by itself, ranks run padding in between.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.planner.types import Plan
+
+PADDING = -1
+
+
+def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDArray[np.int64]]:
+    """What each rank runs, position by position; at least one micro-batch or padding each.
+
+    Args:
+        plan: the plan.
+        aligned: put each micro-batch at one position in the lists of all its ranks.
+        lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
+            ``aligned``.
+
+    Returns:
+        One ``int64`` array a rank: micro-batches of the plan in its order, or `PADDING`.
+    """
+    if lockstep_ranks > 1 and not aligned:
+        raise ValueError(f"{lockstep_ranks} ranks in lockstep need aligned positions")
+    if plan.num_ranks % lockstep_ranks:
+        raise ValueError(f"{plan.num_ranks} ranks are no multiple of {lockstep_ranks} in lockstep")
+    lists = [plan.micro_batches_of(rank) for rank in range(plan.num_ranks)]
+    if aligned and not _are_aligned(plan, lists):
+        lists = _aligned(plan)
+    counts = np.array([max(len(one), 1) for one in lists])
+    wanted = counts.reshape(-1, lockstep_ranks).max(axis=1).repeat(lockstep_ranks)
+    return [
+        np.concatenate([one, np.full(count - len(one), PADDING)]).astype(np.int64)
+        for one, count in zip(lists, wanted.tolist(), strict=True)
+    ]
+
+
+def _are_aligned(plan: Plan, lists: list[npt.NDArray[np.int64]]) -> bool:
+    position = np.full(plan.num_micro_batches, PADDING)
+    for one in lists:
+        seen = position[one]
+        here = np.arange(len(one))
+        if ((seen != PADDING) & (seen != here)).any():
+            return False
+        position[one] = here
+    return True
+
+
+def _aligned(plan: Plan) -> list[npt.NDArray[np.int64]]:
+    """Each micro-batch at the first position that is free on all of its ranks and behind theirs."""
+    lists: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for m in range(plan.num_micro_batches):
+        ranks = plan.ranks[plan.rank_offsets[m] : plan.rank_offsets[m + 1]].tolist()
+        position = max(len(lists[rank]) for rank in ranks)
+        for rank in ranks:
+            lists[rank] += [PADDING] * (position - len(lists[rank])) + [m]
+    return [np.array(one, dtype=np.int64) for one in lists]

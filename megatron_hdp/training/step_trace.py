@@ -1,0 +1,193 @@
+"""One step of all ranks as trace events: what each rank did, and the plan laid over it.
+
+A rank is a process of the trace; its threads are the plan, what it computed, and each kind of wait.
+The plan's bars begin with the step and are stretched by one factor for the whole step, measured
+over predicted compute of all ranks, so that its shape compares with what happened on any machine.
+
+Times are those of the CPU's clock. Ranks of one machine share it. Those of different machines are
+aligned where they leave the step's agreement, an all-reduce that nobody leaves before everybody has
+entered it: exact to a message's way between machines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
+from megatron_hdp.simulator.lanes import bars_by_rank, lanes_of
+from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
+
+PLAN, COMPUTE = "plan", "compute"
+LANES = (PLAN, COMPUTE, RING_WAIT, PIPELINE_WAIT, SYNC)
+_LANE_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
+_JOB = 1  # the process above those of the ranks
+_FIRST_RANK = 2
+_SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """What one rank noted in one step."""
+
+    place: RankPlace
+    clock: str
+    """Ranks that name the same clock read the same one."""
+    started_s: float
+    """When it began, having left the step's agreement."""
+    spans: list[Span]
+    left_out_s: dict[str, float]
+    """Seconds of waits too short to be among the spans, by kind."""
+
+    @classmethod
+    def of_rank(
+        cls, place: RankPlace, clock: str, started_s: float, spans: list[Span]
+    ) -> RankSpans:
+        """Keeps of a step's spans what can be seen in a picture of it."""
+        end_s = max((span.end_s for span in spans), default=started_s)
+        least_s = _SHORT * (end_s - started_s)
+        kept, left_out_s = [], defaultdict[str, float](float)
+        for span in spans:
+            duration_s = span.end_s - span.start_s
+            if span.kind in _LANE_OF or duration_s >= least_s:
+                kept.append(span)
+            else:
+                left_out_s[span.kind] += duration_s
+        return cls(place, clock, started_s, kept, dict(left_out_s))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward without the waits for ring members inside them."""
+        seconds = -self.left_out_s.get(RING_WAIT, 0.0)
+        for span in self.spans:
+            if span.kind in _LANE_OF:
+                seconds += span.end_s - span.start_s
+            elif span.kind == RING_WAIT:
+                seconds -= span.end_s - span.start_s
+        return seconds
+
+
+def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
+    """When the step began on each clock: when the first of its ranks left the agreement."""
+    starts: dict[str, float] = {}
+    for rank in ranks:
+        starts[rank.clock] = min(rank.started_s, starts.get(rank.clock, rank.started_s))
+    return starts
+
+
+def name_events(places: Sequence[RankPlace]) -> Iterator[Event]:
+    """The names of processes and threads.
+
+    Args:
+        places: of all ranks of the job, in ascending order.
+    """
+    yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
+    yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
+    for process, place in enumerate(places, _FIRST_RANK):
+        label = f"HDP rank {place.hdp_rank}"
+        label += f", stage {place.stage}" if place.num_stages > 1 else ""
+        label += f", tensor rank {place.tensor_rank}" if place.num_tensor_ranks > 1 else ""
+        yield from labels("process", process, _thread(process, PLAN), label, process)
+        for position, lane in enumerate(LANES):
+            if lane != PIPELINE_WAIT or place.num_stages > 1:
+                yield from labels("thread", process, _thread(process, lane), lane, position)
+
+
+def step_events(
+    ranks: Sequence[RankSpans], plan: Plan, evaluation: Evaluation, step: int, offset_s: float
+) -> Iterator[Event]:
+    """The bars of one step.
+
+    Args:
+        ranks: what every rank of the job noted, in ascending order of their places.
+        plan: what they ran.
+        evaluation: when the plan expected it.
+        step: its number.
+        offset_s: where the step begins in the trace.
+    """
+    starts = clock_starts(ranks)
+    facts = step_facts(ranks, evaluation)
+    overlay = _Overlay(plan, evaluation, facts["plan_stretched_by"], offset_s)
+    last_s = max(
+        (span.end_s - starts[rank.clock] for rank in ranks for span in rank.spans), default=0.0
+    )
+    yield bar(f"step {step}", _JOB, _thread(_JOB, PLAN), offset_s, offset_s + last_s, facts)
+    for process, rank in enumerate(ranks, _FIRST_RANK):
+        yield from overlay.events(rank.place, process)
+        for span in sorted(rank.spans, key=lambda span: span.start_s):
+            shift_s = offset_s - starts[rank.clock]
+            yield _span_event(span, overlay.details, rank.place, process, shift_s)
+
+
+def step_facts(ranks: Sequence[RankSpans], evaluation: Evaluation) -> dict[str, Any]:
+    """Figures of the step, the factor between measured and predicted compute among them."""
+    measured_s = sum(rank.compute_s for rank in ranks)
+    predicted_s = sum(float(evaluation.busy_s[rank.place.hdp_rank]) for rank in ranks)
+    left_out_s = defaultdict[str, float](float)
+    for rank in ranks:
+        for kind, seconds in rank.left_out_s.items():
+            left_out_s[kind] += seconds
+    return {
+        "plan_stretched_by": measured_s / predicted_s,
+        "measured_compute_s": measured_s,
+        "predicted_compute_s": predicted_s,
+        "predicted_makespan_s": evaluation.makespan_s,
+        "predicted_efficiency": evaluation.efficiency,
+        "waits_too_short_to_draw_s": dict(left_out_s),
+    }
+
+
+class _Overlay:
+    """The plan's bars, stretched and moved to where the step begins."""
+
+    def __init__(self, plan: Plan, evaluation: Evaluation, scale: float, offset_s: float) -> None:
+        self.details = MicroBatchDetails(plan)
+        self._scale = scale
+        self._offset_s = offset_s
+        self._lanes = [lanes_of(plan, evaluation, s) for s in range(evaluation.pipeline_stages)]
+        self._by_rank = [bars_by_rank(lanes, plan.num_ranks) for lanes in self._lanes]
+
+    def events(self, place: RankPlace, process: int) -> Iterator[Event]:
+        """The bars of one rank."""
+        lanes, (bars, offsets) = self._lanes[place.stage], self._by_rank[place.stage]
+        for i in bars[offsets[place.hdp_rank] : offsets[place.hdp_rank + 1]].tolist():
+            about = self.details.of(int(lanes.micro_batch[i]), place.hdp_rank)
+            kind = "micro-batch"
+            if len(self._lanes) > 1:
+                kind = BACKWARD if lanes.backward[i] else FORWARD
+            start_s, end_s = float(lanes.start_s[i]), float(lanes.own_end_s[i])
+            yield bar(
+                _name(kind, about),
+                process,
+                _thread(process, PLAN),
+                self._offset_s + start_s * self._scale,
+                self._offset_s + end_s * self._scale,
+                about | {"predicted_s": end_s - start_s, "stretched_by": self._scale},
+            )
+
+
+def _span_event(
+    span: Span, details: MicroBatchDetails, place: RankPlace, process: int, shift_s: float
+) -> Event:
+    thread = _thread(process, _LANE_OF.get(span.kind, span.kind))
+    name, about = span.kind, {}
+    if span.kind in _LANE_OF:
+        name = f"{span.kind}, padding"
+    if span.micro_batch is not None:
+        about = details.of(span.micro_batch, place.hdp_rank)
+        name = _name(span.kind, about)
+    return bar(name, process, thread, span.start_s + shift_s, span.end_s + shift_s, about)
+
+
+def _thread(process: int, lane: str) -> int:
+    """Another one for every lane; none is its process, which a viewer would put first."""
+    return 10 * process + LANES.index(lane)
+
+
+def _name(kind: str, about: dict[str, Any]) -> str:
+    tokens = about["tokens"] + about.get("local_tokens", 0)
+    return f"{kind} {about['micro_batch']}: degree {about['degree']}, {tokens:,} tokens"

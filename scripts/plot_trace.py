@@ -1,0 +1,84 @@
+"""Draws one step of a trace (``--hdp-trace``): under each rank's plan what it did.
+
+``python scripts/plot_trace.py TRACE.json PICTURE.png [STEP]``; without a step the first one.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
+
+WAIT, SYNC = "#c0392b", "#7f7f7f"
+HEIGHT = {"plan": 0.8, "compute": 0.8, "ring wait": 0.4, "pipeline wait": 0.4, "gradient sync": 0.4}
+Event = dict[str, Any]
+
+
+def read_step(
+    path: Path, step: int | None
+) -> tuple[Event, dict[int, str], list[tuple[str, Event]]]:
+    """Return the step's own bar, the processes' names and (lane, bar) of all ranks.
+
+    Raises:
+        ValueError: the trace has no such step.
+    """
+    events = json.loads(path.read_bytes())["traceEvents"]
+    labels = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    ranks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    bars = [(labels[e["tid"]], e) for e in events if e["ph"] == "X"]
+    steps = {int(bar["name"].split()[1]): bar for lane, bar in bars if lane == "steps"}
+    if step is not None and step not in steps:
+        raise ValueError(f"{path} has the steps {sorted(steps)}, not {step}")
+    whole = steps[min(steps) if step is None else step]
+    first, last = whole["ts"], whole["ts"] + whole["dur"]
+    bars = [(lane, bar) for lane, bar in bars if first <= bar["ts"] <= last and lane != "steps"]
+    return whole, {p: name for p, name in ranks.items() if name != "job"}, bars
+
+
+def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], picture: Path) -> None:
+    """Draw the bars: two rows a rank, waits low in the second one."""
+    degrees = np.array([bar["args"].get("degree", 1) for _, bar in bars])
+    palette = Palette.of_degrees(degrees, len(ranks))
+    row_of = {process: 2.4 * i for i, process in enumerate(sorted(ranks))}
+    figure = Figure(figsize=(13.0, 1.4 + 0.75 * len(ranks)), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    for lane, bar in bars:
+        row = row_of[bar["pid"]] + (lane != "plan")
+        start, width = (bar["ts"] - whole["ts"]) / 1e6, bar["dur"] / 1e6
+        colour = {"ring wait": WAIT, "pipeline wait": WAIT, "gradient sync": SYNC}.get(lane)
+        if colour is None:
+            colour = palette.colours[palette.index(bar["args"].get("degree", 1))]
+            colour = pale(colour) if bar["name"].startswith("forward") else colour
+        edge = "white" if lane in ("plan", "compute") else "none"
+        at = row + 0.4 - HEIGHT[lane] / 2
+        axes.barh(at, width, HEIGHT[lane], start, color=colour, edgecolor=edge, linewidth=0.5)
+        if lane == "plan" and width > whole["dur"] / 1e6 / 40:
+            ink = "white" if is_dark(colour) else "black"
+            label = str(bar["args"]["micro_batch"])
+            axes.text(start + width / 2, at, label, ha="center", va="center", color=ink, fontsize=7)
+    ticks = [row + offset for row in row_of.values() for offset in (0, 1)]
+    axes.set_yticks(ticks, [f"{ranks[p]}, {what}" for p in row_of for what in ("plan", "measured")])
+    axes.set_ylim(max(ticks) + 0.6, -0.6)
+    axes.set_xlim(0, whole["dur"] / 1e6)
+    axes.set_facecolor(IDLE)
+    axes.set_xlabel("seconds since the step began")
+    legend = [Patch(color=c, label=n) for c, n in zip(palette.colours, palette.names, strict=True)]
+    legend += [Patch(color=WAIT, label="waiting for others"), Patch(color=SYNC, label="sync")]
+    axes.legend(handles=legend, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=8, fontsize=8)
+    stretched = whole["args"]["plan_stretched_by"]
+    axes.set_title(f"{whole['name']}; the plan x {stretched:.2f}", loc="left", fontsize=10)
+    figure.savefig(picture)
+
+
+def main(trace: str, picture: str, step: str | None = None) -> None:
+    """Draw a step of a trace."""
+    draw(*read_step(Path(trace), None if step is None else int(step)), Path(picture))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,99 @@
+"""A run of four ranks that is killed continues on other ranks and layouts with the same steps."""
+
+import os
+import signal
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megatron_hdp.megatron.checkpoint import Checkpoints
+from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
+from tests.gradients import write_corpus
+from tests.training.test_checkpoint import BUCKETS, LENGTHS, SHARDED, curve, largest_difference, run
+from tests.training.test_sigkill import ForkedLaunch, wait_until
+
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+STAGES = {"pipeline_model_parallel_size": 2}
+
+
+def killed_run(run_ranks, folder, overrides):
+    """Four ranks that are killed in the fourth step or later; arguments and the whole curve."""
+    capacity = {"hdp_tokens_per_rank": 128}
+    whole = run(write_corpus(folder, LENGTHS), **capacity, **overrides)
+    expected = run_ranks(4, curve, whole)[0]
+    saving = replace(whole, save=folder / "checkpoints", save_interval=3)
+    launch = ForkedLaunch(run_ranks, saving, folder, num_ranks=4)
+    wait_until(lambda: CheckpointFolder(saving.save).latest(), launch, "a checkpoint")
+    for pid in launch.pids():
+        os.kill(pid, signal.SIGKILL)
+    launch.wait()
+    return replace(whole, load=saving.save, ckpt_step=3), expected
+
+
+@pytest.fixture(scope="module")
+def replicated(run_ranks, tmp_path_factory):
+    return killed_run(run_ranks, tmp_path_factory.mktemp("replicated"), {})
+
+
+@pytest.fixture(scope="module")
+def sharded(run_ranks, tmp_path_factory):
+    return killed_run(run_ranks, tmp_path_factory.mktemp("sharded"), SHARDED | BUCKETS)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "num_ranks, layout",
+    [
+        (3, {}),
+        (4, SEQUENCE | STAGES),
+        (6, STAGES),
+        slow(2, {}),
+        slow(6, {}),
+        slow(2, TENSOR),
+        slow(4, SEQUENCE),
+        slow(2, STAGES),
+    ],
+    ids=["3", "4-tp2-sp-pp2", "6-pp2", "2", "6", "2-tp2", "4-tp2-sp", "2-pp2"],
+)
+def test_four_ranks_continue_on_another_layout(run_ranks, request, kind, num_ranks, layout):
+    stopped, expected = request.getfixturevalue(kind)
+    found = run_ranks(num_ranks, curve, replace(stopped, **layout))[0]
+    assert [step for step, _ in found] == [4, 5, 6]
+    assert largest_difference(found, expected[3:]) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_another_layout_continues_on_one_rank(run_ranks, tmp_path, kind):
+    """The other way round: saved with tensor ranks and stages, loaded without."""
+    overrides = {"replicated": {}, "sharded": SHARDED | BUCKETS}[kind]
+    whole = run(write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, **overrides)
+    expected = run_ranks(1, curve, whole)[0]
+    folder = tmp_path / "checkpoints"
+    stopped = replace(whole, train_iters=3, save=folder, **SEQUENCE, **STAGES)
+    run_ranks(4, curve, stopped)
+    found = run_ranks(1, curve, replace(whole, load=folder))[0]
+    assert largest_difference(found, expected[3:]) <= 1e-10
+
+
+def test_a_skipped_sequence_fails_the_check(run_ranks, replicated):
+    """The planted fault: the data goes on one sequence too late."""
+    stopped, expected = replicated
+    found = run_ranks(2, curve_of_later_data, stopped)[0]
+    assert largest_difference(found, expected[3:]) > 1e-6
+
+
+def curve_of_later_data(arguments):
+    load = Checkpoints.load
+
+    def load_later(self):
+        progress = load(self)
+        return replace(progress, consumed_sequences=progress.consumed_sequences + 1)
+
+    with mock.patch.object(Checkpoints, "load", load_later):
+        return curve(arguments)

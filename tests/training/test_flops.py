@@ -1,0 +1,130 @@
+"""Model FLOPs: what PyTorch counts on Megatron's own model, and what Megatron's formula says."""
+
+import ast
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_hdp.megatron import model, parallel
+from megatron_hdp.training.flops import ModelFlops
+from tests.gradients import tiny_arguments, write_corpus
+
+LENGTH = 24
+VOCABULARY = 256
+SHAPES = {
+    "gated, grouped": {},
+    "plain, wide heads": {
+        "swiglu": False,
+        "num_query_groups": 4,
+        "group_query_attention": False,
+        "kv_channels": 12,
+    },
+    "experts": {
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 20,
+        "add_bias_linear": False,
+    },
+    "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
+}
+
+
+def arguments_of(folder, shape):
+    return tiny_arguments(
+        write_corpus(folder, [LENGTH]), hybrid_data_parallel=False, **SHAPES[shape]
+    )
+
+
+def counted(arguments):
+    """Body of a rank: PyTorch's count of a forward and backward of one sequence."""
+    parallel.initialise(arguments)
+    parallel.set_seeds(1)
+    gpt = model.build_gpt(arguments, VOCABULARY).module
+    tokens = torch.arange(LENGTH)[None] % VOCABULARY
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    with FlopCounterMode(display=False) as counter:
+        gpt(tokens, torch.arange(LENGTH)[None], mask, labels=tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_pytorch_counts(run_ranks, tmp_path, shape):
+    arguments = arguments_of(tmp_path, shape)
+    flops = ModelFlops.of_model(arguments, VOCABULARY)
+    found = run_ranks(1, counted, arguments)[0]
+    # the stock attention multiplies the whole square and masks the half that is not causal
+    whole_square = flops.of_batch(LENGTH, 2 * LENGTH**2)
+    assert found == whole_square
+    assert found > flops.of_batch(LENGTH, LENGTH**2)
+
+
+def test_a_wrong_shape_is_noticed(tmp_path):
+    """The comparison can fail: each part of the shape changes the count."""
+    arguments = arguments_of(tmp_path, "gated, grouped")
+    flops = ModelFlops.of_model(arguments, VOCABULARY)
+    for change in (
+        {"num_layers": 3},
+        {"ffn_hidden_size": 25},
+        {"num_query_groups": 4},
+        {"kv_channels": 5},
+        {"swiglu": False},
+        {"hidden_size": 17},
+        {"num_experts": 4, "moe_router_topk": 1},
+    ):
+        assert ModelFlops.of_model(replace(arguments, **change), VOCABULARY) != flops
+    assert ModelFlops.of_model(arguments, VOCABULARY + 1) != flops
+
+
+def test_by_hand(tmp_path):
+    """Two layers of hidden size 16, 4 heads of 4 channels, 2 groups, a gated MLP of 24."""
+    flops = ModelFlops.of_model(arguments_of(tmp_path, "gated, grouped"), VOCABULARY)
+    qkv, projection, mlp, logits = 16 * (16 + 8 + 8), 16 * 16, 3 * 16 * 24, 16 * 256
+    assert flops.per_token == 6 * (2 * (qkv + projection + mlp) + logits)
+    assert flops.per_squared_token == 3 * 2 * (2 * 16)
+    assert flops.of_batch(10, 52) == 10 * flops.per_token + 52 * flops.per_squared_token
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize("shape", SHAPES)
+def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if not checkout:
+        pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM checkout")
+    formula = _formula(Path(checkout) / "megatron" / "training" / "training.py")
+    arguments = arguments_of(tmp_path, shape)
+    settings = SimpleNamespace(
+        **{
+            **vars(arguments),
+            "seq_length": LENGTH,
+            "padded_vocab_size": VOCABULARY,
+            "moe_layer_freq": 1,
+            "mtp_num_layers": None,
+            "moe_shared_expert_intermediate_size": None,
+            "multi_latent_attention": False,
+            "attention_output_gate": False,
+            "experimental_attention_variant": None,
+            "is_hybrid_model": False,
+            "hybrid_override_pattern": None,
+        }
+    )
+    expected = formula(settings, 5)
+    found = ModelFlops.of_model(arguments, VOCABULARY).of_batch(5 * LENGTH, 5 * LENGTH**2)
+    num_experts = arguments.num_experts or 0  # Megatron leaves the router out
+    found -= 6 * 5 * LENGTH * arguments.num_layers * arguments.hidden_size * num_experts
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _formula(source):
+    """Megatron's function by itself: its module needs a GPU to be imported."""
+    name = "num_floating_point_operations"
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            names = {"is_linear_attention_variant": lambda variant: False}
+            exec(compile(ast.Module([node], []), str(source), "exec"), names)
+            return names[name]
+    raise AssertionError(f"{source} has no {name}")

@@ -1,0 +1,114 @@
+"""A corrupt document costs that document, a planner that fails one step's balance; both counted."""
+
+import contextlib
+import io
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_hdp.megatron import step_preparation
+from megatron_hdp.planner import Plan
+from megatron_hdp.training.loop import pretrain
+from tests.gradients import tiny_arguments, write_corpus
+from tests.ranks import RankError
+
+LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
+PLAN = step_preparation.plan
+
+
+def run(prefix, **overrides):
+    settings = {
+        "seq_length": 100,
+        "max_position_embeddings": 100,
+        "global_batch_size": 4,
+        "train_iters": 4,
+        "lr_decay_iters": 4,
+        "lr": 1e-2,
+        "clip_grad": 0.0,
+    }
+    return tiny_arguments(prefix, **(settings | overrides))
+
+
+def steps_of(arguments):
+    """Body of a rank: what each step reported, and what was printed."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        records = pretrain(arguments)
+    return records, output.getvalue()
+
+
+def test_corrupt_documents_are_skipped_alike_on_any_ranks(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=[1, 6])
+    alone, _ = run_ranks(1, steps_of, run(prefix, hdp_tokens_per_rank=100))[0]
+    three, output = run_ranks(3, steps_of, run(prefix))[0]
+    assert [m.skipped_documents for m in three] == [m.skipped_documents for m in alone]
+    assert three[-1].skipped_documents == 4  # two epochs
+    assert [m.loss_tokens for m in three] == [m.loss_tokens for m in alone]
+    assert three[-1].consumed_sequences == 16
+    losses = np.array([[m.loss for m in one] for one in (alone, three)])
+    assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-10
+    for document in (1, 6):
+        assert f"skipped corrupt document {document} of {prefix}" in output
+    assert "token ids from 0 to 256" in output
+
+
+def test_too_many_corrupt_documents_in_a_row(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=range(8))
+    arguments = run(prefix, hdp_corrupt_limit=5)
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, steps_of, arguments)
+    assert "6 corrupt documents in a row" in str(caught.value)
+    assert "--hdp-corrupt-limit" in str(caught.value)
+    (tmp_path / "some").mkdir()
+    some = write_corpus(tmp_path / "some", LENGTHS, corrupt=range(5))
+    records, _ = run_ranks(2, steps_of, run(some, hdp_corrupt_limit=5))[0]
+    assert len(records) == 4
+
+
+def failing(should_fail):
+    """A planner that raises, or gives an invalid plan, in the chosen calls for its strategy."""
+    calls = []
+
+    def plan(lengths, *, strategy, **kwargs):
+        calls.append(strategy)
+        if strategy != "static" and len(lengths) > 1:  # one sequence: the check at the start
+            verdict = should_fail(sum(one != "static" for one in calls) - 1)
+            if verdict == "raise":
+                raise MemoryError("no room")
+            if verdict == "invalid":
+                made = PLAN(lengths, strategy=strategy, **kwargs)
+                broken = {name: getattr(made, name) for name in made.__dataclass_fields__}
+                return Plan(**(broken | {"sequences": np.zeros_like(made.sequences)}))
+        return PLAN(lengths, strategy=strategy, **kwargs)
+
+    return plan
+
+
+def steps_with_planner(arguments, odd_rank, verdicts):
+    """Body of a rank: what each step reported when the planner of one or all ranks fails."""
+    import torch.distributed as dist
+
+    here = odd_rank is None or dist.get_rank() == odd_rank
+    planner = failing(lambda call: verdicts.get(call) if here else None)
+    with mock.patch.object(step_preparation, "plan", planner):
+        return steps_of(arguments)
+
+
+@pytest.mark.parametrize("odd_rank, verdict", [(None, "raise"), (None, "invalid"), (1, "raise")])
+def test_a_failing_planner_costs_balance_only(run_ranks, tmp_path, odd_rank, verdict):
+    arguments = run(write_corpus(tmp_path, LENGTHS))
+    expected, _ = run_ranks(2, steps_of, arguments)[0]
+    verdicts = {2: verdict, 4: verdict}  # call 0 is the check at the start, call n is step n
+    found, output = run_ranks(2, steps_with_planner, arguments, odd_rank, verdicts)[0]
+    assert [m.planner_failures for m in found] == [0, 1, 1, 2]
+    losses = np.array([[m.loss for m in one] for one in (expected, found)])
+    assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-10
+    assert output.count("this step runs the static plan") == 2
+
+
+def test_a_planner_that_fails_twice_in_a_row_is_fatal(run_ranks, tmp_path):
+    arguments = run(write_corpus(tmp_path, LENGTHS))
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, steps_with_planner, arguments, None, {2: "raise", 3: "raise"})
+    assert "the planner failed in two steps in a row (MemoryError: no room)" in str(caught.value)
