@@ -2,13 +2,17 @@
 
 import os
 import sys
+import traceback
+from types import TracebackType
+from typing import NoReturn
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parses the command line, trains, and returns the exit code.
 
-    A mistake of the user's (a flag, a file, the data) is one message without a traceback; one that
-    every rank sees before the job is joined comes from the first rank only.
+    A mistake of the user's (a flag, a file, the data) and a loss that is no number are one message
+    without a traceback and 2; one that every rank sees before the job is joined comes from the
+    first rank only. If another rank is to blame, it is 3 and a message that names it.
     """
     from megatron_hdp.megatron.arguments import parse_arguments
     from megatron_hdp.options import OptionError
@@ -23,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from megatron_hdp.megatron import parallel
     from megatron_hdp.runtime.agreement import DisagreementError
+    from megatron_hdp.runtime.heartbeat import EXIT_CODE, RankFailure
     from megatron_hdp.training.loop import pretrain
 
     try:
@@ -32,8 +37,36 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, DisagreementError) as error:
         print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return 2
+    except RankFailure as error:
+        print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_CODE
     return 0
 
 
+def run() -> NoReturn:
+    """Runs `main` and ends this process with its exit code.
+
+    A process that failed ends at once: closing its communicators would wait for the other ranks.
+    """
+    sys.excepthook = _leave_after_exception
+    code = main()
+    if code:
+        _leave(code)
+    sys.exit(0)
+
+
+def _leave_after_exception(
+    kind: type[BaseException], error: BaseException, stack: TracebackType | None
+) -> None:
+    traceback.print_exception(kind, error, stack)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

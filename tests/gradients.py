@@ -26,6 +26,7 @@ from megatron_hdp.megatron.initialisation import (
     tensor_group,
 )
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 257
 EXPERTS = {
@@ -79,6 +80,7 @@ def tiny_arguments(prefix, **overrides):
         "data_path": (prefix,),
         "split": "1,0,0",
         "distributed_timeout_minutes": 5,
+        "stall_timeout_seconds": 300.0,
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
         "global_batch_size": len(TokenFile(prefix).lengths),
@@ -102,7 +104,7 @@ def hdp_gradients(arguments, *faults, plan=None):
     """
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(arguments, VOCABULARY)
-    executor = hdp_steps.build_executor(arguments, gpt)
+    executor = hdp_steps.build_executor(arguments, gpt, Timeline())
     token_file = TokenFile(arguments.data_path[0])
     cost_model = hdp_steps.cost_model_of(arguments, parallel.num_parameters(gpt))
     documents = range(len(token_file.lengths))

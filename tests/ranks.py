@@ -181,7 +181,7 @@ def _dump_stacks(ranks: list[_Rank]) -> dict[int, str]:
     running = [rank for rank in ranks if not rank.finished]
     for rank in running:
         with suppress(ProcessLookupError):
-            os.kill(rank.process.pid or 0, signal.SIGUSR1)
+            os.kill(rank.process.pid or 0, signal.SIGUSR2)
     texts: dict[int, str] = {}
     deadline = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline:
@@ -207,7 +207,7 @@ def _rank_main(
 ) -> None:
     """Body of a rank's process: set up, call, answer, leave without interpreter teardown."""
     stacks_file = stacks.open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks_file, all_threads=True)
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.WARNING)
     try:

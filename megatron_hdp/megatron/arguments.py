@@ -157,6 +157,12 @@ class ParallelOptions:
     distributed_timeout_minutes: int = option(
         10, minimum=1, help="How long a collective may wait for a rank."
     )
+    stall_timeout_seconds: float = option(
+        None,
+        minimum=1,
+        help="End the job when ranks have waited this long for one that stands still (not in "
+        "Megatron; default: --distributed-timeout-minutes).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +330,7 @@ def _with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
         lr_decay_iters=decay_iters,
         lr_warmup_iters=warmup_iters,
+        stall_timeout_seconds=args.stall_timeout_seconds or 60.0 * args.distributed_timeout_minutes,
         moe_ffn_hidden_size=moe_ffn_hidden_size,
         expert_tensor_parallel_size=(
             args.expert_tensor_parallel_size or args.tensor_model_parallel_size

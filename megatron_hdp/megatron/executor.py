@@ -39,8 +39,8 @@ from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
 class RankOutcome:
     """What one rank did in one step, before anything was exchanged with the others."""
 
-    loss_sum: float
-    """Sum of this rank's token losses; 0 but on the last pipeline stage."""
+    losses: tuple[float, ...]
+    """Sum of the token losses of each micro-batch, in order; empty but on the last stage."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
     ring_wait_s: float
@@ -111,7 +111,7 @@ class HdpExecutor:
             self._reached_sync = time.perf_counter()
         totals_s = self.timeline.totals_s
         return RankOutcome(
-            loss_sum=sum(loss.double().item() for loss in self._losses),
+            losses=tuple(loss.item() for loss in self._losses),
             until_sync_s=self._reached_sync - self.timeline.started_s,
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
@@ -189,9 +191,11 @@ class HdpSteps:
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
+        non_finite = self._non_finite(prepared, outcome)
         job = over_all_ranks(
             sums={
-                "loss_sum": outcome.loss_sum,
+                "loss_sum": sum(outcome.losses),
+                "num_non_finite": len(non_finite),
                 "busy_s": outcome.busy_s,
                 "ring_wait_s": outcome.ring_wait_s,
                 "pipeline_wait_s": outcome.pipeline_wait_s,
@@ -229,7 +233,18 @@ class HdpSteps:
             planning_exposed_ms=job["exposed_s"] * 1e3,
             skipped_documents=self._corrupt.num_skipped,
             planner_failures=self.num_planner_failures,
+            non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
+
+    def _non_finite(self, prepared: PreparedStep, outcome: RankOutcome) -> list[NonFinite]:
+        """This rank's micro-batches whose loss is NaN or infinite."""
+        found = []
+        for micro_batch, loss in zip(prepared.micro_batches, outcome.losses, strict=False):
+            if not math.isfinite(loss):
+                rows = micro_batch.sequence_ids
+                documents = tuple(self.table.document[list(rows)].tolist())
+                found.append(NonFinite(micro_batch.index, loss, rows, documents))
+        return found
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
@@ -244,7 +259,9 @@ class HdpSteps:
         return made, evaluate(made, self.cost_model, self.place.num_stages)
 
 
-def build_executor(arguments: TrainingArguments, model: DistributedDataParallel) -> HdpExecutor:
+def build_executor(
+    arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
+) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
-    comm = new_ring_comm(arguments.distributed_timeout_minutes, Timeline())
+    comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
     return HdpExecutor(model, rank_place(arguments), comm, select_kernel(compute_device()))

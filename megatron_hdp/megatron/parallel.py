@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.moe_options import expert_domain_size
+from megatron_hdp.runtime.attempt import store_of_attempt
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -29,13 +30,19 @@ def compute_device() -> torch.device:
 
 
 def join_job(arguments: TrainingArguments) -> None:
-    """Joins the job that torchrun started; `leave_job` undoes it."""
+    """Joins the job that torchrun started, or started again; `leave_job` undoes it."""
     device = compute_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend=_backend(arguments.distributed_backend, device),
-        timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+        store=store_of_attempt(store, rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
 
 

@@ -53,6 +53,8 @@ class StepReport:
     """Corrupt documents skipped since the start of the run."""
     planner_failures: int | None = None
     """Steps since the start of the run that fell back to the static plan."""
+    non_finite: tuple[str, ...] = ()
+    """Micro-batches of any rank whose loss is NaN or infinite, in words."""
 
 
 def over_all_ranks(

@@ -13,6 +13,9 @@ BACKWARD = "backward"
 RING_WAIT = "ring wait"
 PIPELINE_WAIT = "pipeline wait"
 SYNC = "gradient sync"
+OPTIMIZER = "optimizer step"
+START = "start-up"
+CHECKPOINT = "checkpoint"
 WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC})
 
 
@@ -34,12 +37,14 @@ class Timeline:
         started_s: when the step began: the latest `reset`, in seconds of `time.perf_counter`.
         totals_s: seconds spent in each kind of span since then.
         spans: what ended since `start_recording`, or None while not recording.
+        changes: how often a span began or ended; grows as long as the main thread gets on.
     """
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
         self.totals_s: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] | None = None
+        self.changes = 0
         self._open: list[tuple[str, float, int | None]] = []
 
     @contextmanager
@@ -49,10 +54,12 @@ class Timeline:
             micro_batch = self._open[-1][2]
         start = time.perf_counter()
         self._open.append((kind, start, micro_batch))
+        self.changes += 1
         try:
             yield
         finally:
             self._open.pop()
+            self.changes += 1
             end = time.perf_counter()
             self.totals_s[kind] += end - start
             if self.spans is not None:

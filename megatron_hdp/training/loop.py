@@ -5,6 +5,8 @@ It names no Megatron symbol; what differs between the two is in the steps it is 
 
 from __future__ import annotations
 
+import math
+import signal
 import time
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -19,11 +21,15 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint import Checkpoints, Progress, TrainingState
 from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
 from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.non_finite import NonFiniteLossError
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.agreement import fingerprint, require_agreement
+from megatron_hdp.runtime.heartbeat import Heartbeat
+from megatron_hdp.runtime.signals import StopSignals
+from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
 from megatron_hdp.training.tracer import StepTracer
@@ -54,6 +60,7 @@ class _Job:
     """Everything that a run holds."""
 
     arguments: TrainingArguments
+    timeline: Timeline
     model: Any
     optimizer: Any
     scheduler: Any
@@ -70,12 +77,39 @@ class _Job:
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
-    """Trains as `arguments` say, in a job that was joined; returns every step's metrics."""
-    _require_same_arguments(arguments)
-    parallel.initialise(arguments)
-    parallel.set_seeds(arguments.seed)
-    job = _build(arguments)
-    progress = job.checkpoints.load()
+    """Trains as `arguments` say, in a job that was joined; returns every step's metrics.
+
+    SIGTERM or SIGUSR1 to any rank ends it after the step, with a checkpoint.
+
+    Raises:
+        NonFiniteLossError: the loss is NaN or infinite; on every rank, weights as before the step.
+        RankFailure: communication failed; names the rank to blame.
+    """
+    timeline = Timeline()
+    heartbeat = Heartbeat.of_job(
+        timeline,
+        stall_timeout_s=arguments.stall_timeout_seconds,
+        slow_timeout_s=60.0 * arguments.distributed_timeout_minutes,
+    )
+    with StopSignals() as signals, heartbeat:  # a signal must not cut short who is to blame
+        with timeline.span(START):
+            _require_same_arguments(arguments)
+            parallel.initialise(arguments)
+            parallel.set_seeds(arguments.seed)
+            job = _build(arguments, timeline)
+            progress = job.checkpoints.load()
+        records = _train(job, progress, heartbeat, signals)
+        with timeline.span(CHECKPOINT):
+            job.checkpoints.finish()
+    parallel.finish()
+    return records
+
+
+def _train(
+    job: _Job, progress: Progress, heartbeat: Heartbeat, signals: StopSignals
+) -> list[StepMetrics]:
+    """Runs the steps that are left, or until a signal; returns their metrics."""
+    arguments = job.arguments
     writes = dist.get_rank() == 0
     records = []
     with (
@@ -86,15 +120,16 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             first_step=progress.iteration + 1,
         ) as logger,
     ):
-        while progress.iteration < arguments.train_iters:
+        stop = None
+        while progress.iteration < arguments.train_iters and stop is None:
+            heartbeat.begin_step(progress.iteration + 1)
             metrics, progress = _train_step(job, progress)
             records.append(metrics)
             logger.write(metrics)
             if metrics.step % arguments.log_interval == 0:
                 _say(log_line(metrics, arguments.train_iters))
-            _save_if_due(job, progress)
-    job.checkpoints.finish()
-    parallel.finish()
+            stop = signals.agreed(parallel.compute_device())
+            _save_if_due(job, progress, stop)
     return records
 
 
@@ -108,18 +143,21 @@ def _require_same_arguments(arguments: TrainingArguments) -> None:
     require_agreement(facts, parallel.compute_device())
 
 
-def _build(arguments: TrainingArguments) -> _Job:
+def _build(arguments: TrainingArguments, timeline: Timeline) -> _Job:
     model_name = arguments.tokenizer_model or ""
     prefix = _TOKENIZER_PREFIX.get(arguments.tokenizer_type)
     tokenizer = build_tokenizer(prefix + model_name if prefix else arguments.tokenizer_type)
     model = build_gpt(arguments, tokenizer.vocab_size)
     optimizer = build_optimizer(arguments, model)
     scheduler = build_scheduler(arguments, optimizer)
-    build_steps = _hdp_steps if arguments.hybrid_data_parallel else _stock_steps
-    training, validation = build_steps(arguments, model, tokenizer)
+    if arguments.hybrid_data_parallel:
+        training, validation = _hdp_steps(arguments, model, tokenizer, timeline)
+    else:
+        training, validation = _stock_steps(arguments, model, tokenizer)
     state = TrainingState(model, optimizer, scheduler)
     return _Job(
         arguments=arguments,
+        timeline=timeline,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -132,12 +170,12 @@ def _build(arguments: TrainingArguments) -> _Job:
 
 
 def _hdp_steps(
-    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer
+    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer, timeline: Timeline
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
     cost_model = cost_model_of(arguments, parallel.num_parameters(model))
-    executor = build_executor(arguments, model)
+    executor = build_executor(arguments, model, timeline)
 
     def steps(documents: range) -> HdpSteps:
         return HdpSteps(
@@ -180,8 +218,10 @@ def _train_step(job: _Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
     report = job.training.run(progress.consumed_sequences)
+    _require_finite(report, f"step {step}")
     learning_rate = job.optimizer.param_groups[0]["lr"]
-    _, grad_norm, _ = job.optimizer.step()
+    with job.timeline.span(OPTIMIZER):
+        _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
     seconds = time.perf_counter() - started
     if job.tracer is not None:
@@ -210,8 +250,9 @@ def _validate(job: _Job, step: int) -> float | None:
         return None
     job.model.eval()
     consumed, loss_sum, loss_tokens = 0, 0.0, 0
-    for _ in range(arguments.eval_iters):
+    for batch in range(arguments.eval_iters):
         report = job.validation.run(consumed, forward_only=True)
+        _require_finite(report, f"batch {batch + 1} of the validation after step {step}")
         consumed = report.consumed_after
         loss_sum += report.loss * report.loss_tokens
         loss_tokens += report.loss_tokens
@@ -219,13 +260,28 @@ def _validate(job: _Job, step: int) -> float | None:
     return loss_sum / max(loss_tokens, 1)
 
 
-def _save_if_due(job: _Job, progress: Progress) -> None:
-    arguments = job.arguments
-    job.checkpoints.poll()
-    last = progress.iteration == arguments.train_iters
-    due = arguments.save_interval and progress.iteration % arguments.save_interval == 0
-    if last or due:
-        job.checkpoints.save(progress)
+def _require_finite(report: StepReport, what: str) -> None:
+    """Raises on every rank if the loss is NaN or infinite, before anything comes of it."""
+    if report.non_finite or not math.isfinite(report.loss):
+        where = "\n  ".join(["", *report.non_finite])
+        raise NonFiniteLossError(
+            f"the loss of {what} is {report.loss}, expected a finite number. The job stops "
+            "and saves nothing: look at these documents, or go on from the last checkpoint with a "
+            f"lower --lr{where}"
+        )
+
+
+def _save_if_due(job: _Job, progress: Progress, stop: signal.Signals | None) -> None:
+    arguments, iteration = job.arguments, progress.iteration
+    if stop is not None:
+        place = "without --save, nothing is saved" if arguments.save is None else "saving first"
+        _say(f"{stop.name} received: the job ends after iteration {iteration}, {place}")
+    last = stop is not None or iteration == arguments.train_iters
+    due = arguments.save_interval and iteration % arguments.save_interval == 0
+    with job.timeline.span(CHECKPOINT):
+        job.checkpoints.poll()
+        if last or due:
+            job.checkpoints.save(progress)
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,85 @@
+"""The training command with a fault planted in one rank, in the middle of one step's forward.
+
+``python -m tests.training.faults RANK:STEP:FAULT [flags]`` runs it as a process of its own.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from megatron_hdp import pretrain_gpt
+from megatron_hdp.runtime.heartbeat import Heartbeat
+from megatron_hdp.runtime.kernels import CpuFlashKernel
+
+
+def fail() -> None:
+    raise RuntimeError("planted\nsecond line")
+
+
+def send_itself(number: int) -> None:
+    time.sleep(2.5)  # what this rank does is known by then
+    os.kill(os.getpid(), number)
+
+
+def stand_still() -> None:
+    time.sleep(600)
+
+
+def signal_twice() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+FAULTS = {
+    "kill": lambda: send_itself(signal.SIGKILL),
+    "stop": lambda: send_itself(signal.SIGSTOP),
+    "fail": fail,
+    "stand-still": stand_still,
+    "slow": lambda: time.sleep(1.5),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "twice": signal_twice,
+    "none": lambda: None,
+}
+
+
+def train(fault: str, flags: list[str], marker: Path | None = None) -> None:
+    """Runs the command; ends the process.
+
+    Args:
+        fault: ``rank:step:name``; the first call of the attention kernel in that step acts.
+        flags: the command's.
+        marker: a file made when the fault acts; where it is already, nothing happens.
+    """
+    rank, step, name = fault.split(":")
+    armed, acted_before = False, marker is not None and marker.exists()
+    begin_step, forward = Heartbeat.begin_step, CpuFlashKernel.forward
+
+    def arm(self, number):
+        nonlocal armed
+        armed = number == int(step) and os.environ["RANK"] == rank
+        begin_step(self, number)
+
+    def act(*args):
+        nonlocal armed
+        if armed and not acted_before:
+            armed = name == "slow"  # which acts in every call
+            if marker is not None:
+                marker.touch()
+            FAULTS[name]()
+        return forward(*args)
+
+    with (
+        mock.patch.object(Heartbeat, "begin_step", arm),
+        mock.patch.object(CpuFlashKernel, "forward", act),
+        mock.patch.object(sys, "argv", ["pretrain_gpt", *flags]),
+    ):
+        pretrain_gpt.run()
+
+
+if __name__ == "__main__":
+    once = os.environ.get("FAULT_ONCE")
+    train(sys.argv[1], sys.argv[2:], Path(once) if once else None)

@@ -1,0 +1,159 @@
+"""A loss that is no number stops every rank before weights change and says where it is from."""
+
+import re
+import time
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_hdp import pretrain_gpt
+from megatron_hdp.megatron.non_finite import NonFiniteLossError
+from megatron_hdp.training import loop
+from tests.gradients import tiny_arguments
+
+POISON = 200  # a token of one document alone
+POISONED = 5
+LENGTHS = [30, 60, 0, 20, 33, 50, 90, 21, 40, 70, 22]  # the third document is empty
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """Documents of which one holds the poison; an empty one keeps rows and documents apart."""
+    generator = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
+    for document, length in enumerate(LENGTHS):
+        tokens = generator.integers(0, POISON, length)
+        if document == POISONED:
+            tokens[length // 2] = POISON
+        builder.add_document(tokens, [length] if length else [])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    return str(tmp_path / "corpus")
+
+
+def arguments(prefix, tmp_path, **overrides):
+    settings = {
+        "seq_length": 100,
+        "max_position_embeddings": 100,
+        "hdp_tokens_per_rank": 60,
+        "global_batch_size": 5,
+        "train_iters": 4,
+        "save": tmp_path / "checkpoints",
+        "log_interval": 1000,
+        "metrics_path": tmp_path / "metrics.jsonl",
+        "save_interval": 1,
+    }
+    return tiny_arguments(prefix, **(settings | overrides))
+
+
+def outcome(run, poisoned_rank, value):
+    """Body of a rank: message, seconds, whether weights are unchanged, saves.
+
+    `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone.
+    """
+    models, build = [], loop.build_gpt
+    weights = []
+
+    def build_poisoned(*args):
+        model = build(*args)
+        models.append(model)
+        is_poisoned = torch.distributed.get_rank() == poisoned_rank
+        with torch.no_grad():
+            embedding = model.module.embedding.word_embeddings.weight
+            if poisoned_rank is None:
+                embedding[POISON] = value
+            elif is_poisoned:
+                embedding[:] = value
+        return model
+
+    train_step = loop._train_step
+
+    def copy_and_train(job, progress):
+        weights[:] = [p.detach().clone() for p in models[0].parameters()]
+        return train_step(job, progress)
+
+    started = time.perf_counter()
+    with (
+        mock.patch.object(loop, "build_gpt", build_poisoned),
+        mock.patch.object(loop, "_train_step", copy_and_train),
+        mock.patch.object(loop.Checkpoints, "save") as save,
+    ):
+        try:
+            loop.pretrain(run)
+            message = None
+        except NonFiniteLossError as error:
+            message = str(error)
+    same = all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(weights, models[0].parameters(), strict=True)
+    )
+    return message, time.perf_counter() - started, same, save.call_count
+
+
+LINE = r"rank (\d+): micro-batch (\d+) has loss (\S+); sequences (.*) \(documents (.*) of the token"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_micro_batch_is_named_and_weights_stay(run_ranks, prefix, tmp_path, value):
+    results = run_ranks(3, outcome, arguments(prefix, tmp_path), None, value)
+    messages = {message for message, _, _, _ in results}
+    assert len(messages) == 1, messages
+    (message,) = messages
+    step = int(re.search(r"the loss of step (\d) is (nan|inf)", message)[1])
+    lines = re.findall(LINE, message)
+    assert lines, message
+    assert len({m for _, m, _, _, _ in lines}) == 1, "one sequence is in one micro-batch"
+    for _, _, loss, rows, documents in lines:
+        assert loss in ("nan", "inf")
+        rows, documents = (list(map(int, found.split(", "))) for found in (rows, documents))
+        assert POISONED in documents
+        assert [row + (row >= 2) for row in rows] == documents
+    for _, seconds, same, saves in results:
+        assert seconds < 60 and same and saves == step - 1
+    assert not (tmp_path / "metrics.jsonl").exists() or step > 1
+
+
+def test_a_poisoned_rank_stops_all(run_ranks, prefix, tmp_path):
+    results = run_ranks(3, outcome, arguments(prefix, tmp_path), 1, float("nan"))
+    for message, _, same, saves in results:
+        assert "the loss of step 1 is nan" in message and "rank 1: micro-batch" in message
+        assert same and saves == 0
+
+
+def test_without_poison_nothing_is_said(run_ranks, prefix, tmp_path):
+    """The same run, with the planted fault taken out."""
+    ((message, _, same, saves),) = run_ranks(
+        1, outcome, arguments(prefix, tmp_path, hdp_tokens_per_rank=100), None, 0.1
+    )
+    assert message is None and not same and saves == 4
+
+
+def test_validation_stops_too(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path, hdp_tokens_per_rank=100, eval_iters=1, eval_interval=1)
+    run = replace(run, split="5,6,0", global_batch_size=6)  # the poison is in the second part
+    ((message, _, _, saves),) = run_ranks(1, outcome, run, None, float("nan"))
+    assert "batch 1 of the validation after step 1" in message and saves == 0
+    assert re.search(LINE, message), message
+
+
+def test_without_hdp_it_stops_too(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
+    run = replace(run, seq_length=40, global_batch_size=8, fp64=False)
+    ((message, _, same, _),) = run_ranks(1, outcome, run, None, float("nan"))
+    assert "the loss of step" in message and same
+
+
+def test_the_command_ends_with_2(run_ranks, prefix, tmp_path):
+    assert run_ranks(1, code_of_the_command, arguments(prefix, tmp_path)) == [2]
+
+
+def code_of_the_command(run):
+    with (
+        mock.patch("megatron_hdp.megatron.arguments.parse_arguments", return_value=run),
+        mock.patch("megatron_hdp.megatron.parallel.join_job"),  # the fixture joined it
+        mock.patch("megatron_hdp.training.loop.pretrain", side_effect=NonFiniteLossError("x")),
+    ):
+        return pretrain_gpt.main([])
