@@ -251,15 +251,20 @@ class Checkpoints:
     def _optimizer_kind(self) -> dict[str, Any]:
         arguments = self._arguments
         precision = "bf16" if arguments.bf16 else "fp64" if arguments.fp64 else "fp32"
-        return {"distributed": arguments.use_distributed_optimizer, "precision": precision}
+        return {
+            "distributed": arguments.use_distributed_optimizer,
+            "precision": precision,
+            "experts apart": len(self._state.optimizer.chained_optimizers) > 1,
+        }
 
     def _require_same_optimizer(self, saved: dict[str, Any], source: Path) -> None:
         mine = self._optimizer_kind()
         if mine != saved:
             raise ValueError(
                 f"{source} holds the state of another kind of optimizer: found {mine}, expected "
-                f"{saved} (--use-distributed-optimizer, --bf16): give the flags it was saved with, "
-                "or add --no-load-optim to continue with fresh optimizer state"
+                f"{saved} (--use-distributed-optimizer, --bf16, --expert-model-parallel-size 1 or "
+                "more): give the flags it was saved with, or add --no-load-optim to continue with "
+                "fresh optimizer state"
             )
 
     def _sharded_weights(self) -> dict[str, Any]:

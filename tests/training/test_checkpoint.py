@@ -15,7 +15,7 @@ from tests.gradients import EXPERTS, tiny_arguments, write_corpus
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 
 
-def run(prefix, **overrides):
+def run(prefix, arguments=tiny_arguments, **overrides):
     settings = {
         "seq_length": 100,
         "max_position_embeddings": 100,
@@ -26,7 +26,7 @@ def run(prefix, **overrides):
         "log_interval": 1000,
         "hidden_dropout": 0.0,
     }
-    return tiny_arguments(prefix, **(settings | overrides))
+    return arguments(prefix, **(settings | overrides))
 
 
 def curve(arguments):

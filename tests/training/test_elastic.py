@@ -9,8 +9,16 @@ import pytest
 
 from megatron_hdp.megatron.checkpoint import Checkpoints
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
-from tests.gradients import write_corpus
-from tests.training.test_checkpoint import BUCKETS, LENGTHS, SHARDED, curve, largest_difference, run
+from tests.gradients import moe_arguments, write_corpus
+from tests.training.test_checkpoint import (
+    BUCKETS,
+    LENGTHS,
+    SHARDED,
+    curve,
+    largest_difference,
+    refusals,
+    run,
+)
 from tests.training.test_sigkill import ForkedLaunch, wait_until
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -82,6 +90,41 @@ def test_another_layout_continues_on_one_rank(run_ranks, tmp_path, overrides):
     run_ranks(4, curve, stopped)
     found = run_ranks(1, curve, replace(whole, load=folder))[0]
     assert largest_difference(found, expected[3:]) <= 1e-10
+
+
+EXPERTS_APART = {"expert_model_parallel_size": 2}
+ONE_EACH = {"expert_model_parallel_size": 4}
+EXPERT_LAYOUTS = {
+    "4-ep4": (4, ONE_EACH),
+    "4-ep2-tp2-sp": (4, EXPERTS_APART | SEQUENCE | {"expert_tensor_parallel_size": 1}),
+    "4-ep2-pp2": (4, EXPERTS_APART | STAGES),
+}
+
+
+@pytest.mark.parametrize(
+    "layout, kind",
+    [
+        ("4-ep4", SHARDED | BUCKETS),
+        *(
+            pytest.param(layout, kind, marks=pytest.mark.slow)
+            for layout in EXPERT_LAYOUTS
+            for kind in ({}, SHARDED)
+        ),
+    ],
+)
+def test_experts_continue_on_another_layout(run_ranks, tmp_path, layout, kind):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    apart = run(prefix, moe_arguments, hdp_tokens_per_rank=128, **EXPERTS_APART, **kind)
+    folder = tmp_path / "checkpoints"
+    expected = run_ranks(2, curve, replace(apart, save=folder, save_interval=3))[0]
+    num_ranks, overrides = EXPERT_LAYOUTS[layout]
+    resumed = replace(apart, load=folder, ckpt_step=3, **overrides)
+    found = run_ranks(num_ranks, curve, resumed)[0]
+    assert largest_difference(found, expected[3:]) <= 1e-10
+    if layout == "4-ep4":
+        everywhere = replace(resumed, expert_model_parallel_size=1)
+        (message,) = run_ranks(1, refusals, [everywhere])[0]
+        assert "'experts apart': False" in message
 
 
 def test_a_skipped_sequence_fails_the_check(run_ranks, sharded):

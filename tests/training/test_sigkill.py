@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
 from megatron_hdp.options import flag_of
@@ -29,7 +29,7 @@ from tests.ranks import RankError
 from tests.training.test_checkpoint import LENGTHS, run
 
 NUM_RANKS = 2
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 MAX_STEPS = 3  # a launch is killed within so many steps of its first one
 
 
@@ -96,9 +96,7 @@ class CommandLaunch:
     """The training command, a process a rank, as torchrun starts it."""
 
     def __init__(self, arguments, folder):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.log = folder / f"launch-{time.monotonic_ns()}.log"
         self.processes = []
         for rank in range(NUM_RANKS):
@@ -107,7 +105,8 @@ class CommandLaunch:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(NUM_RANKS),
                 "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, "-W", "ignore", "-m", "megatron_hdp.pretrain_gpt"]
@@ -234,7 +233,7 @@ def killable(tmp_path, num_kills, **overrides):
         load=tmp_path / "checkpoints",
         save_interval=1,
         metrics_path=tmp_path / "metrics.jsonl",
-        distributed_timeout_minutes=1,
+        distributed_timeout_minutes=4,
         **overrides,
     )
 
