@@ -1,6 +1,7 @@
 """One step of all ranks as trace events: what each rank did, and the plan laid over it.
 
-A rank is a process of the trace; its threads are the plan, what it computed, and each kind of wait.
+A rank is a process of the trace; its threads are the plan, what it computed, each kind of wait, and
+the optimizer's step.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
@@ -18,12 +19,20 @@ from typing import Any
 
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
+from megatron_hdp.runtime.timeline import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    PIPELINE_WAIT,
+    RING_WAIT,
+    SYNC,
+    Span,
+)
 from megatron_hdp.simulator.lanes import bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
 
 PLAN, COMPUTE = "plan", "compute"
-LANES = (PLAN, COMPUTE, RING_WAIT, PIPELINE_WAIT, SYNC)
+LANES = (PLAN, COMPUTE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
 _LANE_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
