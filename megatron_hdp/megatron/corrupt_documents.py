@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_hdp.data import SequenceTable
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.megatron.parallel import say
 from megatron_hdp.megatron.step_preparation import PreparedStep
 
 
@@ -69,9 +70,7 @@ class CorruptDocuments:
                 "--hdp-corrupt-limit"
             )
         self.num_skipped += 1
-        if dist.get_rank() == 0:
-            print(
-                f"skipped corrupt document {document} of {self._prefix} (expected {expected}); "
-                f"{self.num_skipped} skipped so far",
-                flush=True,
-            )
+        say(
+            f"skipped corrupt document {document} of {self._prefix} (expected {expected}); "
+            f"{self.num_skipped} skipped so far"
+        )

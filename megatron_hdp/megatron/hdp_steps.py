@@ -14,13 +14,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import DataOrder, SequenceTable, TokenFile
+from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place
+from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place, say
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
@@ -106,12 +107,13 @@ class HdpSteps:
         prepared = self._ahead.get(consumed)
         exposed_s = time.perf_counter() - started
         prepared = self.latest = self._agree(prepared)
-        num_loss_tokens = prepared.num_loss_tokens - self._drop_corrupt(prepared)
+        trained = self._without_corrupt(prepared)
+        num_loss_tokens = int(self.table.num_labels[trained].sum())
         self._ahead.expect(prepared.step.consumed_after)
         self._share_tokens(prepared)
         self._seed_dropout(prepared.step.consumed_before)
         outcome = self.executor.run(prepared.micro_batches, num_loss_tokens, forward_only)
-        return self._report(prepared, outcome, num_loss_tokens, exposed_s)
+        return self._report(prepared, outcome, trained, exposed_s)
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
@@ -148,17 +150,17 @@ class HdpSteps:
                 f"the planner failed in two steps in a row ({failure}): choose another "
                 "--hdp-strategy, for example static, and report this"
             )
-        if dist.get_rank() == 0:
-            print(f"the planner failed ({failure}): this step runs the static plan", flush=True)
+        say(f"the planner failed ({failure}): this step runs the static plan")
 
-    def _drop_corrupt(self, prepared: PreparedStep) -> int:
-        """Takes corrupt documents out of the step; returns how many loss tokens they had."""
+    def _without_corrupt(self, prepared: PreparedStep) -> Int64Array:
+        """Takes corrupt sequences out of the step; returns the rows that are left of the table."""
         num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
         (anywhere,) = largest([num_found], compute_device())
+        rows = prepared.step.sequences
         if not anywhere:
             self._corrupt.none_found()
-            return 0
-        return int(self.table.num_labels[self._corrupt.drop(prepared)].sum())
+            return rows
+        return rows[~np.isin(rows, self._corrupt.drop(prepared))]
 
     def _share_tokens(self, prepared: PreparedStep) -> None:
         """Gives the tensor-parallel ranks of the first and last stage what their first one read."""
@@ -186,12 +188,14 @@ class HdpSteps:
         self,
         prepared: PreparedStep,
         outcome: RankOutcome,
-        num_loss_tokens: int,
+        trained: Int64Array,
         exposed_s: float,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
         non_finite = self._non_finite(prepared, outcome)
+        lengths = self.table.length[trained]
+        num_loss_tokens = int(self.table.num_labels[trained].sum())
         job = over_all_ranks(
             sums={
                 "loss_sum": sum(outcome.losses),
@@ -213,8 +217,8 @@ class HdpSteps:
         counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
             loss=job["loss_sum"] / self.place.num_tensor_ranks / max(num_loss_tokens, 1),
-            tokens=prepared.step.tokens,
-            squared_tokens=int((prepared.plan.lengths**2).sum()),
+            tokens=int(lengths.sum()),
+            squared_tokens=int((lengths**2).sum()),
             loss_tokens=num_loss_tokens,
             sequences=len(prepared.step.sequences),
             consumed_after=prepared.step.consumed_after,

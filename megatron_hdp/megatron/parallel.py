@@ -109,6 +109,17 @@ def set_seeds(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def is_first_rank() -> bool:
+    """True on the one rank of the job that prints and writes."""
+    return bool(dist.get_rank() == 0)
+
+
+def say(line: str) -> None:
+    """Prints a line of the log, on the first rank."""
+    if is_first_rank():
+        print(line, flush=True)
+
+
 def hdp_rank() -> int:
     """This rank's place in the HDP dimension (Megatron's data-parallel rank)."""
     return int(parallel_state.get_data_parallel_rank())

@@ -31,8 +31,6 @@ class PreparedStep:
 
     step: Step
     plan: Plan
-    num_loss_tokens: int
-    """Labels of the global batch."""
     micro_batches: tuple[RankMicroBatch, ...]
     """This rank's, padding included, in the order in which they run."""
     seconds: float
@@ -125,7 +123,6 @@ class StepPreparation:
         return PreparedStep(
             step=step,
             plan=step_plan,
-            num_loss_tokens=int(self.table.num_labels[step.sequences].sum()),
             micro_batches=micro_batches,
             seconds=time.perf_counter() - started,
             failure=failure,

@@ -46,11 +46,21 @@ def test_corrupt_documents_are_skipped_alike_on_any_ranks(run_ranks, tmp_path):
     assert three[-1].skipped_documents == 4  # two epochs
     assert [m.loss_tokens for m in three] == [m.loss_tokens for m in alone]
     assert three[-1].consumed_sequences == 16
+    assert three[-1].consumed_tokens == 2 * (sum(LENGTHS) - LENGTHS[1] - LENGTHS[6])
     losses = np.array([[m.loss for m in one] for one in (alone, three)])
     assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-10
     for document in (1, 6):
         assert f"skipped corrupt document {document} of {prefix}" in output
     assert "token ids from 0 to 256" in output
+
+
+def test_a_corrupt_document_may_be_twice_in_a_step(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS, corrupt=[1])
+    twice = {"global_batch_size": 16, "train_iters": 1, "lr_decay_iters": 1}
+    (metrics,), _ = run_ranks(2, steps_of, run(prefix, **twice))[0]
+    assert metrics.skipped_documents == 2
+    assert metrics.tokens == 2 * (sum(LENGTHS) - LENGTHS[1])
+    assert metrics.loss_tokens == metrics.tokens - 14
 
 
 def test_too_many_corrupt_documents_in_a_row(run_ranks, tmp_path):

@@ -1,0 +1,137 @@
+"""Everything that a run holds, built from its arguments.
+
+The steps are all in which a run under hybrid data parallelism differs from stock Megatron-Core's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.checkpoint import Checkpoints, TrainingState
+from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
+from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
+from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
+from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.training.flops import ModelFlops
+from megatron_hdp.training.tracer import StepTracer
+
+_TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
+
+
+class Steps(Protocol):
+    """What runs one step over one split of the data: HDP's or stock Megatron's."""
+
+    order: DataOrder
+
+    def run(self, consumed: int, forward_only: bool = False) -> StepReport:
+        """Runs the step that begins after `consumed` sequences."""
+        ...
+
+    def draw_plan(self, path: Path, title: str) -> None:
+        """Draws the latest step's plan."""
+        ...
+
+    def close(self) -> None:
+        """Ends what prepares steps that will not run."""
+        ...
+
+
+@dataclass
+class Job:
+    """One run in this process."""
+
+    arguments: TrainingArguments
+    timeline: Timeline
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    training: Steps
+    validation: Steps | None
+    checkpoints: Checkpoints
+    flops: ModelFlops
+    tracer: StepTracer | None
+
+    def close(self) -> None:
+        """Ends what works in the background."""
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
+    """The job, once `parallel.initialise` has run; every rank must call this.
+
+    Args:
+        arguments: of the run.
+        timeline: where this rank's time will be noted.
+    """
+    model_name = arguments.tokenizer_model or ""
+    prefix = _TOKENIZER_PREFIX.get(arguments.tokenizer_type)
+    tokenizer = build_tokenizer(prefix + model_name if prefix else arguments.tokenizer_type)
+    model = build_gpt(arguments, tokenizer.vocab_size)
+    optimizer = build_optimizer(arguments, model)
+    scheduler = build_scheduler(arguments, optimizer)
+    if arguments.hybrid_data_parallel:
+        training, validation = _hdp_steps(arguments, model, tokenizer, timeline)
+    else:
+        training, validation = _stock_steps(arguments, model, tokenizer)
+    state = TrainingState(model, optimizer, scheduler)
+    return Job(
+        arguments=arguments,
+        timeline=timeline,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        training=training,
+        validation=validation,
+        checkpoints=Checkpoints(arguments, state, training.order, parallel.say),
+        flops=ModelFlops.of_model(arguments, tokenizer.vocab_size),
+        tracer=_build_tracer(arguments, training),
+    )
+
+
+def _hdp_steps(
+    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer, timeline: Timeline
+) -> tuple[Steps, Steps | None]:
+    token_file = TokenFile(arguments.data_path[0])
+    train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
+    cost_model = cost_model_of(arguments, parallel.num_parameters(model))
+    executor = build_executor(arguments, model, timeline)
+
+    def steps(documents: range) -> HdpSteps:
+        return HdpSteps(
+            arguments, executor, cost_model, token_file, documents, tokenizer.vocab_size
+        )
+
+    training = steps(train)
+    table = training.table
+    parallel.say(
+        f"hybrid data parallelism over {parallel.num_hdp_ranks()} ranks, {len(table):,} sequences "
+        f"to train on (documents: {table.num_empty:,} empty and skipped, {table.num_truncated:,} "
+        f"truncated, {table.num_split:,} split)"
+    )
+    return training, steps(valid) if arguments.eval_iters else None
+
+
+def _stock_steps(
+    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer
+) -> tuple[Steps, Steps | None]:
+    batch = arguments.global_batch_size or (parallel.num_hdp_ranks() * arguments.micro_batch_size)
+    samples = (batch * arguments.train_iters, batch * arguments.eval_iters)
+    train, valid = build_datasets(arguments, tokenizer, samples)
+    validation = StockSteps(arguments, model, valid) if arguments.eval_iters else None
+    return StockSteps(arguments, model, train), validation
+
+
+def _build_tracer(arguments: TrainingArguments, training: Steps) -> StepTracer | None:
+    if arguments.hdp_trace is None or arguments.hdp_trace_steps is None:
+        return None
+    assert isinstance(training, HdpSteps), "tracing without HDP is refused with the flags"
+    return StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, training)
