@@ -96,8 +96,13 @@ def test_gradients_of_layouts(run_ranks, tmp_path, layout):
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         },
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "ddp_bucket_size": 1000,
+        },
     ],
-    ids=["recompute", "top-1-overlapped", "allgather"],
+    ids=["recompute", "top-1-overlapped", "allgather", "distributed-optimizer"],
 )
 def test_gradients_with_megatron_features(run_ranks, tmp_path, overrides):
     settings = ROOM | {"expert_model_parallel_size": 2} | overrides
