@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
 from megatron_hdp.megatron.non_finite import NonFiniteLossError
-from megatron_hdp.training import loop
+from megatron_hdp.training import job, loop
 from tests.gradients import tiny_arguments
 
 POISON = 200  # a token of one document alone
@@ -54,7 +54,7 @@ def outcome(run, poisoned_rank, value):
 
     `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone.
     """
-    models, build = [], loop.build_gpt
+    models, build = [], job.build_gpt
     weights = []
 
     def build_poisoned(*args):
@@ -71,15 +71,15 @@ def outcome(run, poisoned_rank, value):
 
     train_step = loop._train_step
 
-    def copy_and_train(job, progress):
+    def copy_and_train(*args):
         weights[:] = [p.detach().clone() for p in models[0].parameters()]
-        return train_step(job, progress)
+        return train_step(*args)
 
     started = time.perf_counter()
     with (
-        mock.patch.object(loop, "build_gpt", build_poisoned),
+        mock.patch.object(job, "build_gpt", build_poisoned),
         mock.patch.object(loop, "_train_step", copy_and_train),
-        mock.patch.object(loop.Checkpoints, "save") as save,
+        mock.patch.object(job.Checkpoints, "save") as save,
     ):
         try:
             loop.pretrain(run)

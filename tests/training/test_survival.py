@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,10 @@ def folder(tmp_path):
 
 
 def outcomes(folder, fault, within_s, num_ranks=RANKS, **changes):
-    """Exit codes and texts of the ranks without the fault, `within_s` seconds after it."""
+    """Exit codes and texts of the ranks without the fault, and the text of that with it.
+
+    All have ended `within_s` seconds after the fault, but one that was stopped.
+    """
     rank = int(fault.split(":")[0])
     marker = folder / "acted"
     with started(num_ranks, folder, train, fault, flags(folder, **changes), marker) as ranks:
@@ -66,6 +70,8 @@ def outcomes(folder, fault, within_s, num_ranks=RANKS, **changes):
         deadline = time.monotonic() + within_s
         others = [one for number, one in enumerate(ranks) if number != rank]
         codes = [one.wait(deadline - time.monotonic()) for one in others]
+        if not fault.endswith("stop"):
+            ranks[rank].wait(deadline - time.monotonic())
         return codes, [one.text() for one in others], ranks[rank].text()
 
 
@@ -222,7 +228,10 @@ def test_torchrun_restarts_from_the_checkpoint(folder, fault):
     )
     assert job.wait(300) == 0, (folder / "torchrun.log").read_text()
     assert (folder / "acted").exists()
-    assert "iter_0000002: Progress(iteration=2" in (folder / "torchrun.log").read_text()
+    log = (folder / "torchrun.log").read_text()
+    assert "iter_0000002: Progress(iteration=2" in log, log
+    for rank in (0, 2):
+        assert re.search(rf"error on rank {rank}: .*rank 1 \(host ", log), log
     plain, cut = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("plain.jsonl", "cut.jsonl")
