@@ -146,6 +146,7 @@ class Heartbeat:
                 return  # the main thread leaves
             try:
                 status = self._others.status = self._sample()
+                self._others.check()
                 reason = self._reason_to_end(status)
                 if reason is not None:
                     self._leave()
@@ -209,6 +210,7 @@ class Heartbeat:
         reason = None
         while reason is None and time.monotonic() < deadline:
             time.sleep(self._interval_s / 10)
+            self._others.check()
             reason = self._others.failure or self._missing()
         if reason is None:
             reason = self._stalled(0) or "communication failed, and no rank is known to be at fault"

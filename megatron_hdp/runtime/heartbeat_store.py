@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -22,6 +23,8 @@ class HeartbeatStore:
 
     A store blocks for ever when the process that holds it is stopped, so only the thread made here
     touches it once `start` was called; everything else returns at once or within a few intervals.
+    Silence counts while this process itself runs: one that was suspended, or starved by others,
+    would take every rank for dead.
 
     Attributes:
         status: what is published next.
@@ -45,9 +48,12 @@ class HeartbeatStore:
         self._to_tell: str | None = None
         self._everyone_wanted_at: float | None = None
         self._is_reader: bool | None = None
-        self._read_since: float | None = None  # when everyone was first read
-        self._seen: dict[int, tuple[Status, float]] = {}
-        self._answered_at = time.monotonic()
+        self._listened_s: float | None = None  # for how long everyone is read; None: not read
+        self._read_at = 0.0
+        self._statuses: dict[int, Status] = {}
+        self._silent_s = [0.0] * world_size
+        self._checked: tuple[int, float] = (0, time.monotonic())
+        self._unanswered_s = 0.0
         self.status = status
         self.failure: str | None = None
         self.lost: str | None = None
@@ -80,31 +86,38 @@ class HeartbeatStore:
 
     def everyone(self) -> list[Heard]:
         """What is known of each rank, by rank; empty until every rank was looked up."""
-        since, now = self._read_since, time.monotonic()
-        if since is None:
+        if self._listened_s is None:
             return []
-        seen: list[tuple[Status | None, float]] = [
-            self._seen.get(rank, (None, since)) for rank in range(self._world_size)
+        heard = [
+            Heard(self._statuses.get(rank), silent_s)
+            for rank, silent_s in enumerate(self._silent_s)
         ]
-        seen[self._rank] = (self.status, now)
-        return [Heard(status, now - at) for status, at in seen]
+        heard[self._rank] = Heard(self.status, 0.0)
+        return heard
 
     def listened_s(self) -> float:
         """For how long every rank's heartbeat has been read, without a break."""
-        since = self._read_since
-        return 0.0 if since is None else time.monotonic() - since
+        return self._listened_s or 0.0
+
+    def check(self) -> None:
+        """Notes how long the store has not answered; to be called often."""
+        (beats, at), now = self._checked, time.monotonic()
+        if self._beats > beats:
+            self._unanswered_s = 0.0
+        else:
+            self._unanswered_s += min(now - at, self._interval_s)
+        self._checked = (self._beats, now)
 
     def trouble(self, silence_s: float = math.inf) -> str | None:
         """Words about a store that fails or has not answered for `silence_s`, or None."""
         how = self.lost
-        silent_s = time.monotonic() - self._answered_at
-        if how is None and silent_s >= silence_s:
-            how = f"has not answered for {silent_s:.0f} s"
+        if how is None and self._unanswered_s >= silence_s:
+            how = f"has not answered for {self._unanswered_s:.0f} s"
         if how is None:
             return None
         first = "rank 0"
-        if 0 in self._seen:
-            status, _ = self._seen[0]
+        if 0 in self._statuses:
+            status = self._statuses[0]
             first = f"{name_of(0, status)}, last {status.doing()}"
         return (
             f"the job's store {how}: the process that holds it died or was stopped, either "
@@ -125,7 +138,6 @@ class HeartbeatStore:
                 return
             if is_last:
                 return
-            self._answered_at = time.monotonic()
             self._wake.wait(self._interval_s)
             self._wake.clear()
 
@@ -139,7 +151,6 @@ class HeartbeatStore:
             time.sleep(self._interval_s / 50)
 
     def _exchange(self, is_last: bool) -> None:
-        self._beats += 1
         status = replace(self.status, beat=self._beats, left=is_last)
         self._store.set(_key(self._rank), status.to_json())
         if self._to_tell is not None:
@@ -150,12 +161,12 @@ class HeartbeatStore:
         if failure != _NO_FAILURE and self.failure is None:
             self.failed_at = time.monotonic()
             self.failure = failure
-        self._read([0])  # known in case that the store goes down with it
         if self._reads_everyone():
-            self._read(list(range(self._world_size)))
-            self._read_since = self._read_since or time.monotonic()
+            self._listen()
         else:
-            self._read_since = None
+            self._listened_s = None
+            self._read(range(1))  # in case that the store goes down with rank 0
+        self._beats += 1  # the store has answered
 
     def _reads_everyone(self) -> bool:
         wanted_at = self._everyone_wanted_at
@@ -166,18 +177,37 @@ class HeartbeatStore:
         waited_s = time.monotonic() - wanted_at
         return self._is_reader or waited_s > _READERS_ALONE * self._interval_s
 
-    def _read(self, ranks: list[int]) -> None:
-        """Notes when a rank's latest heartbeat was first seen."""
-        if not self._store.check([_key(rank) for rank in ranks]):
-            ranks = [rank for rank in ranks if self._store.check([_key(rank)])]
-        if not ranks:
-            return
-        texts = self._store.multi_get([_key(rank) for rank in ranks])
+    def _listen(self) -> None:
+        """Reads every rank's heartbeat and counts for how long there was no new one."""
         now = time.monotonic()
-        for rank, text in zip(ranks, texts, strict=True):
-            status, known = Status.from_json(text), self._seen.get(rank)
-            if known is None or known[0].beat != status.beat or self._read_since is None:
-                self._seen[rank] = (status, now)
+        gap_s = min(now - self._read_at, self._interval_s)
+        self._read_at = now
+        news = self._read(range(self._world_size))
+        if self._listened_s is None:
+            self._silent_s = [0.0] * self._world_size
+            self._listened_s = 0.0
+            return
+        self._silent_s = [
+            0.0 if rank in news else silent_s + gap_s
+            for rank, silent_s in enumerate(self._silent_s)
+        ]
+        self._listened_s += gap_s
+
+    def _read(self, ranks: range) -> set[int]:
+        """Reads these ranks' heartbeats; returns which of them are new."""
+        present: Sequence[int] = ranks
+        if not self._store.check([_key(rank) for rank in ranks]):
+            present = [rank for rank in ranks if self._store.check([_key(rank)])]
+        texts = self._store.multi_get([_key(rank) for rank in present]) if present else []
+        latest = {rank: Status.from_json(text) for rank, text in zip(present, texts, strict=True)}
+        known = self._statuses
+        news = {rank for rank, status in latest.items() if status.beat != _beat(known.get(rank))}
+        self._statuses = known | latest
+        return news
+
+
+def _beat(status: Status | None) -> int | None:
+    return None if status is None else status.beat
 
 
 def _key(rank: int) -> str:

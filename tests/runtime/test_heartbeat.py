@@ -79,7 +79,10 @@ def job(*work, **options):
         for rank in ranks:
             rank.join(30)
             assert not rank.is_alive()
-    assert [one.name for one in threading.enumerate() if one.name.startswith("heartbeat")] == []
+    for thread in threading.enumerate():
+        if thread.name.startswith("heartbeat"):
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} is left over"
 
 
 def ended(rank, timeout_s=30):
