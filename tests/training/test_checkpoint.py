@@ -1,16 +1,21 @@
 """A run that stops and continues, on other ranks too, is the run that never stopped."""
 
+import errno
+import os
 import re
+import shutil
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
+import torch.distributed as dist
 
 from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
 from megatron_hdp.training.loop import pretrain
 from tests.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 
@@ -195,6 +200,53 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
     for message, (_, pattern) in zip(messages, expected, strict=True):
         assert (message is None) == (pattern is None), (message, pattern)
         assert message is None or re.search(pattern, message), message
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path):
+    whole, _, _ = saved
+    (tmp_path / "file").write_text("")
+    (message,) = run_ranks(1, refusals, [replace(whole, train_iters=1, save=tmp_path / "file")])[0]
+    assert "File exists" in message and "--save needs a folder" in message
+
+
+def see_a_folder(folder):
+    """Body of a rank: the message of the check; the last rank sees another disk."""
+    from megatron_hdp.megatron.checkpoint import _require_shared
+
+    elsewhere = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        _require_shared(folder / "nowhere" if elsewhere else folder, "--save")
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_folder_that_ranks_do_not_share_stops_all(run_ranks, tmp_path):
+    messages = run_ranks(3, see_a_folder, tmp_path)
+    assert all("1 of 3 ranks do not see" in message for message in messages)
+
+
+def curve_on_a_full_disk(arguments):
+    """Body of a rank: `curve`, with writers that get no space."""
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch("os.fsync", fsync):
+        return curve(arguments)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "asynchronous"])
+def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
+    run_ranks, saved, tmp_path, async_save
+):
+    whole, folder, expected = saved
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    failing = replace(whole, load=copy, save=copy, save_interval=1, async_save=async_save)
+    with pytest.raises(RankError, match="No space left on device"):
+        run_ranks(1, curve_on_a_full_disk, failing)
+    assert CheckpointFolder(copy).latest() == 3
+    found = run_ranks(1, curve, replace(whole, load=copy))[0]
+    assert largest_difference(found, expected[3:]) <= 1e-12
 
 
 def test_only_a_part_is_loaded(run_ranks, saved, tmp_path):
