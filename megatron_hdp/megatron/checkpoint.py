@@ -251,20 +251,15 @@ class Checkpoints:
     def _optimizer_kind(self) -> dict[str, Any]:
         arguments = self._arguments
         precision = "bf16" if arguments.bf16 else "fp64" if arguments.fp64 else "fp32"
-        return {
-            "distributed": arguments.use_distributed_optimizer,
-            "precision": precision,
-            "experts apart": len(self._state.optimizer.chained_optimizers) > 1,
-        }
+        return {"distributed": arguments.use_distributed_optimizer, "precision": precision}
 
     def _require_same_optimizer(self, saved: dict[str, Any], source: Path) -> None:
         mine = self._optimizer_kind()
         if mine != saved:
             raise ValueError(
                 f"{source} holds the state of another kind of optimizer: found {mine}, expected "
-                f"{saved} (--use-distributed-optimizer, --bf16, --expert-model-parallel-size 1 or "
-                "more): give the flags it was saved with, or add --no-load-optim to continue with "
-                "fresh optimizer state"
+                f"{saved} (--use-distributed-optimizer, --bf16): give the flags it was saved with, "
+                "or add --no-load-optim to continue with fresh optimizer state"
             )
 
     def _sharded_weights(self) -> dict[str, Any]:
@@ -324,8 +319,10 @@ def _on_first_rank(action: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             answer[0] = action()
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             answer[1] = str(error)
+        except OSError as error:
+            answer[1] = f"{error}: --save needs a folder to write into, --load one to read"
     dist.broadcast_object_list(answer, src=0, device=compute_device())
     if answer[1] is not None:
         raise ValueError(answer[1])

@@ -175,8 +175,22 @@ def random_case(arguments, num_hdp_ranks):
     return arguments, plan
 
 
-@pytest.mark.parametrize("model", ["gqa", "mha-tied-layernorm", "mqa-qknorm-qkvbias"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = {  # every layout and every model once; the other pairs are in the slow suite
+    ("tp2-sp", "mqa-qknorm-qkvbias"),
+    ("pp2", "mha-tied-layernorm"),
+    ("pp4", "gqa"),
+    ("tp2-sp-pp2", "mha-tied-layernorm"),
+}
+
+
+def pairs():
+    for layout in LAYOUTS:
+        for model in MODELS:
+            marks = () if (layout, model) in QUICK else pytest.mark.slow
+            yield pytest.param(layout, model, marks=marks)
+
+
+@pytest.mark.parametrize("layout, model", pairs())
 def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
     ranks, overrides = LAYOUTS[layout]
     prefix = write_corpus(tmp_path, LENGTHS)

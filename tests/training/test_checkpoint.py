@@ -1,16 +1,21 @@
 """A run that stops and continues, on other ranks too, is the run that never stopped."""
 
+import errno
+import os
 import re
+import shutil
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
+import torch.distributed as dist
 
 from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
 from megatron_hdp.training.loop import pretrain
 from tests.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 
@@ -53,7 +58,7 @@ BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}  # several, wit
     "overrides, tolerance",
     [
         pytest.param({}, 1e-10, marks=pytest.mark.slow),
-        (SHARDED | BUCKETS, 1e-10),
+        pytest.param(SHARDED | BUCKETS, 1e-10, marks=pytest.mark.slow),
         pytest.param({"fp64": False} | SHARDED | BUCKETS, 2e-6, marks=pytest.mark.slow),
         ({"fp64": False, "bf16": True} | SHARDED, 2e-3),
     ],
@@ -80,7 +85,7 @@ def test_resumed_on_other_ranks(run_ranks, tmp_path, overrides, tolerance):
 
 
 def test_the_distributed_optimizer_shares_the_curve_in_float64(run_ranks, tmp_path):
-    whole = run(write_corpus(tmp_path, LENGTHS), clip_grad=0.1)
+    whole = run(write_corpus(tmp_path, LENGTHS), clip_grad=0.1, train_iters=4)
     expected = run_ranks(1, curve, replace(whole, hdp_tokens_per_rank=200))[0]
     found = run_ranks(3, curve, replace(whole, **SHARDED, **BUCKETS))[0]
     assert largest_difference(found, expected) <= 1e-10
@@ -89,9 +94,9 @@ def test_the_distributed_optimizer_shares_the_curve_in_float64(run_ranks, tmp_pa
 def test_dropout_resumes_on_the_same_ranks(run_ranks, tmp_path):
     whole = run(write_corpus(tmp_path, LENGTHS), hidden_dropout=0.3)
     folder = tmp_path / "checkpoints"
-    expected = run_ranks(2, curve, whole)[0]
-    run_ranks(2, curve, replace(whole, train_iters=3, save=folder))
-    assert run_ranks(2, curve, replace(whole, load=folder))[0] == expected[3:]
+    expected = run_ranks(2, curve, replace(whole, save=folder, save_interval=3))[0]
+    resumed = replace(whole, load=folder, ckpt_step=3)
+    assert run_ranks(2, curve, resumed)[0] == expected[3:]
 
 
 def test_dropout_resumes_without_hdp(run_ranks, tmp_path):
@@ -107,9 +112,8 @@ def test_dropout_resumes_without_hdp(run_ranks, tmp_path):
         global_batch_size=2,
     )
     folder = tmp_path / "checkpoints"
-    expected = run_ranks(2, curve, whole)[0]
-    run_ranks(2, curve, replace(whole, save=folder, save_interval=3))
-    assert run_ranks(2, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
+    expected = run_ranks(1, curve, replace(whole, save=folder, save_interval=3))[0]
+    assert run_ranks(1, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
 
 
 def saves(arguments):
@@ -195,6 +199,53 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
     for message, (_, pattern) in zip(messages, expected, strict=True):
         assert (message is None) == (pattern is None), (message, pattern)
         assert message is None or re.search(pattern, message), message
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path):
+    whole, _, _ = saved
+    (tmp_path / "file").write_text("")
+    (message,) = run_ranks(1, refusals, [replace(whole, train_iters=1, save=tmp_path / "file")])[0]
+    assert "File exists" in message and "--save needs a folder" in message
+
+
+def see_a_folder(folder):
+    """Body of a rank: the message of the check; the last rank sees another disk."""
+    from megatron_hdp.megatron.checkpoint import _require_shared
+
+    elsewhere = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        _require_shared(folder / "nowhere" if elsewhere else folder, "--save")
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_folder_that_ranks_do_not_share_stops_all(run_ranks, tmp_path):
+    messages = run_ranks(3, see_a_folder, tmp_path)
+    assert all("1 of 3 ranks do not see" in message for message in messages)
+
+
+def curve_on_a_full_disk(arguments):
+    """Body of a rank: `curve`, with writers that get no space."""
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch("os.fsync", fsync):
+        return curve(arguments)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "asynchronous"])
+def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
+    run_ranks, saved, tmp_path, async_save
+):
+    whole, folder, expected = saved
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    failing = replace(whole, load=copy, save=copy, save_interval=1, async_save=async_save)
+    with pytest.raises(RankError, match="No space left on device"):
+        run_ranks(1, curve_on_a_full_disk, failing)
+    assert CheckpointFolder(copy).latest() == 3
+    found = run_ranks(1, curve, replace(whole, load=copy))[0]
+    assert largest_difference(found, expected[3:]) <= 1e-12
 
 
 def test_only_a_part_is_loaded(run_ranks, saved, tmp_path):
