@@ -20,7 +20,7 @@ from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron import model as hdp_model
 from megatron_hdp.megatron.attention import HdpCoreAttention
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
-from megatron_hdp.training import loop
+from megatron_hdp.training import job, loop
 from tests.gradients import tiny_arguments, write_corpus
 from tests.ranks import RankError
 
@@ -258,7 +258,7 @@ def our_run(arguments):
         models.append(hdp_model.build_gpt(*args))
         return models[-1]
 
-    with mock.patch.object(loop, "build_gpt", build_and_keep):
+    with mock.patch.object(job, "build_gpt", build_and_keep):
         losses = [metrics.loss for metrics in loop.pretrain(arguments)]
     (model,) = models
     return losses, weights_of(model), model
