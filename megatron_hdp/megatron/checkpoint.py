@@ -36,6 +36,7 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
 from megatron_hdp.megatron.optimizer_parts import laid_out
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime.children import bound_to_this_process
 
 _POLL_S = 0.05
 _VERSION = 1
@@ -136,10 +137,12 @@ class Checkpoints:
             )
         request.add_finalize_fn(partial(self._publish, folder, written, iteration))
         self._latest = iteration
-        if self._arguments.async_save:
-            self._queue.schedule_async_request(request)
-        else:
-            request.execute_sync()
+        # a writer waits until its rank has heard of its end; if that was killed, for ever
+        with bound_to_this_process():
+            if self._arguments.async_save:
+                self._queue.schedule_async_request(request)
+            else:
+                request.execute_sync()
 
     def poll(self) -> None:
         """Makes an asynchronously saved checkpoint visible once every rank has written its part."""
