@@ -9,24 +9,17 @@ import torch
 import torch.distributed as dist
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """One step over all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """Figures of one step over all ranks; those of HDP are None without it."""
 
     loss: float
     """Mean over the global batch's loss tokens."""
     tokens: int
     """Tokens of the global batch, padding not counted: the sum of its sequences' lengths."""
-    squared_tokens: int
-    """Sum of the squares of its sequences' lengths."""
     loss_tokens: int
     """Tokens of the global batch that carry loss."""
     sequences: int
-    consumed_after: int
-    """Sequences drawn up to and including this step; where the next step begins."""
-    micro_batches_min: int
-    """Least number of micro-batches on a rank."""
-    micro_batches_max: int
     planned_efficiency: float | None = None
     """What the plan promises: (total compute time / ranks) / makespan."""
     measured_efficiency: float | None = None
@@ -53,6 +46,19 @@ class StepReport:
     """Corrupt documents skipped since the start of the run."""
     planner_failures: int | None = None
     """Steps since the start of the run that fell back to the static plan."""
+    micro_batches_min: int | None = None
+    """Least number of micro-batches on a rank."""
+    micro_batches_max: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(StepFigures):
+    """What a step gives to the loop: its figures, and what follows from it."""
+
+    squared_tokens: int
+    """Sum of the squares of its sequences' lengths."""
+    consumed_after: int
+    """Sequences drawn up to and including this step; where the next step begins."""
     non_finite: tuple[str, ...] = ()
     """Micro-batches of any rank whose loss is NaN or infinite, in words."""
 

@@ -15,26 +15,16 @@ from typing import IO, Any, Self
 
 import orjson
 
-from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.step_report import StepFigures, StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One step. The HDP figures are None without hybrid data parallelism.
-
-    What a `StepReport` also has is explained there.
-    """
+class StepMetrics(StepFigures):
+    """One step as it is logged: what it did, how long it took, what the optimizer did with it."""
 
     step: int
-    loss: float
-    """Mean over the loss tokens of the global batch."""
     grad_norm: float
     learning_rate: float
-    tokens: int
-    """Tokens of the global batch, padding not counted."""
-    loss_tokens: int
-    """Those of them that carry loss."""
-    sequences: int
     consumed_sequences: int
     """Sequences consumed since the start of training, this step's included."""
     consumed_tokens: int
@@ -44,21 +34,6 @@ class StepMetrics:
     model_flops_per_second: float
     """What the model needs for the batch (`ModelFlops`) by the time the step took; whole job."""
     model_flops_per_second_per_rank: float
-    planned_efficiency: float | None = None
-    measured_efficiency: float | None = None
-    makespan_s: float | None = None
-    idle_share_max: float | None = None
-    idle_share_mean: float | None = None
-    ring_wait_s: float | None = None
-    pipeline_wait_s: float | None = None
-    sync_s: float | None = None
-    ring_bytes: int | None = None
-    planning_ms: float | None = None
-    planning_exposed_ms: float | None = None
-    micro_batches_min: int | None = None
-    micro_batches_max: int | None = None
-    skipped_documents: int | None = None
-    planner_failures: int | None = None
     validation_loss: float | None = None
     """Only on steps that ended with an evaluation."""
 
@@ -69,16 +44,14 @@ class StepMetrics:
         """Return the metrics of a step.
 
         Args:
-            report: what it did; figures of one name are taken over.
+            report: what it did; its figures are taken over.
             seconds: what it took.
             model_flops: what its batch needs.
             num_ranks: ranks of the job.
             more: the fields that are left.
         """
-        names = {item.name for item in fields(cls)}
-        shared = {name: value for name, value in vars(report).items() if name in names}
         return cls(
-            **shared,
+            **{item.name: getattr(report, item.name) for item in fields(StepFigures)},
             **more,
             consumed_sequences=report.consumed_after,
             seconds=seconds,
