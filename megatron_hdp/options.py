@@ -346,7 +346,7 @@ class HdpOptions:
         None,
         metavar="DIR",
         help="Write one timeline of all ranks, for Perfetto, into this folder: compute, waits and "
-        "the plan laid over them. By CPU clocks: on GPUs it shows launches, not kernels.",
+        "the plan laid over them. On GPUs it shows when work ran, not when it was launched.",
     )
     hdp_trace_steps: str | None = option(
         None, metavar="N|N-M", help="The steps that --hdp-trace shows: a few, like 5 or 5-7."

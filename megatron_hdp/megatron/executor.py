@@ -7,7 +7,6 @@ plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +72,7 @@ class HdpExecutor:
         self.kernel = kernel
         self.timeline = comm.timeline
         self._losses: list[torch.Tensor] = []
-        self._reached_sync = 0.0
+        self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(model)
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
@@ -108,11 +107,11 @@ class HdpExecutor:
         with noting_compute(self._config, self.timeline, [one.index for one in micro_batches]):
             self._run_schedule(micro_batches, forward_only)
         if forward_only:
-            self._reached_sync = time.perf_counter()
+            self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
         return RankOutcome(
             losses=tuple(loss.item() for loss in self._losses),
-            until_sync_s=self._reached_sync - self.timeline.started_s,
+            until_sync_s=self.timeline.since_start_s(self._reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
             sync_s=totals_s[SYNC],
@@ -193,7 +192,7 @@ class HdpExecutor:
         """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
         if self._pipeline is not None:
             self._pipeline.finish()
-        self._reached_sync = time.perf_counter()
+        self._reached_sync = self.timeline.now()
         with self.timeline.span(SYNC):
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,9 @@ from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.agreement import fingerprint, largest, require_agreement
+from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.kernels import select_kernel
-from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.runtime.timeline import AGREEMENT, Timeline
 
 
 class PlannerError(RuntimeError):
@@ -124,7 +126,8 @@ class HdpSteps:
 
         Ranks compare the plan before anything else is communicated.
         """
-        (failed,) = largest([prepared.failure is not None], compute_device())
+        with self._agreement():
+            (failed,) = largest([prepared.failure is not None], compute_device())
         if failed:
             failure = prepared.failure or "another rank's planner failed"
             if prepared.failure is None:
@@ -140,8 +143,13 @@ class HdpSteps:
             "cost model": fingerprint(self.cost_model.to_json()),
             "plan": prepared.plan.fingerprint(),
         }
-        require_agreement(facts, compute_device())
+        with self._agreement():
+            require_agreement(facts, compute_device())
         return prepared
+
+    def _agreement(self) -> AbstractContextManager[None]:
+        """Where this rank may stand because another one has not come."""
+        return self.executor.timeline.noted(AGREEMENT)
 
     def _note_planner_failure(self, failure: str) -> None:
         self.num_planner_failures += 1
@@ -155,7 +163,8 @@ class HdpSteps:
     def _without_corrupt(self, prepared: PreparedStep) -> Int64Array:
         """Takes corrupt sequences out of the step; returns the rows that are left of the table."""
         num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
-        (anywhere,) = largest([num_found], compute_device())
+        with self._agreement():
+            (anywhere,) = largest([num_found], compute_device())
         rows = prepared.step.sequences
         if not anywhere:
             self._corrupt.none_found()
@@ -169,12 +178,13 @@ class HdpSteps:
             return
         arrays = [array for one in prepared.micro_batches for array in (one.tokens, one.labels)]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
-        dist.broadcast(
-            packed,
-            parallel_state.get_tensor_model_parallel_src_rank(),
-            parallel_state.get_tensor_model_parallel_group(),
-        )
-        parts = packed.cpu().split([len(array) for array in arrays])
+        with self._agreement():
+            dist.broadcast(
+                packed,
+                parallel_state.get_tensor_model_parallel_src_rank(),
+                parallel_state.get_tensor_model_parallel_group(),
+            )
+            parts = packed.cpu().split([len(array) for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
             array[:] = part.numpy()
 
@@ -196,23 +206,24 @@ class HdpSteps:
         non_finite = self._non_finite(prepared, outcome)
         lengths = self.table.length[trained]
         num_loss_tokens = int(self.table.num_labels[trained].sum())
-        job = over_all_ranks(
-            sums={
-                "loss_sum": sum(outcome.losses),
-                "num_non_finite": len(non_finite),
-                "busy_s": outcome.busy_s,
-                "ring_wait_s": outcome.ring_wait_s,
-                "pipeline_wait_s": outcome.pipeline_wait_s,
-                "sync_s": outcome.sync_s,
-                "ring_bytes": outcome.ring_bytes,
-            },
-            maxima={
-                "makespan_s": outcome.until_sync_s,
-                "minus_least_busy_s": -outcome.busy_s,
-                "exposed_s": exposed_s,
-            },
-            device=compute_device(),
-        )
+        with self._agreement():
+            job = over_all_ranks(
+                sums={
+                    "loss_sum": sum(outcome.losses),
+                    "num_non_finite": len(non_finite),
+                    "busy_s": outcome.busy_s,
+                    "ring_wait_s": outcome.ring_wait_s,
+                    "pipeline_wait_s": outcome.pipeline_wait_s,
+                    "sync_s": outcome.sync_s,
+                    "ring_bytes": outcome.ring_bytes,
+                },
+                maxima={
+                    "makespan_s": outcome.until_sync_s,
+                    "minus_least_busy_s": -outcome.busy_s,
+                    "exposed_s": exposed_s,
+                },
+                device=compute_device(),
+            )
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
         counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
@@ -267,5 +278,7 @@ def build_executor(
     arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
 ) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
+    device = compute_device()
+    timeline.use(clock_of(device))
     comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
-    return HdpExecutor(model, rank_place(arguments), comm, select_kernel(compute_device()))
+    return HdpExecutor(model, rank_place(arguments), comm, select_kernel(device))

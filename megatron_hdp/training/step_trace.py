@@ -5,9 +5,9 @@ the optimizer's step.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
-Times are those of the CPU's clock. Ranks of one machine share it. Those of different machines are
-aligned where they leave the step's agreement, an all-reduce that nobody leaves before everybody has
-entered it: exact to a message's way between machines.
+Times are seconds of the CPU's clock, to which a GPU's are tied. Ranks of one machine share it.
+Those of different machines are aligned where they leave the step's agreement, an all-reduce that
+nobody leaves before everybody has entered it: exact to a message's way between machines.
 """
 
 from __future__ import annotations
