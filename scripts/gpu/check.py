@@ -91,15 +91,21 @@ class Check:
         """Seconds until everything must be over."""
         return self.limit_s - (time.monotonic() - self.started)
 
-    def command(self, command: Sequence[str | Path], deadline_s: float) -> Finished:
+    def command(
+        self,
+        command: Sequence[str | Path],
+        deadline_s: float,
+        say: Callable[[str], object] | None = None,
+    ) -> Finished:
         """Run a command in the tree, no longer than there is time."""
+        say = say or self.say
         deadline_s = max(1.0, min(deadline_s, self.left_s()))
         words = " ".join(str(part) for part in command)
-        self.say(f"$ {words if len(words) < 300 else words[:300] + ' ...'}")
+        say(f"$ {words if len(words) < 300 else words[:300] + ' ...'}")
         return run(
             command,
             deadline_s=deadline_s,
-            say=self.say,
+            say=say,
             environment=self.environment,
             folder=ROOT,
         )
@@ -302,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wheels=arguments.wheels,
         te_bundle=arguments.te_bundle,
     )
-    asked = check.command([sys.executable, "-c", _DEVICE], 120)
+    asked = check.command([sys.executable, "-c", _DEVICE], 120, say=check.log.write)
     if asked.code:
         check.say(f"{sys.executable} has no torch that loads: set PYTHON to one that has")
         return 2

@@ -24,7 +24,7 @@ def run(
     command: Sequence[str | Path],
     *,
     deadline_s: float,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     environment: Mapping[str, str],
     folder: Path,
 ) -> Finished:
