@@ -318,6 +318,12 @@ class HdpOptions:
         help="How to plan: static is the fixed DP x CP mesh, the baseline; auto is pp-balance with "
         "pipeline stages, else dp-balance.",
     )
+    hdp_offload: str = option(
+        "off",
+        choices=("off", "auto"),
+        help="auto: activations of micro-batches that need it wait in host memory between forward "
+        "and backward, where that saves ranks and the forward is long enough to hide the copies.",
+    )
     hdp_long_sequence: str = option(
         "error",
         choices=("error", "truncate", "split"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,13 @@ from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place, say
+from megatron_hdp.megatron.parallel import (
+    compute_device,
+    new_ring_comm,
+    num_parameters,
+    rank_place,
+    say,
+)
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
@@ -36,17 +43,48 @@ class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
 
 
-def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
-    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape."""
-    if arguments.hdp_cost_model is not None:
-        return CostModel.from_json(arguments.hdp_cost_model)
+def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: activations are to be offloaded, and the file is about other layers.
+    """
+    num_layers = len(executor.layers)
+    if arguments.hdp_cost_model is None:
+        shape = _cost_model_of_shape(arguments, executor)
+        return replace(shape, num_layers=num_layers)
+    measured = CostModel.from_json(arguments.hdp_cost_model)
+    if arguments.hdp_offload != "off" and measured.num_layers != num_layers:
+        raise ValueError(
+            f"--hdp-offload {arguments.hdp_offload}: {arguments.hdp_cost_model} says num_layers "
+            f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "
+            "again, or correct num_layers (layers of one pipeline stage)"
+        )
+    return measured
+
+
+def _cost_model_of_shape(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    others: dict[str, float] = {}
+    if arguments.hdp_offload != "off":
+        place, ranks = executor.place, dist.get_world_size()
+        counted = over_all_ranks(
+            {"bytes": executor.activation_bytes_per_token()}, {}, compute_device()
+        )
+        # of one of the tensor ranks and stages that make up an HDP rank; the model's a and b are
+        # those of the whole HDP rank at the speed of one device
+        devices = place.num_tensor_ranks * place.num_stages
+        per_token = counted["bytes"] / ranks * len(executor.layers) * devices
+        others = {"activation_bytes_per_token": per_token}
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
     return CostModel.from_model_shape(
         num_layers=arguments.num_layers,
         hidden_size=attention_size,
-        num_parameters=num_parameters,
+        num_parameters=num_parameters(executor.model),
         kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
+        **others,
     )
 
 
@@ -216,11 +254,13 @@ class HdpSteps:
                     "pipeline_wait_s": outcome.pipeline_wait_s,
                     "sync_s": outcome.sync_s,
                     "ring_bytes": outcome.ring_bytes,
+                    "offloaded_bytes": outcome.offloaded_bytes,
                 },
                 maxima={
                     "makespan_s": outcome.until_sync_s,
                     "minus_least_busy_s": -outcome.busy_s,
                     "exposed_s": exposed_s,
+                    "host_bytes": outcome.host_bytes,
                 },
                 device=compute_device(),
             )
@@ -244,6 +284,8 @@ class HdpSteps:
             pipeline_wait_s=job["pipeline_wait_s"] / ranks,
             sync_s=job["sync_s"] / ranks,
             ring_bytes=int(job["ring_bytes"]),
+            offloaded_bytes=int(job["offloaded_bytes"]),
+            host_bytes_max=int(job["host_bytes"]),
             planning_ms=prepared.plan.summary["planning_ms"],
             planning_exposed_ms=job["exposed_s"] * 1e3,
             skipped_documents=self._corrupt.num_skipped,
