@@ -78,7 +78,9 @@ class HdpExecutor:
         self.kernel = kernel
         self.timeline = comm.timeline
         self.layers = get_attr_wrapped_model(model, "decoder").layers
-        self.offload = ActivationOffload(self.layers, compute_device(), model.parameters)
+        self.offload = ActivationOffload(
+            self.layers, compute_device(), model.parameters, timeline=self.timeline
+        )
         self._losses: list[torch.Tensor] = []
         self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(model)
