@@ -27,7 +27,7 @@ from megatron_hdp.data import RankMicroBatch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.schedule_timers import noting_compute
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
@@ -65,12 +65,12 @@ class HdpExecutor:
         model: DistributedDataParallel,
         place: RankPlace,
         comm: RingComm,
-        kernel: AttentionKernel,
+        attention: AttentionBackend,
     ) -> None:
         self.model = model
         self.place = place
         self.comm = comm
-        self.kernel = kernel
+        self.attention = attention
         self.timeline = comm.timeline
         self._losses: list[torch.Tensor] = []
         self._reached_sync = 0.0
@@ -173,7 +173,7 @@ class HdpExecutor:
             positions=positions,
             sequence_index=sequence_index,
             comm=self.comm,
-            kernel=self.kernel,
+            attention=self.attention,
         )
         # the last stage's logits, else activations for the next stage
         output = model(tokens[None], positions[None], None, packed_seq_params=params)

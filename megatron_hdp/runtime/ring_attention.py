@@ -13,39 +13,34 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Lengths
+from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import Rows, TokenLayout
 from megatron_hdp.runtime.ring_comm import RingComm, Transfer
+from megatron_hdp.runtime.segments import Segments
 
 _ALL = slice(None)
 
 
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: TokenLayout,
-    comm: RingComm,
-    kernel: AttentionKernel,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention of every sequence of the micro-batch, each within itself.
+class RingAttention:
+    """An attention backend: our own ring over a block kernel."""
 
-    Args:
-        q: ``[t, heads, d]``, this rank's tokens in the layout's order.
-        k: ``[t, kv_heads, d]``.
-        v: ``[t, kv_heads, d]``.
-        layout: what the tokens are; equal ring slices on every member.
-        comm: the HDP communicator; not used when the layout has no ring.
-        kernel: block attention.
-        scale: softmax scale, usually ``1 / sqrt(d)``.
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.kernel = kernel
+        self.name = kernel.name
 
-    Returns:
-        ``[t, heads, d]``, differentiable in `q`, `k` and `v`.
-    """
-    if q.shape[0] != layout.num_tokens:
-        raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
-    return _RingAttention.apply(q, k, v, layout, comm, kernel, scale)
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+    ) -> torch.Tensor:
+        """See `attention.AttentionBackend`."""
+        if q.shape[0] != layout.num_tokens:
+            raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
+        return _RingAttention.apply(q, k, v, layout, comm, self.kernel, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -60,20 +55,21 @@ class _RingAttention(torch.autograd.Function):
         kernel: AttentionKernel,
         scale: float,
     ) -> torch.Tensor:
-        ring = slice(0, layout.ring_tokens)
-        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
-        next(blocks)  # our own keys and values leave while we attend to them
-        out, lse = kernel.forward(q, k, v, layout.segments, layout.segments, True, scale)
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)  # our own keys and values leave while we attend to them
+        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
         if layout.ring_slices:
             total, total_lse = _accumulator(out[ring]), lse[ring].clone()
             for step, (keys, values) in blocks:
-                rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
                 block_out, block_lse = kernel.forward(
                     q[ring][rows],
                     keys[kv_rows],
                     values[kv_rows],
-                    q_lengths,
-                    kv_lengths,
+                    q_segments,
+                    kv_segments,
                     False,
                     scale,
                 )
@@ -87,17 +83,16 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
-        ring = slice(0, layout.ring_tokens)
-        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
-        next(blocks)
-        dq, dk, dv = kernel.backward(
-            dout, q, k, v, out, lse, layout.segments, layout.segments, True, scale
-        )
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
             arriving: Transfer | None = None
             for step, (keys, values) in blocks:
-                rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
                 dq_block, dk_block, dv_block = kernel.backward(
                     dout[ring][rows],
                     q[ring][rows],
@@ -105,8 +100,8 @@ class _RingAttention(torch.autograd.Function):
                     values[kv_rows],
                     out[ring][rows],
                     lse[ring][rows],
-                    q_lengths,
-                    kv_lengths,
+                    q_segments,
+                    kv_segments,
                     False,
                     scale,
                 )
@@ -140,15 +135,15 @@ def _travelling_kv(
             kv = transfer.wait()
 
 
-def _block(layout: TokenLayout, step: int) -> tuple[Rows, Lengths, Rows, Lengths]:
+def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:
     """Which queries see which of the keys held at `step`, those of ring member ``index - step``.
 
     A member earlier in the ring: its head chunks are before all our tokens, its tail chunks after.
     A later member: all its tokens are before our tail chunks, none before our head chunks.
     """
     if step <= layout.index:
-        return _ALL, layout.ring_slices, layout.heads, layout.half_slices
-    return layout.tails, layout.half_slices, _ALL, layout.ring_slices
+        return _ALL, layout.slice_segments, layout.heads, layout.half_segments
+    return layout.tails, layout.half_segments, _ALL, layout.slice_segments
 
 
 def _accumulator(x: torch.Tensor) -> torch.Tensor:
@@ -165,8 +160,6 @@ def _merge(
 ) -> None:
     """Adds a block's softmax-weighted output to `total` (online softmax), in place at `rows`."""
     before = total_lse[rows]
-    after = torch.logaddexp(before, lse)
-    total[rows] = (
-        total[rows] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
-    )
-    total_lse[rows] = after
+    share = torch.sigmoid(lse - before)  # exp(lse) / (exp(before) + exp(lse))
+    total[rows] = torch.lerp(total[rows], out.to(total.dtype), share[..., None])
+    total_lse[rows] = torch.logaddexp(before, lse)
