@@ -154,7 +154,7 @@ def _transformer_engine(
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"found {dtype}; it computes in bfloat16 and float16")
     if comm is not None:
-        comm.ring_group(tuple(range(comm.group.size())))  # torch's tables have places for it
+        comm.ring_group(tuple(range(comm.group.size()))).require_acceptance()
     return TransformerEngineAttention(device)
 
 

@@ -24,10 +24,14 @@ class RingGroup(dist.ProcessGroup):
     Members must send to one neighbour and receive from the other in pairs, in either order, as
     every ring does: a pair leaves as one operation of NCCL, which is free of deadlock and uses the
     communicator there is. An unpaired one would make NCCL build a communicator of its own.
+
+    Attributes:
+        members: the ranks of the job, in ring order.
     """
 
     def __init__(self, comm: RingComm, ring: tuple[int, ...]) -> None:
-        members = [dist.get_global_rank(comm.group, rank) for rank in ring]
+        everyone = dist.get_process_group_ranks(comm.group)
+        self.members = [everyone[rank] for rank in ring]
         super().__init__(ring.index(dist.get_rank(comm.group)), len(ring))
         self._comm = comm
         self._ring = ring
@@ -35,9 +39,9 @@ class RingGroup(dist.ProcessGroup):
         self._first: tuple[str, torch.Tensor, int, HalfOfPair] | None = None
         # what the functions of torch.distributed look up of a group; new_group does the same
         world = distributed_c10d._world
-        world.pg_group_ranks[self] = {rank: place for place, rank in enumerate(members)}
+        world.pg_group_ranks[self] = {rank: place for place, rank in enumerate(self.members)}
         world.pg_map[self] = world.pg_map[comm.group]
-        world.pg_names[self] = "hdp_ring_" + "_".join(map(str, members))
+        world.pg_names[self] = "hdp_ring_" + "_".join(map(str, self.members))
 
     def size(self) -> int:
         """Members of the ring."""
@@ -61,6 +65,21 @@ class RingGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> HalfOfPair:
         """Half of a pair: from the member at place `srcRank`."""
         return self._pair("receive", tensors[0], srcRank)
+
+    def require_acceptance(self) -> None:
+        """Asks torch.distributed what it takes this group for; communicates nothing.
+
+        Raises:
+            RuntimeError: not for the ring that it stands for; another torch may keep other tables.
+        """
+        expected = self.members.index(dist.get_rank()), self.size(), 0
+        first = dist.P2POp(dist.isend, torch.zeros(1), self.members[0], self)
+        found = dist.get_rank(self), dist.get_world_size(self), first.group_peer
+        if found != expected:
+            raise RuntimeError(
+                f"torch {torch.__version__} takes the group of ring {self.members} for (own place, "
+                f"size, place of its first member) = {found}, expected {expected}"
+            )
 
     def release(self) -> None:
         """Takes the group out of torch.distributed's tables."""

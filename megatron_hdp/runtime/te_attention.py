@@ -11,7 +11,6 @@ import os
 import re
 
 import torch
-import torch.distributed as dist
 
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.ring_comm import RingComm
@@ -84,10 +83,8 @@ class TransformerEngineAttention:
         scale: float,
     ) -> torch.Tensor:
         module = self._module("ring", q, k, scale)
-        members = [dist.get_global_rank(comm.group, rank) for rank in layout.ring]
-        module.set_context_parallel_group(
-            comm.ring_group(layout.ring), members, self._stream, "p2p"
-        )
+        group = comm.ring_group(layout.ring)
+        module.set_context_parallel_group(group, group.members, self._stream, "p2p")
         return _attend(module, q, k, v, layout.whole_segments, is_ring=True)
 
     def _local(
@@ -125,7 +122,10 @@ def _attend(
     is_ring: bool,
 ) -> torch.Tensor:
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
-    offsets, longest = segments.offsets, segments.longest
+    offsets = segments.offsets
+    longest = (
+        -(-segments.longest // 64) * 64
+    )  # a bound; rounded, so that fewer shapes are new to it
     # rings want offsets of padded lengths; the same object tells that there is nothing between
     padded = {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets} if is_ring else {}
     out = module(

@@ -94,6 +94,13 @@ def look_at_a_group():
     assert dist.get_rank(group) == group.rank() == (1, 2, 0).index(rank)
     assert dist.get_process_group_ranks(group) == [1, 2, 0]
     assert dist.get_backend(group) == "gloo"
+    assert group.members == [1, 2, 0]
+    group.require_acceptance()
+    with (
+        mock.patch.object(dist, "get_world_size", lambda group: 5),
+        pytest.raises(RuntimeError, match=r"= \(\d, 5, 0\), expected \(\d, 3, 0\)"),
+    ):
+        group.require_acceptance()
     assert comm.ring_group((1, 2, 0)) is group  # TransformerEngine caches facts by object
     assert comm.ring_group((2, 0, 1)) is not group
     assert len(distributed_c10d._world.pg_names) == 4  # the job's, the rings', and two rings
