@@ -275,9 +275,8 @@ def _plain_sdpa(
 
 
 def _print_groups(device_type: str, seconds: float) -> None:
-    print(
-        f"\n| group of a ring of 2, mean of {NUM_GROUPS} | us to make | us of its first hop | MB on each rank |"
-    )
+    print(f"\nGroup of a ring of 2, mean of {NUM_GROUPS}:\n")
+    print("| group | us to make | us of its first hop | MB on each rank |")
     print("|---|---|---|---|")
     kinds = ("light", "real")
     try:
