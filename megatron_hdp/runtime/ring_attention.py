@@ -15,7 +15,7 @@ import torch
 
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import Rows, TokenLayout
-from megatron_hdp.runtime.ring_comm import RingComm, Transfer
+from megatron_hdp.runtime.ring_comm import RingComm
 from megatron_hdp.runtime.segments import Segments
 
 _ALL = slice(None)
@@ -90,7 +90,8 @@ class _RingAttention(torch.autograd.Function):
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
-            arriving: Transfer | None = None
+            dkv = dq_total.new_zeros((2, *k[ring].shape))
+            spare, arriving = torch.empty_like(dkv), None
             for step, (keys, values) in blocks:
                 rows, q_segments, kv_rows, kv_segments = _block(layout, step)
                 dq_block, dk_block, dv_block = kernel.backward(
@@ -107,10 +108,11 @@ class _RingAttention(torch.autograd.Function):
                 )
                 dq_total[rows] += dq_block
                 # to what the members before us found for these keys and values, add ours
-                dkv = arriving.wait() if arriving else dq_total.new_zeros((2, *k[ring].shape))
+                if arriving is not None:
+                    dkv, spare = arriving.wait(), dkv
                 dkv[0][kv_rows] += dk_block
                 dkv[1][kv_rows] += dv_block
-                arriving = comm.pass_on(dkv, layout.ring, layout.index)
+                arriving = comm.pass_on(dkv, layout.ring, layout.index, into=spare)
             assert arriving is not None, "a ring has at least two members"
             dkv = arriving.wait()
             dq[ring] = dq_total
@@ -124,15 +126,17 @@ def _travelling_kv(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The keys and values that pass by, ``[2, t, kv_heads, d]``, with the step: 0 are our own.
 
-    Those of a step are already on their way to the next member when they are yielded.
+    Those of a step are already on their way to the next member when they are yielded. They are
+    overwritten two steps later: both their transfer and their block come before.
     """
     kv = torch.stack((k, v))
+    spare = torch.empty_like(kv)
     for step in range(layout.degree):
         if step + 1 < layout.degree:
-            transfer = comm.pass_on(kv, layout.ring, layout.index)
+            transfer = comm.pass_on(kv, layout.ring, layout.index, into=spare)
         yield step, kv
         if step + 1 < layout.degree:
-            kv = transfer.wait()
+            kv, spare = transfer.wait(), kv
 
 
 def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:

@@ -88,14 +88,22 @@ class RingComm:
         self.bytes_sent = 0
         self._ring_groups: dict[tuple[int, ...], RingGroup] = {}
 
-    def pass_on(self, tensor: torch.Tensor, ring: tuple[int, ...], index: int) -> Transfer:
+    def pass_on(
+        self,
+        tensor: torch.Tensor,
+        ring: tuple[int, ...],
+        index: int,
+        into: torch.Tensor | None = None,
+    ) -> Transfer:
         """Starts sending `tensor` to the next member and receiving its like from the previous one.
 
         Every member of the ring makes the same calls in the same order, so between any two ranks
         messages match by their order. `tensor` must be contiguous and stay unchanged until `wait`.
+        What comes is written to `into`, or to a new tensor.
         """
         following, previous = ring[(index + 1) % len(ring)], ring[index - 1]
-        return self.exchange(tensor, following, torch.empty_like(tensor), previous)
+        received = torch.empty_like(tensor) if into is None else into
+        return self.exchange(tensor, following, received, previous)
 
     def exchange(
         self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
