@@ -27,7 +27,7 @@ from megatron_hdp.data import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.schedule_timers import noting_compute
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
@@ -70,15 +70,17 @@ class HdpExecutor:
         model: DistributedDataParallel,
         place: RankPlace,
         comm: RingComm,
-        kernel: AttentionKernel,
+        attention: AttentionBackend,
     ) -> None:
         self.model = model
         self.place = place
         self.comm = comm
-        self.kernel = kernel
+        self.attention = attention
         self.timeline = comm.timeline
         self.layers = get_attr_wrapped_model(model, "decoder").layers
-        self.offload = ActivationOffload(self.layers, compute_device(), model.parameters)
+        self.offload = ActivationOffload(
+            self.layers, compute_device(), model.parameters, timeline=self.timeline
+        )
         self._losses: list[torch.Tensor] = []
         self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(model)
@@ -209,7 +211,7 @@ class HdpExecutor:
             positions=positions,
             sequence_index=sequence_index,
             comm=self.comm,
-            kernel=self.kernel,
+            attention=self.attention,
         )
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0

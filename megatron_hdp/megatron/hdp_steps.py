@@ -34,8 +34,8 @@ from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.agreement import fingerprint, largest, require_agreement
+from megatron_hdp.runtime.attention import Selection, select_attention
 from megatron_hdp.runtime.clocks import clock_of
-from megatron_hdp.runtime.kernels import select_kernel
 from megatron_hdp.runtime.timeline import AGREEMENT, Timeline
 
 
@@ -319,8 +319,36 @@ class HdpSteps:
 def build_executor(
     arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
 ) -> HdpExecutor:
-    """The executor of this rank; every rank of the job must call this."""
+    """The executor of this rank; every rank of the job must call this.
+
+    Raises:
+        ValueError: there is no attention for this device and these shapes, or not the chosen one,
+            or ranks would take different ones.
+    """
     device = compute_device()
     timeline.use(clock_of(device))
     comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
-    return HdpExecutor(model, rank_place(arguments), comm, select_kernel(device))
+    attention = select_attention(
+        device,
+        model_dtype(arguments),
+        arguments.kv_channels,
+        arguments.hdp_attention,
+        comm,
+    )
+    say(f"attention: {attention}")
+    _require_one_attention(attention)
+    return HdpExecutor(model, rank_place(arguments), comm, attention.backend)
+
+
+def _require_one_attention(attention: Selection) -> None:
+    """Members of a ring must speak alike; ranks may differ in what is installed."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, str(attention))
+    names = [text.split("; ")[0] for text in found]
+    if len(set(names)) > 1:
+        other = next(rank for rank, name in enumerate(names) if name != names[0])
+        raise ValueError(
+            f"ranks would attend by different kernels: rank 0 by {found[0]}; rank {other} by "
+            f"{found[other]}; expected one: install the same on all nodes, or choose one that all "
+            "have with --hdp-attention"
+        )

@@ -7,7 +7,7 @@ or on a GPU the device's (`runtime.clocks`), which knows once the device has got
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ SYNC = "gradient sync"
 OPTIMIZER = "optimizer step"
 START = "start-up"
 CHECKPOINT = "checkpoint"
+TO_HOST = "copy to the host"
+TO_DEVICE = "copy to the device"
 AGREEMENT = "agreement of all ranks"
 DEVICE_WAIT = "wait for the device"
 WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC, AGREEMENT, DEVICE_WAIT})
@@ -74,7 +76,7 @@ class Timeline:
         self.changes = 0
         self._totals_s: defaultdict[str, float] = defaultdict(float)
         self._open: list[_Open] = []
-        self._ended: list[tuple[_Open, Moment]] = []  # times not asked for yet
+        self._ended: deque[tuple[_Open, Moment]] = deque()  # times not asked for yet
 
     def use(self, clock: Clock) -> None:
         """Takes the times from `clock` from now on."""
@@ -92,6 +94,24 @@ class Timeline:
                 self._ended.append((opened, self._clock.now()))
         if not self._clock.is_late:
             self.settle()
+
+    @contextmanager
+    def beside(self, kind: str, micro_batch: int | None) -> Iterator[None]:
+        """Times what another thread or stream does, like a copy, while recording.
+
+        On a GPU it is the stream that is current inside.
+        """
+        if self.spans is None:
+            yield
+            return
+        start, cpu_start_s = self._clock.now(), time.perf_counter()
+        yield
+        self._ended.append((_Open(kind, micro_batch, cpu_start_s, start), self._clock.now()))
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that the main thread works for now."""
+        return self._open[-1].micro_batch if self._open else None
 
     @contextmanager
     def noted(self, kind: str) -> Iterator[None]:
@@ -139,9 +159,9 @@ class Timeline:
         """Waits until the device has passed every span that has ended, and takes their times."""
         if not self._ended:
             return
-        ended, self._ended = self._ended, []
         with self._device_noted():
-            for one, end in ended:
+            while self._ended:
+                one, end = self._ended.popleft()
                 start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
                 self._totals_s[one.kind] += end_s - start_s
                 if self.spans is not None:

@@ -70,7 +70,8 @@ class StepTracer:
         ranks = sorted(ranks, key=lambda rank: _order(rank.place))
         if self._began_s is None:
             self._began_s = start_s
-            self._events += name_events([rank.place for rank in ranks])
+            offload = self._traced.arguments.hdp_offload != "off"
+            self._events += name_events([rank.place for rank in ranks], offload)
         plan, evaluation = self._traced.planned_times()
         self._events += step_events(ranks, plan, evaluation, step, start_s - self._began_s)
 

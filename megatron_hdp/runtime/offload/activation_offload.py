@@ -11,6 +11,7 @@ import torch
 from megatron_hdp.runtime.offload.copies import select_copy_engine
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, StashRules
+from megatron_hdp.runtime.timeline import Timeline
 
 
 class ActivationOffload:
@@ -29,6 +30,7 @@ class ActivationOffload:
         device: where they run.
         parameters: gives the tensors that stay: views of them are saved, too.
         pool: host memory; by default its own, page-locked for a GPU.
+        timeline: where copies are noted.
 
     Attributes:
         pool: the host memory.
@@ -41,6 +43,7 @@ class ActivationOffload:
         device: torch.device,
         parameters: Callable[[], Iterator[torch.Tensor]],
         pool: HostPool | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.pool = pool or HostPool(pin=device.type == "cuda")
         self.offloaded_bytes = 0
@@ -50,7 +53,7 @@ class ActivationOffload:
             num_layers=len(layers),
             device=device,
             pool=self.pool,
-            copies=select_copy_engine(device),
+            copies=select_copy_engine(device, timeline or Timeline()),
         )
 
     @contextmanager

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_hdp.runtime.timeline import TO_DEVICE, TO_HOST, Timeline
+
 
 class Copy(Protocol):
     """A copy under way."""
@@ -45,21 +47,37 @@ class _ThreadCopy:
 
 
 class ThreadCopyEngine:
-    """A thread for each direction. On the CPU compute is done when it returns."""
+    """A thread for each direction. On the CPU compute is done when it returns.
+
+    Args:
+        timeline: where the copies are noted.
+    """
 
     least_bytes = 1
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._to_host = ThreadPoolExecutor(1, thread_name_prefix="copy-to-host")
         self._to_device = ThreadPoolExecutor(1, thread_name_prefix="copy-to-device")
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
         """See `CopyEngine.to_host`."""
-        return _ThreadCopy(self._to_host.submit(host.copy_, device))
+        return self._submit(self._to_host, TO_HOST, host, device)
 
     def to_device(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See `CopyEngine.to_device`."""
-        return _ThreadCopy(self._to_device.submit(device.copy_, host))
+        return self._submit(self._to_device, TO_DEVICE, device, host)
+
+    def _submit(
+        self, thread: ThreadPoolExecutor, kind: str, target: torch.Tensor, source: torch.Tensor
+    ) -> Copy:
+        micro_batch = self._timeline.micro_batch
+
+        def copy() -> torch.Tensor:
+            with self._timeline.beside(kind, micro_batch):
+                return target.copy_(source)
+
+        return _ThreadCopy(thread.submit(copy))
 
 
 class _StreamCopy:
@@ -74,32 +92,41 @@ class StreamCopyEngine:
     """A CUDA stream for each direction, on the GPU's copy engines; host tensors are page-locked.
 
     Streams wait for each other by events only; the CPU never waits.
+
+    Args:
+        device: the GPU.
+        timeline: where the copies are noted.
     """
 
     least_bytes = 1 << 20  # 20 us at 50 GB/s, about what launching it takes
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
         """See `CopyEngine.to_host`."""
-        return _copy(self._to_host, host, device)
+        return self._copy(self._to_host, TO_HOST, host, device)
 
     def to_device(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
         """See `CopyEngine.to_device`."""
-        return _copy(self._to_device, device, host)
+        return self._copy(self._to_device, TO_DEVICE, device, host)
 
-
-def _copy(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Copy:
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
+    def _copy(
+        self, stream: torch.cuda.Stream, kind: str, target: torch.Tensor, source: torch.Tensor
+    ) -> Copy:
+        stream.wait_stream(torch.cuda.current_stream())
         done = torch.cuda.Event()
-        done.record(stream)
-    return _StreamCopy(done)
+        with torch.cuda.stream(stream):
+            with self._timeline.beside(kind, self._timeline.micro_batch):
+                target.copy_(source, non_blocking=True)
+            done.record(stream)
+        return _StreamCopy(done)
 
 
-def select_copy_engine(device: torch.device) -> CopyEngine:
+def select_copy_engine(device: torch.device, timeline: Timeline) -> CopyEngine:
     """The engine for activations on `device`."""
-    return StreamCopyEngine(device) if device.type == "cuda" else ThreadCopyEngine()
+    if device.type == "cuda":
+        return StreamCopyEngine(device, timeline)
+    return ThreadCopyEngine(timeline)
