@@ -1,4 +1,4 @@
-"""Ranks in new processes: whose failure is reported, and when (the benchmark's test has results)."""
+"""Ranks in new processes: whose failure is reported, and when; the benchmark uses results."""
 
 import pytest
 import torch.distributed as dist
