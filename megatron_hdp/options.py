@@ -333,6 +333,10 @@ class HdpOptions:
         minimum=1,
         help="Pad each chunk of a sequence to a multiple of this, for kernels that want one.",
     )
+    hdp_fused_loss: bool = option(
+        True,
+        help="Make the logits of all tokens before the loss: more memory, the same result.",
+    )
     hdp_corrupt_limit: int = option(
         16,
         minimum=0,

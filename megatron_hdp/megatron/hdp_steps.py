@@ -268,4 +268,5 @@ def build_executor(
 ) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
     comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
-    return HdpExecutor(model, rank_place(arguments), comm, select_kernel(compute_device()))
+    kernel = select_kernel(compute_device())
+    return HdpExecutor(model, rank_place(arguments), comm, kernel, arguments.hdp_fused_loss)
