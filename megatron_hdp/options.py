@@ -318,6 +318,12 @@ class HdpOptions:
         help="How to plan: static is the fixed DP x CP mesh, the baseline; auto is pp-balance with "
         "pipeline stages, else dp-balance.",
     )
+    hdp_offload: str = option(
+        "off",
+        choices=("off", "auto"),
+        help="auto: activations of micro-batches that need it wait in host memory between forward "
+        "and backward, where that saves ranks and the forward is long enough to hide the copies.",
+    )
     hdp_long_sequence: str = option(
         "error",
         choices=("error", "truncate", "split"),
@@ -350,7 +356,7 @@ class HdpOptions:
         None,
         metavar="DIR",
         help="Write one timeline of all ranks, for Perfetto, into this folder: compute, waits and "
-        "the plan laid over them. By CPU clocks: on GPUs it shows launches, not kernels.",
+        "the plan laid over them. On GPUs it shows when work ran, not when it was launched.",
     )
     hdp_trace_steps: str | None = option(
         None, metavar="N|N-M", help="The steps that --hdp-trace shows: a few, like 5 or 5-7."

@@ -15,15 +15,22 @@ def main(argv: list[str] | None = None) -> int:
     first rank only. If another rank is to blame, it is 3 and a message that names it.
     """
     from megatron_hdp.megatron.arguments import parse_arguments
-    from megatron_hdp.options import OptionError
+    from megatron_hdp.runtime import cuda_connections
 
     rank = int(os.environ.get("RANK", "0"))
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    except OptionError as error:
+        doubt = cuda_connections.prepare(
+            cuda_connections.compute_capability(),
+            tensor_parallel=arguments.tensor_model_parallel_size > 1,
+            hybrid_data_parallel=arguments.hybrid_data_parallel,
+        )
+    except ValueError as error:
         if rank == 0:
             print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
         return 2
+    if doubt is not None and rank == 0:
+        print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel
     from megatron_hdp.runtime.agreement import DisagreementError

@@ -15,7 +15,9 @@ from matplotlib.patches import Patch
 from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
 
 WAIT, SYNC = "#c0392b", "#7f7f7f"
-HEIGHT = {"plan": 0.8, "compute": 0.8, "ring wait": 0.4, "pipeline wait": 0.4, "gradient sync": 0.4}
+COPIES = {"copy to the host": "#16a085", "copy to the device": "#8e44ad"}
+COLOURS = {"ring wait": WAIT, "pipeline wait": WAIT, "gradient sync": SYNC} | COPIES
+THIN = 0.4  # of a row, waits and copies; bars of the plan and of compute take twice as much
 Event = dict[str, Any]
 
 
@@ -41,34 +43,39 @@ def read_step(
 
 
 def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], picture: Path) -> None:
-    """Draw the bars: two rows a rank, waits low in the second one."""
+    """Draw the bars: two rows a rank, waits low in the second one; a third one for copies."""
     degrees = np.array([bar["args"].get("degree", 1) for _, bar in bars])
     palette = Palette.of_degrees(degrees, len(ranks))
-    row_of = {process: 2.4 * i for i, process in enumerate(sorted(ranks))}
-    figure = Figure(figsize=(13.0, 1.4 + 0.75 * len(ranks)), dpi=130, layout="constrained")
+    copies = {COPIES[lane]: lane for lane, _ in bars if lane in COPIES}
+    rows = ("plan", "measured", *(["copies"] if copies else []))
+    row_of = {process: (len(rows) + 0.4) * i for i, process in enumerate(sorted(ranks))}
+    height = 1.4 + 0.375 * len(rows) * len(ranks)
+    figure = Figure(figsize=(13.0, height), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     for lane, bar in bars:
-        row = row_of[bar["pid"]] + (lane != "plan")
+        row = row_of[bar["pid"]] + (2 if lane in COPIES else lane != "plan")
         start, width = (bar["ts"] - whole["ts"]) / 1e6, bar["dur"] / 1e6
-        colour = {"ring wait": WAIT, "pipeline wait": WAIT, "gradient sync": SYNC}.get(lane)
+        colour = COLOURS.get(lane)
         if colour is None:
             colour = palette.colours[palette.index(bar["args"].get("degree", 1))]
             colour = pale(colour) if bar["name"].startswith("forward") else colour
         edge = "white" if lane in ("plan", "compute") else "none"
-        at = row + 0.4 - HEIGHT[lane] / 2
-        axes.barh(at, width, HEIGHT[lane], start, color=colour, edgecolor=edge, linewidth=0.5)
+        thin = THIN if lane in COLOURS else 2 * THIN
+        at = row + THIN - thin / 2 - (THIN if lane == "copy to the host" else 0.0)
+        axes.barh(at, width, thin, start, color=colour, edgecolor=edge, linewidth=0.5)
         if lane == "plan" and width > whole["dur"] / 1e6 / 40:
             ink = "white" if is_dark(colour) else "black"
             label = str(bar["args"]["micro_batch"])
             axes.text(start + width / 2, at, label, ha="center", va="center", color=ink, fontsize=7)
-    ticks = [row + offset for row in row_of.values() for offset in (0, 1)]
-    axes.set_yticks(ticks, [f"{ranks[p]}, {what}" for p in row_of for what in ("plan", "measured")])
+    ticks = [row + offset for row in row_of.values() for offset in range(len(rows))]
+    axes.set_yticks(ticks, [f"{ranks[p]}, {what}" for p in row_of for what in rows])
     axes.set_ylim(max(ticks) + 0.6, -0.6)
     axes.set_xlim(0, whole["dur"] / 1e6)
     axes.set_facecolor(IDLE)
     axes.set_xlabel("seconds since the step began")
     legend = [Patch(color=c, label=n) for c, n in zip(palette.colours, palette.names, strict=True)]
     legend += [Patch(color=WAIT, label="waiting for others"), Patch(color=SYNC, label="sync")]
+    legend += [Patch(color=colour, label=lane) for colour, lane in copies.items()]
     axes.legend(handles=legend, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=8, fontsize=8)
     stretched = whole["args"]["plan_stretched_by"]
     axes.set_title(f"{whole['name']}; the plan x {stretched:.2f}", loc="left", fontsize=10)

@@ -95,7 +95,13 @@ def moe_arguments(prefix, **overrides):
 
 
 def hdp_gradients(arguments, *faults, plan=None):
-    """Loss and whole gradients after one HDP step; what other ranks hold comes to the first one.
+    """Loss and whole gradients after one HDP step; see `hdp_step`."""
+    report, grads = hdp_step(arguments, *faults, plan=plan)
+    return report.loss, grads
+
+
+def hdp_step(arguments, *faults, plan=None):
+    """Report and whole gradients of one HDP step; what other ranks hold comes to the first one.
 
     Args:
         arguments: the run.
@@ -106,7 +112,7 @@ def hdp_gradients(arguments, *faults, plan=None):
     gpt = model.build_gpt(arguments, VOCABULARY)
     executor = hdp_steps.build_executor(arguments, gpt, Timeline())
     token_file = TokenFile(arguments.data_path[0])
-    cost_model = hdp_steps.cost_model_of(arguments, parallel.num_parameters(gpt))
+    cost_model = hdp_steps.cost_model_of(arguments, executor)
     documents = range(len(token_file.lengths))
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
     with ExitStack() as planted:
@@ -122,7 +128,7 @@ def hdp_gradients(arguments, *faults, plan=None):
         _gather_shards(gpt)
     grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
     grads = _together(grads, parallel_state.get_expert_model_parallel_group())
-    return report.loss, _together(grads, parallel_state.get_pipeline_model_parallel_group())
+    return report, _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
 def reference_gradients(arguments):
@@ -201,14 +207,22 @@ def errors_of(cases, *faults):
     first, _ = cases[0]
     parallel.initialise(first)
     found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
-    stages, expert_ranks = first.pipeline_model_parallel_size, first.expert_model_parallel_size
-    if first.tensor_model_parallel_size * stages * expert_ranks > 1:
-        parallel.finish()
-        parallel.initialise(_stock(first))
-    if dist.get_rank() > 0:
+    expected = reference_on_first_rank(first)
+    if expected is None:
         return None
-    expected = reference_gradients(first)
     return [largest_error(gradients, expected) for gradients in found]
+
+
+def reference_on_first_rank(arguments):
+    """`reference_gradients` after a parallel run; None on the other ranks."""
+    stages, expert_ranks = (
+        arguments.pipeline_model_parallel_size,
+        arguments.expert_model_parallel_size,
+    )
+    if arguments.tensor_model_parallel_size * stages * expert_ranks > 1:
+        parallel.finish()
+        parallel.initialise(_stock(arguments))
+    return reference_gradients(arguments) if dist.get_rank() == 0 else None
 
 
 def _stock(arguments):

@@ -5,8 +5,11 @@ import numpy as np
 from megatron_hdp.planner import Plan, slice_tokens
 
 
-def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
-    """Rings of random size, several sequences to a ring, whole ones beside, in random order."""
+def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0, offload=False):
+    """Rings of random size, several sequences to a ring, whole ones beside, in random order.
+
+    With `offload` every micro-batch has a ratio of its own; some have none.
+    """
     rng = np.random.default_rng(seed)
     micro_batches = []
     for sequence in rng.permutation(len(lengths)).tolist():
@@ -30,7 +33,8 @@ def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0):
                 }
             )
     rng.shuffle(micro_batches)
-    return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple)
+    ratios = rng.choice([0.0, 0.2, 0.5, 1.0], len(micro_batches)) * offload
+    return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple, ratios)
 
 
 def _join(micro_batches, sequence, degree, sizes, capacity, rng):
@@ -53,7 +57,7 @@ def _join(micro_batches, sequence, degree, sizes, capacity, rng):
     return False
 
 
-def _plan(micro_batches, lengths, ranks, capacity, multiple):
+def _plan(micro_batches, lengths, ranks, capacity, multiple, ratios):
     def offsets(counts):
         return np.concatenate([[0], np.cumsum(list(counts))]).astype(np.int64)
 
@@ -70,9 +74,9 @@ def _plan(micro_batches, lengths, ranks, capacity, multiple):
         local_offsets=offsets(map(len, local)),
         local_sequences=[sequence for pairs in local for _, sequence in pairs],
         local_ranks=[rank for pairs in local for rank, _ in pairs],
-        offload_ratios=np.zeros(len(micro_batches)),
+        offload_ratios=ratios,
         slice_multiple=multiple,
         summary={"efficiency": 1.0, "planning_ms": 0.0},
     )
-    made.validate()
+    made.validate(num_layers=1)  # the tokens fit as they are, whatever goes to the host
     return made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_hdp.simulator.trace_events import write_events
 from megatron_hdp.training.step_trace import name_events, step_events
-from tests.training.test_trace import ranks_of_two_machines
+from tests.training.test_trace import ranks_of_two_machines, with_copies
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "plot_trace.py"
 
@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "plot_trace.py"
 def drawn(tmp_path, *step):
     plan, evaluation, ranks = ranks_of_two_machines()
     events = [
-        *name_events([rank.place for rank in ranks]),
+        *name_events([rank.place for rank in ranks], offload=True),
         *step_events(ranks, plan, evaluation, 7, 0.0),
-        *step_events(ranks, plan, evaluation, 8, 10.0),
+        *step_events(with_copies(ranks), plan, evaluation, 8, 10.0),
     ]
     write_events(tmp_path / "trace.json", events, {})
     assert json.loads((tmp_path / "trace.json").read_bytes())["otherData"] == {}

@@ -177,13 +177,14 @@ def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
             f"found --cost-model {arguments.cost_model} and --model {arguments.model}; expected "
             "one of them: drop --model to plan with the measured coefficients"
         )
+    changes: dict[str, object] = {}
     if arguments.cost_model:
         cost_model, costs_of = CostModel.from_json(arguments.cost_model), arguments.cost_model
     else:
         name = arguments.model or "llama-7b"
         model = find_model(name)
         cost_model, costs_of = model.cost_model(), describe(name, model)
-    changes: dict[str, object] = {}
+        changes["num_layers"] = max(1, model.num_layers // arguments.pipeline_stages)
     if arguments.ranks_per_node is not None:
         changes["ranks_per_node"] = arguments.ranks_per_node
     if arguments.rank_speeds is not None:

@@ -388,6 +388,14 @@ def _check_parallel(args: TrainingArguments) -> None:
             f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
         )
 
+    layers = (args.num_layers or 1) // stages
+    if args.hdp_offload != "off" and layers <= 2:
+        raise OptionError(
+            f"--hdp-offload {args.hdp_offload} has no effect with {layers} layers on a rank: "
+            "two layers' activations always stay on the device: leave it out, or use fewer "
+            "pipeline stages"
+        )
+
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
     if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
         raise OptionError(

@@ -11,12 +11,14 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import platform
 import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hdp import __version__
+from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,12 @@ class Diagnosis:
 
     versions: dict[str, str | None]
     device: str
+    cuda_connections: str
+    """What is set, or will be, for CUDA_DEVICE_MAX_CONNECTIONS."""
     cpu_shim_applies: bool
     cpu_shim_redirects: dict[str, str]
+    gpu_gaps: dict[str, str]
+    """What a run on a GPU defines because Megatron does not."""
     attention_kernel: str | None
     seams: tuple[SeamCheck, ...]
     optional_packages: tuple[PackageCheck, ...]
@@ -189,7 +195,7 @@ def diagnose() -> Diagnosis:
             "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
         )
     has_torch = _importable("torch")
-    device, shim_applies, redirects, kernel = "unknown", False, {}, None
+    device, shim_applies, redirects, gaps, kernel = "unknown", False, {}, {}, None
     if has_torch:
         from megatron_hdp.megatron import cpu_shim
 
@@ -199,12 +205,17 @@ def diagnose() -> Diagnosis:
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
     if _importable("megatron.core"):
+        from megatron_hdp.megatron.gpu_gaps import GAPS
+
+        gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
     return Diagnosis(
         versions=_versions(),
         device=device,
+        cuda_connections=describe(compute_capability(), os.environ.get(VARIABLE)),
         cpu_shim_applies=shim_applies,
         cpu_shim_redirects=redirects,
+        gpu_gaps=gaps,
         attention_kernel=kernel,
         seams=seams,
         optional_packages=tuple(PackageCheck(p, _found(p)) for p in OPTIONAL_PACKAGES),
@@ -289,6 +300,7 @@ def _text(diagnosis: Diagnosis) -> str:
     lines = [f"{name:18} {found or 'not found'}" for name, found in diagnosis.versions.items()]
     lines += [
         f"{'device':18} {diagnosis.device}",
+        f"{'CUDA connections':18} {diagnosis.cuda_connections}",
         f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
         "",
         "seams in megatron-core (HDP replaces none of its functions):",
@@ -301,7 +313,8 @@ def _text(diagnosis: Diagnosis) -> str:
         lines += ["", "without a GPU a run redirects, until it ends:"]
         lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
     else:
-        lines += ["", "the CPU shim does not apply here"]
+        lines += ["", "the CPU shim does not apply here; a run fills in, until it ends:"]
+        lines += [f"  {what}: {how}" for what, how in diagnosis.gpu_gaps.items()]
     lines += ["", "optional packages:"]
     for item in diagnosis.optional_packages:
         found = item.found or f"not found: {item.package.without_it}"

@@ -7,12 +7,12 @@ plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -21,15 +21,16 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_hdp.data import RankMicroBatch
+from megatron_hdp.data import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.schedule_timers import noting_compute
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
+from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring_comm import RingComm
 from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
@@ -50,6 +51,10 @@ class RankOutcome:
     sync_s: float
     """Seconds of gradient sync, waiting for the last rank included."""
     ring_bytes: int
+    offloaded_bytes: int
+    """Activations that went to the host and came back."""
+    host_bytes: int
+    """Host memory held for them."""
 
     @property
     def busy_s(self) -> float:
@@ -74,8 +79,12 @@ class HdpExecutor:
         self.kernel = kernel
         self.fused_loss = fused_loss
         self.timeline = comm.timeline
+        self.layers = get_attr_wrapped_model(model, "decoder").layers
+        self.offload = ActivationOffload(
+            self.layers, compute_device(), model.parameters, timeline=self.timeline
+        )
         self._losses: list[torch.Tensor] = []
-        self._reached_sync = 0.0
+        self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(model)
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
@@ -104,6 +113,7 @@ class HdpExecutor:
             forward_only: no backward and no gradient sync (evaluation).
         """
         self.comm.bytes_sent = 0
+        self.offload.offloaded_bytes = 0
         self.timeline.reset()
         self._losses = []
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
@@ -114,16 +124,44 @@ class HdpExecutor:
         ):
             self._run_schedule(micro_batches, forward_only)
         if forward_only:
-            self._reached_sync = time.perf_counter()
+            self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
         return RankOutcome(
             losses=tuple(loss.item() for loss in self._losses),
-            until_sync_s=self._reached_sync - self.timeline.started_s,
+            until_sync_s=self.timeline.since_start_s(self._reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
             sync_s=totals_s[SYNC],
             ring_bytes=self.comm.bytes_sent,
+            offloaded_bytes=self.offload.offloaded_bytes,
+            host_bytes=self.offload.pool.held_bytes,
         )
+
+    def activation_bytes_per_token(self) -> float:
+        """What autograd keeps of one token in one layer on this rank, counted on a small example.
+
+        All ranks of a model replica, and of an expert domain, must call this together.
+        """
+        num_tokens = 64 * self.place.token_multiple
+        example = replace(
+            padding_micro_batch(self.place.hdp_rank, num_tokens),
+            tokens=np.arange(num_tokens) % get_attr_wrapped_model(self.model, "vocab_size"),
+        )
+        if not self.place.is_first_stage:
+            received = torch.zeros(
+                self._activation_shape(example),
+                dtype=self._config.pipeline_dtype,
+                device=compute_device(),
+                requires_grad=True,
+            )
+            get_attr_wrapped_model(self.model, "set_input_tensor")(received)
+        totals = saved_bytes(
+            self.layers,
+            self.model.parameters(),
+            lambda: self._forward_step(iter([example]), self.model),
+        )
+        of_layers = totals[:-1] or totals  # the loss would count as the last one's
+        return max(of_layers) / num_tokens
 
     def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
@@ -182,14 +220,17 @@ class HdpExecutor:
             kernel=self.kernel,
         )
         targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
-        # the last stage's loss or logits, else activations for the next stage
-        output = model(
-            tokens[None],
-            positions[None],
-            None,
-            packed_seq_params=params,
-            **(targets if self.fused_loss else {}),
-        )
+        # without gradients nothing is saved
+        ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
+        with self.offload.micro_batch(ratio):
+            # the last stage's loss or logits, else activations for the next stage
+            output = model(
+                tokens[None],
+                positions[None],
+                None,
+                packed_seq_params=params,
+                **(targets if self.fused_loss else {}),
+            )
         return output, partial(self._loss, **targets)
 
     def _loss(
@@ -208,7 +249,7 @@ class HdpExecutor:
         """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
         if self._pipeline is not None:
             self._pipeline.finish()
-        self._reached_sync = time.perf_counter()
+        self._reached_sync = self.timeline.now()
         with self.timeline.span(SYNC):
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,30 +23,68 @@ from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.parallel import compute_device, new_ring_comm, rank_place, say
+from megatron_hdp.megatron.parallel import (
+    compute_device,
+    new_ring_comm,
+    num_parameters,
+    rank_place,
+    say,
+)
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.agreement import fingerprint, largest, require_agreement
+from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.kernels import select_kernel
-from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.runtime.timeline import AGREEMENT, Timeline
 
 
 class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
 
 
-def cost_model_of(arguments: TrainingArguments, num_parameters: int) -> CostModel:
-    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape."""
-    if arguments.hdp_cost_model is not None:
-        return CostModel.from_json(arguments.hdp_cost_model)
+def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: activations are to be offloaded, and the file is about other layers.
+    """
+    num_layers = len(executor.layers)
+    if arguments.hdp_cost_model is None:
+        shape = _cost_model_of_shape(arguments, executor)
+        return replace(shape, num_layers=num_layers)
+    measured = CostModel.from_json(arguments.hdp_cost_model)
+    if arguments.hdp_offload != "off" and measured.num_layers != num_layers:
+        raise ValueError(
+            f"--hdp-offload {arguments.hdp_offload}: {arguments.hdp_cost_model} says num_layers "
+            f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "
+            "again, or correct num_layers (layers of one pipeline stage)"
+        )
+    return measured
+
+
+def _cost_model_of_shape(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    others: dict[str, float] = {}
+    if arguments.hdp_offload != "off":
+        place, ranks = executor.place, dist.get_world_size()
+        counted = over_all_ranks(
+            {"bytes": executor.activation_bytes_per_token()}, {}, compute_device()
+        )
+        # of one of the tensor ranks and stages that make up an HDP rank; the model's a and b are
+        # those of the whole HDP rank at the speed of one device
+        devices = place.num_tensor_ranks * place.num_stages
+        per_token = counted["bytes"] / ranks * len(executor.layers) * devices
+        others = {"activation_bytes_per_token": per_token}
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
     return CostModel.from_model_shape(
         num_layers=arguments.num_layers,
         hidden_size=attention_size,
-        num_parameters=num_parameters,
+        num_parameters=num_parameters(executor.model),
         kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
+        **others,
     )
 
 
@@ -124,7 +164,8 @@ class HdpSteps:
 
         Ranks compare the plan before anything else is communicated.
         """
-        (failed,) = largest([prepared.failure is not None], compute_device())
+        with self._agreement():
+            (failed,) = largest([prepared.failure is not None], compute_device())
         if failed:
             failure = prepared.failure or "another rank's planner failed"
             if prepared.failure is None:
@@ -140,8 +181,13 @@ class HdpSteps:
             "cost model": fingerprint(self.cost_model.to_json()),
             "plan": prepared.plan.fingerprint(),
         }
-        require_agreement(facts, compute_device())
+        with self._agreement():
+            require_agreement(facts, compute_device())
         return prepared
+
+    def _agreement(self) -> AbstractContextManager[None]:
+        """Where this rank may stand because another one has not come."""
+        return self.executor.timeline.noted(AGREEMENT)
 
     def _note_planner_failure(self, failure: str) -> None:
         self.num_planner_failures += 1
@@ -155,7 +201,8 @@ class HdpSteps:
     def _without_corrupt(self, prepared: PreparedStep) -> Int64Array:
         """Takes corrupt sequences out of the step; returns the rows that are left of the table."""
         num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
-        (anywhere,) = largest([num_found], compute_device())
+        with self._agreement():
+            (anywhere,) = largest([num_found], compute_device())
         rows = prepared.step.sequences
         if not anywhere:
             self._corrupt.none_found()
@@ -169,12 +216,13 @@ class HdpSteps:
             return
         arrays = [array for one in prepared.micro_batches for array in (one.tokens, one.labels)]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
-        dist.broadcast(
-            packed,
-            parallel_state.get_tensor_model_parallel_src_rank(),
-            parallel_state.get_tensor_model_parallel_group(),
-        )
-        parts = packed.cpu().split([len(array) for array in arrays])
+        with self._agreement():
+            dist.broadcast(
+                packed,
+                parallel_state.get_tensor_model_parallel_src_rank(),
+                parallel_state.get_tensor_model_parallel_group(),
+            )
+            parts = packed.cpu().split([len(array) for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
             array[:] = part.numpy()
 
@@ -196,23 +244,26 @@ class HdpSteps:
         non_finite = self._non_finite(prepared, outcome)
         lengths = self.table.length[trained]
         num_loss_tokens = int(self.table.num_labels[trained].sum())
-        job = over_all_ranks(
-            sums={
-                "loss_sum": sum(outcome.losses),
-                "num_non_finite": len(non_finite),
-                "busy_s": outcome.busy_s,
-                "ring_wait_s": outcome.ring_wait_s,
-                "pipeline_wait_s": outcome.pipeline_wait_s,
-                "sync_s": outcome.sync_s,
-                "ring_bytes": outcome.ring_bytes,
-            },
-            maxima={
-                "makespan_s": outcome.until_sync_s,
-                "minus_least_busy_s": -outcome.busy_s,
-                "exposed_s": exposed_s,
-            },
-            device=compute_device(),
-        )
+        with self._agreement():
+            job = over_all_ranks(
+                sums={
+                    "loss_sum": sum(outcome.losses),
+                    "num_non_finite": len(non_finite),
+                    "busy_s": outcome.busy_s,
+                    "ring_wait_s": outcome.ring_wait_s,
+                    "pipeline_wait_s": outcome.pipeline_wait_s,
+                    "sync_s": outcome.sync_s,
+                    "ring_bytes": outcome.ring_bytes,
+                    "offloaded_bytes": outcome.offloaded_bytes,
+                },
+                maxima={
+                    "makespan_s": outcome.until_sync_s,
+                    "minus_least_busy_s": -outcome.busy_s,
+                    "exposed_s": exposed_s,
+                    "host_bytes": outcome.host_bytes,
+                },
+                device=compute_device(),
+            )
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
         counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
@@ -233,6 +284,8 @@ class HdpSteps:
             pipeline_wait_s=job["pipeline_wait_s"] / ranks,
             sync_s=job["sync_s"] / ranks,
             ring_bytes=int(job["ring_bytes"]),
+            offloaded_bytes=int(job["offloaded_bytes"]),
+            host_bytes_max=int(job["host_bytes"]),
             planning_ms=prepared.plan.summary["planning_ms"],
             planning_exposed_ms=job["exposed_s"] * 1e3,
             skipped_documents=self._corrupt.num_skipped,
@@ -267,6 +320,8 @@ def build_executor(
     arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
 ) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this."""
+    device = compute_device()
+    timeline.use(clock_of(device))
     comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
-    kernel = select_kernel(compute_device())
+    kernel = select_kernel(device)
     return HdpExecutor(model, rank_place(arguments), comm, kernel, arguments.hdp_fused_loss)

@@ -24,19 +24,23 @@ _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 def initialise_by_name(model: GPTModel, seed: int) -> None:
     """Draws every matrix of the model anew; norms and biases, ones and zeros, stay.
 
+    Each is drawn on the device that holds it: a GPU's generator gives other numbers than a CPU's.
+
     Args:
         model: as Megatron built it.
         seed: the run's.
     """
     config = model.config
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=gpus), torch.no_grad():
         for name, parameter in global_parameters(model):
             if parameter.dim() < 2:
                 continue
             into_residual = name.endswith(_INTO_RESIDUAL)
             draw = config.output_layer_init_method if into_residual else config.init_method
             torch.manual_seed(fingerprint(seed, name) % 2**63)
-            whole = torch.empty(whole_shape(parameter), dtype=torch.float32)
+            shape, device = whole_shape(parameter), parameter.device
+            whole = torch.empty(shape, dtype=torch.float32, device=device)
             draw(whole)
             parameter.copy_(own_part(parameter, whole))
 

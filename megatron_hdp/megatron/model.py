@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import torch
@@ -23,6 +24,12 @@ from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.norm import SequenceParallelNorm
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
+
+_SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
+
+
+def _is_found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def model_dtype(arguments: TrainingArguments) -> torch.dtype:
@@ -48,7 +55,11 @@ def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
 
 
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
-    """Megatron's model configuration; fused kernels only where there is a GPU."""
+    """Megatron's model configuration; fused kernels only where there is a GPU.
+
+    Those of the softmax are compiled with NVIDIA's apex and imported when first used. All others
+    come from torch.compile.
+    """
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
     functions = {}
@@ -84,7 +95,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         calculate_per_token_loss=arguments.hybrid_data_parallel,
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=False,
-        masked_softmax_fusion=on_gpu,
+        masked_softmax_fusion=on_gpu and _is_found(_SOFTMAX_KERNELS),
         bias_activation_fusion=on_gpu and arguments.swiglu,
         bias_dropout_fusion=on_gpu,
         **functions,
@@ -145,8 +156,7 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
     )
     if arguments.hybrid_data_parallel:
         model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
-        if config.use_cpu_initialization:
-            initialise_by_name(model, arguments.seed)
+        initialise_by_name(model, arguments.seed)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

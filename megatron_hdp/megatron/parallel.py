@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.megatron import cpu_shim
+from megatron_hdp.megatron import cpu_shim, gpu_gaps
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.moe_options import expert_domain_size
 from megatron_hdp.runtime.attempt import store_of_attempt
@@ -30,9 +30,14 @@ def compute_device() -> torch.device:
 
 
 def join_job(arguments: TrainingArguments) -> None:
-    """Joins the job that torchrun started, or started again; `leave_job` undoes it."""
+    """Joins the job that torchrun started, or started again; `leave_job` undoes it.
+
+    Raises:
+        ValueError: there is no GPU for this rank, or none can do what is asked for.
+    """
     device = compute_device()
     if device.type == "cuda":
+        _require_gpu(device, arguments)
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -44,6 +49,19 @@ def join_job(arguments: TrainingArguments) -> None:
         world_size=world_size,
         timeout=timeout,
     )
+
+
+def _require_gpu(device: torch.device, arguments: TrainingArguments) -> None:
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {device.index} of this machine (LOCAL_RANK) has no GPU: found "
+            f"{torch.cuda.device_count()}, and each rank needs its own: lower --nproc-per-node"
+        )
+    if arguments.fp64:
+        raise ValueError(
+            "--fp64 trains on CPUs, Megatron's optimizers take no float64 on a GPU: leave it out, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+        )
 
 
 def leave_job() -> None:
@@ -80,6 +98,8 @@ def initialise(arguments: TrainingArguments) -> None:
         )
     if cpu_shim.needed():
         cpu_shim.apply()
+    else:
+        gpu_gaps.fill()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
         pipeline_model_parallel_size=stages,
@@ -90,9 +110,10 @@ def initialise(arguments: TrainingArguments) -> None:
 
 
 def finish() -> None:
-    """Destroys Megatron's groups and takes the CPU shim off."""
+    """Destroys Megatron's groups and takes the CPU shim off, or what was filled in on a GPU."""
     parallel_state.destroy_model_parallel()
     cpu_shim.revert()
+    gpu_gaps.revert()
 
 
 def _backend(wanted: str, device: torch.device) -> str:

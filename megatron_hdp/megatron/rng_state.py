@@ -38,7 +38,16 @@ def sharded() -> ShardedObject:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Sets every generator to a state that `sharded` gave."""
+    """Sets every generator to a state that `sharded` gave.
+
+    Raises:
+        ValueError: it was saved on a GPU and this is a CPU, or the other way round.
+    """
+    if ("cuda" in state) != torch.cuda.is_available():
+        saved, here = ("a GPU", "a CPU") if "cuda" in state else ("a CPU", "a GPU")
+        raise ValueError(
+            f"the checkpoint's random generators are of {saved}, this is {here}: add --no-load-rng"
+        )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

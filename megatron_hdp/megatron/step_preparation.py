@@ -106,10 +106,11 @@ class StepPreparation:
             cost_model=self.cost_model,
             ranks_per_node=self.cost_model.ranks_per_node,
             pipeline_stages=self.place.num_stages,
+            offload=arguments.hdp_offload,
         )
 
     def _validate(self, step_plan: Plan) -> None:
-        step_plan.validate(num_layers=self.arguments.num_layers)
+        step_plan.validate(num_layers=self.cost_model.num_layers)
 
     def _read(
         self, step: Step, step_plan: Plan, failure: str | None, started: float

@@ -38,6 +38,10 @@ class StepFigures:
     """Seconds of gradient sync, waiting for the last rank included, mean over ranks."""
     ring_bytes: int | None = None
     """Bytes that all ranks sent around rings."""
+    offloaded_bytes: int | None = None
+    """Activations that waited in host memory, over all ranks."""
+    host_bytes_max: int | None = None
+    """Host memory that a rank holds for them, at most."""
     planning_ms: float | None = None
     """The planner's own time."""
     planning_exposed_ms: float | None = None

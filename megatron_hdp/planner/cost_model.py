@@ -59,7 +59,7 @@ class CostModel:
     host_bytes_per_s: float = 25e9
     """Bytes a second that a rank can move to or from host memory; the lower of the two."""
     num_layers: int = 1
-    """Layers of a rank; two of them always stay resident."""
+    """Layers of a rank, of one of its pipeline stages; two of them always stay resident."""
     rank_speeds: tuple[float, ...] = ()
     """Speed of each HDP rank, 1 being the one described here; all 1 if empty."""
 

@@ -1,12 +1,18 @@
-"""Where a rank's time goes: what it does now, seconds by kind, and single spans while recording."""
+"""Where a rank's time goes: what it does now, seconds by kind, and single spans while recording.
+
+What it does now is what its main thread does. How long things took is told by a clock: the CPU's,
+or on a GPU the device's (`runtime.clocks`), which knows once the device has got there.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+
+from megatron_hdp.runtime.clocks import Clock, CpuClock, Moment
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -16,7 +22,13 @@ SYNC = "gradient sync"
 OPTIMIZER = "optimizer step"
 START = "start-up"
 CHECKPOINT = "checkpoint"
-WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC})
+TO_HOST = "copy to the host"
+TO_DEVICE = "copy to the device"
+AGREEMENT = "agreement of all ranks"
+DEVICE_WAIT = "wait for the device"
+WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC, AGREEMENT, DEVICE_WAIT})
+"""What a main thread does while it may wait for other ranks. On a GPU the thread itself passes the
+first three at once; it stands in the last two, for what the device waits for."""
 
 
 @dataclass(frozen=True)
@@ -30,55 +42,155 @@ class Span:
     """Index in the step's plan; None outside micro-batches and for padding."""
 
 
+@dataclass
+class _Open:
+    """A span that has begun."""
+
+    kind: str
+    micro_batch: int | None
+    cpu_start_s: float
+    start: Moment
+
+
 class Timeline:
     """What the main thread of one rank does, nested spans of time; other threads may read it.
 
+    On a GPU a span lasts from when the device's current stream reaches its beginning until it
+    reaches its end. Around a transfer's ``wait()``, which there only makes the stream wait, that is
+    how long the stream stood still.
+
+    Args:
+        clock: tells the times; the CPU's unless given.
+
     Attributes:
         started_s: when the step began: the latest `reset`, in seconds of `time.perf_counter`.
-        totals_s: seconds spent in each kind of span since then.
-        spans: what ended since `start_recording`, or None while not recording.
+        spans: what ended since `start_recording`, as far as its times are known, or None while not
+            recording.
         changes: how often a span began or ended; grows as long as the main thread gets on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or CpuClock()
         self.started_s = time.perf_counter()
-        self.totals_s: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] | None = None
         self.changes = 0
-        self._open: list[tuple[str, float, int | None]] = []
+        self._totals_s: defaultdict[str, float] = defaultdict(float)
+        self._open: list[_Open] = []
+        self._ended: deque[tuple[_Open, Moment]] = deque()  # times not asked for yet
+
+    def use(self, clock: Clock) -> None:
+        """Takes the times from `clock` from now on."""
+        self._know_all()
+        self._clock = clock
 
     @contextmanager
     def span(self, kind: str, micro_batch: int | None = None) -> Iterator[None]:
         """Times the block; without an index of its own, it belongs to the enclosing micro-batch."""
+        with self._opened(kind, micro_batch) as opened:
+            opened.start = self._clock.now()
+            try:
+                yield
+            finally:
+                self._ended.append((opened, self._clock.now()))
+        if not self._clock.is_late:
+            self.settle()
+
+    @contextmanager
+    def beside(self, kind: str, micro_batch: int | None) -> Iterator[None]:
+        """Times what another thread or stream does, like a copy, while recording.
+
+        On a GPU it is the stream that is current inside.
+        """
+        if self.spans is None:
+            yield
+            return
+        start, cpu_start_s = self._clock.now(), time.perf_counter()
+        yield
+        self._ended.append((_Open(kind, micro_batch, cpu_start_s, start), self._clock.now()))
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch that the main thread works for now."""
+        return self._open[-1].micro_batch if self._open else None
+
+    @contextmanager
+    def noted(self, kind: str) -> Iterator[None]:
+        """Tells other threads what the block is, without timing it."""
+        with self._opened(kind, None):
+            yield
+
+    @contextmanager
+    def _opened(self, kind: str, micro_batch: int | None) -> Iterator[_Open]:
         if micro_batch is None and self._open:
-            micro_batch = self._open[-1][2]
-        start = time.perf_counter()
-        self._open.append((kind, start, micro_batch))
+            micro_batch = self._open[-1].micro_batch
+        opened = _Open(kind, micro_batch, now := time.perf_counter(), now)
+        self._open.append(opened)
         self.changes += 1
         try:
-            yield
+            yield opened
         finally:
             self._open.pop()
             self.changes += 1
-            end = time.perf_counter()
-            self.totals_s[kind] += end - start
-            if self.spans is not None:
-                self.spans.append(Span(kind, start, end, micro_batch))
 
     def current(self) -> list[tuple[str, float, int | None]]:
-        """The open spans, outermost first: kind, start in seconds, micro-batch."""
-        return list(self._open)
+        """The open spans, outermost first: kind, start on the CPU's clock, micro-batch."""
+        return [(one.kind, one.cpu_start_s, one.micro_batch) for one in list(self._open)]
+
+    @property
+    def totals_s(self) -> defaultdict[str, float]:
+        """Seconds spent in each kind of span since the latest `reset`; waits for the device."""
+        self.settle()
+        return self._totals_s
+
+    def now(self) -> Moment:
+        """This moment, for `since_start_s`."""
+        return self._clock.now()
+
+    def since_start_s(self, moment: Moment) -> float:
+        """Seconds from the latest `reset` to a moment since; waits for the device, once for each.
+
+        Args:
+            moment: what `now` gave.
+        """
+        with self._device_noted():
+            return self._clock.seconds(moment) - self.started_s
+
+    def settle(self) -> None:
+        """Waits until the device has passed every span that has ended, and takes their times."""
+        if not self._ended:
+            return
+        with self._device_noted():
+            while self._ended:
+                one, end = self._ended.popleft()
+                start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
+                self._totals_s[one.kind] += end_s - start_s
+                if self.spans is not None:
+                    self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch))
+
+    def _device_noted(self) -> AbstractContextManager[None]:
+        """What may wait for the device."""
+        return self.noted(DEVICE_WAIT) if self._clock.is_late else nullcontext()
+
+    def _know_all(self) -> None:
+        """Turns every moment into seconds, so that the clock can be set anew."""
+        self.settle()
+        for one in self._open:
+            one.start = self._clock.seconds(one.start)
 
     def reset(self) -> None:
-        """A step begins: counts anew."""
-        self.started_s = time.perf_counter()
-        self.totals_s.clear()
+        """A step begins: counts anew; waits for the device, which has nothing to do then."""
+        with self._device_noted():
+            self._know_all()
+            self.started_s = self._clock.align()
+        self._totals_s.clear()
 
     def start_recording(self) -> None:
         """Keeps single spans from now on."""
+        self.settle()
         self.spans = []
 
     def stop_recording(self) -> list[Span]:
         """What was recorded; nothing is kept any more."""
+        self.settle()
         spans, self.spans = self.spans or [], None
         return spans

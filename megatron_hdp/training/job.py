@@ -102,8 +102,8 @@ def _hdp_steps(
 ) -> tuple[Steps, Steps | None]:
     token_file = TokenFile(arguments.data_path[0])
     train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
-    cost_model = cost_model_of(arguments, parallel.num_parameters(model))
     executor = build_executor(arguments, model, timeline)
+    cost_model = cost_model_of(arguments, executor)
 
     def steps(documents: range) -> HdpSteps:
         return HdpSteps(

@@ -109,6 +109,7 @@ def _train_step(job: Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     with job.timeline.span(OPTIMIZER):
         _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
+    job.timeline.settle()
     seconds = time.perf_counter() - started
     if job.tracer is not None:
         job.tracer.end(step)

@@ -158,6 +158,8 @@ def _hdp_figures(metrics: StepMetrics) -> list[tuple[str, float | None, str]]:
         ("pipeline wait (ms)", _scaled(metrics.pipeline_wait_s or None, 1e3), ".1f"),
         ("gradient sync (ms)", _scaled(metrics.sync_s, 1e3), ".1f"),
         ("ring traffic (MB)", _scaled(metrics.ring_bytes, 1e-6), ".1f"),
+        ("offloaded (MB)", _scaled(metrics.offloaded_bytes or None, 1e-6), ".1f"),
+        ("host buffers (MB)", _scaled(metrics.host_bytes_max or None, 1e-6), ".1f"),
         ("planning (ms)", metrics.planning_ms, ".2f"),
         ("exposed planning (ms)", metrics.planning_exposed_ms, ".2f"),
         ("skipped documents", metrics.skipped_documents or None, "d"),

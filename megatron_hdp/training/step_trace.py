@@ -5,9 +5,9 @@ the optimizer's step.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
-Times are those of the CPU's clock. Ranks of one machine share it. Those of different machines are
-aligned where they leave the step's agreement, an all-reduce that nobody leaves before everybody has
-entered it: exact to a message's way between machines.
+Times are seconds of the CPU's clock, to which a GPU's are tied. Ranks of one machine share it.
+Those of different machines are aligned where they leave the step's agreement, an all-reduce that
+nobody leaves before everybody has entered it: exact to a message's way between machines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from megatron_hdp.runtime.timeline import (
     PIPELINE_WAIT,
     RING_WAIT,
     SYNC,
+    TO_DEVICE,
+    TO_HOST,
     Span,
 )
 from megatron_hdp.simulator.lanes import bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
 
 PLAN, COMPUTE = "plan", "compute"
-LANES = (PLAN, COMPUTE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
+LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
 _LANE_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
@@ -88,11 +90,12 @@ def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
     return starts
 
 
-def name_events(places: Sequence[RankPlace]) -> Iterator[Event]:
+def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[Event]:
     """The names of processes and threads.
 
     Args:
         places: of all ranks of the job, in ascending order.
+        offload: whether activations may go to the host.
     """
     yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
     yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
@@ -101,8 +104,10 @@ def name_events(places: Sequence[RankPlace]) -> Iterator[Event]:
         label += f", stage {place.stage}" if place.num_stages > 1 else ""
         label += f", tensor rank {place.tensor_rank}" if place.num_tensor_ranks > 1 else ""
         yield from labels("process", process, _thread(process, PLAN), label, process)
+        unused = {TO_HOST, TO_DEVICE} if not offload else set()
+        unused |= {PIPELINE_WAIT} if place.num_stages == 1 else set()
         for position, lane in enumerate(LANES):
-            if lane != PIPELINE_WAIT or place.num_stages > 1:
+            if lane not in unused:
                 yield from labels("thread", process, _thread(process, lane), lane, position)
 
 

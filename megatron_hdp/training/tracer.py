@@ -14,7 +14,8 @@ from megatron_hdp.training.step_trace import RankSpans, clock_starts, name_event
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ABOUT = {
-    "times": "CPU clocks; on GPUs they tell when work was launched, not when it ran",
+    "times": "when work ran: CPU clocks, on GPUs events of the stream that computes, tied to the "
+    "CPU's clock at the beginning of each step",
     "alignment": "ranks of one machine share its clock; machines meet where they leave the "
     "all-reduce that begins a step",
     "plan": "its times are multiplied by measured / predicted compute of the step",
@@ -69,7 +70,8 @@ class StepTracer:
         ranks = sorted(ranks, key=lambda rank: _order(rank.place))
         if self._began_s is None:
             self._began_s = start_s
-            self._events += name_events([rank.place for rank in ranks])
+            offload = self._traced.arguments.hdp_offload != "off"
+            self._events += name_events([rank.place for rank in ranks], offload)
         plan, evaluation = self._traced.planned_times()
         self._events += step_events(ranks, plan, evaluation, step, start_s - self._began_s)
 

@@ -105,6 +105,16 @@ def test_stages(lengths, tmp_path, capsys):
     assert any(name.endswith(", backward") for name in names)
 
 
+@pytest.mark.parametrize("stages, offloads", [(1, True), (8, True), (16, False)])
+def test_offload_leaves_two_layers_of_every_stage(tmp_path, capsys, stages, offloads):
+    """LLaMA-7B has 32 layers: with 16 stages both layers of each stay."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("131072\n")
+    options = ["--lengths", path, "--ranks", 16, "--tokens-per-rank", 8192]
+    run(*options, "--pipeline-stages", stages, "--offload", "auto", "--strategy", "naive")
+    assert ("offloading" in capsys.readouterr().out) == offloads
+
+
 def test_a_slow_rank(lengths, tmp_path, capsys):
     speeds = tmp_path / "speeds"
     speeds.write_text("1\n1\n1\n0.5\n")

@@ -151,6 +151,12 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         ("--save-interval 5", "--save-interval needs --save"),
         ("--hdp-tokens-per-rank 64", "--hdp-tokens-per-rank has no effect without --hybrid"),
         ("--hdp-trace-steps 1", "--hdp-trace-steps has no effect without --hybrid"),
+        ("--hdp-offload auto", "--hdp-offload auto has no effect with 2 layers on a rank"),
+        ("--hdp-offload auto --num-layers 3", "--hdp-offload has no effect without --hybrid"),
+        (
+            "--hdp-offload auto --num-layers 4 --pipeline-model-parallel-size 2",
+            "--hdp-offload auto has no effect with 2 layers on a rank",
+        ),
     ],
 )
 def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:

@@ -24,7 +24,8 @@ def test_training_can_run_here(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.endswith("training can run\n")
-    for expected in (f"torch              {torch.__version__}", "cpu (", "torch-sdpa-cpu", "ok"):
+    version = torch.__version__.split("+")[0]  # a wheel of the package index leaves the rest out
+    for expected in (f"torch              {version}", "cpu (", "torch-sdpa-cpu", "ok"):
         assert expected in text
     for seam in SEAMS:
         assert seam.target in text and seam.why in text

@@ -1,6 +1,8 @@
 """Spans nest, totals add up by kind, and single spans are kept only while recording."""
 
-from megatron_hdp.runtime.timeline import FORWARD, RING_WAIT, Timeline
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_hdp.runtime.timeline import FORWARD, RING_WAIT, TO_HOST, Timeline
 
 
 def test_spans_nest_and_inherit_their_micro_batch():
@@ -34,3 +36,23 @@ def test_a_span_that_raises_is_closed():
     except KeyError:
         pass
     assert timeline.current() == [] and timeline.totals_s[FORWARD] > 0
+
+
+def test_what_runs_beside_is_kept_while_recording():
+    timeline = Timeline()
+    with timeline.span(FORWARD, 4), timeline.beside(TO_HOST, timeline.micro_batch):
+        pass
+    timeline.start_recording()
+    with timeline.span(FORWARD, 5), ThreadPoolExecutor(1) as thread:
+        assert timeline.micro_batch == 5
+        thread.submit(copy_beside, timeline, timeline.micro_batch).result()
+    assert [(span.kind, span.micro_batch) for span in timeline.stop_recording()] == [
+        (TO_HOST, 5),
+        (FORWARD, 5),
+    ]
+    assert timeline.micro_batch is None
+
+
+def copy_beside(timeline, micro_batch):
+    with timeline.beside(TO_HOST, micro_batch):
+        pass

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -10,10 +11,25 @@ import pytest
 from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import Plan, evaluate
-from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
-from megatron_hdp.training import step_trace
+from megatron_hdp.runtime.timeline import (
+    BACKWARD,
+    FORWARD,
+    PIPELINE_WAIT,
+    RING_WAIT,
+    SYNC,
+    TO_DEVICE,
+    TO_HOST,
+    Span,
+)
 from megatron_hdp.training.loop import pretrain
-from megatron_hdp.training.step_trace import LANES, RankSpans, clock_starts, step_events
+from megatron_hdp.training.step_trace import (
+    LANES,
+    RankSpans,
+    clock_starts,
+    name_events,
+    step_events,
+    step_facts,
+)
 from megatron_hdp.training.tracer import StepTracer
 from tests.gradients import tiny_arguments, write_corpus
 from tests.simulator.test_lanes import COST, TWO_STAGES, plan_of
@@ -148,7 +164,8 @@ def test_names_lanes_and_order(traced):
         suffix = f", stage {stage}" if trace.num_stages > 1 else ""
         assert trace.names["process_name", process, 10 * process] == f"HDP rank {hdp_rank}{suffix}"
     lanes = [name for (kind, process, _), name in trace.names.items() if process == 3][1:]
-    assert lanes == [name for name in LANES if name != PIPELINE_WAIT or trace.num_stages > 1]
+    unused = {TO_HOST, TO_DEVICE} | ({PIPELINE_WAIT} if trace.num_stages == 1 else set())
+    assert lanes == [name for name in LANES if name not in unused]
     threads = {(event["pid"], event["tid"]) for event in trace.bars}
     for process, thread in threads:
         one = [b for b in trace.bars if (b["pid"], b["tid"]) == (process, thread)]
@@ -281,7 +298,7 @@ def test_two_machines_two_stages_two_tensor_ranks():
     assert clock_starts(ranks) == {"a": 100.0, "b": 50_000.0}
     names = [
         event["args"]["name"]
-        for event in step_trace.name_events([rank.place for rank in ranks])
+        for event in name_events([rank.place for rank in ranks])
         if event["name"] == "process_name"
     ]
     assert names[1] == "HDP rank 0, stage 0, tensor rank 0" and len(names) == 9
@@ -292,6 +309,35 @@ def test_two_machines_two_stages_two_tensor_ranks():
     assert scale == pytest.approx(8 * 3.0 / (evaluation.busy_s.sum() * 2 * 2))
     drawn = sum(e["dur"] for e in events if e["tid"] % 10 == 0 and e["pid"] > 1)
     assert drawn / MICROSECONDS == pytest.approx(8 * 3.0)
+
+
+def with_copies(ranks):
+    """The same ranks, each of which copied activations during its forward and its backward."""
+    return [
+        replace(
+            rank,
+            spans=[
+                *rank.spans,
+                Span(TO_HOST, rank.spans[0].start_s, rank.spans[0].end_s, 0),
+                Span(TO_DEVICE, rank.spans[1].start_s, rank.spans[1].end_s, 0),
+            ],
+        )
+        for rank in ranks
+    ]
+
+
+def test_copies_have_lanes_of_their_own():
+    plan, evaluation, ranks = ranks_of_two_machines()
+    places = [rank.place for rank in ranks]
+    names = [
+        {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        for events in map(list, (name_events(places), name_events(places, offload=True)))
+    ]
+    assert sorted(set(names[1].values()) - set(names[0].values())) == [TO_DEVICE, TO_HOST]
+    events = step_events(with_copies(ranks), plan, evaluation, 7, 0.0)
+    copies = [(names[1][e["tid"]], e["dur"]) for e in events if e["name"].startswith("copy")]
+    assert Counter(copies) == {(TO_HOST, 1e6): 8, (TO_DEVICE, 2e6): 8}
+    assert step_facts(with_copies(ranks), evaluation) == step_facts(ranks, evaluation)
 
 
 def test_short_waits_are_summed_not_drawn():

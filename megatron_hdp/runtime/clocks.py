@@ -1,0 +1,109 @@
+"""What time it is: on a CPU when the program is there, on a GPU when its stream gets there.
+
+Work on a GPU runs after it was launched, so the CPU's clock would time launches. There a moment is
+an event on the current stream; how late it was is known once the device has passed it. All times
+are seconds of `time.perf_counter`, to which a device's are tied anew at every `align`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+Moment: TypeAlias = Any
+"""A point in time: a float, in seconds, or what its clock turns into one."""
+
+
+class Clock(Protocol):
+    """What a timeline takes its times from.
+
+    Attributes:
+        is_late: True if a moment's time is known only after it has been.
+    """
+
+    is_late: bool
+
+    def now(self) -> Moment:
+        """This moment; never waits for the device."""
+        ...
+
+    def align(self) -> float:
+        """Waits for the device, ties its times to the CPU's; returns the time now.
+
+        Moments from before must have been turned into seconds.
+        """
+        ...
+
+    def seconds(self, moment: Moment) -> float:
+        """When `moment` was, once the device is past it; to be asked once for each."""
+        ...
+
+
+class CpuClock:
+    """The clock of a CPU, which has done its work when the call returns."""
+
+    is_late = False
+
+    def now(self) -> float:
+        """This moment."""
+        return time.perf_counter()
+
+    def align(self) -> float:
+        """This moment; there is nothing to tie together."""
+        return time.perf_counter()
+
+    def seconds(self, moment: Moment) -> float:
+        """`moment` itself."""
+        return float(moment)
+
+
+class DeviceClock:
+    """Events on the current stream; each is used again once its time is known.
+
+    The time of an event counts from the one of the latest `align`, which is exact to what the CPU
+    takes to notice that the device got there, some ten microseconds, alike for the whole step.
+
+    Args:
+        new_event: makes an event with ``record()``, ``synchronize()`` and ``elapsed_time(later)``
+            in milliseconds, as `torch.cuda.Event` with timing.
+    """
+
+    is_late = True
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+        self._free: list[Any] = []
+        self._aligned = new_event()
+        self.align()
+
+    def now(self) -> Moment:
+        """An event recorded on the current stream."""
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        return event
+
+    def align(self) -> float:
+        """See `Clock.align`."""
+        self._aligned.record()
+        self._aligned.synchronize()
+        self._aligned_s = time.perf_counter()
+        return self._aligned_s
+
+    def seconds(self, moment: Moment) -> float:
+        """See `Clock.seconds`; a float, from before the timeline had this clock, stays itself."""
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        self._free.append(moment)
+        return self._aligned_s + float(self._aligned.elapsed_time(moment)) * 1e-3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what runs on `device`, of the current stream where that is a GPU."""
+    if device.type == "cpu":
+        return CpuClock()
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True))

@@ -1,0 +1,10 @@
+"""Activations that wait in host memory between forward and backward.
+
+`activation_offload` is what the executor uses, `stash` decides what goes and when it returns,
+`copies` moves it beside the compute, `host_pool` is where it waits; `saved_bytes` counts it.
+"""
+
+from megatron_hdp.runtime.offload.activation_offload import ActivationOffload
+from megatron_hdp.runtime.offload.saved_bytes import saved_bytes
+
+__all__ = ["ActivationOffload", "saved_bytes"]

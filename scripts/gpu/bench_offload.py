@@ -1,0 +1,237 @@
+"""Selective activation offload on one GPU: time and peak memory by ratio, predicted and measured.
+
+A 7B-shaped stack of layers, as many as fit, runs forward and backward of one micro-batch through
+the executor of the training command. The memory model gets its coefficients from two small
+micro-batches without offload; it decides how many layers fit and predicts every peak in the table.
+"""
+
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from common import Budget, machine, parse, peak_bytes, seconds_of, table
+
+from megatron_hdp.data import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.executor import HdpExecutor
+from megatron_hdp.megatron.hdp_steps import build_executor
+from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.planner.memory_model import MemoryModel
+from megatron_hdp.runtime.timeline import Timeline
+
+VOCABULARY = 32_000
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 11_008,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "bf16": True,
+}
+TINY = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+}
+RATIOS = (0.0, 0.5, 1.0, 0.25, 0.75)  # the most telling ones first, should time run out
+HEADER = ("tokens", "layers", "ratio", "seconds", "of r = 0", "peak GB", "of r = 0", "predicted GB")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What to measure."""
+
+    tokens: tuple[int, ...]
+    small_tokens: tuple[int, int]
+    """Micro-batches that the memory model is fitted to."""
+    shape: dict[str, int]
+    host_bytes: float
+    """How much may wait in host memory."""
+    most_layers: int
+
+
+def sizes_of(small: bool) -> Sizes:
+    """Return sizes for a GPU of 140 GB, or for any CPU."""
+    if small:
+        return Sizes((256, 512), (64, 128), TINY, 1e9, 4)
+    tokens = (65_536, 262_144, 131_072, 32_768)
+    return Sizes(tokens, (4096, 8192), LLAMA_7B, 64e9, 16)
+
+
+def arguments_of(sizes: Sizes, num_layers: int) -> TrainingArguments:
+    """Return a run of so many layers on this one rank."""
+    longest = max(sizes.tokens)
+    return TrainingArguments(
+        num_layers=num_layers,
+        seq_length=longest,
+        max_position_embeddings=longest,
+        group_query_attention=True,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        train_iters=1,
+        lr=1e-4,
+        data_path=("unused",),
+        hybrid_data_parallel=True,
+        hdp_tokens_per_rank=longest,
+        stall_timeout_seconds=600.0,
+        expert_tensor_parallel_size=1,
+        **sizes.shape,
+    )
+
+
+def executor_of(sizes: Sizes, num_layers: int) -> HdpExecutor:
+    """Return so many layers, ready to run."""
+    arguments = arguments_of(sizes, num_layers)
+    parallel.set_seeds(1)
+    return build_executor(arguments, build_gpt(arguments, VOCABULARY), Timeline())
+
+
+def micro_batch_of(tokens: int, ratio: float) -> RankMicroBatch:
+    """One sequence of random tokens, all of which carry loss."""
+    draw = np.random.default_rng(0)
+    return replace(
+        padding_micro_batch(0, tokens),
+        tokens=draw.integers(0, VOCABULARY, tokens),
+        labels=draw.integers(0, VOCABULARY, tokens),
+        loss_mask=np.ones(tokens, dtype=np.bool_),
+        offload_ratio=ratio,
+    )
+
+
+def run(executor: HdpExecutor, tokens: int, ratio: float) -> None:
+    """Runs forward and backward of one micro-batch."""
+    executor.model.zero_grad_buffer()
+    executor.run([micro_batch_of(tokens, ratio)], tokens)
+
+
+def memory_model(executor: HdpExecutor, sizes: Sizes) -> MemoryModel:
+    """Fitted to two small micro-batches; the first run of each also warms the device up."""
+    peaks = []
+    for tokens in sizes.small_tokens:
+        run(executor, tokens, 0.0)
+        peak = peak_bytes(lambda tokens=tokens: run(executor, tokens, 0.0))
+        peaks.append((tokens, float(peak)))
+    return MemoryModel.fit(len(executor.layers), executor.activation_bytes_per_token(), peaks)
+
+
+def layers_that_fit(model: MemoryModel, tokens: int, memory_bytes: float, sizes: Sizes) -> int:
+    """The most layers that train `tokens` without offload, 3 at least so that one may leave."""
+    of_layer = model.activation_bytes_per_token * tokens
+    weights = model.fixed_bytes / model.num_layers  # embeddings included: rather too much
+    workspace = model.workspace_bytes_per_token * tokens
+    by_memory = (0.92 * memory_bytes - workspace) / (of_layer + weights)
+    by_host = 2 + sizes.host_bytes / of_layer
+    return max(3, min(int(by_memory), int(by_host), sizes.most_layers))
+
+
+def measure(
+    executor: HdpExecutor, tokens: int, ratio: float, device: str
+) -> tuple[float, int | None]:
+    """Seconds and peak bytes of one micro-batch, after one that fills the pool of host memory."""
+    run(executor, tokens, ratio)
+    times: list[float] = []
+
+    def timed() -> None:
+        times.append(seconds_of(lambda: run(executor, tokens, ratio), device))
+
+    if device == "cpu":
+        timed()
+        return times[0], None
+    peak = peak_bytes(timed)
+    return times[0], peak
+
+
+def print_rows(
+    tokens: int, executor: HdpExecutor, model: MemoryModel | None, device: str, budget: Budget
+) -> None:
+    """Prints the table's rows of one length, one by one."""
+    base: tuple[float, int | None] | None = None
+    for ratio in RATIOS:
+        row = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
+        predicted = f"{model.peak_bytes(tokens, ratio) / 1e9:.1f}" if model else "-"
+        if base is not None and budget.left_s < 3 * base[0]:
+            print_row([*row, "no time left", "", "", "", predicted])
+            continue
+        try:
+            seconds, peak = measure(executor, tokens, ratio, device)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            print_row([*row, "out of memory", "", "", "", predicted])
+            continue
+        if ratio == 0.0:
+            base = (seconds, peak)
+        slower = f"{seconds / base[0] - 1:+.0%}" if base else "-"
+        measured = f"{peak / 1e9:.1f}" if peak else "-"
+        saved = f"{peak / base[1] - 1:+.0%}" if peak and base and base[1] else "-"
+        print_row([*row, f"{seconds:.3f}", slower, measured, saved, predicted])
+
+
+def print_row(row: Sequence[str]) -> None:
+    """Prints a line of the table."""
+    print("| " + " | ".join(row) + " |", flush=True)
+
+
+def on_gpu(sizes: Sizes, budget: Budget) -> None:
+    """As many layers as fit at each length; then how long a micro-batch may be."""
+    memory_bytes = torch.cuda.mem_get_info()[1]
+    probed = memory_model(executor_of(sizes, 3), sizes)
+    for tokens in sizes.tokens:
+        release()
+        executor = executor_of(sizes, layers_that_fit(probed, tokens, memory_bytes, sizes))
+        model = memory_model(executor, sizes)
+        print_rows(tokens, executor, model, "cuda", budget)
+        del executor
+    most = [
+        (ratio, with_layers(probed, 8).most_tokens(0.95 * memory_bytes, ratio))
+        for ratio in (0.0, 0.5, 1.0)
+    ]
+    told = ", ".join(f"{tokens:,} at r = {ratio}" for ratio, tokens in most)
+    print(f"\nLongest micro-batch of 8 such layers here, by the memory model: {told}", flush=True)
+
+
+def with_layers(model: MemoryModel, num_layers: int) -> MemoryModel:
+    """The same layers, more of them; embeddings count as layers: rather too much."""
+    fixed_bytes = model.fixed_bytes / model.num_layers * num_layers
+    return replace(model, num_layers=num_layers, fixed_bytes=fixed_bytes)
+
+
+def release() -> None:
+    """Gives the memory of models that are gone back to the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Prints the table."""
+    options, budget = parse(__doc__ or "", seconds=150)
+    sizes = sizes_of(options.small)
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    arguments = arguments_of(sizes, 3)
+    parallel.join_job(arguments)
+    parallel.initialise(arguments)
+    print(f"Offload: {machine(options.device)}\n")
+    print(table(HEADER, []), flush=True)
+    if options.device == "cuda":
+        on_gpu(sizes, budget)
+    else:
+        for tokens in sizes.tokens:
+            executor = executor_of(sizes, sizes.most_layers)
+            print_rows(tokens, executor, None, "cpu", budget)
+    parallel.finish()
+    parallel.leave_job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Runs the training command as processes of their own, on a GPU or with every GPU hidden.
+
+Nothing is forked: a process that has asked CUDA for anything cannot be.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+ROOT = Path(__file__).parents[2]
+
+# NCCL refuses two ranks on one GPU unless they seem to stand on different machines.
+_ONE_GPU = {
+    "LOCAL_RANK": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run that has been started."""
+
+    processes: list[subprocess.Popen[bytes]]
+    outputs: list[Path]
+    metrics_path: Path
+
+    def finish(self, timeout_s: float) -> list[dict]:
+        """The metrics of every step; fails the test with all ranks' output if one failed."""
+        try:
+            codes = [process.wait(timeout_s) for process in self.processes]
+        finally:
+            self.kill()
+        text = "\n".join(path.read_text(errors="replace")[-6000:] for path in self.outputs)
+        assert not any(codes), f"exit codes {codes}:\n{text}"
+        return [orjson.loads(line) for line in self.metrics_path.read_bytes().splitlines()]
+
+    def kill(self) -> None:
+        """Ends what is still running."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Command:
+    """Starts ``pretrain_gpt`` on so many ranks.
+
+    Args:
+        flags: the command's, without ``--metrics-path``.
+        folder: made; for its output.
+        device: "cuda": all ranks on the first GPU; "cpu": on none.
+        num_ranks: of the job.
+    """
+    folder.mkdir(parents=True)
+    metrics_path, port = folder / "metrics.jsonl", _free_port()
+    processes, outputs = [], []
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        environment |= _device(device, rank, num_ranks)
+        outputs.append(folder / f"output-{rank}")
+        with outputs[-1].open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "megatron_hdp.pretrain_gpt", *flags]
+                    + ["--metrics-path", str(metrics_path)],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return Command(processes, outputs, metrics_path)
+
+
+def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if num_ranks == 1 else _ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

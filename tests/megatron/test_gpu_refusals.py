@@ -1,0 +1,44 @@
+"""What a GPU cannot do is refused before anything starts, with the remedy."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_hdp.megatron import model, parallel, rng_state
+from megatron_hdp.megatron.arguments import parse_arguments
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1 "
+    "--lr 1e-3 --data-path unused --bf16"
+)
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"rank 1 of this machine .* found 1, .*nproc-per-node"):
+        parallel._require_gpu(torch.device("cuda", 1), SimpleNamespace(fp64=False))
+    parallel._require_gpu(torch.device("cuda", 0), SimpleNamespace(fp64=False))
+
+
+def test_float64(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=''"):
+        parallel._require_gpu(torch.device("cuda", 0), SimpleNamespace(fp64=True))
+
+
+@pytest.mark.parametrize("saved", [{}, {"cuda": None}])
+def test_random_generators_of_the_other_kind(monkeypatch, saved):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not saved)
+    with pytest.raises(ValueError, match="add --no-load-rng"):
+        rng_state.restore(saved)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_softmax_is_fused_only_where_its_kernels_are(monkeypatch, has_kernels):
+    """Megatron imports them when the first bfloat16 softmax runs, in the middle of a step."""
+    monkeypatch.setattr(model, "compute_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(model, "_is_found", lambda name: has_kernels)
+    config = model.transformer_config(parse_arguments(FLAGS.split()))
+    assert config.masked_softmax_fusion == has_kernels
+    assert config.bias_dropout_fusion and not config.gradient_accumulation_fusion

@@ -1,0 +1,289 @@
+"""Offload of a stack of layers: the same bits, the share asked for, nothing left behind."""
+
+import gc
+import random
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_hdp.runtime.offload import ActivationOffload
+from megatron_hdp.runtime.offload.copies import ThreadCopyEngine
+from megatron_hdp.runtime.offload.host_pool import HostPool
+from megatron_hdp.runtime.offload.stash import MicroBatchStash, OffloadedStorage
+from tests.devices import CPU_AND_GPU, device_of
+
+WIDTH, TOKENS, NUM_LAYERS = 32, 64, 6
+STORAGE_BYTES = TOKENS * 4 * WIDTH * 4  # the largest that a layer saves
+COPIES = "megatron_hdp.runtime.offload.copies"
+
+
+class Layer(nn.Module):
+    """Saves views of one base, a parameter's transpose, and what all layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden_states, *, turn):
+        gate, up = self.wide(self.norm(hidden_states)).chunk(2, dim=-1)
+        return hidden_states + self.narrow(nn.functional.silu(gate) * up) * turn
+
+
+@pytest.fixture
+def stack(request, monkeypatch):
+    """Layers, their offload and a function that runs micro-batches, on the parameter's device."""
+    monkeypatch.setattr(f"{COPIES}.StreamCopyEngine.least_bytes", 1)
+    return Stack(device_of(getattr(request, "param", "cpu")))
+
+
+class Stack:
+    def __init__(self, device, num_layers=NUM_LAYERS):
+        torch.manual_seed(0)
+        self.device = device
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers)).to(device)
+        self.offload = ActivationOffload(
+            self.layers,
+            device,
+            self.layers.parameters,
+            pool=HostPool(1 << 12, pin=device.type == "cuda"),
+        )
+
+    def forward(self, ratio, seed=1, tokens=TOKENS, recompute=False):
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(tokens, WIDTH, generator=generator).to(self.device)
+        turn = torch.rand(tokens, 1, generator=generator).to(self.device)
+        with self.offload.micro_batch(ratio) as stash:
+            for layer in self.layers:
+                if recompute:
+                    hidden = checkpoint(layer, hidden, turn=turn, use_reentrant=False)
+                else:
+                    hidden = layer(hidden, turn=turn)
+        return hidden.square().sum(), stash
+
+    def gradients(self, ratios, **how):
+        """Gradients of several micro-batches that are alive together."""
+        self.layers.zero_grad()
+        losses = [self.forward(ratio, seed, **how)[0] for seed, ratio in enumerate(ratios)]
+        for loss in losses:
+            loss.backward()
+        return [parameter.grad.clone() for parameter in self.layers.parameters()]
+
+
+def equal(found, expected):
+    return all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
+@pytest.mark.parametrize("ratio", [0.01, 0.25, 0.5, 0.75, 1.0])
+def test_the_bits_are_the_same(stack, ratio):
+    assert equal(stack.gradients([ratio, 0.3, ratio]), stack.gradients([0, 0, 0]))
+    assert stack.offload.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+def test_with_recomputation(stack, recompute):
+    expected = stack.gradients([0, 0])
+    assert equal(stack.gradients([1.0, 0.5], recompute=recompute), expected)
+
+
+@pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.3, 0.5, 0.9, 1.0])
+def test_the_share_is_at_least_what_was_asked_for_and_at_most_one_storage_more(stack, ratio):
+    _, stash = stack.forward(ratio)
+    assert 0 <= stash.offloaded_bytes - ratio * stash.seen_bytes < STORAGE_BYTES
+
+
+def test_the_last_two_layers_stay(stack):
+    _, stash = stack.forward(1.0)
+    every_layer = stash.seen_bytes / (NUM_LAYERS - 2)
+    shallow = Stack(stack.device)
+    shallow.offload = ActivationOffload(
+        shallow.layers[2:], stack.device, shallow.layers.parameters, pool=HostPool(1 << 12)
+    )
+    _, fewer = shallow.forward(1.0)
+    # the first layers are before the first that is known, so nothing of them goes
+    assert fewer.seen_bytes == pytest.approx(2 * every_layer)
+
+
+def test_ratio_zero_installs_nothing(stack):
+    with stack.offload.micro_batch(0.0) as stash:
+        assert stash is None
+        x = torch.ones(TOKENS, WIDTH, requires_grad=True)
+        y = x * x
+        assert not stack.layers[0]._forward_pre_hooks
+    assert y.grad_fn._saved_self is x
+    assert stack.offload.pool.held_bytes == 0
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan")])
+def test_a_ratio_out_of_range_is_refused(stack, ratio):
+    with (
+        pytest.raises(ValueError, match="expected 0 < ratio <= 1"),
+        stack.offload.micro_batch(ratio),
+    ):
+        pass
+
+
+def test_parameters_their_views_and_what_layers_share_stay(stack, monkeypatch):
+    gone = record_storages(monkeypatch)
+    stack.layers[0].wide.weight.data = torch.randn(5 * WIDTH, WIDTH)[WIDTH:]  # a view of a buffer
+    stack.forward(1.0)
+    sizes = {size for size, _ in gone}
+    assert sizes == {TOKENS * 4 * width for width in (WIDTH, 4 * WIDTH, 2 * WIDTH, 1)}
+    # [t, 1] of the norm's mean and deviation, but not the turn, which is of the same size
+    assert sum(size == TOKENS * 4 for size, _ in gone) == 2 * (NUM_LAYERS - 2)
+
+
+def record_storages(monkeypatch):
+    """(size, address) of every storage that goes to the host from now on."""
+    gone, make = [], OffloadedStorage.__init__
+
+    def recording(self, storage, rules):
+        gone.append((storage.nbytes(), storage.data_ptr()))
+        make(self, storage, rules)
+
+    monkeypatch.setattr(OffloadedStorage, "__init__", recording)
+    return gone
+
+
+def test_views_of_one_base_go_once(stack, monkeypatch):
+    gone = record_storages(monkeypatch)
+    _, stash = stack.forward(1.0)
+    wide = [size for size, _ in gone if size == STORAGE_BYTES]
+    assert len(wide) == NUM_LAYERS - 2  # gate and up are views of it
+    assert sum(size for size, _ in gone) == stash.offloaded_bytes
+
+
+def test_memory_is_let_go_two_layers_later(stack, monkeypatch):
+    events = []
+    note(monkeypatch, events, MicroBatchStash, "enter_layer", lambda _, layer, *__: layer)
+    note(monkeypatch, events, OffloadedStorage, "__init__", lambda storage, *_: id(storage))
+    note(monkeypatch, events, OffloadedStorage, "let_go", id)
+    stack.forward(1.0)
+    layer_of, layer = {}, -1
+    for name, value in events:
+        if name == "enter_layer":
+            layer = value
+        elif name == "__init__":
+            layer_of[value] = layer
+        else:
+            assert layer == layer_of.pop(value) + 2
+    assert not layer_of
+
+
+def test_a_layer_is_fetched_while_backward_is_in_the_one_after_it(stack, monkeypatch):
+    events = []
+    note(monkeypatch, events, MicroBatchStash, "_fetch", lambda _, layer: layer)
+    note(monkeypatch, events, MicroBatchStash, "unpack", lambda _, saved: saved.layer)
+    stack.forward(1.0)[0].backward()
+    for layer in range(NUM_LAYERS - 2):
+        assert events.index(("_fetch", layer)) == events.index(("unpack", layer + 1)) + 2
+    assert [layer for name, layer in events if name == "_fetch"][0] == NUM_LAYERS - 1
+
+
+def note(monkeypatch, events, owner, name, value):
+    """Notes (name, value of the arguments) of every call."""
+    method = getattr(owner, name)
+
+    def noting(*args):
+        events.append((name, value(*args)))
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, noting)
+
+
+def test_slow_copies_change_nothing(stack, monkeypatch):
+    """Copies that end long after they were asked for: every use waits for them."""
+    expected = stack.gradients([0, 0])
+    slow_down(monkeypatch)
+    assert equal(stack.gradients([1.0, 0.5]), expected)
+
+
+def test_a_use_that_does_not_wait_is_seen(stack, monkeypatch):
+    """Planted: nobody waits for the way back."""
+    expected = stack.gradients([0, 0])
+    slow_down(monkeypatch)
+    monkeypatch.setattr(f"{COPIES}._ThreadCopy.wait", lambda self: None)
+    assert not equal(stack.gradients([1.0, 0.5]), expected)
+
+
+def slow_down(monkeypatch):
+    for name in ("to_host", "to_device"):
+        monkeypatch.setattr(ThreadCopyEngine, name, late(getattr(ThreadCopyEngine, name)))
+
+
+def late(method):
+    class Late:
+        """A copy that begins a little after it was asked for."""
+
+        def __init__(self, target):
+            self.target = target
+
+        def copy_(self, source):
+            time.sleep(0.002)
+            return self.target.copy_(source)
+
+    return lambda self, target, source: method(self, Late(target), source)
+
+
+def test_storages_and_host_memory_die_with_the_graph(stack):
+    loss, stash = stack.forward(1.0)
+    assert stack.offload.pool.used_bytes >= stash.offloaded_bytes
+    gone = weakref.ref(stash)
+    del stash, loss  # a forward whose backward never comes
+    assert stack.offload.pool.used_bytes == 0
+    loss, stash = stack.forward(1.0)
+    del stash
+    loss.backward()
+    del loss
+    assert stack.offload.pool.used_bytes == 0
+    assert gone() is None
+
+
+def test_backward_twice_through_one_graph(stack):
+    stack.layers.zero_grad()
+    loss, _ = stack.forward(0.7)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = [parameter.grad.clone() for parameter in stack.layers.parameters()]
+    once = stack.gradients([0])[0:]
+    stack.layers.zero_grad()
+    loss, _ = stack.forward(0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert equal(twice, [parameter.grad for parameter in stack.layers.parameters()])
+    assert not equal(twice, once)
+
+
+def test_an_error_in_forward_takes_the_hooks_off(stack):
+    with pytest.raises(ZeroDivisionError), stack.offload.micro_batch(1.0):
+        stack.layers[0](torch.ones(2, WIDTH), turn=torch.ones(2, 1))
+        raise ZeroDivisionError
+    assert not any(layer._forward_pre_hooks for layer in stack.layers)
+    assert equal(stack.gradients([1.0]), stack.gradients([0]))
+
+
+def test_a_thousand_steps_leave_nothing_behind():
+    """Micro-batches of any length and ratio; what is held stops growing, nothing stays in use."""
+    stack, draw = Stack(torch.device("cpu"), num_layers=4), random.Random(0)
+    counts = []
+    for step in range(1000):
+        losses = [
+            stack.forward(draw.random(), step, tokens=draw.randint(1, TOKENS))[0]
+            for _ in range(draw.randint(1, 2))
+        ]
+        for loss in losses:
+            loss.backward()
+        del losses, loss
+        if step % 100 == 99:
+            gc.collect()
+            living = sum(type(x) is OffloadedStorage for x in gc.get_objects())
+            counts.append((stack.offload.pool.held_bytes, living, stack.offload.pool.used_bytes))
+    assert [count[1:] for count in counts] == [(0, 0)] * 10
+    assert counts[-1][0] == counts[4][0]

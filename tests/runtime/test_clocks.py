@@ -1,0 +1,227 @@
+"""A GPU's times: events that the device reaches later, tied to the CPU's clock step by step."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_hdp.runtime import clocks
+from megatron_hdp.runtime.clocks import CpuClock, DeviceClock, clock_of
+from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
+
+
+class Device:
+    """A stream: work queues up behind the CPU and runs when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0  # its own clock, of no relation to the CPU's
+        self.queue: list[float | FakeEvent] = []
+        self.made = 0
+        self.synchronised = 0
+
+    def launch(self, seconds: float) -> None:
+        """Queues work that takes so long."""
+        self.queue.append(seconds)
+
+    def event(self) -> "FakeEvent":
+        self.made += 1
+        return FakeEvent(self)
+
+    def run_until(self, event: "FakeEvent") -> None:
+        self.synchronised += 1
+        while event in self.queue:
+            first = self.queue.pop(0)
+            if isinstance(first, FakeEvent):
+                first.at_s = self.time_s
+            else:
+                self.time_s += first
+
+
+class FakeEvent:
+    """What DeviceClock needs of torch.cuda.Event."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at_s: float | None = None
+
+    def record(self) -> None:
+        assert self not in self.device.queue, "recorded again before its time was asked for"
+        self.at_s = None
+        self.device.queue.append(self)
+
+    def synchronize(self) -> None:
+        self.device.run_until(self)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert self.at_s is not None and later.at_s is not None, "asked before the device was there"
+        return (later.at_s - self.at_s) * 1e3
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+def test_a_span_lasts_as_long_as_its_work_on_the_device(device):
+    timeline = Timeline(DeviceClock(device.event))
+    timeline.reset()
+    with timeline.span(FORWARD, 0):
+        device.launch(2.0)
+        with timeline.span(RING_WAIT):
+            device.launch(0.5)  # the stream stands still for a transfer
+    reached = timeline.now()
+    device.launch(7.0)
+    assert timeline.totals_s == pytest.approx({FORWARD: 2.5, RING_WAIT: 0.5})
+    assert timeline.since_start_s(reached) == pytest.approx(2.5)
+
+
+def test_nothing_waits_for_the_device_inside_a_step(device):
+    timeline = Timeline(DeviceClock(device.event))
+    timeline.reset()
+    before = device.synchronised
+    timeline.start_recording()
+    for _ in range(3):
+        with timeline.span(FORWARD):
+            device.launch(1.0)
+    timeline.now()
+    assert device.synchronised == before and device.time_s == 100.0
+    assert len(timeline.stop_recording()) == 3
+    assert device.time_s == 103.0
+
+
+def test_events_are_used_again(device):
+    timeline = Timeline(DeviceClock(device.event))
+    for _ in range(50):
+        timeline.reset()
+        for _ in range(4):
+            with timeline.span(FORWARD):
+                device.launch(0.1)
+        reached = timeline.now()
+        timeline.settle()
+        assert timeline.since_start_s(reached) == pytest.approx(0.4)
+    assert device.made == 1 + 2 * 4 + 1, "one to align by and those of one step"
+
+
+def test_spans_stand_on_the_cpu_clock(device):
+    timeline = Timeline(DeviceClock(device.event))
+    timeline.reset()
+    timeline.start_recording()
+    device.launch(3.0)
+    with timeline.span(FORWARD, 4):
+        device.launch(1.0)
+    (span,) = timeline.stop_recording()
+    assert abs(timeline.started_s - time.perf_counter()) < 5
+    assert span.micro_batch == 4
+    assert (span.start_s, span.end_s) == pytest.approx(
+        (timeline.started_s + 3.0, timeline.started_s + 4.0)
+    )
+
+
+def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
+    """Planted: the device's clock jumps between two steps by an hour."""
+    cpu_s = iter(range(1000, 100_000, 50))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(cpu_s)))
+    timeline = Timeline(DeviceClock(device.event))
+    for _ in range(2):
+        timeline.reset()
+        timeline.start_recording()
+        with timeline.span(FORWARD):
+            device.launch(1.0)
+        (span,) = timeline.stop_recording()
+        assert span.start_s == timeline.started_s and span.end_s == timeline.started_s + 1.0
+        device.time_s += 3600
+
+
+def test_spans_open_at_reset_keep_their_beginning(device):
+    timeline = Timeline()
+    with timeline.span(START):
+        timeline.use(DeviceClock(device.event))
+        with timeline.span(FORWARD):
+            device.launch(5.0)
+            timeline.start_recording()
+            timeline.reset()
+            device.launch(1.0)
+        with timeline.span(BACKWARD):
+            device.launch(2.0)
+    forward, backward, start = timeline.stop_recording()
+    # the device had caught up when the step began: five seconds of its time, none of the CPU's
+    assert timeline.started_s - 1 < forward.start_s <= timeline.started_s
+    assert forward.end_s - timeline.started_s == pytest.approx(1.0)
+    assert backward.end_s - backward.start_s == pytest.approx(2.0)
+    assert start.start_s < timeline.started_s
+    assert timeline.totals_s[BACKWARD] == pytest.approx(2.0)
+
+
+def test_other_threads_see_at_once_what_the_main_thread_does(device):
+    seen = []
+    entered, may_run = threading.Event(), threading.Event()
+    synchronize = device.run_until
+
+    def run_until(event: FakeEvent) -> None:
+        if may_run.is_set():
+            entered.set()
+            assert looked.wait(10)
+        synchronize(event)
+
+    device.run_until = run_until
+    looked = threading.Event()
+    timeline = Timeline(DeviceClock(device.event))
+    timeline.reset()
+
+    def look() -> None:
+        assert entered.wait(10)
+        seen.append(timeline.current())
+        looked.set()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    before = timeline.changes
+    started = time.perf_counter()
+    with timeline.span(FORWARD, 1):
+        ((kind, start_s, micro_batch),) = timeline.current()
+        assert (kind, micro_batch) == (FORWARD, 1) and start_s >= started
+        device.launch(1000.0)
+    assert timeline.changes == before + 2
+    may_run.set()
+    timeline.settle()
+    watcher.join()
+    ((kind, _, _),) = seen[0]
+    assert kind == DEVICE_WAIT
+
+
+def test_a_span_that_raises_is_settled_too(device):
+    timeline = Timeline(DeviceClock(device.event))
+    timeline.reset()
+    with pytest.raises(KeyError), timeline.span(FORWARD):
+        device.launch(1.0)
+        raise KeyError
+    assert timeline.current() == [] and timeline.totals_s[FORWARD] == pytest.approx(1.0)
+
+
+def test_the_cpu_needs_no_settling():
+    timeline = Timeline(clock_of(torch.device("cpu")))
+    assert isinstance(clock_of(torch.device("cpu")), CpuClock)
+    with timeline.span(FORWARD):
+        pass
+    assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_its_own_clock():
+    """Two matrix products, of which the second takes far longer; the CPU only launches them."""
+    timeline = Timeline(clock_of(torch.device("cuda")))
+    small, large = (torch.randn(n, n, device="cuda") for n in (256, 8192))
+    for matrix in (small, large):
+        matrix @ matrix  # the library loads its kernels
+    timeline.reset()
+    with timeline.span(FORWARD):
+        small @ small
+    launched = time.perf_counter()
+    with timeline.span(BACKWARD):
+        for _ in range(10):
+            large @ large
+    launched = time.perf_counter() - launched
+    totals_s = timeline.totals_s
+    assert totals_s[BACKWARD] > 10 * totals_s[FORWARD] > 0
+    assert totals_s[BACKWARD] > launched
