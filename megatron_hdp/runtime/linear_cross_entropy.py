@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from subprocess import SubprocessError
 from typing import Any, Protocol
 
 import torch
@@ -113,15 +114,30 @@ def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
     """The elementwise work for logits of this kind: Triton kernels on GPUs, else plain PyTorch."""
     if device.type != "cuda" or dtype == torch.float64:
         return TorchRows()
-    if importlib.util.find_spec("triton") is None:
-        _say_once(
-            "triton is not installed: the fused loss works in plain PyTorch, which is slower "
-            "and takes three times a chunk's memory; pip install triton"
-        )
-        return TorchRows()
-    from megatron_hdp.runtime.triton_cross_entropy import TritonRows
+    return _triton_rows(device)
 
-    return TritonRows()
+
+@functools.cache
+def _triton_rows(device: torch.device) -> Rows:
+    """Triton's kernels if they work here; otherwise the plain version, and a warning."""
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed"
+    else:
+        from megatron_hdp.runtime.triton_cross_entropy import TritonRows
+
+        rows = TritonRows()
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        try:
+            rows.statistics(torch.zeros(1, 16, device=device), nothing)
+            return rows
+        except (RuntimeError, OSError, SubprocessError) as error:  # no C compiler, no Python.h
+            reason = f"triton cannot compile here ({error})"
+    warnings.warn(
+        f"{reason}: the fused loss works in plain PyTorch, which is slower and takes three times a "
+        "chunk's memory",
+        stacklevel=2,
+    )
+    return TorchRows()
 
 
 def linear_cross_entropy(
@@ -279,14 +295,10 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except RuntimeError as error:
-        _say_once(
+        warnings.warn(
             f"this PyTorch cannot add a product of {dtype} to a float32 sum ({error}): the fused "
-            "loss takes another copy of the output weights' gradient"
+            "loss takes another copy of the output weights' gradient",
+            stacklevel=2,
         )
         return False
     return True
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

@@ -1,6 +1,9 @@
 """The fused loss against PyTorch's cross entropy of all logits in float64, chunks of all sizes."""
 
+import sys
 from contextlib import nullcontext
+from subprocess import SubprocessError
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -261,3 +264,25 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype):
     with LargestTensor() as usual:
         token_sum_loss(hidden @ weight.t(), labels, mask)
     assert usual.elements >= tokens * vocabulary  # it would be seen
+
+
+def no_compiler(rows, logits, columns):
+    raise SubprocessError("Python.h: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    "spec, statistics, reason",
+    [
+        (None, None, "triton is not installed"),
+        ("there", no_compiler, "triton cannot compile here .*Python.h"),
+    ],
+)
+def test_without_triton_it_says_so_once(monkeypatch, spec, statistics, reason):
+    kernels = SimpleNamespace(TritonRows=type("TritonRows", (), {"statistics": statistics}))
+    monkeypatch.setitem(sys.modules, "megatron_hdp.runtime.triton_cross_entropy", kernels)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: spec)
+    fused._triton_rows.cache_clear()
+    with pytest.warns(UserWarning, match=reason) as warned:
+        rows = [fused._triton_rows(torch.device("cpu")) for _ in range(2)]
+    fused._triton_rows.cache_clear()
+    assert len(warned) == 1 and all(isinstance(one, TorchRows) for one in rows)
