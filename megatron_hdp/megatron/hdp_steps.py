@@ -337,7 +337,9 @@ def build_executor(
     )
     say(f"attention: {attention}")
     _require_one_attention(attention)
-    return HdpExecutor(model, rank_place(arguments), comm, attention.backend)
+    return HdpExecutor(
+        model, rank_place(arguments), comm, attention.backend, arguments.hdp_fused_loss
+    )
 
 
 def _require_one_attention(attention: Selection) -> None:
