@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -92,10 +92,17 @@ class OptionParser(argparse.ArgumentParser):
         raise OptionError(message)
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add the fields of dataclass ``cls`` to ``parser``, in a group named by its docstring."""
+def add_options(
+    parser: argparse.ArgumentParser, cls: type, leave_out: Collection[str] = ()
+) -> None:
+    """Add the fields of dataclass ``cls`` to ``parser``, in a group named by its docstring.
+
+    Those named in ``leave_out`` are no flags.
+    """
     group = parser.add_argument_group((cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."))
     for item, kind in _declared(cls):
+        if item.name in leave_out:
+            continue
         if kind is bool:
             on_flag, off_flag = _switches(item)
             on_help, off_help = item.metadata["help"], argparse.SUPPRESS

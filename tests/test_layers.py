@@ -23,6 +23,8 @@ ROOMS = {
     "megatron": {"planner", "data", "simulator", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"planner", "data", "simulator", "runtime", "megatron", "training"},
+    "plugin": {"megatron"},
+    "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }
 BELOW_ALL = {"options", "__init__"}

@@ -25,6 +25,9 @@ from megatron_hdp.megatron import cpu_collectives
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
     "torch.cuda inside megatron.*": "devices, streams, events, RNG, nvtx answer for the CPU",
+    "torch.cuda inside megatron.training.*": "says besides that there is one device, as Megatron's "
+    "training loop refuses to start without",
+    "megatron.legacy.fused_kernels.load": "compiles no CUDA kernels",
     "torch.distributed.barrier inside megatron.*": "device_ids is dropped (gloo knows none)",
     "torch.distributed.all_to_all_single inside megatron.*": "split sizes become integers",
     "torch.distributed.all_gather, .reduce_scatter inside megatron.*": "parts of different lengths "
@@ -69,6 +72,8 @@ _CPU = torch.device("cpu")
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+_FUSED_KERNELS = "megatron.legacy.fused_kernels"
+_TRAINING = "megatron.training"
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 _MISSING = object()
 
@@ -193,6 +198,20 @@ def _stand_in_for_torch() -> _StandIn:
     return _StandIn(torch, overrides)
 
 
+def _with_a_device(stand_in: _StandIn) -> _StandIn:
+    """A stand-in for torch that also claims a device of the oldest kind that Megatron knows."""
+    cuda = _StandIn(
+        stand_in.cuda,
+        {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_capability": lambda *args: (7, 0),
+            "get_device_properties": lambda *args: types.SimpleNamespace(major=7, minor=0),
+        },
+    )
+    return _StandIn(stand_in, {"cuda": cuda})
+
+
 def _type_seen_by_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -232,6 +251,7 @@ class _Shim(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._torch = _stand_in_for_torch()
+        self._torch_of_training = _with_a_device(self._torch)
         self._replacements: list[_Replacement] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -241,10 +261,13 @@ class _Shim(importlib.abc.MetaPathFinder):
 
     def enter_module(self, module: types.ModuleType) -> None:
         names = vars(module)
+        name = names.get("__name__", "")
         if names.get("torch") is torch:
-            self.replace(module, "torch", self._torch)
-        name = names.get("__name__")
-        if name == _RNG_MODULE:
+            in_training = name == _TRAINING or name.startswith(_TRAINING + ".")
+            self.replace(module, "torch", self._torch_of_training if in_training else self._torch)
+        if name == _FUSED_KERNELS:
+            self.replace_in(module, "load", _nothing)
+        elif name == _RNG_MODULE:
             for function, value in _RNG_FUNCTIONS.items():
                 self.replace_in(module, function, value)
         elif name == _MOE_UTILS:

@@ -34,6 +34,15 @@ class FusedLossModel(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._take_over_loss()
+
+    @classmethod
+    def adopt(cls, stock: GPTModel) -> None:
+        """Makes a model that Megatron has built one of this class; its parameters stay."""
+        stock.__class__ = cls
+        stock._take_over_loss()
+
+    def _take_over_loss(self) -> None:
         for name in ("mtp_num_layers", "use_mup", "defer_embedding_wgrad_compute"):
             if getattr(self.config, name, None):
                 raise ValueError(

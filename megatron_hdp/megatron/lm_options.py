@@ -1,0 +1,164 @@
+"""HDP's flags in Megatron-LM's own parser, and what they do not go together with.
+
+`REFUSED` names, by the attributes of Megatron's parsed arguments, what a run under HDP must leave
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.options import HdpOptions, OptionError, add_options, flag_of
+
+LEFT_OUT = (
+    "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
+    "hdp_plot_plan",
+    "hdp_plot_step",
+    "hdp_trace",
+    "hdp_trace_steps",
+    "metrics_path",  # Megatron's writers get the metrics
+)
+
+_OWN_RINGS = "HDP forms its own rings"
+_DOCUMENTS = "HDP takes whole documents of one --data-path"
+_SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
+_EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
+_GPT = "HDP trains a dense GPT with rotary positions and full attention"
+_FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
+_COUNTED = "a step is --global-batch-size sequences, from the first to the last"
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "context_parallel_size": (1, _OWN_RINGS),
+    "hierarchical_context_parallel_sizes": (None, _OWN_RINGS),
+    "hybrid_context_parallel": (False, _OWN_RINGS),
+    "dynamic_context_parallel": (False, _OWN_RINGS),
+    "use_megatron_fsdp": (False, _FSDP),
+    "use_torch_fsdp2": (False, _FSDP),
+    "num_distributed_optimizer_instances": (1, _FSDP),
+    "overlap_param_gather": (False, _FSDP),
+    "cuda_graph_impl": ("none", _SHAPES),
+    "enable_cuda_graph": (False, _SHAPES),
+    "external_cuda_graph": (False, _SHAPES),
+    "tp_comm_overlap": (False, _SHAPES),
+    "fine_grained_activation_offloading": (False, "use --hdp-offload"),
+    "cpu_offloading": (False, "use --hdp-offload"),
+    "num_layers_per_virtual_pipeline_stage": (None, _EQUAL_STAGES),
+    "num_virtual_stages_per_pipeline_rank": (None, _EQUAL_STAGES),
+    "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
+    "decoder_first_pipeline_num_layers": (None, _EQUAL_STAGES),
+    "decoder_last_pipeline_num_layers": (None, _EQUAL_STAGES),
+    "account_for_embedding_in_pipeline_split": (False, _EQUAL_STAGES),
+    "account_for_loss_in_pipeline_split": (False, _EQUAL_STAGES),
+    "mtp_num_layers": (None, _GPT),
+    "multi_latent_attention": (False, _GPT),
+    "experimental_attention_variant": (None, _GPT),
+    "hybrid_override_pattern": (None, _GPT),
+    "hybrid_layer_pattern": (None, _GPT),
+    "is_hybrid_model": (False, _GPT),
+    "heterogeneous_layers_config_path": (None, _GPT),
+    "num_experts": (None, _GPT),
+    "use_legacy_models": (False, _GPT),
+    "spec": (None, _GPT),
+    "position_embedding_type": ("rope", _GPT),
+    "window_size": (None, _GPT),
+    "softmax_type": ("vanilla", _GPT),
+    "use_mup": (False, _GPT),
+    "qk_clip": (False, "HDP's attention keeps no logits"),
+    "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
+    "fp16": (False, "use --bf16"),
+    "fp8": (None, "use --bf16"),
+    "fp4": (None, "use --bf16"),
+    "yaml_cfg": (None, "give flags"),
+    "perform_rl_step": (False, "HDP pretrains"),
+    "inprocess_restart": (False, "use torchrun --max-restarts"),
+    "mock_data": (False, _DOCUMENTS),
+    "sft": (False, _DOCUMENTS),
+    "fim_data": (False, _DOCUMENTS),
+    "train_data_path": (None, _DOCUMENTS),
+    "valid_data_path": (None, _DOCUMENTS),
+    "test_data_path": (None, _DOCUMENTS),
+    "data_args_path": (None, _DOCUMENTS),
+    "per_split_data_args_path": (None, _DOCUMENTS),
+    "multiple_validation_sets": (False, _DOCUMENTS),
+    "full_validation": (False, "give --eval-iters"),
+    "reset_position_ids": (False, "positions are each document's own already"),
+    "reset_attention_mask": (False, "attention is each document's own already"),
+    "eod_mask_loss": (False, "all tokens of a document but the last predict their next one"),
+    "dataloader_save": (None, "the position in the data is in the checkpoint already"),
+    "iterations_to_skip": ([], _COUNTED),
+    "rampup_batch_size": (None, _COUNTED),
+    "phase_transition_iterations": (None, _COUNTED),
+    "decrease_batch_size_if_needed": (False, _COUNTED),
+    "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
+    "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
+}
+"""Attribute of Megatron's arguments: the only value that HDP takes, and why."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the group of HDP's flags to Megatron's parser."""
+    add_options(parser, HdpOptions, LEFT_OUT)
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks HDP's flags with Megatron's, before Megatron derives anything from its own.
+
+    Raises:
+        OptionError: what was found, what was expected and the remedy.
+    """
+    options = _hdp_options(args)
+    options.validate(
+        global_batch_size=args.global_batch_size,
+        attention_dropout=args.attention_dropout,
+        train_iters=args.train_iters or 0,
+    )
+    if not options.hybrid_data_parallel:
+        return
+    for name, (wanted, why) in REFUSED.items():
+        found = getattr(args, name, wanted)
+        if found != wanted and not (found is None or found is False):
+            raise OptionError(
+                f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
+                f"needs {wanted}: {why}"
+            )
+    if len(args.data_path or ()) != 1:
+        raise OptionError(
+            f"--data-path: found {len(args.data_path or ())} values, expected one prefix: "
+            f"{_DOCUMENTS}, mixtures are not supported"
+        )
+    tensor_ranks = args.tensor_model_parallel_size
+    if args.sequence_parallel and options.hdp_tokens_per_rank % tensor_ranks:
+        raise OptionError(
+            f"--hdp-tokens-per-rank {options.hdp_tokens_per_rank} is not a multiple of "
+            f"--tensor-model-parallel-size {tensor_ranks}, which share the tokens with "
+            "--sequence-parallel: change one of them"
+        )
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions."""
+    args.calculate_per_token_loss = True
+    args.apply_rope_fusion = False  # each token turns by its own position
+
+
+def training_arguments(args: argparse.Namespace) -> TrainingArguments:
+    """What HDP's classes read, from Megatron's arguments once they are validated."""
+    values: dict[str, Any] = {}
+    for item in fields(TrainingArguments):
+        if item.name in LEFT_OUT or not hasattr(args, item.name) or "Path" in str(item.type):
+            continue
+        value = getattr(args, item.name)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    values["hdp_cost_model"] = args.hdp_cost_model
+    if not args.group_query_attention:
+        values["num_query_groups"] = args.num_attention_heads
+    return TrainingArguments(**values)
+
+
+def _hdp_options(args: argparse.Namespace) -> HdpOptions:
+    names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
+    return HdpOptions(**{name: getattr(args, name) for name in names})

@@ -1,0 +1,200 @@
+"""Declared replacements of Megatron's functions: checked together, applied together, taken back.
+
+A patch names its target, why it is needed, the releases it was written for and the signature that
+it found there. Nothing is replaced unless every patch fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class PatchError(RuntimeError):
+    """A patch does not fit, or cannot be taken back."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function to replace."""
+
+    target: str
+    """``module:function`` or ``module:Class.method``."""
+    why: str
+    parameters: tuple[str, ...]
+    """Names of the target's parameters, in order, as the replacement expects them."""
+    releases: tuple[str, ...]
+    """Releases of megatron-core in which the target was seen to be this."""
+    make: Callable[[Function], Function]
+    """Gets the original, returns the replacement."""
+    owner_only: bool = False
+    """True: other modules that hold the same function keep it."""
+
+    @property
+    def module(self) -> str:
+        """Where the target is."""
+        return self.target.split(":")[0]
+
+    @property
+    def name(self) -> str:
+        """What its owner calls it."""
+        return self.target.split(":")[1].split(".")[-1]
+
+    def owner(self) -> Any:
+        """The module or class that has the target, once its module was imported.
+
+        Raises:
+            PatchError: there is none.
+        """
+        try:
+            owner: Any = importlib.import_module(self.module)
+            for part in self.target.split(":")[1].split(".")[:-1]:
+                owner = getattr(owner, part)
+        except (ImportError, AttributeError) as error:
+            raise PatchError(f"{self.target}: expected it to exist, found {error}") from error
+        return owner
+
+    def problem(self, release: str) -> str | None:
+        """What keeps this patch from being applied to the installed release; None if nothing."""
+        if release not in self.releases:
+            known = ", ".join(self.releases)
+            return f"{self.target}: found megatron-core {release}, expected one of {known}"
+        try:
+            owner = self.owner()
+        except PatchError as error:
+            return str(error)
+        found = inspect.getattr_static(owner, self.name, None)
+        if found is None:
+            return f"{self.target}: expected it to exist, found no {self.name}"
+        function = _function_of(found)
+        if not callable(function):
+            return f"{self.target}: expected a function, found {found!r}"
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != self.parameters:
+            return (
+                f"{self.target}: expected the parameters ({', '.join(self.parameters)}), found "
+                f"({', '.join(parameters)})"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One attribute that was set."""
+
+    owner: Any
+    name: str
+    original: Any
+    value: Any
+
+    def describe(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+    def in_place(self) -> bool:
+        return inspect.getattr_static(self.owner, self.name, None) is self.value
+
+
+class PatchSet:
+    """Patches that go in and out together."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = tuple(patches)
+        self._changes: list[_Change] = []
+
+    @property
+    def is_applied(self) -> bool:
+        """True between `apply` and `revert`."""
+        return bool(self._changes)
+
+    def problems(self, release: str) -> list[str]:
+        """What keeps the patches from being applied to a release; empty if nothing does."""
+        return [text for patch in self.patches if (text := patch.problem(release)) is not None]
+
+    def apply(self, release: str) -> None:
+        """Replaces every target, and the copies that modules have imported by value.
+
+        A second call does nothing.
+
+        Args:
+            release: version of the installed megatron-core.
+
+        Raises:
+            PatchError: some patch does not fit, or a copy was missed; nothing is replaced then.
+        """
+        if self.is_applied:
+            return
+        problems = self.problems(release)
+        if problems:
+            listed = "\n  ".join(problems)
+            raise PatchError(
+                f"nothing was patched, as this Megatron is not the one that was expected:\n  "
+                f"{listed}\nInstall a release that the README's table of supported versions names"
+            )
+        try:
+            for patch in self.patches:
+                self._replace(patch)
+        except BaseException:
+            self._restore()
+            raise
+
+    def revert(self) -> None:
+        """Puts every original back; does nothing when nothing is applied.
+
+        Raises:
+            PatchError: somebody replaced after us what was replaced here; all stays as it is.
+        """
+        foreign = [change.describe() for change in self._changes if not change.in_place()]
+        if foreign:
+            raise PatchError(
+                f"{', '.join(foreign)} changed after the plugin was activated: undo that first"
+            )
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._changes:
+            change = self._changes.pop()
+            setattr(change.owner, change.name, change.original)
+
+    def _replace(self, patch: Patch) -> None:
+        owner = patch.owner()
+        original = inspect.getattr_static(owner, patch.name)
+        made = patch.make(_function_of(original))
+        functools.update_wrapper(made, _function_of(original))
+        # a method stays what it was: class methods and static methods are descriptors
+        value = type(original)(made) if isinstance(original, staticmethod | classmethod) else made
+        self._set(owner, patch.name, original, value)
+        if patch.owner_only or inspect.isclass(owner):
+            return
+        for module, name in _copies(original):
+            self._set(module, name, original, value)
+        left = [f"{module.__name__}.{name}" for module, name in _copies(original)]
+        if left:
+            raise PatchError(f"{patch.target}: {', '.join(left)} kept the original")
+
+    def _set(self, owner: Any, name: str, original: Any, value: Any) -> None:
+        setattr(owner, name, value)
+        self._changes.append(_Change(owner, name, original, value))
+
+
+def _function_of(found: Any) -> Any:
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found
+
+
+def _copies(function: Any) -> Iterator[tuple[Any, str]]:
+    """Modules, other than this package's, that hold the function under some name."""
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.split(".")[0] == "megatron_hdp":
+            continue
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name, value in list(names.items()):
+            if value is function:
+                yield module, name

@@ -1,0 +1,65 @@
+"""Puts HDP into a stock Megatron-LM checkout and takes it out again.
+
+Without ``--hybrid-data-parallel`` an activated plugin adds flags and nothing else.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class PluginError(ValueError):
+    """The plugin cannot be put in: no script, no Megatron-LM, or an unknown release."""
+
+
+def activate() -> None:
+    """Adds ``--hybrid-data-parallel`` to the Megatron-LM that Python finds; twice is once.
+
+    On a machine without a GPU Megatron is made to run on the CPU, too.
+
+    Raises:
+        PluginError: Megatron-LM is not found, or is no release that the plugin knows; nothing is
+            changed.
+    """
+    from megatron_hdp.megatron import lm_patches
+    from megatron_hdp.megatron.patching import PatchError
+
+    try:
+        lm_patches.activate()
+    except PatchError as error:
+        raise PluginError(str(error)) from error
+
+
+def deactivate() -> None:
+    """Puts back what `activate` replaced; does nothing when nothing is.
+
+    Raises:
+        RuntimeError: somebody replaced the same functions later.
+    """
+    from megatron_hdp.megatron import lm_patches
+
+    lm_patches.deactivate()
+
+
+def run(script: str, arguments: Sequence[str]) -> None:
+    """Activates the plugin and runs a script of Megatron-LM as ``python script arguments`` would.
+
+    Args:
+        script: path of the checkout's ``pretrain_gpt.py``, or of one like it.
+        arguments: what the script finds behind its name in ``sys.argv``.
+
+    Raises:
+        PluginError: there is no such script, or see `activate`.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise PluginError(
+            f"{script}: no such file, expected the pretrain_gpt.py of a Megatron-LM checkout: give "
+            "its path, or start in its folder"
+        )
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(path.resolve()))
+    activate()
+    runpy.run_path(script, run_name="__main__")
