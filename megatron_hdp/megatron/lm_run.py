@@ -115,9 +115,6 @@ class LmRun:
     def flops(self, stock: Flops, batch_size: int) -> float:
         """Operations of the latest step, or in Megatron's log of the mean step since the last one.
 
-        They are Megatron's own for every sequence at its own length: as a function of the length
-        they are ``a L + b L^2``.
-
         Args:
             stock: Megatron's function of arguments and batch size, for sequences of equal length.
             batch_size: what Megatron takes a step to be; before the first step it is all there is.
@@ -125,14 +122,9 @@ class LmRun:
         if not self.since_log:
             return stock(self.args, batch_size)
         steps = self.since_log if self.in_log else self.since_log[-1:]
-        short, long = (self._flops_of_one(stock, length) for length in (1024, 2048))
-        squared = (long - 2 * short) / (2048**2 - 2 * 1024**2)
-        linear = short / 1024 - squared * 1024
-        total = sum(linear * one.tokens + squared * one.squared_tokens for one in steps)
-        return total / len(steps)
-
-    def _flops_of_one(self, stock: Flops, length: int) -> float:
-        return stock(argparse.Namespace(**{**vars(self.args), "seq_length": length}), 1)
+        tokens = sum(one.tokens for one in steps) / len(steps)
+        squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
+        return operations(stock, self.args, tokens, squared_tokens)
 
     def log(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
         """Writes the latest step's figures of HDP.
@@ -212,6 +204,27 @@ class LmRun:
                 tolerance=0.0,
                 fatal=False,
             )
+
+
+def operations(
+    stock: Flops, args: argparse.Namespace, tokens: float, squared_tokens: float
+) -> float:
+    """Megatron's formula for sequences of different lengths: it is ``a L + b L^2`` in the length.
+
+    Args:
+        stock: the formula, a function of arguments and number of sequences of ``seq_length``.
+        args: Megatron's arguments.
+        tokens: sum of the sequences' lengths.
+        squared_tokens: sum of their squares.
+    """
+
+    def of_one(length: int) -> float:
+        return stock(argparse.Namespace(**{**vars(args), "seq_length": length}), 1)
+
+    short, long = 1024, 2048
+    squared = (of_one(long) / long - of_one(short) / short) / (long - short)
+    linear = of_one(short) / short - squared * short
+    return linear * tokens + squared * squared_tokens
 
 
 class _Split:

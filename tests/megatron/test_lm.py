@@ -50,7 +50,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron-lm")
     write_corpus(folder, LENGTHS)
     pipelines = [*HDP, "160", "--pipeline-model-parallel-size", "2"]
+    # Megatron pads the vocabulary to a multiple of both, here to 384 as without tensor parallelism
     tensor = [*HDP, "256", "--tensor-model-parallel-size", "2"]
+    tensor += ["--make-vocab-size-divisible-by", "64"]
     plan = [
         _run(folder, "stock", 1, [], plugin=False, save=STOCK),
         _run(folder, "off", 1, [], save="checkpoints off"),
