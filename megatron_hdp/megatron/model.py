@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpCoreAttention
+from megatron_hdp.megatron.fused_loss import FusedLossModel
 from megatron_hdp.megatron.initialisation import initialise_by_name
 from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.norm import SequenceParallelNorm
@@ -144,7 +145,8 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
         vocab_size: entries of the tokenizer; padded here.
     """
     config = transformer_config(arguments)
-    model = GPTModel(
+    fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
+    model = (FusedLossModel if fused else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(arguments),
         vocab_size=padded_vocab_size(vocab_size, arguments),

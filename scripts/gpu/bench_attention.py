@@ -7,9 +7,6 @@ against a communicator of its own, on two ranks that share the machine's GPU.
     python scripts/gpu/bench_attention.py [--device cpu|cuda] [--small] [--seconds LIMIT]
 """
 
-import argparse
-import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the ranks' module, in new processes too
+from common import Budget, machine, parse
+from several_ranks import new_group_of_all, run
 
 from megatron_hdp.runtime.attention import AttentionBackend, select_attention
 from megatron_hdp.runtime.flash_kernels import TorchFlashKernel
@@ -29,7 +26,6 @@ from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.ring_attention import RingAttention
 from megatron_hdp.runtime.ring_comm import RingComm
 from megatron_hdp.runtime.ring_group import RingGroup
-from scripts.gpu.several_ranks import new_group_of_all, run
 
 Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -70,39 +66,34 @@ NUM_GROUPS = 4  # rings of each kind in the second table
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=_default_device())
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
-    parser.add_argument("--seconds", type=float, default=100.0, help="limit for all of it")
-    arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
-    device, shape = torch.device(arguments.device), SMALL if arguments.small else FULL
-    print(f"{_machine(device)}\n")
+    options, budget = parse(__doc__.splitlines()[0])
+    device, shape = torch.device(options.device), SMALL if options.small else FULL
+    print(f"{machine(options.device)}\n")
     print(
         f"{shape.heads} heads, {shape.kv_heads} of keys and values, of {shape.head_dim}, "
         f"{str(shape.dtype).removeprefix('torch.')}; forward and backward\n"
     )
+    figures = _print_overheads(device, shape, budget, 0.3 * options.seconds)
+    figures += _print_groups(options.device, max(20.0, budget.left_s))
+    print(f"\nfigures: {'; '.join(figures)}")
+
+
+def _print_overheads(
+    device: torch.device, shape: Shape, budget: Budget, reserve_s: float
+) -> list[str]:
     print("| attention | sequences | ours ms | plain ms | overhead | plain TFLOP/s | pairs |")
     print("|---|---|---|---|---|---|---|")
     contenders, refused = _contenders(device, shape)
     rows = [(backend, mix) for backend in contenders for mix in shape.mixes]
+    figures = []
     for number, (backend, mix) in enumerate(rows):
-        share = (deadline - time.monotonic() - 0.3 * arguments.seconds) / (len(rows) - number)
-        row = _row(backend, shape, mix, device, share)
-        print(f"| {backend.name} | {mix} | {row} |", flush=True)
+        seconds = (budget.left_s - reserve_s) / (len(rows) - number)
+        cells = _row(backend, shape, mix, device, seconds)
+        print(f"| {backend.name} | {mix} | {' | '.join(cells)} |", flush=True)
+        figures.append(f"{backend.name}, {mix}: {cells[2] or cells[0]}")
     for name, why in refused.items():
         print(f"\n{name} is not to be had here: {why}")
-    _print_groups(arguments.device, max(20.0, deadline - time.monotonic()))
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _machine(device: torch.device) -> str:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
-    cuda = f", CUDA {torch.version.cuda}" if device.type == "cuda" else ""
-    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}{cuda}"
+    return figures
 
 
 def _contenders(
@@ -119,16 +110,22 @@ def _contenders(
 
 def _row(
     backend: AttentionBackend, shape: Shape, mix: str, device: torch.device, seconds: float
-) -> str:
+) -> list[str]:
     try:
         ours, plain = _pairs(backend, shape, shape.mixes[mix], device, time.monotonic() + seconds)
     except torch.OutOfMemoryError:
-        return "out of memory | | | | "
+        return ["out of memory", "", "", "", ""]
     overhead = median(a / b for a, b in zip(ours, plain, strict=True)) - 1
     # causal: half of the scores; backward has five products to forward's two
     flops = sum(3.5 * 4 * (n * n / 2) * shape.heads * shape.head_dim for n in shape.mixes[mix])
     rate = flops / (median(plain) * 1e-3) / 1e12
-    return f"{median(ours):.3f} | {median(plain):.3f} | {overhead:+.1%} | {rate:.3g} | {len(ours)}"
+    return [
+        f"{median(ours):.3f}",
+        f"{median(plain):.3f}",
+        f"{overhead:+.1%}",
+        f"{rate:.3g}",
+        str(len(ours)),
+    ]
 
 
 def _pairs(
@@ -274,7 +271,7 @@ def _plain_sdpa(
     return torch.cat(outs)
 
 
-def _print_groups(device_type: str, seconds: float) -> None:
+def _print_groups(device_type: str, seconds: float) -> list[str]:
     print(f"\nGroup of a ring of 2, mean of {NUM_GROUPS}:\n")
     print("| group | us to make | us of its first hop | MB on each rank |")
     print("|---|---|---|---|")
@@ -282,11 +279,15 @@ def _print_groups(device_type: str, seconds: float) -> None:
     try:
         by_rank = run(2, group_costs, kinds, device_type, timeout_s=seconds)
     except RuntimeError as error:
-        print(f"| {' and '.join(kinds)} | {str(error).strip().splitlines()[-1]} | | |")
-        return
+        why = str(error).strip().splitlines()[-1]
+        print(f"| {' and '.join(kinds)} | {why} | | |")
+        return [f"ring groups: {why}"]
+    figures = []
     for kind, costs in zip(kinds, zip(*by_rank, strict=True), strict=True):
         make_us, hop_us, megabytes = (median(values) for values in zip(*costs, strict=True))
         print(f"| {kind} | {make_us:,.0f} | {hop_us:,.0f} | {megabytes:.3f} |")
+        figures.append(f"{kind} group {make_us + hop_us:,.0f} us, {megabytes:.1f} MB")
+    return figures
 
 
 def group_costs(kinds: tuple[str, ...], device_type: str) -> list[tuple[float, ...]]:

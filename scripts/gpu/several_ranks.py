@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ def new_group_of_all(device_type: str) -> Any:
 def run(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
     """Calls an importable ``function(*args)`` on gloo ranks in new processes; results by rank.
 
+    The processes are spawned: one that is forked from where CUDA was looked at cannot use it.
+
     Raises:
         RuntimeError: a rank failed, with its traceback, or the deadline passed.
     """
@@ -64,23 +68,30 @@ def run(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: flo
             child_pipe.close()
             pipes.append(pipe)
         try:
-            return [_receive(pipe, timeout_s) for pipe in pipes]
+            return _answers(pipes, timeout_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _receive(pipe: Any, timeout_s: float) -> Any:
-    try:
-        if not pipe.poll(timeout_s):
-            raise RuntimeError(f"no answer from a rank in {timeout_s:.0f} s")
-        failed, value = pipe.recv()
-    except EOFError as error:
-        raise RuntimeError("a rank died before it answered") from error
-    if failed:
-        raise RuntimeError(value)
-    return value
+def _answers(pipes: list[Any], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    answers: dict[int, Any] = {}
+    while len(answers) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"no answer from ranks {[*waiting.values()]} in {timeout_s:.0f} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                failed, answers[rank] = pipe.recv()
+            except EOFError as error:
+                raise RuntimeError(f"rank {rank} died before it answered") from error
+            if failed:
+                raise RuntimeError(f"rank {rank} failed: {answers[rank]}")
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def _rank_main(

@@ -4,13 +4,16 @@ The bodies also run on a CPU. Rings on a GPU are several ranks that share it: ov
 be made to accept them, and over host memory.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.attention import select_attention
+from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.ring_comm import RingComm
-from scripts.gpu.several_ranks import new_group_of_all
+from scripts.gpu import several_ranks
 from tests import ranks
 from tests.gpu.staged_comm import StagedComm
 from tests.ring_cases import errors_of_part
@@ -49,13 +52,20 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16):
             torch.cuda.set_device(0)
         comm = StagedComm(dist.group.WORLD)
     else:
-        comm = RingComm(new_group_of_all(device))
+        comm = RingComm(several_ranks.new_group_of_all(device))
     attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm).backend
     errors = [
         errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM)
         for case in cases
     ]
     return errors, comm.bytes_sent
+
+
+def run_on(device, num_ranks, *call):
+    """Runs a body on ranks: forked ones of a CPU, or new processes that share a GPU."""
+    if device == "cpu":
+        return ranks.run_ranks(num_ranks, *call)
+    return several_ranks.run(num_ranks, *call, timeout_s=240)
 
 
 def check(results):
@@ -67,17 +77,34 @@ def check(results):
 
 
 @pytest.mark.parametrize(("device", "name"), BACKENDS)
-def test_whole_sequences(run_ranks, device, name):
+def test_whole_sequences(device, name):
     require(device, name)
-    ((errors, _),) = run_ranks(1, errors_of_cases, "native", device, name, CASES[:1])
+    ((errors, _),) = run_on(device, 1, errors_of_cases, "native", device, name, CASES[:1])
     assert 1e-5 < max(errors[0]) < TOLERANCE, errors
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
-def test_float64_is_exact(run_ranks, device):
-    ((errors, _),) = run_ranks(
-        1, errors_of_cases, "native", device, "torch", CASES[:1], torch.float64
+@pytest.mark.parametrize(("device", "name"), BACKENDS)
+def test_a_single_token(device, name):
+    """What a rank runs for which the plan has nothing: it sees itself only."""
+    require(device, name)
+    device = torch.device(device)
+    q, k, v, dout = (
+        torch.randn(1, heads, HEAD_DIM).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2, 4)
     )
+    attend = select_attention(device, q.dtype, HEAD_DIM, name).backend
+    out = attend(q, k, v, TokenLayout((0,), 0, (), (1,), device), None, 0.3)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert torch.allclose(out.float(), v.float().repeat_interleave(2, dim=1), rtol=1e-2, atol=1e-2)
+    assert max(dq.abs().max(), dk.abs().max()) < 0.1
+    expected = dout.float().unflatten(1, (2, 2)).sum(2)
+    assert torch.allclose(dv.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_float64_is_exact(device):
+    body = (errors_of_cases, "native", device, "torch", CASES[:1], torch.float64)
+    ((errors, _),) = run_on(device, 1, *body)
     assert max(errors[0]) < 1e-12, errors
 
 
@@ -85,34 +112,47 @@ def test_float64_is_exact(run_ranks, device):
 def nccl_refusal():
     """Why NCCL does not accept two ranks on one GPU; None where it does."""
     try:
-        ranks.run_ranks(2, try_nccl, timeout_s=90)
-    except ranks.RankError as error:
+        several_ranks.run(2, try_nccl, timeout_s=90)
+    except RuntimeError as error:
         return str(error).strip().splitlines()[-1]
     return None
 
 
 def try_nccl():
-    comm = RingComm(new_group_of_all("cuda"))
+    comm = RingComm(several_ranks.new_group_of_all("cuda"))
     comm.pass_on(torch.zeros(8, device="cuda"), (0, 1), dist.get_rank()).wait()
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("transport", ["native", "staged"])
-def test_rings_on_a_cpu(run_ranks, transport):
-    check(run_ranks(4, errors_of_cases, transport, "cpu", "torch", CASES))
+def test_rings_on_a_cpu(transport):
+    check(run_on("cpu", 4, errors_of_cases, transport, "cpu", "torch", CASES))
+
+
+def errors_with_a_fault(*call):
+    def tails_see_heads_only(layout, step):
+        return layout.tails, layout.half_segments, layout.heads, layout.half_segments
+
+    with mock.patch("megatron_hdp.runtime.ring_attention._block", tails_see_heads_only):
+        return errors_of_cases(*call)
+
+
+def test_a_planted_fault_fails_the_check():
+    with pytest.raises(AssertionError, match="out, dq, dk, dv"):
+        check(run_on("cpu", 4, errors_with_a_fault, "native", "cpu", "torch", CASES))
 
 
 @on_gpu
 @pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_nccl(run_ranks, nccl_refusal, device, name):
+def test_rings_over_nccl(nccl_refusal, device, name):
     require(device, name)
     if nccl_refusal is not None:
         pytest.skip(f"NCCL does not accept several ranks on one GPU: {nccl_refusal}")
-    check(run_ranks(4, errors_of_cases, "native", device, name, CASES, timeout_s=180))
+    check(run_on(device, 4, errors_of_cases, "native", device, name, CASES))
 
 
 @on_gpu
 @pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_host_memory(run_ranks, device, name):
+def test_rings_over_host_memory(device, name):
     require(device, name)
-    check(run_ranks(4, errors_of_cases, "staged", device, name, CASES, timeout_s=180))
+    check(run_on(device, 4, errors_of_cases, "staged", device, name, CASES))
