@@ -118,6 +118,15 @@ def test_nothing_runs_without_the_package(one_check, monkeypatch, broken):
     assert done.rows[-1].part == broken and done.has_failed()
 
 
+def test_files_with_gpu_tests_are_found_by_what_they_import_too():
+    files = check.files_with_gpu_tests(ROOT / "tests")
+    assert "tests/gpu/test_training.py" in files and "tests/planner/test_plan.py" not in files
+    users = [
+        p for p in (ROOT / "tests").rglob("test_*.py") if "from tests.devices" in p.read_text()
+    ]
+    assert users and {str(path.relative_to(ROOT)) for path in users} <= set(files)
+
+
 def test_wheels_are_taken_without_an_index(one_check, tmp_path, monkeypatch):
     done = one_check(wheels=tmp_path)
     commands = []
