@@ -81,6 +81,7 @@ class Check:
             "OUT": str(self.out),
         }
         self.environment.setdefault("OMP_NUM_THREADS", "1")
+        self.environment.setdefault("PYTHONWARNINGS", "ignore")  # Megatron's, of what it lacks
 
     def say(self, line: str) -> None:
         """Print a line, into the log too."""
