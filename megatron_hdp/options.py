@@ -339,6 +339,12 @@ class HdpOptions:
         minimum=1,
         help="Pad each chunk of a sequence to a multiple of this, for kernels that want one.",
     )
+    hdp_attention: str = option(
+        "auto",
+        choices=("auto", "transformer-engine", "flash-attn", "torch"),
+        help="Whose attention kernels run on a GPU; auto takes the first of these that loads, fits "
+        "and computes rightly, and says which.",
+    )
     hdp_fused_loss: bool = option(
         True,
         help="Make the logits of all tokens before the loss: more memory, the same result.",

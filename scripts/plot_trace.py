@@ -76,7 +76,7 @@ def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], pic
     legend = [Patch(color=c, label=n) for c, n in zip(palette.colours, palette.names, strict=True)]
     legend += [Patch(color=WAIT, label="waiting for others"), Patch(color=SYNC, label="sync")]
     legend += [Patch(color=colour, label=lane) for colour, lane in copies.items()]
-    axes.legend(handles=legend, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=8, fontsize=8)
+    figure.legend(handles=legend, loc="outside lower center", ncols=8, fontsize=8)
     stretched = whole["args"]["plan_stretched_by"]
     axes.set_title(f"{whole['name']}; the plan x {stretched:.2f}", loc="left", fontsize=10)
     figure.savefig(picture)

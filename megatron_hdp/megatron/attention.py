@@ -16,9 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.layout import TokenLayout
-from megatron_hdp.runtime.ring_attention import ring_attention
 from megatron_hdp.runtime.ring_comm import RingComm
 
 
@@ -35,11 +34,11 @@ class HdpPackedSeqParams(PackedSeqParams):
     sequence_index: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
     comm: RingComm = field(kw_only=True)
-    kernel: AttentionKernel = field(kw_only=True)
+    attention: AttentionBackend = field(kw_only=True)
 
 
 class HdpCoreAttention(MegatronModule):
-    """Ring attention with the interface of megatron-core's ``DotProductAttention``."""
+    """The job's attention backend with the interface of megatron-core's ``DotProductAttention``."""
 
     def __init__(
         self,
@@ -97,13 +96,12 @@ class HdpCoreAttention(MegatronModule):
                 "HdpPackedSeqParams: run the model through HdpExecutor"
             )
         _refuse(attention_bias is not None, "an attention bias", "no bias")
-        out = ring_attention(
+        out = params.attention(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
             params.layout,
             params.comm,
-            params.kernel,
             self.scale,
         )
         return out.reshape(out.shape[0], 1, -1)

@@ -71,6 +71,8 @@ class Diagnosis:
     gpu_gaps: dict[str, str]
     """What a run on a GPU defines because Megatron does not."""
     attention_kernel: str | None
+    attention_refused: dict[str, str]
+    """Kernels that would have been preferred, and why they are not taken."""
     seams: tuple[SeamCheck, ...]
     optional_packages: tuple[PackageCheck, ...]
     problems: tuple[str, ...]
@@ -177,8 +179,11 @@ SEAMS = (
 
 OPTIONAL_PACKAGES = (
     OptionalPackage(
-        "transformer-engine", "transformer_engine", "Megatron uses NVIDIA apex's Adam, or torch's"
+        "transformer-engine",
+        "transformer_engine",
+        "attention by other kernels; Megatron uses NVIDIA apex's Adam, or torch's",
     ),
+    OptionalPackage("flash-attn", "flash_attn", "attention by other kernels"),
     OptionalPackage("NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"),
     OptionalPackage("triton", "triton", "the fused loss on a GPU works in plain PyTorch"),
     OptionalPackage("transformers", "transformers", "no --tokenizer-type HuggingFaceTokenizer"),
@@ -206,13 +211,15 @@ def diagnose() -> Diagnosis:
             "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
         )
     has_torch = _importable("torch")
-    device, shim_applies, redirects, gaps, kernel = "unknown", False, {}, {}, None
+    device, shim_applies, redirects, gaps = "unknown", False, {}, {}
+    kernel: str | None = None
+    refused: dict[str, str] = {}
     if has_torch:
         from megatron_hdp.megatron import cpu_shim
 
         shim_applies, redirects = cpu_shim.needed(), cpu_shim.REDIRECTS
         device = _device()
-        kernel, problem = _attention_kernel(shim_applies)
+        kernel, refused, problem = _attention(shim_applies)
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
     if _importable("megatron.core"):
@@ -228,6 +235,7 @@ def diagnose() -> Diagnosis:
         cpu_shim_redirects=redirects,
         gpu_gaps=gaps,
         attention_kernel=kernel,
+        attention_refused=refused,
         seams=seams,
         optional_packages=tuple(PackageCheck(p, _found(p)) for p in OPTIONAL_PACKAGES),
         problems=tuple(problems),
@@ -295,16 +303,22 @@ def _device() -> str:
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
 
 
-def _attention_kernel(on_cpu: bool) -> tuple[str | None, str | None]:
-    """The kernel's name, or None and what is wrong."""
+def _attention(on_cpu: bool) -> tuple[str | None, dict[str, str], str | None]:
+    """What ``--hdp-attention auto`` takes and what it does not; or what is wrong.
+
+    On a GPU for bfloat16 and a head dimension of 128: a run asks for its own.
+    """
     import torch
 
-    from megatron_hdp.runtime.kernels import select_kernel
+    from megatron_hdp.runtime.attention import select_attention
 
+    device = torch.device("cpu" if on_cpu else "cuda")
+    dtype = torch.float32 if on_cpu else torch.bfloat16
     try:
-        return select_kernel(torch.device("cpu" if on_cpu else "cuda")).name, None
-    except (ImportError, ValueError) as error:
-        return None, str(error)
+        selection = select_attention(device, dtype, head_dim=128)
+    except ValueError as error:
+        return None, {}, str(error)
+    return selection.backend.name, selection.refused, None
 
 
 def _text(diagnosis: Diagnosis) -> str:
@@ -313,6 +327,7 @@ def _text(diagnosis: Diagnosis) -> str:
         f"{'device':18} {diagnosis.device}",
         f"{'CUDA connections':18} {diagnosis.cuda_connections}",
         f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
+        *(f"{'':18} not {name}: {why}" for name, why in diagnosis.attention_refused.items()),
         "",
         "seams in megatron-core (HDP replaces none of its functions):",
     ]

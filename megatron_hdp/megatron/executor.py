@@ -27,7 +27,7 @@ from megatron_hdp.data import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.schedule_timers import noting_compute
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.loss import token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
@@ -70,13 +70,13 @@ class HdpExecutor:
         model: DistributedDataParallel,
         place: RankPlace,
         comm: RingComm,
-        kernel: AttentionKernel,
+        attention: AttentionBackend,
         fused_loss: bool,
     ) -> None:
         self.model = model
         self.place = place
         self.comm = comm
-        self.kernel = kernel
+        self.attention = attention
         self.fused_loss = fused_loss
         self.timeline = comm.timeline
         self.layers = get_attr_wrapped_model(model, "decoder").layers
@@ -217,7 +217,7 @@ class HdpExecutor:
             positions=positions,
             sequence_index=sequence_index,
             comm=self.comm,
-            kernel=self.kernel,
+            attention=self.attention,
         )
         targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
         # without gradients nothing is saved

@@ -123,10 +123,15 @@ def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
 
 
 def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of this rank's stage; Megatron's own way to make them unless a norm differs."""
+    """The layers of this rank's stage, and a last norm like theirs.
+
+    Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
+    another class where TransformerEngine is installed, whose extra state the checkpoints of other
+    machines lack.
+    """
     spec = layer_spec(arguments)
     norm = spec.submodules.input_layernorm
-    if norm is not SequenceParallelNorm:
+    if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
         return spec
     num_layers = arguments.num_layers // arguments.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)

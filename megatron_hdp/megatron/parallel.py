@@ -228,4 +228,5 @@ def new_ring_comm(timeout_minutes: float, timeline: Timeline) -> RingComm:
     rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(rank_lists, mine)
     unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
-    return RingComm(new_ring_group(unique, timedelta(minutes=timeout_minutes)), timeline)
+    timeout = timedelta(minutes=timeout_minutes)
+    return RingComm(new_ring_group(unique, timeout, compute_device()), timeline)

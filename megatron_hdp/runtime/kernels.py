@@ -2,7 +2,7 @@
 
 A kernel is whatever satisfies `AttentionKernel`. The ring merges the blocks' outputs by their
 log-sum-exp and calls `backward` with the *merged* output and LSE, which makes each block's gradient
-exact by itself.
+exact by itself. Those for GPUs are in `flash_kernels` and `matmul_kernel`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-Lengths = tuple[int, ...]
+from megatron_hdp.runtime.segments import Segments
 
 
 class AttentionKernel(Protocol):
@@ -29,8 +29,8 @@ class AttentionKernel(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
+        q_segments: Segments,
+        k_segments: Segments,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,8 +45,8 @@ class AttentionKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
+        q_segments: Segments,
+        k_segments: Segments,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,15 +64,18 @@ class CpuFlashKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
+        q_segments: Segments,
+        k_segments: Segments,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.forward`."""
         outs, lses = [], []
         for qs, ks, vs in zip(
-            q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True
+            q.split(q_segments.lengths),
+            k.split(k_segments.lengths),
+            v.split(k_segments.lengths),
+            strict=True,
         ):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _batched(qs), _batched(ks), _batched(vs), 0.0, causal, scale=scale
@@ -89,14 +92,14 @@ class CpuFlashKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_lengths: Lengths,
-        k_lengths: Lengths,
+        q_segments: Segments,
+        k_segments: Segments,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.backward`."""
-        by_query = [x.split(q_lengths) for x in (dout, q, out, lse)]
-        by_key = [x.split(k_lengths) for x in (k, v)]
+        by_query = [x.split(q_segments.lengths) for x in (dout, q, out, lse)]
+        by_key = [x.split(k_segments.lengths) for x in (k, v)]
         blocks = []
         for dout_s, q_s, out_s, lse_s, k_s, v_s in zip(*by_query, *by_key, strict=True):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -121,17 +124,3 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
     return x[0].transpose(0, 1)  # [1, h, t, d] -> [t, h, d]
-
-
-def select_kernel(device: torch.device) -> AttentionKernel:
-    """The block kernel for `device`.
-
-    Raises:
-        ValueError: no kernel of this build serves the device.
-    """
-    if device.type == "cpu":
-        return CpuFlashKernel()
-    raise ValueError(
-        f"no ring attention kernel for device '{device}' in this version: kernels available: "
-        f"{CpuFlashKernel.name} (cpu)"
-    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
+
+from megatron_hdp.runtime.segments import Segments
 
 # Rows of a packed tensor: a slice where they are contiguous (a view), else an index tensor.
 Rows: TypeAlias = slice | torch.Tensor
@@ -58,6 +61,31 @@ class TokenLayout:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def causal_segments(self) -> Segments:
+        """All segments: ring slices, then local sequences; each is causal in itself."""
+        return Segments.of(self.segments, self.device)
+
+    @cached_property
+    def slice_segments(self) -> Segments:
+        """The ring slices."""
+        return Segments.of(self.ring_slices, self.device)
+
+    @cached_property
+    def half_segments(self) -> Segments:
+        """The head chunks of the ring slices, or their tail chunks."""
+        return Segments.of(self.half_slices, self.device)
+
+    @cached_property
+    def local_segments(self) -> Segments:
+        """The whole local sequences."""
+        return Segments.of(self.local_lengths, self.device)
+
+    @cached_property
+    def whole_segments(self) -> Segments:
+        """The ring's sequences as they are over all its members."""
+        return Segments.of(tuple(n * self.degree for n in self.ring_slices), self.device)
 
     @property
     def degree(self) -> int:

@@ -13,39 +13,34 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Lengths
+from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.layout import Rows, TokenLayout
-from megatron_hdp.runtime.ring_comm import RingComm, Transfer
+from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.segments import Segments
 
 _ALL = slice(None)
 
 
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: TokenLayout,
-    comm: RingComm,
-    kernel: AttentionKernel,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention of every sequence of the micro-batch, each within itself.
+class RingAttention:
+    """An attention backend: our own ring over a block kernel."""
 
-    Args:
-        q: ``[t, heads, d]``, this rank's tokens in the layout's order.
-        k: ``[t, kv_heads, d]``.
-        v: ``[t, kv_heads, d]``.
-        layout: what the tokens are; equal ring slices on every member.
-        comm: the HDP communicator; not used when the layout has no ring.
-        kernel: block attention.
-        scale: softmax scale, usually ``1 / sqrt(d)``.
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.kernel = kernel
+        self.name = kernel.name
 
-    Returns:
-        ``[t, heads, d]``, differentiable in `q`, `k` and `v`.
-    """
-    if q.shape[0] != layout.num_tokens:
-        raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
-    return _RingAttention.apply(q, k, v, layout, comm, kernel, scale)
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+    ) -> torch.Tensor:
+        """See `attention.AttentionBackend`."""
+        if q.shape[0] != layout.num_tokens:
+            raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
+        return _RingAttention.apply(q, k, v, layout, comm, self.kernel, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -60,20 +55,21 @@ class _RingAttention(torch.autograd.Function):
         kernel: AttentionKernel,
         scale: float,
     ) -> torch.Tensor:
-        ring = slice(0, layout.ring_tokens)
-        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
-        next(blocks)  # our own keys and values leave while we attend to them
-        out, lse = kernel.forward(q, k, v, layout.segments, layout.segments, True, scale)
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)  # our own keys and values leave while we attend to them
+        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
         if layout.ring_slices:
             total, total_lse = _accumulator(out[ring]), lse[ring].clone()
             for step, (keys, values) in blocks:
-                rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
                 block_out, block_lse = kernel.forward(
                     q[ring][rows],
                     keys[kv_rows],
                     values[kv_rows],
-                    q_lengths,
-                    kv_lengths,
+                    q_segments,
+                    kv_segments,
                     False,
                     scale,
                 )
@@ -87,17 +83,17 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
-        ring = slice(0, layout.ring_tokens)
-        blocks = _travelling_kv(k[ring], v[ring], layout, comm)
-        next(blocks)
-        dq, dk, dv = kernel.backward(
-            dout, q, k, v, out, lse, layout.segments, layout.segments, True, scale
-        )
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
-            arriving: Transfer | None = None
+            dkv = dq_total.new_zeros((2, *k[ring].shape))
+            spare, arriving = torch.empty_like(dkv), None
             for step, (keys, values) in blocks:
-                rows, q_lengths, kv_rows, kv_lengths = _block(layout, step)
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
                 dq_block, dk_block, dv_block = kernel.backward(
                     dout[ring][rows],
                     q[ring][rows],
@@ -105,17 +101,18 @@ class _RingAttention(torch.autograd.Function):
                     values[kv_rows],
                     out[ring][rows],
                     lse[ring][rows],
-                    q_lengths,
-                    kv_lengths,
+                    q_segments,
+                    kv_segments,
                     False,
                     scale,
                 )
                 dq_total[rows] += dq_block
                 # to what the members before us found for these keys and values, add ours
-                dkv = arriving.wait() if arriving else dq_total.new_zeros((2, *k[ring].shape))
+                if arriving is not None:
+                    dkv, spare = arriving.wait(), dkv
                 dkv[0][kv_rows] += dk_block
                 dkv[1][kv_rows] += dv_block
-                arriving = comm.pass_on(dkv, layout.ring, layout.index)
+                arriving = comm.pass_on(dkv, layout.ring, layout.index, into=spare)
             assert arriving is not None, "a ring has at least two members"
             dkv = arriving.wait()
             dq[ring] = dq_total
@@ -129,26 +126,28 @@ def _travelling_kv(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The keys and values that pass by, ``[2, t, kv_heads, d]``, with the step: 0 are our own.
 
-    Those of a step are already on their way to the next member when they are yielded.
+    Those of a step are already on their way to the next member when they are yielded. They are
+    overwritten two steps later: both their transfer and their block come before.
     """
     kv = torch.stack((k, v))
+    spare = torch.empty_like(kv)
     for step in range(layout.degree):
         if step + 1 < layout.degree:
-            transfer = comm.pass_on(kv, layout.ring, layout.index)
+            transfer = comm.pass_on(kv, layout.ring, layout.index, into=spare)
         yield step, kv
         if step + 1 < layout.degree:
-            kv = transfer.wait()
+            kv, spare = transfer.wait(), kv
 
 
-def _block(layout: TokenLayout, step: int) -> tuple[Rows, Lengths, Rows, Lengths]:
+def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:
     """Which queries see which of the keys held at `step`, those of ring member ``index - step``.
 
     A member earlier in the ring: its head chunks are before all our tokens, its tail chunks after.
     A later member: all its tokens are before our tail chunks, none before our head chunks.
     """
     if step <= layout.index:
-        return _ALL, layout.ring_slices, layout.heads, layout.half_slices
-    return layout.tails, layout.half_slices, _ALL, layout.ring_slices
+        return _ALL, layout.slice_segments, layout.heads, layout.half_segments
+    return layout.tails, layout.half_segments, _ALL, layout.slice_segments
 
 
 def _accumulator(x: torch.Tensor) -> torch.Tensor:
@@ -165,8 +164,6 @@ def _merge(
 ) -> None:
     """Adds a block's softmax-weighted output to `total` (online softmax), in place at `rows`."""
     before = total_lse[rows]
-    after = torch.logaddexp(before, lse)
-    total[rows] = (
-        total[rows] * (before - after).exp()[..., None] + out * (lse - after).exp()[..., None]
-    )
-    total_lse[rows] = after
+    share = torch.sigmoid(lse - before)  # exp(lse) / (exp(before) + exp(lse))
+    total[rows] = torch.lerp(total[rows], out.to(total.dtype), share[..., None])
+    total_lse[rows] = torch.logaddexp(before, lse)

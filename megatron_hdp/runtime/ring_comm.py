@@ -1,4 +1,9 @@
-"""Point-to-point traffic of the rings: every ring of every micro-batch uses one communicator."""
+"""Point-to-point traffic of the rings: every ring of every micro-batch uses one communicator.
+
+What NCCL does with it (`torch.distributed.batch_isend_irecv`): the transfer waits, on NCCL's own
+stream, for what the current stream was given before it was posted; `wait` makes the current stream
+wait for the transfer, not the host. What is launched between the two runs beside the transfer.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.ring_group import RingGroup
 from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
+
+_CPU = torch.device("cpu")
 
 
 def new_ring_group(
-    rank_lists: Sequence[Sequence[int]], timeout: timedelta | None = None
+    rank_lists: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    device: torch.device = _CPU,
 ) -> dist.ProcessGroup:
     """The communicator of the rings, one for each list of HDP ranks; returns the caller's own.
 
     It is separate from the group that carries gradient sync, because a rank that has finished its
     micro-batches starts reducing while others still run rings. Every rank of the job must call this
     with the same lists.
+
+    One collective on `device` makes the communicator exist when this returns. Otherwise NCCL would
+    make it, or one for every pair of ranks, in the middle of a step.
     """
     mine = None
     for ranks in rank_lists:
@@ -27,11 +40,12 @@ def new_ring_group(
             mine = group
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the lists {list(rank_lists)}")
+    dist.all_reduce(torch.zeros(1, device=device), group=mine)
     return mine
 
 
 class Transfer:
-    """One tensor on its way to the next ring member while another comes from the previous one."""
+    """One tensor on its way to a ring member while another comes from a member."""
 
     def __init__(
         self, comm: RingComm, works: list[dist.Work], sent: torch.Tensor, received: torch.Tensor
@@ -42,14 +56,19 @@ class Transfer:
         self._received = received
 
     def wait(self) -> torch.Tensor:
-        """What the previous member sent; blocks until both directions are done."""
-        with self._comm.timeline.span(RING_WAIT):
-            while self._works:
-                work = self._works.pop()
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise RuntimeError(f"a ring member did not answer: {error}") from error
+        """What was received; blocks the host, or only the current CUDA stream, until it is there.
+
+        May be called again: each time the stream that is current then waits.
+        """
+        if self._works:
+            with self._comm.timeline.span(RING_WAIT):
+                for work in self._works:
+                    try:
+                        work.wait()
+                    except RuntimeError as error:
+                        raise RuntimeError(f"a ring member did not answer: {error}") from error
+        if not self._received.is_cuda:
+            self._works = []  # gloo's works would wait for ever a second time
         self._sent = None
         return self._received
 
@@ -67,20 +86,51 @@ class RingComm:
         self.group = group
         self.timeline = timeline or Timeline()
         self.bytes_sent = 0
+        self._ring_groups: dict[tuple[int, ...], RingGroup] = {}
 
-    def pass_on(self, tensor: torch.Tensor, ring: tuple[int, ...], index: int) -> Transfer:
+    def pass_on(
+        self,
+        tensor: torch.Tensor,
+        ring: tuple[int, ...],
+        index: int,
+        into: torch.Tensor | None = None,
+    ) -> Transfer:
         """Starts sending `tensor` to the next member and receiving its like from the previous one.
 
         Every member of the ring makes the same calls in the same order, so between any two ranks
         messages match by their order. `tensor` must be contiguous and stay unchanged until `wait`.
+        What comes is written to `into`, or to a new tensor.
         """
-        received = torch.empty_like(tensor)
         following, previous = ring[(index + 1) % len(ring)], ring[index - 1]
+        received = torch.empty_like(tensor) if into is None else into
+        return self.exchange(tensor, following, received, previous)
+
+    def exchange(
+        self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
+    ) -> Transfer:
+        """Starts sending to one HDP rank and receiving from another, as one operation of NCCL."""
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following),
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=following),
                 dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous),
             ]
         )
-        self.bytes_sent += tensor.numel() * tensor.element_size()
-        return Transfer(self, works, tensor, received)
+        self.bytes_sent += sent.numel() * sent.element_size()
+        return Transfer(self, works, sent, received)
+
+    def ring_group(self, ring: tuple[int, ...]) -> RingGroup:
+        """The process group that stands for `ring` in other libraries; the same object every time.
+
+        Such libraries remember facts of a group by its object. A group takes about 2 KB and is kept
+        until `close`, since a backward pass may still need it: 50 MB after 25,000 different rings.
+        """
+        found = self._ring_groups.get(ring)
+        if found is None:
+            found = self._ring_groups[ring] = RingGroup(self, ring)
+        return found
+
+    def close(self) -> None:
+        """Forgets the groups of `ring_group`; none of them may be used any more."""
+        for group in self._ring_groups.values():
+            group.release()
+        self._ring_groups.clear()

@@ -97,13 +97,23 @@ def test_without_torch_it_still_answers(capsys):
     assert "torch does not import" in found["problems"][0]
 
 
-def test_a_device_without_kernel_is_a_problem(capsys):
-    def refuse(device):
-        raise ValueError(f"no ring attention kernel for device '{device}'")
+def test_a_device_without_attention_is_a_problem(capsys):
+    def refuse(device, dtype, head_dim):
+        raise ValueError(f"no attention for {dtype} on device '{device}'")
 
-    with mock.patch("megatron_hdp.runtime.kernels.select_kernel", refuse):
+    with mock.patch("megatron_hdp.runtime.attention.select_attention", refuse):
         assert main(["doctor"]) == 1
-    assert "  - no ring attention kernel for device" in capsys.readouterr().out
+    assert "  - no attention for" in capsys.readouterr().out
+
+
+@on_cpu
+def test_it_says_which_attention_is_not_taken_and_why(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "not transformer-engine: ValueError: found device 'cpu'; it needs an NVIDIA GPU" in text
+    assert main(["doctor", "--json"]) == 0
+    refused = json.loads(capsys.readouterr().out)["attention_refused"]
+    assert list(refused) == ["transformer-engine", "flash-attn"]
 
 
 def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):

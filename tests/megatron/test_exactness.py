@@ -237,7 +237,7 @@ def read_at_wrong_positions(*args, **kwargs):
 
 def block_without_heads(layout, step):
     """A ring in which no head chunk is seen as a whole."""
-    return layout.tails, layout.half_slices, layout.tails, layout.half_slices
+    return layout.tails, layout.half_segments, layout.tails, layout.half_segments
 
 
 def finalize_with_one_token_too_many(self, num_loss_tokens, *args, **kwargs):

@@ -1,81 +1,21 @@
 """Ring attention alone against full attention in float64, forward and backward."""
 
-import math
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_hdp.runtime.kernels import CpuFlashKernel, select_kernel
+from megatron_hdp.runtime.kernels import CpuFlashKernel
 from megatron_hdp.runtime.layout import TokenLayout
-from megatron_hdp.runtime.ring_attention import ring_attention
-from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
+from megatron_hdp.runtime.matmul_kernel import MatmulKernel
+from megatron_hdp.runtime.ring_attention import RingAttention
+from tests.ring_cases import KV_HEADS, errors_of_part, gloo_comm
 
-HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
-
-
-def full_attention(q, k, v):
-    """Causal attention of one whole sequence ``[s, heads, d]``, by definition."""
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+HEAD_DIM = 8
 
 
-def random_sequence(length, seed, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-
-def reference(length, seed):
-    """(out, dq, dk, dv) of one whole sequence."""
-    *inputs, dout = random_sequence(length, seed)
-    for x in inputs:
-        x.requires_grad_()
-    out = full_attention(*inputs)
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in inputs)]
-
-
-def slice_rows(length, degree, index):
-    chunk = length // (2 * degree)
-    head, tail = index * chunk, (2 * degree - 1 - index) * chunk
-    return torch.cat([torch.arange(head, head + chunk), torch.arange(tail, tail + chunk)])
-
-
-def relative_error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64):
+def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=None):
     """Largest relative error of (out, dq, dk, dv) over this rank's tokens; (error, bytes sent)."""
-    rank = dist.get_rank()
-    comm = RingComm(new_ring_group([list(range(dist.get_world_size()))]))
-    if rank not in ring:
-        return 0.0, 0
-    degree, index = len(ring), ring.index(rank)
-    lengths = [2 * degree * chunk for chunk in chunks] if degree > 1 else []
-    rows = [slice_rows(length, degree, index) for length in lengths]
-    local = [(length, 1000 + 10 * rank + i) for i, length in enumerate(local_lengths)]
-    wholes = [*zip(lengths, range(len(lengths)), strict=True), *local]
-    rows += [torch.arange(length) for length in local_lengths]
-    parts = [random_sequence(*whole, dtype=torch.float64) for whole in wholes]
-    q, k, v, dout = (
-        torch.cat([part[i][r] for part, r in zip(parts, rows, strict=True)]).to(dtype)
-        for i in range(4)
-    )
-    for x in (q, k, v):
-        x.requires_grad_()
-    slices = tuple(2 * chunk for chunk in chunks) if degree > 1 else ()
-    layout = TokenLayout(tuple(ring), index, slices, tuple(local_lengths))
-    out = ring_attention(q, k, v, layout, comm, CpuFlashKernel(), SCALE)
-    out.backward(dout)
-    expected = [reference(*whole) for whole in wholes]
-    errors = []
-    for i, found in enumerate((out.detach(), q.grad, k.grad, v.grad)):
-        whole = torch.cat([e[i][r] for e, r in zip(expected, rows, strict=True)])
-        errors.append(relative_error(found.double(), whole))
+    comm, attend = gloo_comm(), RingAttention(kernel or CpuFlashKernel())
+    errors = errors_of_part(attend, comm, ring, chunks, local_lengths, dtype, head_dim=HEAD_DIM)
     return max(errors), comm.bytes_sent
 
 
@@ -100,18 +40,23 @@ def test_bfloat16_stays_near_float64(run_ranks):
     assert 1e-4 < max(error for error, _ in results) < 2e-2
 
 
+@pytest.mark.parametrize("degree", [1, 3])
+def test_the_plain_kernel_is_exact_in_float64(run_ranks, degree):
+    ring = list(range(degree))
+    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1], [7, 1], kernel=MatmulKernel())
+    assert max(error for error, _ in results) < 1e-13
+
+
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):
     """A planted fault: each block's backward uses its own log-sum-exp."""
 
-    def backward(self, dout, q, k, v, out, lse, q_lengths, k_lengths, causal, scale):
-        out, lse = self.forward(q, k, v, q_lengths, k_lengths, causal, scale)
-        return super().backward(dout, q, k, v, out, lse, q_lengths, k_lengths, causal, scale)
+    def backward(self, dout, q, k, v, out, lse, q_segments, k_segments, causal, scale):
+        out, lse = self.forward(q, k, v, q_segments, k_segments, causal, scale)
+        return super().backward(dout, q, k, v, out, lse, q_segments, k_segments, causal, scale)
 
 
 def attend_with_a_fault():
-    global CpuFlashKernel
-    CpuFlashKernel = KernelThatForgetsTheMergedLse
-    return attend_on_one_rank([0, 1], [4], [])
+    return attend_on_one_rank([0, 1], [4], [], kernel=KernelThatForgetsTheMergedLse())
 
 
 def test_a_planted_fault_is_seen(run_ranks):
@@ -129,9 +74,4 @@ def test_tokens_must_match_the_layout():
     layout = TokenLayout((0,), 0, (), (4,))
     x = torch.zeros(3, 1, 8)
     with pytest.raises(ValueError, match="3 tokens were given, the layout has 4"):
-        ring_attention(x, x, x, layout, None, CpuFlashKernel(), 1.0)
-
-
-def test_a_device_without_kernel_is_refused():
-    with pytest.raises(ValueError, match="no ring attention kernel for device 'meta'"):
-        select_kernel(torch.device("meta"))
+        RingAttention(CpuFlashKernel())(x, x, x, layout, None, 1.0)

@@ -143,6 +143,11 @@ CASES = {
     "only-empty-documents": (lambda f: write(f, [0, 0, 0]), {}, ("none with a token", "--split")),
     "bad-split": (lambda f: None, {"split": "0,0,0"}, ("--split", "at least one above 0")),
     "no-training-documents": (lambda f: None, {"split": "0,1,0"}, ("no sequence", "--split")),
+    "attention-without-gpu": (
+        lambda f: None,
+        {"hdp_attention": "flash-attn"},
+        ("--hdp-attention flash-attn", "device 'cpu'", "needs an NVIDIA GPU", "auto"),
+    ),
     "tensor-parallel": (
         lambda f: None,
         {"tensor_model_parallel_size": 2, "num_attention_heads": 2},
@@ -212,6 +217,7 @@ def test_empty_documents_are_skipped_and_counted(run_ranks, folder):
     (code, output, error), _ = run_ranks(2, entry, argv)
     assert code == 0, error
     assert f"{len(LENGTHS)} sequences to train on (documents: 3 empty and skipped" in output
+    assert output.count("attention: torch-sdpa-cpu; not transformer-engine: ") == 1
     steps = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
 

@@ -1,0 +1,27 @@
+"""Rings over host memory and gloo, for several ranks on one GPU where NCCL refuses them."""
+
+import torch
+
+from megatron_hdp.runtime.ring_comm import RingComm
+
+
+class StagedTransfer:
+    """Copies to the device what arrived on the host."""
+
+    def __init__(self, on_host, received):
+        self.on_host, self.received = on_host, received
+
+    def wait(self):
+        if self.on_host is not None:
+            self.received.copy_(self.on_host.wait())
+            self.on_host = None
+        return self.received
+
+
+class StagedComm(RingComm):
+    """A `RingComm` over a gloo group for tensors of any device."""
+
+    def exchange(self, sent, following, received, previous):
+        room = torch.empty(received.shape, dtype=received.dtype)
+        on_host = super().exchange(sent.detach().cpu().contiguous(), following, room, previous)
+        return StagedTransfer(on_host, received)

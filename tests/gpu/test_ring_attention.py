@@ -1,0 +1,158 @@
+"""Every attention backend against float64 in bfloat16: alone, and in rings on one GPU.
+
+The bodies also run on a CPU. Rings on a GPU are several ranks that share it: over NCCL where it can
+be made to accept them, and over host memory.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.runtime.attention import select_attention
+from megatron_hdp.runtime.layout import TokenLayout
+from megatron_hdp.runtime.ring_comm import RingComm
+from scripts.gpu import several_ranks
+from tests import ranks
+from tests.gpu.staged_comm import StagedComm
+from tests.ring_cases import errors_of_part
+
+HEAD_DIM = 64
+TOLERANCE = 2e-2  # bfloat16 keeps 8 bits; TransformerEngine merges the blocks of a ring in it
+CASES = [  # ring, tokens of a chunk of each ring sequence, tokens of local sequences
+    ((0,), [], [300, 64, 1]),
+    ((1, 0), [64, 100], []),
+    ((2, 0, 1), [96, 8], [200, 33]),
+    ((0, 2, 3, 1), [128, 16], [65]),
+    ((3, 1, 2), [40], []),  # ranks of the ring before
+]
+on_gpu = pytest.mark.gpu
+BACKENDS = [
+    pytest.param("cpu", "torch", id="cpu"),
+    *(
+        pytest.param("cuda", name, id=name, marks=on_gpu)
+        for name in ("transformer-engine", "flash-attn", "torch")
+    ),
+]
+
+
+def require(device, name, dtype=torch.bfloat16):
+    """Skips the test where the backend cannot be had here."""
+    try:
+        select_attention(torch.device(device), dtype, HEAD_DIM, name)
+    except ValueError as error:
+        pytest.skip(f"{name} is not to be had here: {error}")
+
+
+def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16):
+    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; bytes that were sent."""
+    if transport == "staged":
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        comm = StagedComm(dist.group.WORLD)
+    else:
+        comm = RingComm(several_ranks.new_group_of_all(device))
+    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm).backend
+    errors = [
+        errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM)
+        for case in cases
+    ]
+    return errors, comm.bytes_sent
+
+
+def run_on(device, num_ranks, *call):
+    """Runs a body on ranks: forked ones of a CPU, or new processes that share a GPU."""
+    if device == "cpu":
+        return ranks.run_ranks(num_ranks, *call)
+    return several_ranks.run(num_ranks, *call, timeout_s=240)
+
+
+def check(results):
+    for rank, (errors, _) in enumerate(results):
+        for case, of_case in zip(CASES, errors, strict=True):
+            in_ring = rank in case[0]
+            assert max(of_case) < TOLERANCE, f"rank {rank}, {case}: out, dq, dk, dv {of_case}"
+            assert min(of_case) > 1e-5 or not in_ring, f"not computed in bfloat16: {of_case}"
+
+
+@pytest.mark.parametrize(("device", "name"), BACKENDS)
+def test_whole_sequences(device, name):
+    require(device, name)
+    ((errors, _),) = run_on(device, 1, errors_of_cases, "native", device, name, CASES[:1])
+    assert 1e-5 < max(errors[0]) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize(("device", "name"), BACKENDS)
+def test_a_single_token(device, name):
+    """What a rank runs for which the plan has nothing: it sees itself only."""
+    require(device, name)
+    device = torch.device(device)
+    q, k, v, dout = (
+        torch.randn(1, heads, HEAD_DIM).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2, 4)
+    )
+    attend = select_attention(device, q.dtype, HEAD_DIM, name).backend
+    out = attend(q, k, v, TokenLayout((0,), 0, (), (1,), device), None, 0.3)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert torch.allclose(out.float(), v.float().repeat_interleave(2, dim=1), rtol=1e-2, atol=1e-2)
+    assert max(dq.abs().max(), dk.abs().max()) < 0.1
+    expected = dout.float().unflatten(1, (2, 2)).sum(2)
+    assert torch.allclose(dv.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_float64_is_exact(device):
+    body = (errors_of_cases, "native", device, "torch", CASES[:1], torch.float64)
+    ((errors, _),) = run_on(device, 1, *body)
+    assert max(errors[0]) < 1e-12, errors
+
+
+@pytest.fixture(scope="module")
+def nccl_refusal():
+    """Why NCCL does not accept two ranks on one GPU; None where it does."""
+    try:
+        several_ranks.run(2, try_nccl, timeout_s=90)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[-1]
+    return None
+
+
+def try_nccl():
+    comm = RingComm(several_ranks.new_group_of_all("cuda"))
+    comm.pass_on(torch.zeros(8, device="cuda"), (0, 1), dist.get_rank()).wait()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("transport", ["native", "staged"])
+def test_rings_on_a_cpu(transport):
+    check(run_on("cpu", 4, errors_of_cases, transport, "cpu", "torch", CASES))
+
+
+def errors_with_a_fault(*call):
+    def tails_see_heads_only(layout, step):
+        return layout.tails, layout.half_segments, layout.heads, layout.half_segments
+
+    with mock.patch("megatron_hdp.runtime.ring_attention._block", tails_see_heads_only):
+        return errors_of_cases(*call)
+
+
+def test_a_planted_fault_fails_the_check():
+    with pytest.raises(AssertionError, match="out, dq, dk, dv"):
+        check(run_on("cpu", 4, errors_with_a_fault, "native", "cpu", "torch", CASES))
+
+
+@on_gpu
+@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
+def test_rings_over_nccl(nccl_refusal, device, name):
+    require(device, name)
+    if nccl_refusal is not None:
+        pytest.skip(f"NCCL does not accept several ranks on one GPU: {nccl_refusal}")
+    check(run_on(device, 4, errors_of_cases, "native", device, name, CASES))
+
+
+@on_gpu
+@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
+def test_rings_over_host_memory(device, name):
+    require(device, name)
+    check(run_on(device, 4, errors_of_cases, "staged", device, name, CASES))
