@@ -9,13 +9,14 @@ bound: the three matrix products that no exact loss can leave out, chunk by chun
 """
 
 import argparse
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -85,8 +86,10 @@ def products_alone(case: Case) -> torch.Tensor:
         dtype = torch.promote_types(case.weight.dtype, torch.float32)
         dweight = torch.zeros_like(case.weight, dtype=dtype)
         dhidden = torch.empty_like(case.hidden)
+        buffer = case.weight.new_empty(chunk, len(case.weight))
         for part in case.hidden.split(chunk):
-            logits = part @ case.weight.t()
+            logits = buffer[: len(part)]
+            torch.mm(part, case.weight.t(), out=logits)
             torch.mm(logits, case.weight, out=dhidden[: len(part)])
             fused._add_product(dweight, logits.t(), part)
         return torch.zeros((), device=case.hidden.device)
@@ -124,7 +127,7 @@ class Megatron:
         stack.callback(dist.destroy_process_group)
         if cpu_shim.needed():
             stack.enter_context(cpu_shim.applied())
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         stack.callback(parallel_state.destroy_model_parallel)
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.config = ModelParallelConfig()
@@ -253,6 +256,8 @@ def _peak_bytes(row: Row, case: Case) -> int | None:
         return torch.cuda.max_memory_allocated() - before
     if not Path("/proc/self/clear_refs").exists():
         return None
+    with suppress(AttributeError):  # pages that malloc keeps would not be seen to be used again
+        ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
     before = _status_bytes("VmRSS")
     run_once(row, case)
