@@ -67,7 +67,7 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
     processes, outputs = [], []
     for rank in range(num_ranks):
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths(device)]),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
@@ -90,6 +90,14 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
                 )
             )
     return Command(processes, outputs, metrics_path)
+
+
+def _paths(device: str) -> list[str]:
+    """Where this process finds modules; on a CPU without a TransformerEngine that was carried."""
+    paths = [path for path in sys.path if path]
+    if device == "cuda":
+        return paths
+    return [path for path in paths if not Path(path, "transformer_engine").exists()]
 
 
 def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:

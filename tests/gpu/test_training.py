@@ -11,7 +11,7 @@ from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from tests.gpu.commands import start
 
 STEPS, SAVED = 6, 3
-TIMEOUT_S = 120
+TIMEOUT_S = 180
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 TEXT = Path(shlex.__file__).read_bytes()  # any text will do
 
