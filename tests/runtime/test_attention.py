@@ -112,12 +112,13 @@ def test_a_cpu_uses_the_kernel_of_torch(dtype):
 )
 def test_torch_on_a_gpu_takes_flash_kernels_where_they_fit(monkeypatch, dtype, head_dim, name):
     monkeypatch.setattr(attention, "try_out", lambda *how: None)
-    for choice in ("auto", "torch"):
-        selection = select_attention(GPU, dtype, head_dim, choice)
-        assert selection.backend.name == name
-    if dtype in (torch.float32, torch.float64):
-        refused = select_attention(GPU, dtype, head_dim).refused
-        assert f"found {dtype}" in refused["transformer-engine"]
+    assert select_attention(GPU, dtype, head_dim, "torch").backend.name == name
+
+
+@pytest.mark.parametrize("name", ["transformer-engine", "flash-attn"])
+def test_a_dtype_is_refused_before_anything_is_loaded(name):
+    with pytest.raises(ValueError, match=rf"{name}: ValueError: found (torch\.)?float32; "):
+        select_attention(GPU, torch.float32, 128, name)
 
 
 class HalfTheGradient(CpuFlashKernel):
