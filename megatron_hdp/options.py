@@ -345,6 +345,10 @@ class HdpOptions:
         help="Whose attention kernels run on a GPU; auto takes the first of these that loads, fits "
         "and computes rightly, and says which.",
     )
+    hdp_fused_loss: bool = option(
+        True,
+        help="Make the logits of all tokens before the loss: more memory, the same result.",
+    )
     hdp_corrupt_limit: int = option(
         16,
         minimum=0,

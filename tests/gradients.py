@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from megatron.core import parallel_state
 
 from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
-from megatron_hdp.megatron import hdp_steps, model, parallel
+from megatron_hdp.megatron import hdp_setup, hdp_steps, model, parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.megatron.initialisation import (
@@ -110,9 +110,9 @@ def hdp_step(arguments, *faults, plan=None):
     """
     parallel.set_seeds(arguments.seed)
     gpt = model.build_gpt(arguments, VOCABULARY)
-    executor = hdp_steps.build_executor(arguments, gpt, Timeline())
+    executor = hdp_setup.build_executor(arguments, gpt, Timeline())
     token_file = TokenFile(arguments.data_path[0])
-    cost_model = hdp_steps.cost_model_of(arguments, executor)
+    cost_model = hdp_setup.cost_model_of(arguments, executor)
     documents = range(len(token_file.lengths))
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
     with ExitStack() as planted:

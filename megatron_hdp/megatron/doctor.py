@@ -101,6 +101,16 @@ SEAMS = (
         parameter="max_seq_len",
     ),
     Seam(
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        "a subclass of the model asks its output layer for the loss, unless --no-hdp-fused-loss",
+        parameter="loss_mask",
+    ),
+    Seam(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+        "a subclass, the model's output layer, returns the loss without making logits",
+        parameter="runtime_gather_output",
+    ),
+    Seam(
         "megatron.core.transformer.moe.moe_layer:MoESubmodules.router",
         "the layer specification names HDP's router of experts",
     ),
@@ -175,6 +185,7 @@ OPTIONAL_PACKAGES = (
     ),
     OptionalPackage("flash-attn", "flash_attn", "attention by other kernels"),
     OptionalPackage("NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"),
+    OptionalPackage("triton", "triton", "the fused loss on a GPU works in plain PyTorch"),
     OptionalPackage("transformers", "transformers", "no --tokenizer-type HuggingFaceTokenizer"),
     OptionalPackage("tiktoken", "tiktoken", "no --tokenizer-type TikTokenizer"),
     OptionalPackage("tensorboard", "tensorboard", "no --tensorboard-dir"),

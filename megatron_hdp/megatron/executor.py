@@ -71,11 +71,13 @@ class HdpExecutor:
         place: RankPlace,
         comm: RingComm,
         attention: AttentionBackend,
+        fused_loss: bool,
     ) -> None:
         self.model = model
         self.place = place
         self.comm = comm
         self.attention = attention
+        self.fused_loss = fused_loss
         self.timeline = comm.timeline
         self.layers = get_attr_wrapped_model(model, "decoder").layers
         self.offload = ActivationOffload(
@@ -115,7 +117,11 @@ class HdpExecutor:
         self.timeline.reset()
         self._losses = []
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        with noting_compute(self._config, self.timeline, [one.index for one in micro_batches]):
+        indices = [one.index for one in micro_batches]
+        with (
+            torch.set_grad_enabled(not forward_only),
+            noting_compute(self._config, self.timeline, indices),
+        ):
             self._run_schedule(micro_batches, forward_only)
         if forward_only:
             self._reached_sync = self.timeline.now()
@@ -213,18 +219,27 @@ class HdpExecutor:
             comm=self.comm,
             attention=self.attention,
         )
+        targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
         with self.offload.micro_batch(ratio):
-            # the last stage's logits, else activations for the next stage
-            output = model(tokens[None], positions[None], None, packed_seq_params=params)
-        return output, partial(self._loss, labels[None], loss_mask[None])
+            # the last stage's loss or logits, else activations for the next stage
+            output = model(
+                tokens[None],
+                positions[None],
+                None,
+                packed_seq_params=params,
+                **(targets if self.fused_loss else {}),
+            )
+        return output, partial(self._loss, **targets)
 
     def _loss(
-        self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor
+        self, output: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        loss = token_sum_loss(logits, labels, loss_mask, group if group.size() > 1 else None)
+        loss = output
+        if not self.fused_loss:
+            group = parallel_state.get_tensor_model_parallel_group()
+            loss = token_sum_loss(output, labels, loss_mask, group if group.size() > 1 else None)
         self._losses.append(loss.detach())
         return loss, loss_mask.sum().to(torch.int), {}
 

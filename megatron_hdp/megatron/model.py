@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpCoreAttention
+from megatron_hdp.megatron.fused_loss import FusedLossModel
 from megatron_hdp.megatron.initialisation import initialise_by_name
 from megatron_hdp.megatron.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.norm import SequenceParallelNorm
@@ -122,10 +123,15 @@ def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
 
 
 def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of this rank's stage; Megatron's own way to make them unless a norm differs."""
+    """The layers of this rank's stage, and a last norm like theirs.
+
+    Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
+    another class where TransformerEngine is installed, whose extra state the checkpoints of other
+    machines lack.
+    """
     spec = layer_spec(arguments)
     norm = spec.submodules.input_layernorm
-    if norm is not SequenceParallelNorm:
+    if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
         return spec
     num_layers = arguments.num_layers // arguments.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
@@ -139,7 +145,8 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
         vocab_size: entries of the tokenizer; padded here.
     """
     config = transformer_config(arguments)
-    model = GPTModel(
+    fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
+    model = (FusedLossModel if fused else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(arguments),
         vocab_size=padded_vocab_size(vocab_size, arguments),

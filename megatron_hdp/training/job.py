@@ -13,7 +13,8 @@ from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint import Checkpoints, TrainingState
-from megatron_hdp.megatron.hdp_steps import HdpSteps, build_executor, cost_model_of
+from megatron_hdp.megatron.hdp_setup import build_executor, cost_model_of
+from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.step_report import StepReport

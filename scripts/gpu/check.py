@@ -199,12 +199,13 @@ class Check:
         script = ROOT / f"scripts/gpu/{name}.py"
         if not script.exists():
             return Row(name, "skipped", figures="not in this tree")
-        seconds = min(100.0, self.left_s() / parts_left - 15.0)
+        share = min(120.0, self.left_s() / parts_left)
+        seconds = share - 20.0  # what starting and a last slow row may take
         if seconds < 15:
             return Row(name, "skipped", figures="no time left")
         options = ["--device", self.device, "--seconds", f"{seconds:.0f}"]
         small = ["--small"] if self.device == "cpu" else []
-        done = self.command([sys.executable, script, *options, *small], seconds + 12)
+        done = self.command([sys.executable, script, *options, *small], share)
         table = [line for line in done.lines if line.startswith("|")]
         self.tables += [f"## {name}", "", *done.lines, ""]
         figures = [line.removeprefix("figures:") for line in done.lines if line[:8] == "figures:"]
@@ -217,7 +218,7 @@ class Check:
         options = ["--device", self.device, *(["--small"] if self.device == "cpu" else [])]
         if self.left_s() < 20:
             return Row("trace of a step", "skipped", figures="no time left")
-        done = self.command([sys.executable, script, picture, *options], 60)
+        done = self.command([sys.executable, script, picture, *options], 160)
         return _row("trace of a step", done, done.lines[-1] if done.lines else "")
 
     def all_parts(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import four_lanes
 
 RANKS = 2
-LIMIT_S = 50
+LIMIT_S = {"cuda": 50, "cpu": 150}
 _ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
@@ -61,9 +61,9 @@ def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
         log = trace.with_name(f"log-{rank}").open("wb")
         started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(LIMIT_S[device]) for process in started]
     except subprocess.TimeoutExpired:
-        return f"{num_ranks} ranks were not ready after {LIMIT_S} s"
+        return f"{num_ranks} ranks were not ready after {LIMIT_S[device]} s"
     finally:
         for process in started:
             process.kill()

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hdp.data import StepSampler, padding_micro_batch
-from megatron_hdp.megatron import hdp_steps, model, parallel
+from megatron_hdp.megatron import hdp_setup, model, parallel
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory_model import MemoryModel
 from megatron_hdp.runtime.timeline import Timeline
@@ -179,7 +179,7 @@ def peaks(arguments, cases):
     """What a layer keeps of a token, and the peak of a micro-batch of each (tokens, ratio)."""
     parallel.initialise(arguments)
     gpt = model.build_gpt(arguments, VOCABULARY)
-    executor = hdp_steps.build_executor(arguments, gpt, Timeline())
+    executor = hdp_setup.build_executor(arguments, gpt, Timeline())
     there = [executor.offload.pool.take(1 << 20).slab.memory, *gpt.parameters()]
     there += [parameter.main_grad for parameter in gpt.parameters()]
     found = []

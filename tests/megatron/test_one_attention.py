@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.megatron.hdp_steps import _require_one_attention
+from megatron_hdp.megatron.hdp_setup import _require_one_attention
 from megatron_hdp.runtime.attention import Selection
 
 
