@@ -17,7 +17,7 @@ from pathlib import Path
 import four_lanes
 
 RANKS = 2
-LIMIT_S = {"cuda": 50, "cpu": 150}
+LIMIT_S = {"cuda": 75, "cpu": 150}
 _ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
@@ -84,8 +84,8 @@ def record_rank(trace: Path, small: bool) -> None:
     from megatron_hdp.data import RankMicroBatch, padding_micro_batch
     from megatron_hdp.megatron import parallel
 
-    sizes = replace(sizes_of(small), tokens=(256,) if small else (16_384,))
-    num_layers, tokens = (3, 256) if small else (6, 16_384)
+    num_layers, tokens = (3, 256) if small else (6, 8192)
+    sizes = replace(sizes_of(small), tokens=(tokens,))
     arguments = arguments_of(sizes, num_layers)
     parallel.join_job(arguments)
     parallel.initialise(arguments)
