@@ -160,6 +160,7 @@ class FakeDotProductAttention(torch.nn.Module):
 
     def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, **how):
         assert (q.shape[1], k.shape[1], q.shape[2]) == self.shapes
+        assert not any(x.storage_offset() and x.is_contiguous() for x in (q, k, v))
         assert cu_seqlens_q is cu_seqlens_kv and cu_seqlens_q.dtype == torch.int32
         assert not how.pop("pad_between_seqs")
         lengths = tuple(cu_seqlens_q.diff().tolist())
