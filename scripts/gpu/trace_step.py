@@ -15,18 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import four_lanes
+from several_ranks import one_gpu_environment
 
 RANKS = 2
 LIMIT_S = {"cuda": 75, "cpu": 150}
-_ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-}
 
 
 def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
@@ -54,7 +46,7 @@ def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
         if num_ranks > 1:
-            environment |= _ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
+            environment |= one_gpu_environment(rank)
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, __file__, "unused", "--record", *options]

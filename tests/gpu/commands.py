@@ -12,20 +12,9 @@ from pathlib import Path
 
 import orjson
 
-ROOT = Path(__file__).parents[2]
+from scripts.gpu.several_ranks import one_gpu_environment
 
-# NCCL refuses two ranks on one GPU unless they seem to stand on different machines.
-_ONE_GPU = {
-    "LOCAL_RANK": "0",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ def _paths(device: str) -> list[str]:
 def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
-    return {} if num_ranks == 1 else _ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
+    return {} if num_ranks == 1 else {"LOCAL_RANK": "0"} | one_gpu_environment(rank)
 
 
 def _free_port() -> int:
