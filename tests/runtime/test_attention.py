@@ -80,9 +80,7 @@ def test_where_nothing_serves_every_reason_is_given():
     with pytest.raises(ValueError) as error:
         select_attention(torch.device("meta"), torch.bfloat16, 128)
     for name in attention._LOADERS:
-        assert f"{name}: ValueError: found device 'meta'; it needs an NVIDIA GPU" in str(
-            error.value
-        )
+        assert f"{name}: found device 'meta'; it needs an NVIDIA GPU" in str(error.value)
 
 
 def test_an_error_of_ours_is_not_taken_for_a_missing_package(monkeypatch):
@@ -117,7 +115,7 @@ def test_torch_on_a_gpu_takes_flash_kernels_where_they_fit(monkeypatch, dtype, h
 
 @pytest.mark.parametrize("name", ["transformer-engine", "flash-attn"])
 def test_a_dtype_is_refused_before_anything_is_loaded(name):
-    with pytest.raises(ValueError, match=rf"{name}: ValueError: found (torch\.)?float32; "):
+    with pytest.raises(ValueError, match=rf"{name}: found (torch\.)?float32; "):
         select_attention(GPU, torch.float32, 128, name)
 
 
