@@ -36,6 +36,12 @@ ONE_RANK = {
     "float32": {},
     "wide": BF16 | {"hidden_size": 128, "ffn_hidden_size": 96, "num_query_groups": 4},
     "multi-query": BF16 | {"num_query_groups": 1, "rotary_percent": 0.5},
+    "full-recompute": BF16
+    | {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
     "selective-recompute": BF16 | {"recompute_granularity": "selective"},
 }
 
@@ -54,7 +60,11 @@ def counted(cases):
 
 
 def more_on_cpus(job):
-    """Bytes of a token and layer that only the unfused functions keep."""
+    """Bytes of a token and layer that the formula leaves out: what unfused functions keep."""
+    if job.recompute == "full":
+        return (
+            4 * job.kv_channels
+        )  # angles that all layers share, counted to the first; on GPUs too
     b, width = job.value_bytes, job.ffn_hidden_size
     norms = 2 * job.token_share * (8 - b) * job.hidden_size
     if job.num_experts:
