@@ -127,7 +127,8 @@ def scalars(folder, name):
     events = EventAccumulator(str(folder / f"tensorboard {name}"))
     events.Reload()
     tags = events.Tags()["scalars"]
-    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in tags}
+    # the first of a step: ranks here end at once, and what comes after training may be lost
+    return {tag: {one.step: one.value for one in events.Scalars(tag)[::-1]} for tag in tags}
 
 
 def weights(folder, name, iteration=4):
