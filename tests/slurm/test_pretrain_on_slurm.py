@@ -89,7 +89,7 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while not is_there():
             assert time.monotonic() < deadline, f"no {what}: {self.told()}"
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def wait_for_step(self, step):
         self.wait_for(f"step {step}", lambda: len(self.steps()) >= step)
@@ -131,8 +131,6 @@ def submit(cluster):
     for job in jobs:
         cluster.run("scancel", "--signal=KILL", "--full", job.number)
         cluster.run("scancel", job.number)
-    for node in slurm.NODES:
-        cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
     deadline = time.monotonic() + slurm.COMMAND_S
     while cluster.run("squeue", "--noheader"):
         assert time.monotonic() < deadline, cluster.run("squeue")
@@ -160,16 +158,16 @@ def check_steps(job, expected=None):
 
 
 KINDS = {
-    "": ("--signal=USR1", "--signal=TERM"),
-    "batch": ("--signal=USR1 --batch", "--signal=TERM --batch"),
-    "full": ("--signal=USR1 --full", "--signal=TERM --full"),
+    "steps": ("--signal=USR1", "--signal=TERM"),
+    "batch-script": ("--signal=USR1 --batch", "--signal=TERM --batch"),
+    "both": ("--signal=USR1 --full", "--signal=TERM --full"),
 }
 
 
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=["steps", "batch-script", "both"])
-def test_a_warning_saves_and_queues_again(submit, uninterrupted, kinds):
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS.keys())
+def test_a_warning_saves_and_queues_again(submit, uninterrupted, kinds, request):
     """Sent as users send it: to the steps, to the script, to both; one start after the other."""
-    job = submit("warned")
+    job = submit(f"warned-{request.node.callspec.id}")
     for start, options in enumerate(kinds):
         job.wait_for_step(3 if start == 0 else len(job.steps()) + 3)
         job.cluster.run("scancel", *options.split(), job.number)
@@ -184,12 +182,26 @@ def test_a_warning_saves_and_queues_again(submit, uninterrupted, kinds):
     check_steps(job, uninterrupted)
 
 
-def test_a_job_goes_on_after_a_requeue_and_on_fewer_nodes(submit, uninterrupted):
+@pytest.fixture
+def take_away(cluster):
+    """Takes a node away, until the end of the test."""
+    taken = []
+
+    def drain(node):
+        cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+        taken.append(node)
+
+    yield drain
+    for node in taken:
+        cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_a_job_goes_on_after_a_requeue_and_on_fewer_nodes(submit, uninterrupted, take_away):
     """One node is taken away while the job waits; it may start on one or two."""
     job = submit("fewer", "--nodes=1-2")
     job.wait_for_step(3)
     job.cluster.run("scontrol", "requeue", job.number)
-    job.cluster.run("scontrol", "update", f"nodename={slurm.NODES[0]}", "state=drain", "reason=x")
+    take_away(slurm.NODES[0])
     assert job.end() == ("COMPLETED", 0), job.told()
     assert set(job.node_logs(0)) == {"0", "1"} and set(job.node_logs(1)) == {"0"}, job.told()
     assert "start 1: 1 ranks on each of 1 nodes" in job.log, job.told()

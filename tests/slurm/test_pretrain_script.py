@@ -162,6 +162,7 @@ exec "$@" >>"${output:-/dev/stdout}" 2>&1
 """
 SCONTROL = """#!/usr/bin/env bash
 echo "$@" >>requeued
+exit "${SCONTROL_CODE:-0}"
 """
 SQUEUE = """#!/usr/bin/env bash
 echo "${STATE:-RUNNING}"
@@ -247,6 +248,11 @@ def test_a_warning_reaches_the_ranks_and_queues_again(job, tmp_path, number, ear
 def test_a_job_that_is_to_end_is_not_queued(job, tmp_path, change):
     code, text = outcome(job(RANK_CODES="3", **change))
     assert code == 3 and requeued(tmp_path) == [], text
+
+
+def test_a_job_that_slurm_does_not_queue_says_so(job):
+    code, text = outcome(job(RANK_CODES="3", SCONTROL_CODE="1", DOCTOR="0"))
+    assert code == 2 and "submit it with --requeue" in text, text
 
 
 def test_failures_are_tried_again_so_many_times(job, tmp_path):
