@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.gradients import write_corpus
+from tests.processes import free_port
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import running_cluster
 
@@ -46,6 +47,7 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
             "RENDEZVOUS_HOST": "127.0.0.1",  # the names of the nodes are made up
+            "RENDEZVOUS_PORT": str(free_port()),  # ids begin at 1 in every Slurm of the tests
             "GLOO_SOCKET_IFNAME": "lo",
             "RUN_DIR": f"runs/{name}",
             "DOCTOR": "0",
@@ -129,9 +131,8 @@ def submit(cluster):
 
     yield submit_one
     for job in jobs:
-        cluster.run("scancel", "--signal=KILL", "--full", job.number)
         cluster.run("scancel", job.number)
-    deadline = time.monotonic() + slurm.COMMAND_S
+    deadline = time.monotonic() + JOB_S
     while cluster.run("squeue", "--noheader"):
         assert time.monotonic() < deadline, cluster.run("squeue")
         time.sleep(0.5)
@@ -216,7 +217,7 @@ def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted):
         job.ranks()[1].send_signal(signal.SIGKILL)
         if start == 0:
             job.wait_for_start(1)
-    assert job.end() == ("FAILED", 3), job.told()
+    assert job.end() == ("FAILED", 128 + signal.SIGKILL), job.told()
     assert job.log.count("rank 1 (host ") >= 2 and "died or was stopped" in job.log, job.told()
     assert job.log.count("queued again") == 1, job.told()
     steps = job.steps()

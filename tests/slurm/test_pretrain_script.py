@@ -261,10 +261,12 @@ def test_failures_are_tried_again_so_many_times(job, tmp_path):
             job(RANK_CODES="3 -9", SLURM_RESTART_COUNT=str(start), MAX_RETRIES="2")
         )
         assert "error on rank 0: planted 3" in text, text
-    assert code == 3 and requeued(tmp_path) == ["requeue 9"] * 2, text
+    assert code == 137 and requeued(tmp_path) == ["requeue 9"] * 2, text
 
 
-@pytest.mark.parametrize("codes, code", [("3 2", 2), ("2", 2), ("3 1", 1), ("-9 3", 3)])
+@pytest.mark.parametrize(
+    "codes, code", [("3 2", 2), ("2", 2), ("3 1 -9", 1), ("3 -9", 137), ("3", 3)]
+)
 def test_the_exit_code_is_that_of_the_rank_to_blame(job, tmp_path, codes, code):
     found, text = outcome(job(RANK_CODES=codes, MAX_RETRIES="0", DOCTOR="0"))
     assert found == code and requeued(tmp_path) == [], text
