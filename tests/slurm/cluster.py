@@ -19,7 +19,8 @@ import psutil
 
 from tests.processes import free_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
+DAEMONS = ("munged", "slurmctld", "slurmd")
+COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol")
 NODES = ("hdp-a", "hdp-b")
 START_S = 60
 COMMAND_S = 60
@@ -29,7 +30,7 @@ CREDENTIAL_S = 5
 
 def what_is_missing() -> str | None:
     """Why no Slurm can be started here, with the remedy; None if one can."""
-    found = {name: _path_of(name) for name in PROGRAMS}
+    found = {name: _path_of(name) for name in DAEMONS + COMMANDS}
     missing = [name for name, path in found.items() if path is None]
     if not missing:
         return None

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm import cluster
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"
 TEXT = SCRIPT.read_text()
@@ -270,3 +272,9 @@ def test_failures_are_tried_again_so_many_times(job, tmp_path):
 def test_the_exit_code_is_that_of_the_rank_to_blame(job, tmp_path, codes, code):
     found, text = outcome(job(RANK_CODES=codes, MAX_RETRIES="0", DOCTOR="0"))
     assert found == code and requeued(tmp_path) == [], text
+
+
+def test_where_no_slurm_is_the_reason_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(cluster.shutil, "which", lambda *_, **__: None)
+    assert "slurmctld" in cluster.what_is_missing()
+    assert "apt-get install" in cluster.what_is_missing()
