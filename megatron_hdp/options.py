@@ -20,6 +20,7 @@ import yaml
 
 T = TypeVar("T")
 
+_PARTS = "config"  # of a YAML file: further files, whose keys its own win over
 _RESEMBLANCE, _SLIP = 0.5, 0.9  # difflib's ratio, above which a name is meant, or misspelt
 
 
@@ -130,28 +131,43 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
 
 
 def yaml_to_argv(
-    path: Path, parser: argparse.ArgumentParser, *, skip_others: bool = False
+    path: Path,
+    parser: argparse.ArgumentParser,
+    *,
+    skip_others: bool = False,
+    including: tuple[Path, ...] = (),
 ) -> list[str]:
     """Write the YAML file ``path`` as the flags of ``parser``.
 
     A key is a flag's name, with ``-`` or ``_``; a mapping under a name that is no flag is a section
-    for the reader's eye. Of a switch, ``true`` gives the flag and ``false`` its opposite.
+    for the reader's eye. Of a switch, ``true`` gives the flag and ``false`` its opposite. The key
+    ``config`` names one or several files, relative to this one's folder, that are read first.
     ``skip_others`` leaves out the keys that are no flag, unless one is so near that it is a slip.
+    ``including`` are the files that led to this one.
 
     Raises:
-        OptionError: an unknown or repeated key, or a value that its flag does not take.
+        OptionError: an unknown or repeated key, a value that its flag does not take, or a file that
+            names itself.
     """
     try:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise OptionError(f"--config {path}: {error.strerror}: give the path of a file") from None
+        given = f"{including[-1]}: {_PARTS}" if including else "--config"
+        raise OptionError(f"{given} {path}: {error.strerror}: give the path of a file") from None
     except yaml.YAMLError as error:
         raise OptionError(f"{path}: not valid YAML: {error}") from None
     if document is None:
         return []
-    if not isinstance(document, Mapping):
+    if not isinstance(document, dict):
         raise OptionError(f"{path}: found a {type(document).__name__}, expected keys and values")
-    argv: list[str] = []
+    parts = document.pop(_PARTS, [])
+    argv = [
+        argument
+        for part in _parts(path, parts, including)
+        for argument in yaml_to_argv(
+            part, parser, skip_others=skip_others, including=(*including, path.resolve())
+        )
+    ]
     seen: dict[str, str] = {}
     for key, value in _flat(document, parser):
         flag = flag_of(str(key))
@@ -170,6 +186,18 @@ def yaml_to_argv(
         except ValueError as error:
             raise OptionError(f"{path}: {key}: {error}") from None
     return argv
+
+
+def _parts(path: Path, names: Any, including: tuple[Path, ...]) -> list[Path]:
+    """The files that ``path`` names under ``config``."""
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"{path}: {_PARTS}: found {names!r}, expected a file or a list of files")
+    found = [path.parent / name for name in names]
+    for part in found:
+        if part.resolve() in (*including, path.resolve()):
+            raise OptionError(f"{path}: {_PARTS}: {part} leads back to itself: remove it")
+    return found
 
 
 def markdown_table(cls: type) -> str:

@@ -35,7 +35,13 @@ _PRELOAD = [
     "megatron.core.optimizer",
     "megatron.core.tensor_parallel",
 ]
-_SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    # Importing megatron.core asks whether there is a GPU. If that started CUDA in the server, none
+    # of the ranks forked from it could use the GPU.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 _AFTER_FAILURE_S = 5.0  # how long the other ranks may go on once one has failed
 _STACKS_S = 3.0  # how long a rank may take to write its stacks
 

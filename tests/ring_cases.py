@@ -56,7 +56,7 @@ def errors_of_part(
 
     Args:
         attend: the attention backend.
-        comm: the rings' communicator.
+        comm: the rings' communicator; None where there is no ring.
         ring: HDP ranks of the ring; a single one attends to whole sequences.
         chunks: tokens of a chunk of each ring sequence.
         local_lengths: tokens of each local sequence.
@@ -64,7 +64,7 @@ def errors_of_part(
         device: where it runs.
         head_dim: of queries, keys and values.
     """
-    rank, device = dist.get_rank(comm.group), torch.device(device)
+    rank, device = dist.get_rank(comm.group) if comm else ring[0], torch.device(device)
     if rank not in ring:
         return [0.0] * 4
     degree, index = len(ring), ring.index(rank)

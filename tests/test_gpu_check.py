@@ -118,6 +118,22 @@ def test_nothing_runs_without_the_package(one_check, monkeypatch, broken):
     assert done.rows[-1].part == broken and done.has_failed()
 
 
+def test_files_with_gpu_tests_are_found_by_what_they_import_too(tmp_path, monkeypatch):
+    files = check.files_with_gpu_tests(ROOT / "tests")
+    assert "tests/gpu/test_training.py" in files and "tests/planner/test_plan.py" not in files
+    mark = ".".join(("pytest", "mark", "gpu"))  # in one word this file would be one of them
+    texts = {
+        "helper.py": f"GPU = {mark}",
+        "test_by_itself.py": f"@{mark}",
+        "test_by_helper.py": "from tests.helper import GPU",
+        "test_other.py": "from tests.helpers import CPU",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.files_with_gpu_tests(tmp_path) == ["test_by_helper.py", "test_by_itself.py"]
+
+
 def test_wheels_are_taken_without_an_index(one_check, tmp_path, monkeypatch):
     done = one_check(wheels=tmp_path)
     commands = []

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.arguments import markdown_tables
 from megatron_hdp.training.metrics import StepMetrics
 
@@ -28,6 +29,13 @@ def test_the_table_of_metrics_has_every_key():
     section = README.split("## What a step reports")[1].split("## ")[0]
     keys = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(keys) == sorted(item.name for item in fields(StepMetrics))
+
+
+def test_check_prints_what_it_says(monkeypatch, capsys):
+    command, printed = README.split("$ megatron-hdp check ")[1].split("```")[0].split("\n", 1)
+    monkeypatch.chdir(ROOT)
+    assert main(["check", *command.split()]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_the_two_commands_are_what_ci_runs():

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_hdp import __version__
-from megatron_hdp.cli import doctor, plan, preprocess
+from megatron_hdp.cli import check, doctor, plan, preprocess
 
-_SUBCOMMANDS = (preprocess, plan, doctor)
+_SUBCOMMANDS = (preprocess, plan, check, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -268,7 +268,8 @@ def build_parser() -> OptionParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="YAML file whose keys are flags' names; flags win over it, later files over earlier.",
+        help="YAML file whose keys are flags' names; flags win over it, later files over earlier. "
+        "Its key config names further files, relative to it, over which it wins.",
     )
     for group in GROUPS:
         add_options(parser, group)
@@ -288,7 +289,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     from_files = [text for path in paths.config for text in yaml_to_argv(path, parser)]
     namespace = parser.parse_args(from_files)
     if namespace.config:
-        raise OptionError("a --config file names another: give both on the command line")
+        raise OptionError("'config' stands in a section of a --config file: move it to the left")
     namespace = parser.parse_args(argv, namespace)
     arguments = from_namespace(TrainingArguments, namespace)
     check_values(arguments)

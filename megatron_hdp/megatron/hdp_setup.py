@@ -11,6 +11,7 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.executor import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.parallel import (
+    communication_minutes,
     compute_device,
     new_ring_comm,
     num_parameters,
@@ -35,7 +36,7 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
-    comm = new_ring_comm(arguments.distributed_timeout_minutes, timeline)
+    comm = new_ring_comm(communication_minutes(arguments), timeline)
     attention = select_attention(
         device,
         model_dtype(arguments),

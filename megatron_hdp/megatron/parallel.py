@@ -21,6 +21,8 @@ from megatron_hdp.runtime.attempt import store_of_attempt
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
 
+_NCCL_MARGIN_MINUTES = 2
+
 
 def compute_device() -> torch.device:
     """This rank's GPU, or the CPU where there is none."""
@@ -39,7 +41,7 @@ def join_job(arguments: TrainingArguments) -> None:
     if device.type == "cuda":
         _require_gpu(device, arguments)
         torch.cuda.set_device(device)
-    timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
+    timeout = timedelta(minutes=communication_minutes(arguments))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -49,6 +51,17 @@ def join_job(arguments: TrainingArguments) -> None:
         world_size=world_size,
         timeout=timeout,
     )
+
+
+def communication_minutes(arguments: TrainingArguments) -> int:
+    """How long a communicator waits for a rank.
+
+    gloo then raises, and the heartbeats say whose fault it is. NCCL ends the process, so they, who
+    wait as long as the flag says, must come first.
+    """
+    minutes = arguments.distributed_timeout_minutes
+    uses_nccl = _backend(arguments.distributed_backend, compute_device()) == "nccl"
+    return minutes + _NCCL_MARGIN_MINUTES if uses_nccl else minutes
 
 
 def _require_gpu(device: torch.device, arguments: TrainingArguments) -> None:
@@ -105,7 +118,7 @@ def initialise(arguments: TrainingArguments) -> None:
         pipeline_model_parallel_size=stages,
         expert_model_parallel_size=expert_ranks,
         expert_tensor_parallel_size=expert_tensor_ranks,
-        distributed_timeout_minutes=arguments.distributed_timeout_minutes,
+        distributed_timeout_minutes=communication_minutes(arguments),
     )
 
 

@@ -99,7 +99,9 @@ def select_attention(
             backend = _LOADERS[name](device, dtype, head_dim, comm)
             try_out(backend, device, dtype, head_dim)
         except _REFUSALS as error:
-            refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            why = " ".join(str(error).split())[:300]
+            ours = isinstance(error, ValueError)  # a sentence that needs no class before it
+            refused[name] = why if ours else f"{type(error).__name__}: {why}"
         else:
             return Selection(backend, refused)
     reasons = "".join(f"\n  {name}: {why}" for name, why in refused.items())

@@ -31,13 +31,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-LOGITS_BYTES = {"cpu": 2**25, "cuda": 2**30}
+LOGITS_BYTES = {"cpu": 2**24, "cuda": 2**30}
 """Most bytes that a chunk's logits take, by device.
 
 A chunk of `c` tokens costs `6 c V H` operations and moves the float32 sum of the weights' gradient,
 `8 V H` bytes: on an H200 (about 700 TFLOP/s, 4 TB/s) that adds `230 / c` of the time if nothing
 overlaps. 1 GiB of bfloat16 logits over 128K entries are 4,096 tokens, 6%; twice the bytes would
-save 3% more. On a CPU 32 MiB measured fastest, about
+save 3% more. On a CPU 16 MiB measured fastest, about
 what a cache holds between the passes over it.
 """
 

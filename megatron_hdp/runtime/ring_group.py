@@ -117,8 +117,11 @@ class HalfOfPair:
         self.transfer: Transfer | None = None
 
     def wait(self, timeout: object = None) -> bool:
-        """Like `Transfer.wait`; the communicator's own timeout applies."""
+        """Like `Transfer.wait`; the communicator's own timeout applies.
+
+        On a GPU the time is not counted: such libraries compute on another stream meanwhile.
+        """
         if self.transfer is None:
             raise RuntimeError(f"waited for a {self._kind} whose other half was not posted yet")
-        self.transfer.wait()
+        self.transfer.wait(is_idle=False)
         return True

@@ -129,9 +129,9 @@ def _attend(
     # rings want offsets of padded lengths; the same object tells that there is nothing between
     padded = {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets} if is_ring else {}
     out = module(
-        q,
-        k,
-        v,
+        _from_start(q),
+        _from_start(k),
+        _from_start(v),
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         max_seqlen_q=longest,
@@ -140,6 +140,11 @@ def _attend(
         **padded,
     )
     return out.view(q.shape)
+
+
+def _from_start(x: torch.Tensor) -> torch.Tensor:
+    """TransformerEngine knows no layout of a contiguous tensor that begins inside its storage."""
+    return x.clone() if x.storage_offset() and x.is_contiguous() else x
 
 
 def _numbers(version: str) -> tuple[int, ...]:

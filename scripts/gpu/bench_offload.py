@@ -39,7 +39,7 @@ TINY = {
     "num_query_groups": 2,
     "kv_channels": 16,
 }
-RATIOS = (0.0, 0.5, 1.0, 0.25, 0.75)  # the most telling ones first, should time run out
+RATIOS = (0.0, 1.0, 0.5, 0.25, 0.75)  # the most telling ones first, should time run out
 HEADER = ("tokens", "layers", "ratio", "seconds", "of r = 0", "peak GB", "of r = 0", "predicted GB")
 
 
@@ -153,9 +153,10 @@ def measure(
 
 def print_rows(
     tokens: int, executor: HdpExecutor, model: MemoryModel | None, device: str, budget: Budget
-) -> None:
-    """Prints the table's rows of one length, one by one."""
+) -> list[str]:
+    """Prints the table's rows of one length, one by one; returns its figures in short."""
     base: tuple[float, int | None] | None = None
+    figures = []
     for ratio in RATIOS:
         row = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
         predicted = f"{model.peak_bytes(tokens, ratio) / 1e9:.1f}" if model else "-"
@@ -174,6 +175,9 @@ def print_rows(
         measured = f"{peak / 1e9:.1f}" if peak else "-"
         saved = f"{peak / base[1] - 1:+.0%}" if peak and base and base[1] else "-"
         print_row([*row, f"{seconds:.3f}", slower, measured, saved, predicted])
+        if ratio > 0:
+            figures.append(f"{tokens:,} r = {ratio}: time {slower}, memory {saved}")
+    return figures
 
 
 def print_row(row: Sequence[str]) -> None:
@@ -181,15 +185,16 @@ def print_row(row: Sequence[str]) -> None:
     print("| " + " | ".join(row) + " |", flush=True)
 
 
-def on_gpu(sizes: Sizes, budget: Budget) -> None:
+def on_gpu(sizes: Sizes, budget: Budget) -> list[str]:
     """As many layers as fit at each length; then how long a micro-batch may be."""
+    figures = []
     memory_bytes = torch.cuda.mem_get_info()[1]
     probed = memory_model(executor_of(sizes, 3), sizes)
     for tokens in sizes.tokens:
         release()
         executor = executor_of(sizes, layers_that_fit(probed, tokens, memory_bytes, sizes))
         model = memory_model(executor, sizes)
-        print_rows(tokens, executor, model, "cuda", budget)
+        figures += print_rows(tokens, executor, model, "cuda", budget)
         del executor
     most = [
         (ratio, with_layers(probed, 8).most_tokens(0.95 * memory_bytes, ratio))
@@ -197,6 +202,7 @@ def on_gpu(sizes: Sizes, budget: Budget) -> None:
     ]
     told = ", ".join(f"{tokens:,} at r = {ratio}" for ratio, tokens in most)
     print(f"\nLongest micro-batch of 8 such layers here, by the memory model: {told}", flush=True)
+    return figures
 
 
 def with_layers(model: MemoryModel, num_layers: int) -> MemoryModel:
@@ -224,11 +230,13 @@ def main() -> None:
     print(f"Offload: {machine(options.device)}\n")
     print(table(HEADER, []), flush=True)
     if options.device == "cuda":
-        on_gpu(sizes, budget)
+        figures = on_gpu(sizes, budget)
     else:
+        figures = []
         for tokens in sizes.tokens:
             executor = executor_of(sizes, sizes.most_layers)
-            print_rows(tokens, executor, None, "cpu", budget)
+            figures += print_rows(tokens, executor, None, "cpu", budget)
+    print(f"\nfigures: {'; '.join(figures)}", flush=True)
     parallel.finish()
     parallel.leave_job()
 

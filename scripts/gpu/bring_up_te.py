@@ -73,7 +73,8 @@ def put_extension(bundle: Path, folder: Path, site: Path, environment: dict[str,
         print("the extension that was there does not load: building it", flush=True)
         extension.unlink()
     shutil.copy(_build(bundle, folder, environment), extension)
-    subprocess.run(["strip", "--strip-unneeded", str(extension)], check=False)
+    if shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", str(extension)], check=False)
     out = Path(os.environ.get("OUT", folder))
     with lzma.open(out / carried.name, "wb", preset=3) as compressed:
         compressed.write(extension.read_bytes())

@@ -14,24 +14,24 @@ from typing import Any
 _TIMEOUT_S = 60
 
 
-def let_ranks_share_a_gpu(rank: int) -> None:
-    """Makes NCCL accept several ranks on one GPU; call it before the first communicator.
+def one_gpu_environment(rank: int) -> dict[str, str]:
+    """Return what makes NCCL accept several ranks on one GPU; set it before the first communicator.
 
     NCCL refuses two ranks on one GPU of one host. Ranks that say they are on different hosts talk
     over sockets, slowly and rightly.
     """
-    os.environ.update(
-        NCCL_HOSTID=f"rank-{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_NET="Socket",
-        NCCL_IB_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_NVLS_ENABLE="0",
-        NCCL_MNNVL_ENABLE="0",
-        NCCL_RAS_ENABLE="0",
-        NCCL_MAX_CTAS="2",
-    )
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_MAX_CTAS": "2",
+    }
 
 
 def new_group_of_all(device_type: str) -> Any:
@@ -42,7 +42,7 @@ def new_group_of_all(device_type: str) -> Any:
     timeout = timedelta(seconds=_TIMEOUT_S)
     if device_type == "cpu":
         return dist.new_group(timeout=timeout)
-    let_ranks_share_a_gpu(dist.get_rank())
+    os.environ.update(one_gpu_environment(dist.get_rank()))
     torch.cuda.set_device(0)
     group = dist.new_group(backend="nccl", timeout=timeout)
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -15,18 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import four_lanes
+from several_ranks import one_gpu_environment
 
 RANKS = 2
-LIMIT_S = 50
-_ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-}
+LIMIT_S = {"cuda": 75, "cpu": 150}
 
 
 def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
@@ -54,16 +46,16 @@ def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
         if num_ranks > 1:
-            environment |= _ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
+            environment |= one_gpu_environment(rank)
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, __file__, "unused", "--record", *options]
         log = trace.with_name(f"log-{rank}").open("wb")
         started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(LIMIT_S[device]) for process in started]
     except subprocess.TimeoutExpired:
-        return f"{num_ranks} ranks were not ready after {LIMIT_S} s"
+        return f"{num_ranks} ranks were not ready after {LIMIT_S[device]} s"
     finally:
         for process in started:
             process.kill()
@@ -84,8 +76,8 @@ def record_rank(trace: Path, small: bool) -> None:
     from megatron_hdp.data import RankMicroBatch, padding_micro_batch
     from megatron_hdp.megatron import parallel
 
-    sizes = replace(sizes_of(small), tokens=(256,) if small else (16_384,))
-    num_layers, tokens = (3, 256) if small else (6, 16_384)
+    num_layers, tokens = (3, 256) if small else (6, 8192)
+    sizes = replace(sizes_of(small), tokens=(tokens,))
     arguments = arguments_of(sizes, num_layers)
     parallel.join_job(arguments)
     parallel.initialise(arguments)

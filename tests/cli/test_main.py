@@ -12,7 +12,9 @@ from megatron_hdp.cli.main import main
 HEAVY = ("torch", "megatron", "numpy", "matplotlib", "transformers")
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--help"], ["preprocess", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["plan", "--help"], ["check", "--help"], ["preprocess", "--help"], ["--version"]]
+)
 def test_help_loads_nothing_heavy(arguments):
     script = f"""
 import sys

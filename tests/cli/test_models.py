@@ -53,6 +53,12 @@ def test_a_configuration_of_this_repository():
     assert model.active_parameters == 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)
 
 
+def test_a_configuration_that_names_its_parts():
+    model = find_model(TINY.replace("tiny-cpu", "llama-70b-1m"))
+    assert (model.num_layers, model.kv_channels) == (80, 128)
+    assert model.active_parameters == pytest.approx(68.5e9, rel=0.01)  # no embeddings, no output
+
+
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("groups", [(), ("--group-query-attention",), ("--num-query-groups", "2")])
 def test_what_is_left_out_is_filled_in_as_training_does(tmp_path, swiglu, groups):

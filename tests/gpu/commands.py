@@ -12,20 +12,9 @@ from pathlib import Path
 
 import orjson
 
-ROOT = Path(__file__).parents[2]
+from scripts.gpu.several_ranks import one_gpu_environment
 
-# NCCL refuses two ranks on one GPU unless they seem to stand on different machines.
-_ONE_GPU = {
-    "LOCAL_RANK": "0",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-}
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
     processes, outputs = [], []
     for rank in range(num_ranks):
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths(device)]),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
@@ -92,10 +81,18 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
     return Command(processes, outputs, metrics_path)
 
 
+def _paths(device: str) -> list[str]:
+    """Where this process finds modules; on a CPU without a TransformerEngine that was carried."""
+    paths = [path for path in sys.path if path]
+    if device == "cuda":
+        return paths
+    return [path for path in paths if not Path(path, "transformer_engine").exists()]
+
+
 def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
-    return {} if num_ranks == 1 else _ONE_GPU | {"NCCL_HOSTID": f"rank-{rank}"}
+    return {} if num_ranks == 1 else {"LOCAL_RANK": "0"} | one_gpu_environment(rank)
 
 
 def _free_port() -> int:

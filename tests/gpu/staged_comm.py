@@ -11,7 +11,7 @@ class StagedTransfer:
     def __init__(self, on_host, received):
         self.on_host, self.received = on_host, received
 
-    def wait(self):
+    def wait(self, is_idle=True):
         if self.on_host is not None:
             self.received.copy_(self.on_host.wait())
             self.on_host = None

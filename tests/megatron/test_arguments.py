@@ -109,7 +109,10 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("swiglu: true\nno-swiglu: true\n", "'no-swiglu' repeats 'swiglu'"),
         ("- 1\n", "found a list, expected keys and values"),
         ("a: [\n", "not valid YAML"),
-        ("config: other.yaml\n", "names another"),
+        ("config: other.yaml\n", "other.yaml: No such file or directory: give the path"),
+        ("config: run.yaml\n", "leads back to itself"),
+        ("config: 5\n", "found 5, expected a file or a list of files"),
+        ("data:\n  config: other.yaml\n", "'config' stands in a section"),
     ],
 )
 def test_a_bad_yaml_file_is_named_with_the_remedy(tmp_path, text: str, message: str) -> None:
@@ -117,6 +120,21 @@ def test_a_bad_yaml_file_is_named_with_the_remedy(tmp_path, text: str, message: 
         parse_arguments([*REQUIRED, *_yaml(tmp_path, text)])
     assert message in str(error.value)
     assert "run.yaml" in str(error.value) or "config" in text
+
+
+def test_a_file_names_its_parts(tmp_path) -> None:
+    """Relative to itself; later parts win over earlier ones, the file over its parts."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "base.yaml").write_text("seed: 1\nlr: 1e-4\nmin-lr: 1e-5\nswiglu: true\n")
+    (folder / "first.yaml").write_text("config: base.yaml\nseed: 2\nlr: 2e-4\n")
+    (folder / "second.yaml").write_text("seed: 3\n")
+    run = _yaml(tmp_path, "config: [parts/first.yaml, parts/second.yaml]\nmin-lr: 2e-5\n")
+    args = parse_arguments([*REQUIRED[:-4], "--data-path", "prefix", *run])
+    assert (args.seed, args.lr, args.min_lr, args.swiglu) == (3, 2e-4, 2e-5, True)
+    (folder / "base.yaml").write_text("config: first.yaml\n")
+    with pytest.raises(OptionError, match=r"base\.yaml: config: .*leads back to itself"):
+        parse_arguments([*REQUIRED, *run])
 
 
 def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:

@@ -110,7 +110,7 @@ def test_a_device_without_attention_is_a_problem(capsys):
 def test_it_says_which_attention_is_not_taken_and_why(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "not transformer-engine: ValueError: found device 'cpu'; it needs an NVIDIA GPU" in text
+    assert "not transformer-engine: found device 'cpu'; it needs an NVIDIA GPU" in text
     assert main(["doctor", "--json"]) == 0
     refused = json.loads(capsys.readouterr().out)["attention_refused"]
     assert list(refused) == ["transformer-engine", "flash-attn"]

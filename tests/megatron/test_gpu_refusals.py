@@ -1,4 +1,4 @@
-"""What a GPU cannot do is refused before anything starts, with the remedy."""
+"""What a GPU cannot do is refused with the remedy, and what it does otherwise than a CPU is set."""
 
 from types import SimpleNamespace
 
@@ -42,3 +42,12 @@ def test_the_softmax_is_fused_only_where_its_kernels_are(monkeypatch, has_kernel
     config = model.transformer_config(parse_arguments(FLAGS.split()))
     assert config.masked_softmax_fusion == has_kernels
     assert config.bias_dropout_fusion and not config.gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(("backend", "more"), [("gloo", 0), ("nccl", 2), ("auto", 2)])
+def test_heartbeats_come_before_nccl_ends_the_process(monkeypatch, backend, more):
+    monkeypatch.setattr(parallel, "compute_device", lambda: torch.device("cuda", 0))
+    arguments = parse_arguments([*FLAGS.split(), "--distributed-backend", backend])
+    assert parallel.communication_minutes(arguments) * 60 == (
+        arguments.stall_timeout_seconds + more * 60
+    )

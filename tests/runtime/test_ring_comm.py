@@ -2,12 +2,14 @@
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
+from megatron_hdp.runtime.ring_comm import RingComm, Transfer, new_ring_group
+from megatron_hdp.runtime.timeline import RING_WAIT
 
 
 def everyone():
@@ -59,6 +61,25 @@ def wait_for_a_silent_member(seconds):
 def test_a_silent_member_is_an_error_in_bounded_time(run_ranks):
     waited = run_ranks(2, wait_for_a_silent_member, 2)[0]
     assert 1 < waited < 30
+
+
+class CountedWork:
+    waits = 0
+
+    def wait(self):
+        self.waits += 1
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_waiting_twice_and_what_counts_as_lost_time(is_cuda, is_idle):
+    """On a GPU each wait orders the stream that is current; gloo's works are waited for once."""
+    comm, work = RingComm(None), CountedWork()
+    received = SimpleNamespace(is_cuda=is_cuda)
+    transfer = Transfer(comm, [work], torch.zeros(1), received)
+    assert transfer.wait(is_idle) is received and transfer.wait(is_idle) is received
+    assert work.waits == (2 if is_cuda else 1)
+    assert (comm.timeline.totals_s[RING_WAIT] > 0) == (is_idle or not is_cuda)
 
 
 def a_rank_in_no_list():

@@ -1,0 +1,77 @@
+"""``megatron-hdp check``: proves that a configuration is sound before any GPU is booked."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_hdp.cli.checking import Finding
+
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
+_PRESETS = ("github", "byted")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "check",
+        help="whether a training configuration fits its GPUs, and what a step takes",
+        description="Checks degrees, memory and the longest sequence, and plans one global batch. "
+        "Exit code 0: sound; 1: refused, with what was found, expected and the remedy.",
+    )
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help="YAML files as for --config, later ones win")
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    add(
+        "--gpu-memory",
+        default="80GB",
+        metavar="SIZE",
+        help="of one GPU, in GB (1e9 bytes), GiB or MiB (default: 80GB)",
+    )
+    add(
+        "--preset",
+        choices=_PRESETS,
+        default="github",
+        help="lengths to plan a global batch of (default: github)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="V",
+        help="entries of the tokenizer (default: of byte its own, else LLaMA 3's 128,256)",
+    )
+    add("--json", action="store_true", help="print all figures as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from megatron_hdp.cli import check_report
+    from megatron_hdp.cli.checking import check
+
+    if arguments.gpus < 1:
+        raise ValueError(f"--gpus is {arguments.gpus}; expected at least 1")
+    if arguments.vocab_size is not None and arguments.vocab_size < 1:
+        raise ValueError(f"--vocab-size is {arguments.vocab_size}; expected at least 1")
+    finding: Finding = check(
+        arguments.configs,
+        num_gpus=arguments.gpus,
+        gpu_memory_bytes=memory_bytes(arguments.gpu_memory),
+        preset=arguments.preset,
+        vocab_size=arguments.vocab_size,
+    )
+    print(check_report.as_json(finding) if arguments.json else check_report.as_text(finding))
+    return 0 if finding.is_sound else 1
+
+
+def memory_bytes(text: str) -> float:
+    """Bytes of a size like 80GB, 79.6GiB or 81559MiB.
+
+    Raises:
+        ValueError: no such size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MiB)", text)
+    if not found or not float(found[1]):
+        raise ValueError(
+            f"--gpu-memory is {text!r}; expected a size like 80GB, 79.6GiB or 81559MiB"
+        )
+    return float(found[1]) * _UNITS[found[2]]

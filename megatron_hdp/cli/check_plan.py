@@ -1,0 +1,143 @@
+"""A job's global batch planned on lengths of a preset: what a step takes and how many tokens meet.
+
+The cost model is that of the job's shape on GPUs that reach 400 TFLOP/s, or the one measured. It
+knows ring traffic, pipelines and recomputation; it does not know the traffic inside tensor-parallel
+ranks and experts, nor gradient sync.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_hdp.megatron.moe_options import expert_domain_size
+from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner.activations import kept_after_forward
+from megatron_hdp.planner.job import Job
+from megatron_hdp.planner.models import active_parameters
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.arguments import TrainingArguments
+
+GPU_FLOPS_PER_S = 400e12
+_GPUS_PER_NODE = 8
+_GPU_BYTES_PER_S = {"intra_node": 300e9, "inter_node": 50e9, "host": 25e9}
+_PASSES, _FORWARD = 3, 1  # a backward costs two forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """One global batch of a preset, planned."""
+
+    preset: str
+    num_sequences: int
+    num_tokens: int
+    longest_tokens: int
+    micro_batches: int
+    efficiency: float
+    step_s: float
+    flops_per_s: float
+    """The model's FLOP a second and GPU, causal attention, no recomputation."""
+    planning_ms: float
+    most_tokens: int
+    """Of a micro-batch on one HDP rank; above the capacity only where activations are offloaded."""
+
+
+def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
+    """Costs of one HDP rank, whose tensor ranks compute and send side by side.
+
+    Raises:
+        ValueError: ``--hdp-cost-model`` cannot be used.
+    """
+    if arguments.hdp_cost_model is not None:
+        return CostModel.from_json(arguments.hdp_cost_model)
+    gpus = job.tensor_ranks
+    model = CostModel.from_model_shape(
+        num_layers=job.num_layers,
+        hidden_size=job.query_size,
+        num_parameters=parameters_of_a_token(job),
+        kv_bytes_per_token=job.num_layers * 2 * job.kv_size * job.value_bytes,
+        flops_per_s=GPU_FLOPS_PER_S * gpus,
+        ranks_per_node=max(1, _GPUS_PER_NODE // gpus),
+        intra_node_bytes_per_s=_GPU_BYTES_PER_S["intra_node"] * gpus,
+        inter_node_bytes_per_s=_GPU_BYTES_PER_S["inter_node"] * gpus,
+        host_bytes_per_s=_GPU_BYTES_PER_S["host"] * gpus,
+        activation_bytes_per_token=kept_after_forward(job) * job.num_layers * gpus,
+    )
+    again = _FORWARD / _PASSES * job.recomputed_share
+    attention = _FORWARD / _PASSES if job.recompute == "selective" else again
+    return replace(
+        model, a=model.a * (1 + attention), b=model.b * (1 + again), num_layers=job.layers_per_stage
+    )
+
+
+def parameters_of_a_token(job: Job) -> int:
+    """Parameters that multiply a token in a forward pass."""
+    return active_parameters(
+        num_layers=job.num_layers,
+        hidden_size=job.hidden_size,
+        num_attention_heads=job.num_attention_heads,
+        num_query_groups=job.num_query_groups,
+        kv_channels=job.kv_channels,
+        ffn_hidden_size=job.ffn_hidden_size,
+        gated=job.gated,
+        experts_per_token=job.experts_per_token,
+        num_experts=job.num_experts,
+        vocab_size=job.vocab_size,
+    )
+
+
+def plan_longest(arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
+    """Plan of the longest sequence alone; ValueError if it does not fit on all HDP ranks."""
+    return _plan([arguments.seq_length], arguments, job, cost_model)
+
+
+def plan_step(
+    arguments: "TrainingArguments", job: Job, cost_model: CostModel, preset: str
+) -> PlannedStep:
+    """Plan of one global batch of a preset's lengths.
+
+    Raises:
+        ValueError: the batch cannot be planned.
+    """
+    import numpy as np
+
+    from megatron_hdp.data.presets import preset_lengths
+
+    num_tokens, num_sequences = arguments.hdp_global_batch_tokens, arguments.global_batch_size
+    if num_tokens is None:  # enough for so many sequences, however long they are
+        num_tokens = (num_sequences or 1) * arguments.seq_length
+    lengths = preset_lengths(preset, num_tokens=num_tokens, max_length=arguments.seq_length)
+    lengths = lengths[:num_sequences]
+    made = _plan(lengths, arguments, job, cost_model)
+    tokens = lengths.astype(np.float64)
+    flops = 6 * parameters_of_a_token(job) * tokens.sum()
+    flops += 6 * job.num_layers * job.query_size * (tokens**2).sum()
+    step_s = made.summary["makespan_s"]
+    return PlannedStep(
+        preset=preset,
+        num_sequences=len(lengths),
+        num_tokens=int(lengths.sum()),
+        longest_tokens=int(lengths.max()),
+        micro_batches=made.num_micro_batches,
+        efficiency=made.summary["efficiency"],
+        step_s=step_s,
+        flops_per_s=float(flops) / step_s / job.num_gpus,
+        planning_ms=made.summary["planning_ms"],
+        most_tokens=int(made.summary["max_tokens_on_a_rank"]),
+    )
+
+
+def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
+    strategy = arguments.hdp_strategy
+    if strategy == "auto" and expert_domain_size(arguments) > 1:
+        strategy = "pp-balance"  # as in training: positions must agree
+    return plan(
+        lengths,  # type: ignore[arg-type]
+        ranks=job.hdp_ranks,
+        tokens_per_rank=job.tokens_per_rank,
+        strategy=strategy,
+        max_length=arguments.seq_length,
+        slice_multiple=arguments.hdp_slice_multiple,
+        cost_model=cost_model,
+        pipeline_stages=job.stages,
+        offload=arguments.hdp_offload,
+    )

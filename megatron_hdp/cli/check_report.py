@@ -1,0 +1,96 @@
+"""What ``check`` found, as text and as JSON."""
+
+from dataclasses import asdict
+
+import orjson
+
+from megatron_hdp.cli.checking import Finding
+from megatron_hdp.cli.plan_report import seconds
+from megatron_hdp.planner.gpu_memory import RESERVE, StageMemory
+from megatron_hdp.planner.job import Job
+
+_ROWS = (
+    ("weights", "weights", "{precision}"),
+    ("gradients", "gradients", "float32"),
+    ("optimizer", "optimizer state", "{optimizer}"),
+    ("activations", "activations", "{activations}"),
+    ("recomputed", "recomputed layers", "whole while backward is in them"),
+    ("backward", "a layer's backward", "gradients at the busiest moment"),
+    ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),
+    ("loss", "loss", "hidden states, a chunk of logits, float32 gradient of the weights"),
+    ("runtime", "CUDA, NCCL", "assumed"),
+)
+
+
+def as_json(finding: Finding) -> str:
+    """All figures; sizes in bytes, times in seconds."""
+    figures = asdict(finding) | {
+        "is_sound": finding.is_sound,
+        "reserve_bytes": finding.reserve_bytes,
+        "needed_bytes": finding.memory.total if finding.memory else None,
+        "hdp_ranks": finding.job.hdp_ranks if finding.job else None,
+    }
+    return orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode()
+
+
+def as_text(finding: Finding) -> str:
+    """A table of GB, a few lines on the planned step, and the verdict."""
+    lines = []
+    if finding.job and finding.memory:
+        lines += [_headline(finding, finding.job), *_table(finding, finding.job, finding.memory)]
+    lines += _step_lines(finding)
+    lines += [f"refused: {refusal}" for refusal in finding.refusals] or ["sound"]
+    return "\n".join(lines)
+
+
+def _headline(finding: Finding, job: Job) -> str:
+    stages = f" x {job.stages} stages" if job.stages > 1 else ""
+    experts = f", experts over {job.expert_ranks} ranks" if job.num_experts else ""
+    return (
+        f"{job.num_gpus:,} GPUs: {job.hdp_ranks:,} HDP ranks x {job.tensor_ranks} tensor ranks"
+        f"{stages}{experts}; {job.tokens_per_rank:,} tokens a rank, context "
+        f"{finding.context_tokens:,}, vocabulary {job.vocab_size:,}"
+    )
+
+
+def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
+    notes = {
+        "precision": "bfloat16" if job.bf16 else "float32",
+        "optimizer": "sharded over the HDP ranks" if job.distributed_optimizer else "not sharded",
+        "activations": f"{(job.stages - memory.stage):,} full micro-batches of "
+        f"{job.layers_per_stage} layers"
+        if job.stages > 1
+        else f"{job.layers_per_stage} layers",
+    }
+    head = f"GB on a GPU of stage {memory.stage}" if job.stages > 1 else "GB on a GPU"
+    lines = [f"  {head}"]
+    for name, title, note in _ROWS:
+        size = getattr(memory, name)
+        if size:
+            lines.append(f"  {title:<20}{size / 1e9:7.2f}  {note.format(**notes)}")
+    lines.append(
+        f"  {'sum':<20}{memory.total / 1e9:7.2f}  of {finding.gpu_memory_bytes / 1e9:.2f}, "
+        f"{RESERVE:.0%} ({finding.reserve_bytes / 1e9:.2f}) in reserve"
+    )
+    return lines
+
+
+def _step_lines(finding: Finding) -> list[str]:
+    step, job = finding.step, finding.job
+    if step is None or job is None:
+        return []
+    lines = [
+        f"  longest sequence    {finding.context_tokens:,} tokens fit; all ranks hold "
+        f"{job.hdp_ranks * job.tokens_per_rank:,} at a time",
+        f"  a step of {step.preset:<10}{step.num_tokens:,} tokens, {step.num_sequences:,} "
+        f"sequences, {step.micro_batches:,} micro-batches",
+        f"  efficiency          {step.efficiency:.3f}",
+        f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
+        "TFLOP/s a GPU (400 while it computes)",
+    ]
+    if finding.host_bytes:
+        lines.append(
+            f"  host memory         {finding.host_bytes / 1e9:.1f} GB a GPU at most, up to "
+            f"{step.most_tokens:,} tokens on a rank"
+        )
+    return lines

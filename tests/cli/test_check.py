@@ -1,0 +1,273 @@
+"""``megatron-hdp check`` passes every configuration that is shipped and refuses planted faults."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_hdp.cli.check import memory_bytes
+from megatron_hdp.cli.checking import check, job_of
+from megatron_hdp.cli.main import main
+from megatron_hdp.megatron.arguments import parse_arguments
+from megatron_hdp.planner.gpu_memory import (
+    RESERVE,
+    fullest_stage,
+    most_tokens_per_rank,
+    stage_memory,
+)
+from megatron_hdp.planner.models import MODELS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+README = (CONFIGS.parent / "README.md").read_text()
+PAPER_GPUS = {
+    "llama-7b": 1024,
+    "llama-13b": 2048,
+    "llama-30b": 4096,
+    "llama-70b": 8192,
+    "mistral-8x7b": 8192,
+    "mistral-8x22b": 12288,
+}
+CONTEXTS = {"256k": 2**18, "512k": 2**19, "1m": 2**20, "2m": 2**21}
+SHIPPED = {
+    f"{model}-{context}": gpus for model, gpus in PAPER_GPUS.items() for context in CONTEXTS
+} | {"small-1gpu": 1, "tiny-cpu": 4}
+
+SOUND = """
+num-layers: 8
+hidden-size: 1024
+num-attention-heads: 8
+num-query-groups: 4
+ffn-hidden-size: 2816
+swiglu: true
+disable-bias-linear: true
+attention-dropout: 0
+hidden-dropout: 0
+bf16: true
+use-distributed-optimizer: true
+seq-length: 16384
+train-iters: 10
+lr: 1e-4
+hdp-tokens-per-rank: 8192
+hdp-global-batch-tokens: 262144
+"""
+
+
+def finding(path, gpus, memory=80e9, **others):
+    return check([str(path)], num_gpus=gpus, gpu_memory_bytes=memory, preset="github", **others)
+
+
+def with_lines(tmp_path, *lines):
+    """A file with the sound configuration and further lines, which win."""
+    base, path = tmp_path / "sound.yaml", tmp_path / "changed.yaml"
+    base.write_text(SOUND)
+    path.write_text("config: sound.yaml\n" + "\n".join(lines))
+    return path
+
+
+def assert_row(model, context, found):
+    """The README's table says what was found."""
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| {model} |"))
+    _, gpus, degrees, tokens, most_gb, *steps = (cell.strip() for cell in row.split("|")[1:-1])
+    job, step = found.job, found.step
+    assert gpus == f"{job.num_gpus:,}"
+    assert degrees == f"{job.tensor_ranks} x {job.stages} x {job.expert_ranks}"
+    assert tokens == f"{job.tokens_per_rank:,}"
+    assert found.memory.total / 1e9 <= float(most_gb) < found.memory.total / 1e9 + 4
+    assert steps[list(CONTEXTS).index(context)] == f"{step.efficiency:.3f}, {step.step_s:.1f} s"
+
+
+def test_every_configuration_is_shipped():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_is_sound_on_80_gb(name):
+    path, gpus = CONFIGS / f"{name}.yaml", SHIPPED[name]
+    found = finding(path, gpus)
+    assert found.refusals == []
+    assert found.step.efficiency > 0.7
+    assert found.host_bytes < 64e9  # a node of eight GPUs: 512 GB
+    model, _, context = name.rpartition("-")
+    if model in PAPER_GPUS:
+        assert f"{gpus:,} GPUs of 80 GB" in path.read_text()
+        assert_row(model, context, found)
+        assert found.context_tokens == CONTEXTS[context]
+        assert found.step.num_tokens == 2**25
+        shape = MODELS[model]
+        assert found.job.num_layers == shape.num_layers
+        assert found.job.num_query_groups == shape.num_query_groups
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
+def test_parts_hold_only_keys_that_training_knows(path):
+    rest = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1"
+    rest += " --train-iters 2 --data-path x --hybrid-data-parallel --hdp-tokens-per-rank 8"
+    rest += " --num-query-groups 1 --min-lr 0 --disable-bias-linear --attention-dropout 0"
+    rest += " --tokenizer-model x --tokenizer-type HuggingFaceTokenizer"
+    rest += " --hdp-global-batch-tokens 8 --hdp-offload off"
+    parse_arguments(["--config", str(path), *rest.split()])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "vocabulary"),
+    [("llama-70b", 70.6e9, 128_256), ("mistral-8x22b", 140.6e9, 32_768)],
+)
+def test_sizes_of_published_models(name, parameters, vocabulary):
+    """Those of LLaMA 3 70B and Mixtral 8x22B, spread over tensor ranks and stages."""
+    path = CONFIGS / f"{name}-256k.yaml"
+    arguments = parse_arguments(["--config", str(path), "--data-path", "x"])
+    job = job_of(arguments, PAPER_GPUS[name], vocabulary)
+    memory = stage_memory(job, 0)
+    per_gpu = parameters / (job.tensor_ranks * job.stages)
+    assert memory.weights == pytest.approx(2 * per_gpu, rel=0.01)
+    assert memory.gradients == pytest.approx(4 * per_gpu, rel=0.01)
+    assert memory.optimizer == pytest.approx(12 * per_gpu / job.hdp_ranks, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("lines", "gpus", "memory", "message"),
+    [
+        (["hdp-token-per-rank: 5"], 8, 80e9, "unknown key 'hdp-token-per-rank': did you mean"),
+        (["tensor-model-parallel-size: 3"], 8, 80e9, "must be multiples of --tensor-model-parall"),
+        (["pipeline-model-parallel-size: 3"], 9, 80e9, "--num-layers 8 is not a multiple of"),
+        (["tensor-model-parallel-size: 4"], 10, 80e9, "--gpus 10 is not a multiple .* use 8 GPUs"),
+        (
+            ["tensor-model-parallel-size: 2", "sequence-parallel: true", "hdp-tokens-per-rank: 81"],
+            8,
+            80e9,
+            "--hdp-tokens-per-rank 81 is not a multiple .* use 80",
+        ),
+        (
+            ["tensor-model-parallel-size: 4", "ffn-hidden-size: 2818"],
+            8,
+            80e9,
+            "--ffn-hidden-size 2818 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            [
+                "num-experts: 8",
+                "expert-model-parallel-size: 8",
+                "moe-token-dispatcher-type: alltoall",
+            ],
+            12,
+            80e9,
+            "12 GPUs of a stage are not a multiple .* = 8: use other degrees",
+        ),
+        (
+            ["hdp-tokens-per-rank: 2_000_000"],
+            8,
+            80e9,
+            r"of stage 0 needs .* GB, expected at most 76.0 GB .*--hdp-tokens-per-rank \d+,.* fits",
+        ),
+        (["hidden-size: 16384"], 8, 20e9, "expected at most 19.0 GB .*: raise --tensor-model"),
+        (
+            ["hdp-tokens-per-rank: 1024"],
+            8,
+            80e9,
+            r"--seq-length 16,384 on 8 HDP ranks: .*16,?384 tokens .*needs 16 ranks",
+        ),
+    ],
+)
+def test_a_planted_fault_is_refused(tmp_path, lines, gpus, memory, message):
+    found = finding(with_lines(tmp_path, *lines), gpus, memory)
+    assert len(found.refusals) == 1
+    assert re.search(message, found.refusals[0]), found.refusals[0]
+
+
+def test_offload_lets_the_long_sequence_fit(tmp_path):
+    lines = ["seq-length: 262144", "hdp-tokens-per-rank: 16384", "hdp-global-batch-tokens: 524288"]
+    assert not finding(with_lines(tmp_path, *lines), 8).is_sound
+    found = finding(with_lines(tmp_path, *lines, "hdp-offload: auto"), 8)
+    assert found.is_sound
+    assert found.step.most_tokens > 16384
+    assert found.host_bytes > 0
+
+
+def test_the_capacity_that_fits_is_the_greatest(tmp_path):
+    job = finding(with_lines(tmp_path, "pipeline-model-parallel-size: 2"), 8).job
+    fitting = most_tokens_per_rank(job, 40e9)
+    for tokens, fits in ((fitting, True), (fitting + 2, False)):
+        memory = fullest_stage(replace(job, tokens_per_rank=tokens))
+        assert (memory.total <= 40e9) is fits
+
+
+@pytest.mark.parametrize(
+    ("lines", "smaller"),
+    [
+        (["recompute-granularity: full", "recompute-method: uniform"], "activations"),
+        (["tensor-model-parallel-size: 2", "sequence-parallel: true"], "activations"),
+        (["tensor-model-parallel-size: 2"], "activations"),
+        (["pipeline-model-parallel-size: 2"], "weights"),
+        ([], "weights"),
+    ],
+)
+def test_what_saves_memory_saves_memory(tmp_path, lines, smaller):
+    """The base has an output layer of its own, which the others share with the embedding."""
+    base = finding(with_lines(tmp_path, "untie-embeddings-and-output-weights: true"), 8).memory
+    changed = finding(with_lines(tmp_path, *lines), 8).memory
+    assert getattr(changed, smaller) < getattr(base, smaller)
+
+
+def test_recomputation_takes_time(tmp_path):
+    full = ["recompute-granularity: full", "recompute-method: uniform"]
+    without = finding(with_lines(tmp_path), 8)
+    again = finding(with_lines(tmp_path, *full), 8)
+    assert again.step.step_s == pytest.approx(4 / 3 * without.step.step_s, rel=0.02)
+    assert again.step.flops_per_s == pytest.approx(3 / 4 * without.step.flops_per_s, rel=0.02)
+
+
+def test_exit_code_text_and_json(tmp_path, capsys):
+    path = str(with_lines(tmp_path))
+    assert main(["check", path, "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\nsound\n")
+    assert main(["check", path, "--gpus", "8", "--json", "--preset", "byted"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["is_sound"] and figures["step"]["preset"] == "byted"
+    parts = ("weights", "gradients", "optimizer", "activations", "recomputed", "backward")
+    parts += ("ring_buffers", "loss", "runtime")
+    assert figures["needed_bytes"] == pytest.approx(sum(figures["memory"][part] for part in parts))
+    assert figures["reserve_bytes"] == RESERVE * 80e9
+    assert main(["check", path, "--gpus", "8", "--gpu-memory", "4GB"]) == 1
+    assert "refused: --hdp-tokens-per-rank 8,192: a GPU of stage 0" in capsys.readouterr().out
+    assert main(["check", str(tmp_path / "absent.yaml"), "--gpus", "8"]) == 1
+    assert "refused: --config" in capsys.readouterr().out
+    for wrong in (["--gpus", "0"], ["--gpus", "8", "--vocab-size", "0"]):
+        assert main(["check", path, *wrong]) == 2
+
+
+def test_several_files(tmp_path):
+    later = tmp_path / "later.yaml"
+    later.write_text("hdp-tokens-per-rank: 4096\n")
+    paths = [str(with_lines(tmp_path)), str(later)]
+    found = check(paths, num_gpus=8, gpu_memory_bytes=80e9, preset="github")
+    assert found.job.tokens_per_rank == 4096
+
+
+def test_a_batch_in_sequences(tmp_path):
+    path = with_lines(tmp_path)
+    path.write_text(SOUND.replace("hdp-global-batch-tokens: 262144", "global-batch-size: 50"))
+    assert finding(path, 8).step.num_sequences == 50
+
+
+def test_sizes():
+    assert memory_bytes("80GB") == 80e9
+    assert memory_bytes("79.6GiB") == 79.6 * 2**30
+    assert memory_bytes("81559MiB") == 81559 * 2**20
+    for wrong in ("80", "0GB", "80 gb", "-1GB"):
+        with pytest.raises(ValueError, match="expected a size like 80GB"):
+            memory_bytes(wrong)
+
+
+def test_checking_never_loads_torch():
+    script = f"""
+import sys
+from megatron_hdp.cli.main import main
+assert main(["check", {str(CONFIGS / "tiny-cpu.yaml")!r}, "--gpus", "4"]) == 0
+assert "torch" not in sys.modules and "megatron" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
