@@ -50,7 +50,7 @@ def started(
     num_ranks: int, folder: Path, function: Callable[..., None], *args: Any
 ) -> Iterator[list[Started]]:
     """Processes that call ``function(*args)`` with torchrun's environment; killed on leaving."""
-    port = _free_port()
+    port = free_port()
     ranks: list[Started] = []
     try:
         with _server_environment():
@@ -74,7 +74,7 @@ def started(
             started_rank.process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that connections of other processes are given."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as one:

@@ -1,0 +1,280 @@
+"""The job script without Slurm: what DRY_RUN prints; what it decides, on stand-ins for srun."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import cluster
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"
+TEXT = SCRIPT.read_text()
+ALLOCATION = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NAME": "llama",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_JOB_NODELIST": "n[03-05]-ib",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "12",
+}
+
+
+def call(folder, *flags, **environment):
+    """The script's process, in a folder with a YAML."""
+    (folder / "my.yaml").write_text("model:\n")
+    outside = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    return subprocess.Popen(
+        [SCRIPT, *flags],
+        env=outside | {"CONFIG": "my.yaml"} | environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def outcome(process, timeout_s=60):
+    """Exit code and output; nothing that it started outlives it."""
+    try:
+        text, _ = process.communicate(timeout=timeout_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, text
+
+
+def commands(folder, *flags, **environment):
+    """The lines that DRY_RUN prints, as words."""
+    code, text = outcome(call(folder, *flags, DRY_RUN="1", **environment))
+    assert code == 0, text
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("srun ")], text
+
+
+def test_it_is_sound_bash():
+    subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", SCRIPT], check=True, timeout=60)
+
+
+def test_nothing_in_it_is_a_placeholder():
+    found = re.findall(r"TODO|FIXME|XXX|CHANGE.?ME|/path/to|<(?!job)[a-z_-]+>|your[-_ ]", TEXT)
+    assert found == []
+
+
+def test_the_variables_at_its_top_are_those_it_reads():
+    head, body = TEXT.split("set -uo pipefail")
+    told = set(re.findall(r"^#   ([A-Z_]+)  ", head, re.MULTILINE))
+    read = set(re.findall(r"\$\{([A-Z_]+)(?::-|\})", body))
+    ours = {name for name in read if not name.startswith(("SLURM_", "BASH_"))}
+    assert ours - {"DRY_RUN", "OMP_NUM_THREADS"} == told
+
+
+def test_the_commands_of_an_allocation(tmp_path):
+    (doctor, train), text = commands(tmp_path, "--train-iters", "5 0", **ALLOCATION)
+    assert len(text.splitlines()) == 2
+    assert doctor[-4:] == ["python3", "-m", "megatron_hdp.cli.main", "doctor"]
+    assert {"--nodes=3", "--cpus-per-task=12"} <= set(train)
+    assert "--output=runs/llama/logs/1234567/start-0/node-%n-%N.log" in train
+    torchrun = train[train.index("python3") :]
+    assert torchrun[:3] == ["python3", "-m", "torch.distributed.run"]
+    expected = {
+        "--nnodes=3",
+        "--nproc-per-node=8",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=1234567-0",
+        "--rdzv-endpoint=n03-ib:24567",
+    }
+    assert expected <= set(torchrun)
+    flags = torchrun[torchrun.index("megatron_hdp.pretrain_gpt") :]
+    assert flags[2:4] == ["--config", "my.yaml"] and flags[-2:] == ["--train-iters", "5 0"]
+    for name, path in (("--save", "checkpoints"), ("--load", "checkpoints")):
+        assert flags[flags.index(name) + 1] == f"runs/llama/{path}"
+
+
+def test_torchrun_knows_its_flags(tmp_path):
+    from torch.distributed.run import get_args_parser
+
+    (_, train), _ = commands(tmp_path, **ALLOCATION)
+    parsed = get_args_parser().parse_args(train[train.index("torch.distributed.run") + 1 :])
+    assert parsed.training_script == "megatron_hdp.pretrain_gpt" and parsed.module
+    assert "SIGUSR1" not in parsed.signals_to_handle and "SIGTERM" not in parsed.signals_to_handle
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("n1", "n1"), ("a3,a4", "a3"), ("m2,n[1-9]", "m2"), ("n[07,9-12],m1", "n07")],
+)
+def test_the_first_node_is_where_ranks_meet(tmp_path, nodes, first):
+    (_, train), _ = commands(tmp_path, **(ALLOCATION | {"SLURM_JOB_NODELIST": nodes}))
+    assert f"--rdzv-endpoint={first}:24567" in train
+
+
+def test_in_containers(tmp_path):
+    image = {"CONTAINER_IMAGE": "my image.sqsh", **ALLOCATION}
+    both, _ = commands(tmp_path, **image, CONTAINER_MOUNTS="/data:/data")
+    for words in both:
+        assert "--container-image=my image.sqsh" in words
+        assert "--container-mounts=/data:/data" in words
+    both, _ = commands(tmp_path, **image, CONTAINER_RUNTIME="apptainer")
+    for words in both:
+        start = words.index("apptainer")
+        expected = ["exec", "--bind", f"{tmp_path}:{tmp_path}", "--pwd", str(tmp_path), "--nv"]
+        assert words[start + 1 : start + 8] == [*expected, "my image.sqsh"]
+        assert not any(word.startswith("--container") for word in words)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"CONFIG": ""}, "CONFIG is not set"),
+        ({"CONFIG": "none.yaml"}, "CONFIG=none.yaml cannot be read"),
+        ({"SLURM_JOB_ID": ""}, "call sbatch, or set DRY_RUN=1"),
+        ({"RANKS_PER_NODE": "gpu:8"}, "found RANKS_PER_NODE=gpu:8"),
+        ({"MAX_RETRIES": "-1"}, "found MAX_RETRIES=-1"),
+        ({"REQUEUE": "yes"}, "found REQUEUE=yes"),
+        ({"DOCTOR": "yes"}, "found DOCTOR=yes"),
+        ({"CONTAINER_IMAGE": "i", "CONTAINER_RUNTIME": "docker"}, "found CONTAINER_RUNTIME=docker"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, change, said):
+    code, text = outcome(call(tmp_path, **(ALLOCATION | change)))
+    assert code == 2 and len(text.splitlines()) == 1 and said in text, text
+
+
+SRUN = """#!/usr/bin/env bash
+for word in "$@"; do
+    case $word in
+        --output=*) output=${word#--output=}; output=${output//%n/0}; output=${output//%N/here} ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+exec "$@" >>"${output:-/dev/stdout}" 2>&1
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$@" >>requeued
+exit "${SCONTROL_CODE:-0}"
+"""
+SQUEUE = """#!/usr/bin/env bash
+echo "${STATE:-RUNNING}"
+"""
+# stands for torchrun: a rank that listens to the signal when it trains, or what a failure prints
+PYTHON = f"""#!/usr/bin/env bash
+case $* in
+    *doctor*) echo "training can run"; exit "${{DOCTOR_CODE:-0}}" ;;
+esac
+if [[ -n ${{RANK_CODES:-}} ]]; then
+    for code in $RANK_CODES; do
+        echo "pretrain_gpt: error on rank 0: planted $code"
+        echo "  exitcode  : $code (pid: 1)"
+    done
+    exit 1
+fi
+{sys.executable} -c '
+import signal, sys, time
+time.sleep(1)
+def save(*_):
+    print("SIGUSR1 received: the job ends after iteration 7, saving first", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+open("trains", "w").close()
+time.sleep(float(sys.argv[1]))
+' "${{TRAIN_S:-0}}" &
+wait $!
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Calls the script as a job of one node, with the stand-ins."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    texts = {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "python": PYTHON}
+    for name, text in texts.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def start(**environment):
+        settings = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": str(programs / "python")}
+        allocation = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "here"}
+        return call(tmp_path, **(settings | allocation | environment))
+
+    return start
+
+
+def requeued(folder):
+    path = folder / "requeued"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_training_that_ends_is_done(job, tmp_path):
+    code, text = outcome(job())
+    assert code == 0 and "doctor: training can run" in text, text
+    assert requeued(tmp_path) == []
+
+
+def test_what_the_doctor_refuses_does_not_start(job, tmp_path):
+    code, text = outcome(job(DOCTOR_CODE="1"))
+    assert code == 2 and "doctor found what keeps training from running" in text, text
+    assert requeued(tmp_path) == [] and not (tmp_path / "trains").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("early", [False, True], ids=["while-it-trains", "before-ranks-listen"])
+def test_a_warning_reaches_the_ranks_and_queues_again(job, tmp_path, number, early):
+    process = job(TRAIN_S="60", DOCTOR="0")
+    there = tmp_path / ("runs/megatron-hdp/logs/9/start-0/node-0-here.log" if early else "trains")
+    deadline = time.monotonic() + 30
+    while not there.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)  # the node's script has started torchrun
+    process.send_signal(number)
+    code, text = outcome(process)
+    assert code == 0 and "SIGUSR1 received: the job ends after iteration 7" in text, text
+    assert requeued(tmp_path) == ["requeue 9"]
+
+
+@pytest.mark.parametrize("change", [{"REQUEUE": "0"}, {"STATE": "COMPLETING"}])
+def test_a_job_that_is_to_end_is_not_queued(job, tmp_path, change):
+    code, text = outcome(job(RANK_CODES="3", **change))
+    assert code == 3 and requeued(tmp_path) == [], text
+
+
+def test_a_job_that_slurm_does_not_queue_says_so(job):
+    code, text = outcome(job(RANK_CODES="3", SCONTROL_CODE="1", DOCTOR="0"))
+    assert code == 2 and "submit it with --requeue" in text, text
+
+
+def test_failures_are_tried_again_so_many_times(job, tmp_path):
+    for start in range(3):
+        code, text = outcome(
+            job(RANK_CODES="3 -9", SLURM_RESTART_COUNT=str(start), MAX_RETRIES="2")
+        )
+        assert "error on rank 0: planted 3" in text, text
+    assert code == 137 and requeued(tmp_path) == ["requeue 9"] * 2, text
+
+
+@pytest.mark.parametrize(
+    "codes, code", [("3 2", 2), ("2", 2), ("3 1 -9", 1), ("3 -9", 137), ("3", 3)]
+)
+def test_the_exit_code_is_that_of_the_rank_to_blame(job, tmp_path, codes, code):
+    found, text = outcome(job(RANK_CODES=codes, MAX_RETRIES="0", DOCTOR="0"))
+    assert found == code and requeued(tmp_path) == [], text
+
+
+def test_where_no_slurm_is_the_reason_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(cluster.shutil, "which", lambda *_, **__: None)
+    assert "slurmctld" in cluster.what_is_missing()
+    assert "apt-get install" in cluster.what_is_missing()
