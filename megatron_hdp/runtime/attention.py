@@ -18,6 +18,7 @@ from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.matmul_kernel import MatmulKernel
 from megatron_hdp.runtime.ring_attention import RingAttention
 from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.ring_group import RingGroup
 from megatron_hdp.runtime.te_attention import TransformerEngineAttention
 
 
@@ -156,7 +157,9 @@ def _transformer_engine(
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"found {dtype}; it computes in bfloat16 and float16")
     if comm is not None:
-        comm.ring_group(tuple(range(comm.group.size()))).require_acceptance()
+        group = RingGroup(comm, tuple(range(comm.group.size())))
+        group.require_acceptance()
+        group.release()
     return TransformerEngineAttention(device)
 
 

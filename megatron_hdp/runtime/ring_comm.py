@@ -13,7 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.ring_group import RingGroup
 from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
 
 _CPU = torch.device("cpu")
@@ -91,7 +90,6 @@ class RingComm:
         self.group = group
         self.timeline = timeline or Timeline()
         self.bytes_sent = 0
-        self._ring_groups: dict[tuple[int, ...], RingGroup] = {}
 
     def pass_on(
         self,
@@ -122,20 +120,3 @@ class RingComm:
         )
         self.bytes_sent += sent.numel() * sent.element_size()
         return Transfer(self, works, sent, received)
-
-    def ring_group(self, ring: tuple[int, ...]) -> RingGroup:
-        """The process group that stands for `ring` in other libraries; the same object every time.
-
-        Such libraries remember facts of a group by its object. A group takes about 2 KB and is kept
-        until `close`, since a backward pass may still need it: 50 MB after 25,000 different rings.
-        """
-        found = self._ring_groups.get(ring)
-        if found is None:
-            found = self._ring_groups[ring] = RingGroup(self, ring)
-        return found
-
-    def close(self) -> None:
-        """Forgets the groups of `ring_group`; none of them may be used any more."""
-        for group in self._ring_groups.values():
-            group.release()
-        self._ring_groups.clear()

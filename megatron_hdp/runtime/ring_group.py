@@ -8,14 +8,11 @@ and receives; making one is local and takes microseconds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-if TYPE_CHECKING:
-    from megatron_hdp.runtime.ring_comm import RingComm, Transfer
+from megatron_hdp.runtime.ring_comm import RingComm, Transfer
 
 
 class RingGroup(dist.ProcessGroup):
@@ -107,6 +104,31 @@ class RingGroup(dist.ProcessGroup):
         transfer = self._comm.exchange(sent, ring[following], received, ring[previous])
         half.transfer = other_half.transfer = transfer
         return half
+
+
+class RingGroups:
+    """The groups of one communicator's rings: the same object for a ring, every time.
+
+    Libraries remember facts of a group by its object. A group takes about 2 KB and is kept until
+    `close`, since a backward pass may still need it: 50 MB after 25,000 different rings.
+    """
+
+    def __init__(self, comm: RingComm) -> None:
+        self.comm = comm
+        self._groups: dict[tuple[int, ...], RingGroup] = {}
+
+    def of(self, ring: tuple[int, ...]) -> RingGroup:
+        """The group of a ring: HDP ranks in ring order, this rank among them."""
+        found = self._groups.get(ring)
+        if found is None:
+            found = self._groups[ring] = RingGroup(self.comm, ring)
+        return found
+
+    def close(self) -> None:
+        """Forgets the groups; none of them may be used any more."""
+        for group in self._groups.values():
+            group.release()
+        self._groups.clear()
 
 
 class HalfOfPair:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_hdp.runtime.layout import TokenLayout
 from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.ring_group import RingGroups
 from megatron_hdp.runtime.segments import Segments
 
 OLDEST = (2, 20, 2)  # earlier ones keep keys, values and output of every step of a ring
@@ -47,6 +48,7 @@ class TransformerEngineAttention:
         self.name = f"transformer-engine {version}"
         self._new_module = DotProductAttention
         self._modules: dict[tuple[object, ...], torch.nn.Module] = {}
+        self._groups: RingGroups | None = None  # of the communicator that is in use
         self._stream = torch.cuda.Stream(device)  # every second step of a ring runs on it
 
     def __call__(
@@ -83,7 +85,9 @@ class TransformerEngineAttention:
         scale: float,
     ) -> torch.Tensor:
         module = self._module("ring", q, k, scale)
-        group = comm.ring_group(layout.ring)
+        if self._groups is None or self._groups.comm is not comm:
+            self._groups = RingGroups(comm)
+        group = self._groups.of(layout.ring)
         module.set_context_parallel_group(group, group.members, self._stream, "p2p")
         return _attend(module, q, k, v, layout.whole_segments, is_ring=True)
 

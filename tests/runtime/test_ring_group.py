@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
-from megatron_hdp.runtime.ring_group import RingGroup
+from megatron_hdp.runtime.ring_group import RingGroup, RingGroups
 
 
 def everyone():
@@ -42,6 +42,7 @@ def run_rings(rings, num_layers, offset=0):
     world = list(range(dist.get_world_size()))
     groups = [world] if offset == 0 else [world[:offset], world[offset:]]
     comm = RingComm(new_ring_group(groups))
+    ring_groups = RingGroups(comm)
     me = dist.get_rank() - offset
     arrived = []
     for layer in range(num_layers):
@@ -49,7 +50,7 @@ def run_rings(rings, num_layers, offset=0):
             if me not in ring or dist.get_rank() < offset:
                 continue
             members = [rank + offset for rank in ring]
-            group = comm.ring_group(ring)
+            group = ring_groups.of(ring)
             tensor = torch.tensor([100.0 * layer + me])
             for number in range(len(ring) - 1):
                 works, tensor = hop(group, members, tensor, batched=bool((layer + number) % 2))
@@ -87,8 +88,8 @@ def test_ranks_of_the_ring_are_hdp_ranks_not_those_of_the_job(run_ranks):
 
 def look_at_a_group():
     comm = RingComm(new_ring_group(everyone()))
-    rank = dist.get_rank()
-    group = comm.ring_group((1, 2, 0))
+    ring_groups, rank = RingGroups(comm), dist.get_rank()
+    group = ring_groups.of((1, 2, 0))
     assert isinstance(group, dist.ProcessGroup)
     assert (dist.get_world_size(group), group.size()) == (3, 3)
     assert dist.get_rank(group) == group.rank() == (1, 2, 0).index(rank)
@@ -101,14 +102,14 @@ def look_at_a_group():
         pytest.raises(RuntimeError, match=r"= \(\d, 5, 0\), expected \(\d, 3, 0\)"),
     ):
         group.require_acceptance()
-    assert comm.ring_group((1, 2, 0)) is group  # TransformerEngine caches facts by object
-    assert comm.ring_group((2, 0, 1)) is not group
+    assert ring_groups.of((1, 2, 0)) is group  # TransformerEngine caches facts by object
+    assert ring_groups.of((2, 0, 1)) is not group
     assert len(distributed_c10d._world.pg_names) == 4  # the job's, the rings', and two rings
     started = time.perf_counter()
     for _ in range(100):
         RingGroup(comm, (1, 2, 0)).release()
     seconds_each = (time.perf_counter() - started) / 100
-    comm.close()
+    ring_groups.close()
     assert len(distributed_c10d._world.pg_names) == 2
     return seconds_each
 
@@ -119,7 +120,7 @@ def test_a_group_is_one_cheap_object_per_ring(run_ranks):
 
 def send_alone():
     comm = RingComm(new_ring_group(everyone()))
-    group = comm.ring_group((0, 1))
+    group = RingGroup(comm, (0, 1))
     other = 1 - dist.get_rank()
     work = dist.isend(torch.zeros(1), other, group)
     with pytest.raises(RuntimeError, match="waited for a send whose other half was not posted"):
