@@ -15,10 +15,13 @@ import os
 import platform
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hdp import __version__
 from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.lm_diagnosis import PatchCheck
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Diagnosis:
     attention_refused: dict[str, str]
     """Kernels that would have been preferred, and why they are not taken."""
     seams: tuple[SeamCheck, ...]
+    patches: tuple[PatchCheck, ...] | None
+    """Those of the plugin for a Megatron-LM checkout; None where there is none to look at."""
     optional_packages: tuple[PackageCheck, ...]
     problems: tuple[str, ...]
 
@@ -222,9 +227,12 @@ def diagnose() -> Diagnosis:
         kernel, refused, problem = _attention(shim_applies)
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
+    patches = None
     if _importable("megatron.core"):
         from megatron_hdp.megatron.gpu_gaps import GAPS
+        from megatron_hdp.megatron.lm_diagnosis import check_patches
 
+        patches = check_patches()
         gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
     return Diagnosis(
@@ -237,6 +245,7 @@ def diagnose() -> Diagnosis:
         attention_kernel=kernel,
         attention_refused=refused,
         seams=seams,
+        patches=patches,
         optional_packages=tuple(PackageCheck(p, _found(p)) for p in OPTIONAL_PACKAGES),
         problems=tuple(problems),
     )
@@ -335,6 +344,7 @@ def _text(diagnosis: Diagnosis) -> str:
         suffix = f"({check.seam.parameter}=...)" if check.seam.parameter else ""
         lines.append(f"  {'MISSING' if check.problem else 'ok':8}{check.seam.target}{suffix}")
         lines.append(f"{'':10}{check.seam.why}")
+    lines += ["", *_patch_lines(diagnosis.patches)]
     if diagnosis.cpu_shim_applies:
         lines += ["", "without a GPU a run redirects, until it ends:"]
         lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
@@ -352,3 +362,16 @@ def _text(diagnosis: Diagnosis) -> str:
     else:
         lines.append("training can run")
     return "\n".join(lines)
+
+
+def _patch_lines(patches: tuple[PatchCheck, ...] | None) -> list[str]:
+    if patches is None:
+        return [
+            "no Megatron-LM here for `python -m megatron_hdp run`: start in its checkout, or put "
+            "that on PYTHONPATH"
+        ]
+    lines = ["patches that `python -m megatron_hdp run` puts into this Megatron-LM:"]
+    for check in patches:
+        lines.append(f"  {'MISFIT' if check.problem else 'ok':8}{check.target}")
+        lines.append(f"{'':10}{check.problem or check.why}")
+    return lines
