@@ -12,14 +12,13 @@ from megatron_hdp.megatron.moe_options import expert_domain_size
 from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.activations import kept_after_forward
 from megatron_hdp.planner.job import Job
+from megatron_hdp.planner.lockstep import strategy_for
 from megatron_hdp.planner.models import active_parameters
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.arguments import TrainingArguments
 
 GPU_FLOPS_PER_S = 400e12
-_GPUS_PER_NODE = 8
-_GPU_BYTES_PER_S = {"intra_node": 300e9, "inter_node": 50e9, "host": 25e9}
 _PASSES, _FORWARD = 3, 1  # a backward costs two forwards
 
 
@@ -49,18 +48,14 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     """
     if arguments.hdp_cost_model is not None:
         return CostModel.from_json(arguments.hdp_cost_model)
-    gpus = job.tensor_ranks
-    model = CostModel.from_model_shape(
+    model = CostModel.of_tensor_ranks(
+        job.tensor_ranks,
         num_layers=job.num_layers,
         hidden_size=job.query_size,
         num_parameters=parameters_of_a_token(job),
         kv_bytes_per_token=job.num_layers * 2 * job.kv_size * job.value_bytes,
-        flops_per_s=GPU_FLOPS_PER_S * gpus,
-        ranks_per_node=max(1, _GPUS_PER_NODE // gpus),
-        intra_node_bytes_per_s=_GPU_BYTES_PER_S["intra_node"] * gpus,
-        inter_node_bytes_per_s=_GPU_BYTES_PER_S["inter_node"] * gpus,
-        host_bytes_per_s=_GPU_BYTES_PER_S["host"] * gpus,
-        activation_bytes_per_token=kept_after_forward(job) * job.num_layers * gpus,
+        flops_per_s=GPU_FLOPS_PER_S,
+        activation_bytes_per_token=kept_after_forward(job) * job.num_layers * job.tensor_ranks,
     )
     again = _FORWARD / _PASSES * job.recomputed_share
     attention = _FORWARD / _PASSES if job.recompute == "selective" else again
@@ -127,14 +122,12 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
-    strategy = arguments.hdp_strategy
-    if strategy == "auto" and expert_domain_size(arguments) > 1:
-        strategy = "pp-balance"  # as in training: positions must agree
+    aligned = job.stages > 1 or expert_domain_size(arguments) > 1
     return plan(
         lengths,  # type: ignore[arg-type]
         ranks=job.hdp_ranks,
         tokens_per_rank=job.tokens_per_rank,
-        strategy=strategy,
+        strategy=strategy_for(arguments.hdp_strategy, aligned=aligned),
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
         cost_model=cost_model,

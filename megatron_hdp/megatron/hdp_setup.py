@@ -94,14 +94,14 @@ def _cost_model_of_shape(arguments: TrainingArguments, executor: HdpExecutor) ->
         counted = over_all_ranks(
             {"bytes": executor.activation_bytes_per_token()}, {}, compute_device()
         )
-        # of one of the tensor ranks and stages that make up an HDP rank; the model's a and b are
-        # those of the whole HDP rank at the speed of one device
+        # of one of the tensor ranks and stages that make up an HDP rank
         devices = place.num_tensor_ranks * place.num_stages
         per_token = counted["bytes"] / ranks * len(executor.layers) * devices
         others = {"activation_bytes_per_token": per_token}
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
-    return CostModel.from_model_shape(
+    return CostModel.of_tensor_ranks(
+        executor.place.num_tensor_ranks,
         num_layers=arguments.num_layers,
         hidden_size=attention_size,
         num_parameters=num_parameters(executor.model),

@@ -20,10 +20,7 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.parallel import (
-    compute_device,
-    say,
-)
+from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step_preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step_report import StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate

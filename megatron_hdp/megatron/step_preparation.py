@@ -22,7 +22,7 @@ from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import CostModel, Plan, plan
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, slots, strategy_for
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,9 @@ class StepPreparation:
             ValueError: a sequence fits on no number of ranks.
         """
         arguments = self.arguments
-        if strategy is None:
-            strategy = arguments.hdp_strategy
-        if strategy == "auto" and self.place.needs_alignment:
-            strategy = "pp-balance"
+        strategy = strategy_for(
+            strategy or arguments.hdp_strategy, aligned=self.place.needs_alignment
+        )
         return plan(
             lengths,
             ranks=self.place.num_hdp_ranks,

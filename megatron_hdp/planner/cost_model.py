@@ -115,6 +115,25 @@ class CostModel:
         return cls(**fields | others)
 
     @classmethod
+    def of_tensor_ranks(cls, tensor_ranks: int, **shape: Any) -> Self:
+        """Costs of an HDP rank of several GPUs that compute, send and copy side by side.
+
+        Args:
+            tensor_ranks: GPUs that share each layer.
+            shape: Arguments of ``from_model_shape``, whose speeds are those of one GPU.
+        """
+        one = cls.from_model_shape(**shape)
+        return dataclasses.replace(
+            one,
+            a=one.a / tensor_ranks,
+            b=one.b / tensor_ranks,
+            intra_node_bytes_per_s=one.intra_node_bytes_per_s * tensor_ranks,
+            inter_node_bytes_per_s=one.inter_node_bytes_per_s * tensor_ranks,
+            host_bytes_per_s=one.host_bytes_per_s * tensor_ranks,
+            ranks_per_node=max(1, one.ranks_per_node // tensor_ranks),
+        )
+
+    @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
         """Reads coefficients from a JSON object whose keys are this class's fields."""
         try:

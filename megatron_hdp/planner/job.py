@@ -40,7 +40,6 @@ class Job:
     """Of "full": "uniform" (every layer, in units) or "block" (the first layers of a stage)."""
     recompute_num_layers: int = 1
     """Of "full": layers of a unit, or layers recomputed in all."""
-    offload: bool = False
     tokens_per_rank: int
 
     @property

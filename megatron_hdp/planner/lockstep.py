@@ -13,6 +13,11 @@ from megatron_hdp.planner.types import Plan
 PADDING = -1
 
 
+def strategy_for(strategy: str, *, aligned: bool) -> str:
+    """The strategy to plan with: "auto" is pp-balance where positions must agree."""
+    return "pp-balance" if strategy == "auto" and aligned else strategy
+
+
 def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDArray[np.int64]]:
     """What each rank runs, position by position; at least one micro-batch or padding each.
 

@@ -1,7 +1,8 @@
 """Models by name: what the cost model needs to know of their shape.
 
-The named ones are those of ByteScale's table 1. Its 30B has 56 heads over a hidden size of 6,656,
-an uneven head size; here it has the public model's 52 heads of 128.
+The named ones are those of ByteScale's table 1, with heads of 128 channels. Those of its 30B, 56
+over a hidden size of 6,656, are wider together than that; the public model's 52 are no multiple of
+its 8 groups.
 """
 
 import difflib
@@ -43,24 +44,24 @@ class Model:
         )
 
 
-def _named(layers: int, hidden: int, heads: int, groups: int, parameters: float) -> Model:
+def _named(layers: int, heads: int, groups: int, parameters: float) -> Model:
     return Model(
         num_layers=layers,
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=hidden // heads,
+        kv_channels=128,
         active_parameters=parameters,
     )
 
 
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
-        "llama-7b": _named(32, 4096, 32, 8, 7e9),
-        "llama-13b": _named(40, 5120, 40, 8, 13e9),
-        "llama-30b": _named(60, 6656, 52, 8, 30e9),
-        "llama-70b": _named(80, 8192, 64, 8, 70e9),
-        "mistral-8x7b": _named(32, 4096, 32, 8, 13e9),
-        "mistral-8x22b": _named(56, 6144, 48, 8, 39e9),
+        "llama-7b": _named(32, 32, 8, 7e9),
+        "llama-13b": _named(40, 40, 8, 13e9),
+        "llama-30b": _named(60, 56, 8, 30e9),
+        "llama-70b": _named(80, 64, 8, 70e9),
+        "mistral-8x7b": _named(32, 32, 8, 13e9),
+        "mistral-8x22b": _named(56, 48, 8, 39e9),
     }
 )
 """The paper's models, with its nominal parameter counts: of a mixture, those active for a token."""

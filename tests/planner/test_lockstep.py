@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import plan
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, slots, strategy_for
 from tests.random_plans import random_plan
 
 
@@ -72,3 +72,13 @@ def test_the_check_fails_without_alignment():
         except AssertionError:
             misplaced += 1
     assert misplaced > 10
+
+
+@pytest.mark.parametrize(
+    "strategy, aligned, expected",
+    [("auto", True, "pp-balance"), ("auto", False, "auto"), ("naive", True, "naive")],
+)
+def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
+    strategy, aligned, expected
+):
+    assert strategy_for(strategy, aligned=aligned) == expected

@@ -12,30 +12,30 @@ def test_llama_7b_is_the_cost_model_of_record():
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "heads", "groups", "hidden", "parameters"),
+    ("name", "layers", "heads", "groups", "width", "parameters"),
     [
         ("llama-7b", 32, 32, 8, 4096, 7e9),
         ("llama-13b", 40, 40, 8, 5120, 13e9),
-        ("llama-30b", 60, 52, 8, 6656, 30e9),  # the paper has 56 heads, of an uneven size
+        ("llama-30b", 60, 56, 8, 7168, 30e9),  # over a hidden size of 6,656
         ("llama-70b", 80, 64, 8, 8192, 70e9),
         ("mistral-8x7b", 32, 32, 8, 4096, 13e9),
         ("mistral-8x22b", 56, 48, 8, 6144, 39e9),
     ],
 )
-def test_the_papers_table(name, layers, heads, groups, hidden, parameters):
+def test_the_papers_table(name, layers, heads, groups, width, parameters):
     model = MODELS[name]
     assert (model.num_layers, model.num_attention_heads, model.num_query_groups) == (
         layers,
         heads,
         groups,
     )
-    assert model.num_attention_heads * model.kv_channels == hidden
+    assert model.num_attention_heads * model.kv_channels == width
     assert model.kv_bytes_per_token == 2 * layers * groups * 128 * 2
     cost = cost_model_of(name)
-    assert cost.a == pytest.approx(6 * layers * hidden / 400e12)
+    assert cost.a == pytest.approx(6 * layers * width / 400e12)
     assert cost.b == pytest.approx(6 * parameters / 400e12)
     assert cost.num_layers == layers
-    assert cost.activation_bytes_per_token == 34 * layers * hidden
+    assert cost.activation_bytes_per_token == 34 * layers * width
 
 
 def test_there_are_no_others():
