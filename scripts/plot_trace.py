@@ -14,9 +14,14 @@ from matplotlib.patches import Patch
 
 from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
 
-WAIT, SYNC = "#c0392b", "#7f7f7f"
+WAIT, SYNC, OPTIMIZER = "#c0392b", "#7f7f7f", "#f0a830"
 COPIES = {"copy to the host": "#16a085", "copy to the device": "#8e44ad"}
-COLOURS = {"ring wait": WAIT, "pipeline wait": WAIT, "gradient sync": SYNC} | COPIES
+COLOURS = COPIES | {
+    "ring wait": WAIT,
+    "pipeline wait": WAIT,
+    "gradient sync": SYNC,
+    "optimizer step": OPTIMIZER,
+}
 THIN = 0.4  # of a row, waits and copies; bars of the plan and of compute take twice as much
 Event = dict[str, Any]
 
@@ -44,7 +49,7 @@ def read_step(
 
 def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], picture: Path) -> None:
     """Draw the bars: two rows a rank, waits low in the second one; a third one for copies."""
-    degrees = np.array([bar["args"].get("degree", 1) for _, bar in bars])
+    degrees = np.array([bar["args"].get("degree", 1) for lane, bar in bars if lane not in COLOURS])
     palette = Palette.of_degrees(degrees, len(ranks))
     copies = {COPIES[lane]: lane for lane, _ in bars if lane in COPIES}
     rows = ("plan", "measured", *(["copies"] if copies else []))
@@ -75,6 +80,7 @@ def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], pic
     axes.set_xlabel("seconds since the step began")
     legend = [Patch(color=c, label=n) for c, n in zip(palette.colours, palette.names, strict=True)]
     legend += [Patch(color=WAIT, label="waiting for others"), Patch(color=SYNC, label="sync")]
+    legend.append(Patch(color=OPTIMIZER, label="optimizer"))
     legend += [Patch(color=colour, label=lane) for colour, lane in copies.items()]
     figure.legend(handles=legend, loc="outside lower center", ncols=8, fontsize=8)
     stretched = whole["args"]["plan_stretched_by"]
