@@ -36,6 +36,7 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
 from megatron_hdp.megatron.optimizer_parts import laid_out
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.releases import own_checkpoint_writer
 from megatron_hdp.runtime.children import bound_to_this_process
 
 _POLL_S = 0.05
@@ -133,7 +134,11 @@ class Checkpoints:
         results = write_results.ResultsFile(written / f"results-{dist.get_rank()}")
         with write_results.through(results):
             request = dist_checkpointing.save(
-                self._content(progress), str(written), strategy, async_sharded_save=True
+                self._content(progress),
+                str(written),
+                strategy,
+                async_sharded_save=True,
+                **own_checkpoint_writer(),
             )
         request.add_finalize_fn(partial(self._publish, folder, written, iteration))
         self._latest = iteration
