@@ -38,7 +38,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "use_megatron_fsdp": (False, _FSDP),
     "use_torch_fsdp2": (False, _FSDP),
     "num_distributed_optimizer_instances": (1, _FSDP),
-    "overlap_param_gather": (False, _FSDP),
+    "overlap_param_gather_with_optimizer_step": (False, _EQUAL_STAGES),
+    "distrib_optim_fully_reshardable_mem_efficient": (
+        False,
+        "it saves shifted states where gradients have more than one bucket",
+    ),
     "cuda_graph_impl": ("none", _SHAPES),
     "enable_cuda_graph": (False, _SHAPES),
     "external_cuda_graph": (False, _SHAPES),

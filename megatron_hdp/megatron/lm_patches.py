@@ -91,6 +91,67 @@ def _adapt_model(original: Function) -> Function:
     return get_model
 
 
+def _mark_norm(original: Function) -> Function:
+    def __new__(cls: type, config: Any, *positional: Any, **named: Any) -> Any:
+        if not config.sequence_parallel or not _hdp_is_on():
+            return original(cls, config, *positional, **named)
+        from megatron_hdp.megatron.norm import SequenceParallelNorm
+
+        return SequenceParallelNorm(config, *positional, **named)
+
+    return __new__
+
+
+def _prepare_optimizer(original: Function) -> Function:
+    def get_megatron_optimizer(*positional: Any, **named: Any) -> Any:
+        optimizer = original(*positional, **named)
+        if _hdp_is_on():
+            from megatron.training.global_vars import get_args
+
+            from megatron_hdp.megatron import lm_checkpoint
+
+            lm_checkpoint.prepare_optimizer(optimizer, get_args())
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _load(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def load_checkpoint(*positional: Any, **named: Any) -> Any:
+        if not _hdp_is_on():
+            return original(*positional, **named)
+        from megatron_hdp.megatron import lm_checkpoint
+
+        optimizer = signature.bind(*positional, **named).arguments["optimizer"]
+        with lm_checkpoint.loading(optimizer):
+            return original(*positional, **named)
+
+    return load_checkpoint
+
+
+def _compare_order(original: Function) -> Function:
+    def check_checkpoint_args(checkpoint_args: Any, *positional: Any, **named: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        from megatron_hdp.megatron import lm_checkpoint
+
+        args = get_args()
+        arguments = lm_options.training_arguments(args) if args.hybrid_data_parallel else None
+        lm_checkpoint.require_same_order(args, arguments, checkpoint_args)
+        return original(checkpoint_args, *positional, **named)
+
+    return check_checkpoint_args
+
+
+def _hdp_is_on() -> bool:
+    """Whether this process's run has the flag; False before Megatron has parsed its arguments."""
+    from megatron.training import global_vars
+
+    return bool(getattr(global_vars._GLOBAL_ARGS, "hybrid_data_parallel", False))
+
+
 def _build_iterators(original: Function) -> Function:
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         from megatron.training.global_vars import get_args, get_tokenizer
@@ -189,6 +250,43 @@ PATCHES = PatchSet(
             ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"),
             _RELEASES,
             _adapt_model,
+        ),
+        Patch(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            "PyTorch's norms, where there are no others, with sequence parallelism too",
+            (
+                "cls",
+                "config",
+                "hidden_size",
+                "eps",
+                "persist_layer_norm",
+                "zero_centered_gamma",
+                "normalization",
+            ),
+            _RELEASES,
+            _mark_norm,
+        ),
+        Patch(
+            f"{_TRAINING}:get_megatron_optimizer",
+            "the distributed optimizer's whole states are gathered at their places",
+            None,
+            _RELEASES,
+            _prepare_optimizer,
+            owner_only=True,
+        ),
+        Patch(
+            "megatron.training.checkpointing:load_checkpoint",
+            "the distributed optimizer can restore torch's Adam",
+            None,
+            _RELEASES,
+            _load,
+        ),
+        Patch(
+            "megatron.training.checkpointing:check_checkpoint_args",
+            "a resumed run goes on in the order of the data that it began with",
+            ("checkpoint_args",),
+            _RELEASES,
+            _compare_order,
         ),
         Patch(
             f"{_TRAINING}:build_train_valid_test_data_iterators",

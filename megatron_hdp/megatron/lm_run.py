@@ -18,7 +18,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
 from megatron_hdp.data import TokenFile, split_documents
-from megatron_hdp.megatron import lm_options
+from megatron_hdp.megatron import lm_checkpoint, lm_options
 from megatron_hdp.megatron.executor import HdpExecutor
 from megatron_hdp.megatron.hdp_setup import build_executor, cost_model_of
 from megatron_hdp.megatron.hdp_steps import HdpSteps
@@ -48,6 +48,7 @@ class LmRun:
         self.token_file = TokenFile(self.arguments.data_path[0])
         parts = split_documents(len(self.token_file.lengths), self.arguments.split)
         self.documents = dict(zip(_SPLITS, parts, strict=True))
+        lm_checkpoint.remember(lm_checkpoint.data_order(self.arguments), args)
         self.since_log: list[StepReport] = []
         """Reports of the steps since the last line of Megatron's log."""
         self.in_log = False
@@ -95,6 +96,7 @@ class LmRun:
         if collect_non_loss_data:
             raise ValueError("HDP collects no data but the loss: leave process_non_loss_data_func")
         split = data_iterator.iterable.name
+        start_param_gather(model[0])
         report = self._of_split(split, model[0]).run(self._position(split), forward_only)
         self._validate(report)
         if split == "train":
@@ -162,6 +164,7 @@ class LmRun:
         if self._executor is None or self._cost_model is None:
             self._executor = build_executor(self.arguments, model, Timeline())
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
+            model.ddp_config.align_param_gather = True  # gathered by `start_param_gather` alone
             self._cost_model = cost_model_of(self.arguments, self._executor)
         if split not in self._steps:
             self._steps[split] = HdpSteps(
@@ -204,6 +207,24 @@ class LmRun:
                 tolerance=0.0,
                 fatal=False,
             )
+
+
+def start_param_gather(model: Any) -> None:
+    """Starts to gather what the distributed optimizer has updated, with ``--overlap-param-gather``.
+
+    Megatron starts each bucket's gathering when the forward pass has got to the one before. Ranks
+    whose first micro-batches are in different rings would wait for each other: one in a ring for
+    the other's slice, that one for a bucket that the first has not got to. So all start here, where
+    no rank waits for a ring yet; the forward pass waits for each bucket where it needs it.
+
+    Args:
+        model: Megatron's DDP; its hooks are off where its parameters are whole already.
+    """
+    if not model.use_forward_hook or not model.remove_forward_pre_hook_handles:
+        return
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
 
 
 def operations(

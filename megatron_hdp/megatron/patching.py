@@ -28,8 +28,9 @@ class Patch:
     target: str
     """``module:function`` or ``module:Class.method``."""
     why: str
-    parameters: tuple[str, ...]
-    """Names of the target's parameters, in order, as the replacement expects them."""
+    parameters: tuple[str, ...] | None
+    """Names of the target's parameters, in order, as the replacement expects them; None if it
+    hands all of them on as they are."""
     releases: tuple[str, ...]
     """Releases of megatron-core in which the target was seen to be this."""
     make: Callable[[Function], Function]
@@ -77,7 +78,7 @@ class Patch:
         if not callable(function):
             return f"{self.target}: expected a function, found {found!r}"
         parameters = tuple(inspect.signature(function).parameters)
-        if parameters != self.parameters:
+        if self.parameters is not None and parameters != self.parameters:
             return (
                 f"{self.target}: expected the parameters ({', '.join(self.parameters)}), found "
                 f"({', '.join(parameters)})"
