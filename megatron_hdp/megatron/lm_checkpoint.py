@@ -1,7 +1,7 @@
 """What HDP adds to Megatron-LM's checkpoints: the order of the data, and torch's Adam.
 
 Megatron saves its arguments in every checkpoint and compares some of them when it loads one. The
-order of the data lies among them.
+order of the data and the tokens consumed so far lie among them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_hdp.megatron.whole_state import gather_whole_states
 from megatron_hdp.options import OptionError
 
 _ORDER = "hdp_data_order"
+_TOKENS = "hdp_consumed_tokens"
 
 
 def prepare_optimizer(optimizer: Any, args: argparse.Namespace) -> None:
@@ -54,6 +55,18 @@ def data_order(arguments: TrainingArguments) -> DataOrder:
 def remember(order: DataOrder, args: argparse.Namespace) -> None:
     """Puts the order of the data where Megatron's checkpoints take it along."""
     setattr(args, _ORDER, asdict(order))
+
+
+def count_tokens(args: argparse.Namespace, num_tokens: int) -> int:
+    """Adds a step's tokens to those consumed since the start of training; returns the sum."""
+    total = getattr(args, _TOKENS, 0) + num_tokens
+    setattr(args, _TOKENS, total)
+    return int(total)
+
+
+def restore_tokens(args: argparse.Namespace, saved: argparse.Namespace) -> None:
+    """Goes on counting where the run that saved the checkpoint had got to."""
+    setattr(args, _TOKENS, getattr(saved, _TOKENS, 0))
 
 
 def require_same_order(

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 DEADLINE_S = 240
@@ -29,27 +30,32 @@ def main(checkout: Path, runs: list[dict]) -> int:
 
 
 def _run(run: dict) -> int:
-    """One run; returns 0 if every rank ended well."""
+    """One run; returns 0 if every rank ended as it should, by default with exit code 0.
+
+    A run may name its ``exits``, one a rank; a rank of ``None`` does not end by itself.
+    """
     port = _free_port()
+    expected = run.get("exits") or [0] * run["ranks"]
     children = {}
     for rank in range(run["ranks"]):
         child = os.fork()
         if child == 0:
             _be_rank(run, rank, port)
         children[child] = rank
-    deadline, failed = time.monotonic() + DEADLINE_S, 0
-    while children:
+    deadline, wrong = time.monotonic() + DEADLINE_S, 0
+    while any(expected[rank] is not None for rank in children.values()):
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
-            del children[child]
-            failed |= status
-        if failed or time.monotonic() > deadline:
-            for other in children:
-                os.kill(other, 9)
-                os.waitpid(other, 0)
-            return failed or 1
+            code = os.waitstatus_to_exitcode(status)
+            wrong |= code != expected[children.pop(child)]
+        if wrong or time.monotonic() > deadline:
+            wrong = 1
+            break
         time.sleep(0.02)
-    return 0
+    for child in children:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    return wrong
 
 
 def _be_rank(run: dict, rank: int, port: int) -> None:
@@ -64,8 +70,12 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
         "MASTER_PORT": str(port),
     }
     script = run["script"]
-    code = 1
+    code, faults = 1, ExitStack()
     try:
+        if "fault" in run:
+            from tests.training.faults import planted
+
+            faults.enter_context(planted(run["fault"]))
         if run["plugin"]:
             from megatron_hdp import plugin
 
