@@ -11,8 +11,10 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 DEADLINE_S = 240
 
@@ -69,21 +71,15 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    script = run["script"]
     code, faults = 1, ExitStack()
     try:
         if "fault" in run:
             from tests.training.faults import planted
 
             faults.enter_context(planted(run["fault"]))
-        if run["plugin"]:
-            from megatron_hdp import plugin
-
-            plugin.run(script, run["arguments"])
-        else:
-            sys.argv = [script, *run["arguments"]]
-            runpy.run_path(script, run_name="__main__")
-        code = 0
+        if "nan_after" in run:
+            faults.enter_context(_nan_after(run["nan_after"]))
+        code = _start(run)
     except SystemExit as leaving:
         code = int(leaving.code or 0)
     except BaseException:
@@ -91,6 +87,38 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _start(run: dict) -> int:
+    """Runs the script, under the plugin or alone, or the project's own command."""
+    if run.get("own"):
+        from megatron_hdp import pretrain_gpt
+
+        return pretrain_gpt.main(run["arguments"])
+    if run["plugin"]:
+        from megatron_hdp import plugin
+
+        plugin.run(run["script"], run["arguments"])
+    else:
+        sys.argv = [run["script"], *run["arguments"]]
+        runpy.run_path(run["script"], run_name="__main__")
+    return 0
+
+
+def _nan_after(consumed: int) -> AbstractContextManager[object]:
+    """Within the block, the loss of the step that begins after so many sequences is no number."""
+    from megatron_hdp.megatron.hdp_steps import HdpSteps
+
+    original = HdpSteps.run
+
+    def run(self: HdpSteps, position: int, forward_only: bool = False) -> object:
+        report = original(self, position, forward_only)
+        if forward_only or position != consumed:
+            return report
+        print(f"instead of {report.loss!r}", flush=True)
+        return replace(report, loss=float("nan"))
+
+    return mock.patch.object(HdpSteps, "run", run)
 
 
 def _free_port() -> int:
