@@ -6,7 +6,6 @@ micro-batches. Here the router leaves them out and adds its own, exact for every
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.releases import submodules_of
 from megatron_hdp.runtime.balance import RouterTokens, sequence_balance_loss, z_loss
 
 
@@ -45,9 +45,7 @@ def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
 def balance_by_sequence(spec: ModuleSpec) -> None:
     """Makes a layer specification with Megatron's MoE one that is right under HDP."""
     spec.module = HdpMoeTransformerLayer
-    experts = spec.submodules.mlp  # a functools.partial from megatron-core 0.18 on
-    named = experts.keywords if isinstance(experts, functools.partial) else vars(experts)
-    named["submodules"].router = HdpRouter
+    submodules_of(spec.submodules.mlp).router = HdpRouter
 
 
 class HdpRouter(TopKRouter):
