@@ -27,7 +27,7 @@ _run: Any = None
 
 def installed_release() -> str:
     """What megatron-core names itself, without the commit that a git checkout of it adds."""
-    return package_info.__version__.split("+")[0]
+    return str(package_info.__version__).split("+")[0]
 
 
 def activate() -> None:
