@@ -7,6 +7,8 @@ alone.
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -26,16 +28,19 @@ _GPT = "HDP trains a GPT with rotary positions and full attention"
 _EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
+_SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
+_PRETRAINS = "HDP trains all weights on the next token's cross entropy"
 _COUNTED = "a step is --global-batch-size sequences, from the first to the last"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, _OWN_RINGS),
     "hierarchical_context_parallel_sizes": (None, _OWN_RINGS),
     "hybrid_context_parallel": (False, _OWN_RINGS),
-    "dynamic_context_parallel": (False, _OWN_RINGS),
     "use_megatron_fsdp": (False, _FSDP),
     "use_torch_fsdp2": (False, _FSDP),
     "num_distributed_optimizer_instances": (1, _FSDP),
+    "tensor_parallel_num_weight_shards": (None, _FSDP),
+    "expert_tensor_parallel_num_weight_shards": (None, _FSDP),
     "overlap_param_gather_with_optimizer_step": (False, _EQUAL_STAGES),
     "distrib_optim_fully_reshardable_mem_efficient": (
         False,
@@ -56,9 +61,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("none", _SHAPES),
     "enable_cuda_graph": (False, _SHAPES),
     "external_cuda_graph": (False, _SHAPES),
+    "optimizer_cuda_graph": (False, "nothing is captured in CUDA graphs"),
+    "moe_paged_stash": (False, _SCHEDULE),
+    "moe_expert_rank_capacity_factor": (None, _SCHEDULE),
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
-    "cpu_offloading": (False, "use --hdp-offload"),
+    "cpu_offloading_num_layers": (0, "use --hdp-offload"),
     "num_layers_per_virtual_pipeline_stage": (None, _EQUAL_STAGES),
     "num_virtual_stages_per_pipeline_rank": (None, _EQUAL_STAGES),
     "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
@@ -84,8 +92,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp16": (False, "use --bf16"),
     "fp8": (None, "use --bf16"),
     "fp4": (None, "use --bf16"),
-    "yaml_cfg": (None, "give flags"),
-    "perform_rl_step": (False, "HDP pretrains"),
+    "perform_rl_step": (False, _PRETRAINS),
+    "freeze_all_layers": (False, _PRETRAINS),
+    "logits_save_dir": (None, _PRETRAINS),
+    "logits_load_dir": (None, _PRETRAINS),
     "inprocess_restart": (False, "use torchrun --max-restarts"),
     "mock_data": (False, _DOCUMENTS),
     "sft": (False, _DOCUMENTS),
@@ -100,23 +110,53 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "reset_position_ids": (False, "positions are each document's own already"),
     "reset_attention_mask": (False, "attention is each document's own already"),
     "eod_mask_loss": (False, "all tokens of a document but the last predict their next one"),
-    "dataloader_save": (None, "the position in the data is in the checkpoint already"),
+    "dataloader_inter_document_masking": (False, "attention is each document's own already"),
     "iterations_to_skip": ([], _COUNTED),
     "rampup_batch_size": (None, _COUNTED),
+    "step_batch_size_schedule": (None, _COUNTED),
+    "eval_global_batch_size": (None, f"{_COUNTED}, in evaluation too"),
     "phase_transition_iterations": (None, _COUNTED),
     "decrease_batch_size_if_needed": (False, _COUNTED),
     "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
     "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
 }
-"""Attribute of Megatron's arguments: the only value that HDP takes, and why."""
+"""Attribute of Megatron's arguments, if the release has it: the only value that HDP takes, why."""
+
+_ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds HDP's flags to Megatron's parser, in groups of their own."""
+    """Adds HDP's flags to Megatron's parser, and lets its ``--help`` be printed.
+
+    Megatron 0.18 and 0.19 have a help text with a bare ``%``, on which argparse fails.
+    """
     add_options(parser, HdpOptions, LEFT_OUT)
     theirs = [item.name for item in fields(ParallelOptions) if item.name != _STALL]
     add_options(parser, ParallelOptions, theirs)
+    for action in parser._actions:
+        if action.help:
+            action.help = _ANY_PERCENT.sub(
+                lambda found: "%%" if found.group() == "%" else found.group(), action.help
+            )
     return parser
+
+
+def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
+    """Keeps HDP out of a run whose arguments Megatron reads from a file, ignoring all flags.
+
+    Args:
+        args: what Megatron read; gets ``hybrid_data_parallel = False``.
+        command_line: the flags that it ignores.
+
+    Raises:
+        OptionError: HDP was asked for.
+    """
+    if getattr(args, "hybrid_data_parallel", False) or "--hybrid-data-parallel" in command_line:
+        raise OptionError(
+            "--yaml-cfg does not go with --hybrid-data-parallel: Megatron then ignores every flag "
+            "and checks none; give all arguments as flags"
+        )
+    args.hybrid_data_parallel = False
 
 
 def check(args: argparse.Namespace) -> None:

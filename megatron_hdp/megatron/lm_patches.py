@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 from megatron.core import package_info
@@ -15,7 +16,9 @@ from megatron.core import package_info
 from megatron_hdp.megatron import cpu_shim, lm_options
 from megatron_hdp.megatron.patching import Function, Patch, PatchSet
 
-_RELEASES = ("0.16.1",)
+# as megatron-core names itself; the checkout of tag core_v0.19.0 does not name itself 0.19.0
+_16, _17, _18, _19 = ("0.16.1",), ("0.17.1",), ("0.18.0", "0.18.2"), ("0.19.0", "0.19.1")
+_ALL = (*_16, *_17, *_18, *_19)
 _TRAINING = "megatron.training.training"
 
 _job: Any = None
@@ -23,6 +26,11 @@ _job: Any = None
 _run: Any = None
 """The `LmRun` of this process, from the moment that Megatron builds its data iterators."""
 _make_outputs: Any = None
+
+
+def installed_release() -> str:
+    """What megatron-core names itself, without the commit that a git checkout of it adds."""
+    return str(package_info.__version__).split("+")[0]
 
 
 def activate(make_outputs: Any) -> None:
@@ -42,7 +50,7 @@ def activate(make_outputs: Any) -> None:
     if shim:
         cpu_shim.apply()  # before Megatron's training modules are imported
     try:
-        PATCHES.apply(package_info.__version__)
+        PATCHES.apply(installed_release())
     except BaseException:
         if shim:
             cpu_shim.revert()
@@ -68,6 +76,15 @@ def _add_flags(original: Function) -> Function:
         return lm_options.add_flags(original(parser))
 
     return add_megatron_arguments
+
+
+def _load_yaml(original: Function) -> Function:
+    def load_yaml(yaml_path: str) -> Any:
+        args = original(yaml_path)
+        lm_options.refuse_in_yaml(args, sys.argv)
+        return args
+
+    return load_yaml
 
 
 def _validate(original: Function) -> Function:
@@ -100,26 +117,33 @@ def _surround(original: Function) -> Function:
 
 
 def _adapt_model(original: Function) -> Function:
-    def get_model(model_provider_func: Function, *positional: Any, **named: Any) -> Any:
+    """For functions whose first parameter is a function that makes a stage of the model."""
+    signature = inspect.signature(original)
+    first = next(iter(signature.parameters))
+
+    def build(*positional: Any, **named: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         args = get_args()
         if not args.hybrid_data_parallel:
-            return original(model_provider_func, *positional, **named)
+            return original(*positional, **named)
         from megatron_hdp.megatron import gpu_gaps
         from megatron_hdp.megatron.lm_model import adapt
 
         _job.begin(args)
         if not cpu_shim.is_active():
             gpu_gaps.fill()
+        bound = signature.bind(*positional, **named)
+        make_stage = bound.arguments[first]
 
         def adapted(*its_positional: Any, **its_named: Any) -> Any:
-            model = model_provider_func(*its_positional, **its_named)
+            model = make_stage(*its_positional, **its_named)
             return adapt(model, fused_loss=args.hdp_fused_loss)
 
-        return original(adapted, *positional, **named)
+        bound.arguments[first] = adapted
+        return original(*bound.args, **bound.kwargs)
 
-    return get_model
+    return build
 
 
 def _mark_norm(original: Function) -> Function:
@@ -230,9 +254,9 @@ def _schedule(original: Function) -> Function:
 
 
 def _count_flops(original: Function) -> Function:
-    def num_floating_point_operations(args: Any, batch_size: int) -> Any:
+    def num_floating_point_operations(args: Any, batch_size: int, *sums: Any, **named: Any) -> Any:
         if _run is None:
-            return original(args, batch_size)
+            return original(args, batch_size, *sums, **named)
         return _run.log.flops(original, batch_size)
 
     return num_floating_point_operations
@@ -282,122 +306,142 @@ def _to_wandb(writer: Any, iteration: int, name: str, value: float) -> None:
     writer.log({name: value}, iteration)
 
 
+def _in(releases: tuple[str, ...], *parameters: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(releases, parameters)
+
+
+_MODEL = ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")
+_SUMS = ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
+_LOG = (
+    "loss_dict",
+    "total_loss_dict",
+    "learning_rate",
+    "iteration",
+    "loss_scale",
+    "report_memory_flag",
+    "skipped_iter",
+    "grad_norm",
+    "params_norm",
+    "num_zeros_in_grad",
+    "max_attention_logit",
+    "pg_collection",
+    "is_first_iteration",
+)
+_BUILDER = (
+    "build_model_func",
+    "transformer_config",
+    "pg_collection",
+    "ddp_config",
+    "overlap_param_gather_with_optimizer_step",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "wrap_with_ddp",
+    "data_parallel_random_init",
+    "mixed_precision_wrapper",
+    "pre_wrap_hook",
+    "model_type",
+)
+
 PATCHES = PatchSet(
     [
         Patch(
             "megatron.training.arguments:add_megatron_arguments",
             "HDP's flags are a group of Megatron's own parser",
-            ("parser",),
-            _RELEASES,
+            _in(_ALL, "parser"),
             _add_flags,
         ),
         Patch(
             "megatron.training.arguments:validate_args",
             "HDP's flags are checked together with Megatron's",
-            ("args", "defaults"),
-            _RELEASES,
+            _in(_ALL, "args", "defaults"),
             _validate,
+        ),
+        Patch(
+            "megatron.training.yaml_arguments:load_yaml",
+            "arguments from a file are not checked, and go without HDP",
+            _in(_ALL, "yaml_path"),
+            _load_yaml,
         ),
         Patch(
             f"{_TRAINING}:pretrain",
             "ranks learn from heartbeats that another one has died or stands still",
-            None,
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _surround,
         ),
         Patch(
             f"{_TRAINING}:get_model",
             "the model gets HDP's attention, positions and loss before DDP wraps it",
-            ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"),
-            _RELEASES,
+            _in(_ALL, *_MODEL),
+            _adapt_model,
+        ),
+        Patch(
+            "megatron.training.models.dist_utils:unimodal_build_distributed_models",
+            "the same for models that come from a builder, as pretrain_gpt's from 0.19",
+            _in((*_18, *_19), *_BUILDER),
             _adapt_model,
         ),
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "PyTorch's norms, where there are no others, with sequence parallelism too",
-            (
-                "cls",
-                "config",
-                "hidden_size",
-                "eps",
-                "persist_layer_norm",
-                "zero_centered_gamma",
-                "normalization",
-            ),
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _mark_norm,
         ),
         Patch(
             f"{_TRAINING}:get_megatron_optimizer",
             "its step is timed, and its whole states are gathered at their places",
-            None,
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _prepare_optimizer,
             owner_only=True,
         ),
         Patch(
             "megatron.training.checkpointing:save_checkpoint",
             "heartbeats allow it the time that it takes",
-            None,
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _save,
         ),
         Patch(
             "megatron.training.checkpointing:load_checkpoint",
             "the distributed optimizer can restore torch's Adam",
-            None,
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _load,
         ),
         Patch(
             "megatron.training.checkpointing:check_checkpoint_args",
             "a resumed run goes on in the order of the data that it began with",
-            ("checkpoint_args",),
-            _RELEASES,
+            dict.fromkeys(_ALL),
             _compare_order,
         ),
         Patch(
             f"{_TRAINING}:build_train_valid_test_data_iterators",
             "sequences are read slice by slice, as the plan says",
-            ("build_train_valid_test_datasets_provider",),
-            _RELEASES,
+            _in(_ALL, "build_train_valid_test_datasets_provider"),
             _build_iterators,
         ),
         Patch(
             f"{_TRAINING}:get_forward_backward_func",
             "a step runs its plan; the function itself stays what it is elsewhere",
-            ("pp_size", "vp_size"),
-            _RELEASES,
+            {
+                **_in((*_16, *_17, *_18), "pp_size", "vp_size"),
+                **_in(_19, "pp_size", "vp_size", "schedule_pg_collection"),
+            },
             _schedule,
             owner_only=True,
         ),
         Patch(
             f"{_TRAINING}:num_floating_point_operations",
             "throughput counts each sequence at its own length",
-            ("args", "batch_size"),
-            _RELEASES,
+            {
+                **_in((*_16, *_17), "args", "batch_size"),
+                **_in((*_18, *_19), "args", "batch_size", *_SUMS),
+            },
             _count_flops,
         ),
         Patch(
             f"{_TRAINING}:training_log",
             "HDP's figures go to Megatron's writers",
-            (
-                "loss_dict",
-                "total_loss_dict",
-                "learning_rate",
-                "iteration",
-                "loss_scale",
-                "report_memory_flag",
-                "skipped_iter",
-                "grad_norm",
-                "params_norm",
-                "num_zeros_in_grad",
-                "max_attention_logit",
-                "pg_collection",
-                "is_first_iteration",
-            ),
-            _RELEASES,
+            {**_in((*_16, *_17), *_LOG), **_in((*_18, *_19), *_LOG, *_SUMS)},
             _log,
         ),
-    ]
+    ],
+    _ALL,
 )

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from tests.megatron.lm_runs import (
     scalars,
     weights,
 )
+from tests.megatron_formula import formula_of
 from tests.test_patches import patched_script
 
 pytestmark = MARKS
@@ -151,8 +151,6 @@ def test_its_writers_get_the_figures_of_hdp(runs):
 
 def test_operations_are_those_of_each_length(runs):
     """What checkpoints add up is Megatron's formula, sequence by sequence."""
-    import ast
-
     from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, split_documents
 
     file = TokenFile(str(runs / "corpus"))
@@ -166,18 +164,11 @@ def test_operations_are_those_of_each_length(runs):
         torch.load(runs / name / "iter_0000004" / "common.pt", weights_only=False)
         for name in (STOCK, "whole")
     )
-    source = (Path(CHECKOUT) / "megatron/training/training.py").read_text()
-    (node,) = (
-        one
-        for one in ast.parse(source).body
-        if isinstance(one, ast.FunctionDef) and one.name == "num_floating_point_operations"
-    )
-    names = {"is_linear_attention_variant": lambda variant: False}
-    exec(compile(ast.Module([node], []), "formula", "exec"), names)
+    formula = formula_of(CHECKOUT)
     args, expected = state["args"], before["num_floating_point_operations_so_far"]
     for length in np.concatenate(lengths).tolist():
         args.seq_length = length
-        expected += names["num_floating_point_operations"](args, 1)
+        expected += formula(args, 1)
     assert state["num_floating_point_operations_so_far"] == pytest.approx(expected, rel=1e-9)
 
 
