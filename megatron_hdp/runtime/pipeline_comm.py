@@ -51,12 +51,12 @@ class PipelineComm:
     @property
     def total_stages(self) -> int:
         """Stages of this rank's pipeline."""
-        return self.pp_group.size()
+        return int(self.pp_group.size())
 
     @property
     def current_stage(self) -> int:
         """This rank's stage, from 0."""
-        return self.pp_group.rank()
+        return int(self.pp_group.rank())
 
     @property
     def is_pp_first_stage(self) -> bool:
