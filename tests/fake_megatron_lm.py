@@ -5,7 +5,8 @@ Its functions take what the patches' records say that those of the installed rel
 
 from pathlib import Path
 
-from megatron_hdp.megatron.lm_patches import PATCHES, installed_release
+from megatron_hdp.megatron.lm_patches import PATCHES
+from megatron_hdp.megatron.lm_releases import installed_release
 
 TRAINING = "megatron.training.training"
 BUILDER = "megatron.training.models.dist_utils:unimodal_build_distributed_models"

@@ -6,7 +6,8 @@ import importlib.util
 from dataclasses import dataclass
 
 from megatron_hdp.megatron import cpu_shim
-from megatron_hdp.megatron.lm_patches import PATCHES, installed_release
+from megatron_hdp.megatron.lm_patches import PATCHES
+from megatron_hdp.megatron.lm_releases import installed_release
 
 
 @dataclass(frozen=True)

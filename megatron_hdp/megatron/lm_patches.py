@@ -11,14 +11,10 @@ import inspect
 import sys
 from typing import Any
 
-from megatron.core import package_info
-
-from megatron_hdp.megatron import cpu_shim, lm_options
+from megatron_hdp.megatron import cpu_shim, lm_options, lm_releases
+from megatron_hdp.megatron.lm_releases import RELEASES, WHATEVER, everywhere, installed_release
 from megatron_hdp.megatron.patching import Function, Patch, PatchSet
 
-# as megatron-core names itself; the checkout of tag core_v0.19.0 does not name itself 0.19.0
-_16, _17, _18, _19 = ("0.16.1",), ("0.17.1",), ("0.18.0", "0.18.2"), ("0.19.0", "0.19.1")
-_ALL = (*_16, *_17, *_18, *_19)
 _TRAINING = "megatron.training.training"
 
 _job: Any = None
@@ -26,11 +22,6 @@ _job: Any = None
 _run: Any = None
 """The `LmRun` of this process, from the moment that Megatron builds its data iterators."""
 _make_outputs: Any = None
-
-
-def installed_release() -> str:
-    """What megatron-core names itself, without the commit that a git checkout of it adds."""
-    return str(package_info.__version__).split("+")[0]
 
 
 def activate(make_outputs: Any) -> None:
@@ -306,142 +297,100 @@ def _to_wandb(writer: Any, iteration: int, name: str, value: float) -> None:
     writer.log({name: value}, iteration)
 
 
-def _in(releases: tuple[str, ...], *parameters: str) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(releases, parameters)
-
-
-_MODEL = ("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection")
-_SUMS = ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
-_LOG = (
-    "loss_dict",
-    "total_loss_dict",
-    "learning_rate",
-    "iteration",
-    "loss_scale",
-    "report_memory_flag",
-    "skipped_iter",
-    "grad_norm",
-    "params_norm",
-    "num_zeros_in_grad",
-    "max_attention_logit",
-    "pg_collection",
-    "is_first_iteration",
-)
-_BUILDER = (
-    "build_model_func",
-    "transformer_config",
-    "pg_collection",
-    "ddp_config",
-    "overlap_param_gather_with_optimizer_step",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "wrap_with_ddp",
-    "data_parallel_random_init",
-    "mixed_precision_wrapper",
-    "pre_wrap_hook",
-    "model_type",
-)
-
 PATCHES = PatchSet(
     [
         Patch(
             "megatron.training.arguments:add_megatron_arguments",
             "HDP's flags are a group of Megatron's own parser",
-            _in(_ALL, "parser"),
+            everywhere("parser"),
             _add_flags,
         ),
         Patch(
             "megatron.training.arguments:validate_args",
             "HDP's flags are checked together with Megatron's",
-            _in(_ALL, "args", "defaults"),
+            everywhere("args", "defaults"),
             _validate,
         ),
         Patch(
             "megatron.training.yaml_arguments:load_yaml",
             "arguments from a file are not checked, and go without HDP",
-            _in(_ALL, "yaml_path"),
+            everywhere("yaml_path"),
             _load_yaml,
         ),
         Patch(
             f"{_TRAINING}:pretrain",
             "ranks learn from heartbeats that another one has died or stands still",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _surround,
         ),
         Patch(
             f"{_TRAINING}:get_model",
             "the model gets HDP's attention, positions and loss before DDP wraps it",
-            _in(_ALL, *_MODEL),
+            lm_releases.GET_MODEL,
             _adapt_model,
         ),
         Patch(
             "megatron.training.models.dist_utils:unimodal_build_distributed_models",
             "the same for models that come from a builder, as pretrain_gpt's from 0.19",
-            _in((*_18, *_19), *_BUILDER),
+            lm_releases.BUILD_MODELS,
             _adapt_model,
         ),
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "PyTorch's norms, where there are no others, with sequence parallelism too",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _mark_norm,
         ),
         Patch(
             f"{_TRAINING}:get_megatron_optimizer",
             "its step is timed, and its whole states are gathered at their places",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _prepare_optimizer,
             owner_only=True,
         ),
         Patch(
             "megatron.training.checkpointing:save_checkpoint",
             "heartbeats allow it the time that it takes",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _save,
         ),
         Patch(
             "megatron.training.checkpointing:load_checkpoint",
             "the distributed optimizer can restore torch's Adam",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _load,
         ),
         Patch(
             "megatron.training.checkpointing:check_checkpoint_args",
             "a resumed run goes on in the order of the data that it began with",
-            dict.fromkeys(_ALL),
+            WHATEVER,
             _compare_order,
         ),
         Patch(
             f"{_TRAINING}:build_train_valid_test_data_iterators",
             "sequences are read slice by slice, as the plan says",
-            _in(_ALL, "build_train_valid_test_datasets_provider"),
+            everywhere("build_train_valid_test_datasets_provider"),
             _build_iterators,
         ),
         Patch(
             f"{_TRAINING}:get_forward_backward_func",
             "a step runs its plan; the function itself stays what it is elsewhere",
-            {
-                **_in((*_16, *_17, *_18), "pp_size", "vp_size"),
-                **_in(_19, "pp_size", "vp_size", "schedule_pg_collection"),
-            },
+            lm_releases.SCHEDULE,
             _schedule,
             owner_only=True,
         ),
         Patch(
             f"{_TRAINING}:num_floating_point_operations",
             "throughput counts each sequence at its own length",
-            {
-                **_in((*_16, *_17), "args", "batch_size"),
-                **_in((*_18, *_19), "args", "batch_size", *_SUMS),
-            },
+            lm_releases.OPERATIONS,
             _count_flops,
         ),
         Patch(
             f"{_TRAINING}:training_log",
             "HDP's figures go to Megatron's writers",
-            {**_in((*_16, *_17), *_LOG), **_in((*_18, *_19), *_LOG, *_SUMS)},
+            lm_releases.TRAINING_LOG,
             _log,
         ),
     ],
-    _ALL,
+    RELEASES,
 )

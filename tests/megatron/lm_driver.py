@@ -5,6 +5,7 @@ they write goes to files. ``python -m tests.megatron.lm_driver CHECKOUT RUNS.jso
 """
 
 import json
+import multiprocessing
 import os
 import runpy
 import socket
@@ -86,6 +87,8 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
+    for helper in multiprocessing.active_children():
+        helper.kill()  # Megatron's writers of checkpoints would outlive a rank that ends at once
     os._exit(code)
 
 

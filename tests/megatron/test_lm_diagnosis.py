@@ -12,7 +12,8 @@ import pytest
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.lm_diagnosis import check_patches
-from megatron_hdp.megatron.lm_patches import PATCHES, installed_release
+from megatron_hdp.megatron.lm_patches import PATCHES
+from megatron_hdp.megatron.lm_releases import installed_release
 from tests import fake_megatron_lm
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,8 @@ from megatron_hdp.megatron.fused_loss import FusedLossModel, FusedLossOutputLaye
 from megatron_hdp.megatron.lm_diagnosis import check_patches
 from megatron_hdp.megatron.lm_log import operations
 from megatron_hdp.megatron.lm_model import adapt
-from megatron_hdp.megatron.lm_patches import PATCHES, installed_release
+from megatron_hdp.megatron.lm_patches import PATCHES
+from megatron_hdp.megatron.lm_releases import installed_release
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
 
 NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
