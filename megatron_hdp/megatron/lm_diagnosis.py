@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from megatron.core import package_info
-
 from megatron_hdp.megatron import cpu_shim
 from megatron_hdp.megatron.lm_patches import PATCHES
+from megatron_hdp.megatron.lm_releases import installed_release
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,14 @@ def check_patches() -> tuple[PatchCheck, ...] | None:
     if shim:
         cpu_shim.apply()  # without a GPU Megatron's training modules import under it only
     try:
-        release = package_info.__version__
-        return tuple(PatchCheck(p.target, p.why, p.problem(release)) for p in PATCHES.patches)
+        return _compare(installed_release())
     finally:
         if shim:
             cpu_shim.revert()
+
+
+def _compare(release: str) -> tuple[PatchCheck, ...]:
+    if release not in PATCHES.releases:
+        (unknown,) = PATCHES.problems(release)
+        return tuple(PatchCheck(p.target, p.why, unknown) for p in PATCHES.patches)
+    return tuple(PatchCheck(p.target, p.why, p.problem(release)) for p in PATCHES.of(release))

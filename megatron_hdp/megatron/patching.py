@@ -1,7 +1,7 @@
 """Declared replacements of Megatron's functions: checked together, applied together, taken back.
 
-A patch names its target, why it is needed, the releases it was written for and the signature that
-it found there. Nothing is replaced unless every patch fits.
+A patch names its target, why it is needed, and for each release that it was written for the
+signature that it found there. Nothing is replaced unless every patch of the release fits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,9 @@ class Patch:
     target: str
     """``module:function`` or ``module:Class.method``."""
     why: str
-    parameters: tuple[str, ...]
-    """Names of the target's parameters, in order, as the replacement expects them."""
-    releases: tuple[str, ...]
-    """Releases of megatron-core in which the target was seen to be this."""
+    parameters: Mapping[str, tuple[str, ...] | None]
+    """For each release of megatron-core that needs the patch the names of the target's parameters,
+    in order, as they were seen there; None: the replacement hands all on as they are."""
     make: Callable[[Function], Function]
     """Gets the original, returns the replacement."""
     owner_only: bool = False
@@ -62,10 +61,7 @@ class Patch:
         return owner
 
     def problem(self, release: str) -> str | None:
-        """What keeps this patch from being applied to the installed release; None if nothing."""
-        if release not in self.releases:
-            known = ", ".join(self.releases)
-            return f"{self.target}: found megatron-core {release}, expected one of {known}"
+        """What keeps this patch from being applied to a release that needs it; None if nothing."""
         try:
             owner = self.owner()
         except PatchError as error:
@@ -76,10 +72,11 @@ class Patch:
         function = _function_of(found)
         if not callable(function):
             return f"{self.target}: expected a function, found {found!r}"
+        expected = self.parameters[release]
         parameters = tuple(inspect.signature(function).parameters)
-        if parameters != self.parameters:
+        if expected is not None and parameters != expected:
             return (
-                f"{self.target}: expected the parameters ({', '.join(self.parameters)}), found "
+                f"{self.target}: expected the parameters ({', '.join(expected)}), found "
                 f"({', '.join(parameters)})"
             )
         return None
@@ -102,10 +99,16 @@ class _Change:
 
 
 class PatchSet:
-    """Patches that go in and out together."""
+    """Patches that go in and out together.
 
-    def __init__(self, patches: Sequence[Patch]) -> None:
+    Attributes:
+        patches: all of them, whatever the release.
+        releases: the releases of megatron-core that they were written for.
+    """
+
+    def __init__(self, patches: Sequence[Patch], releases: Sequence[str]) -> None:
         self.patches = tuple(patches)
+        self.releases = tuple(releases)
         self._changes: list[_Change] = []
 
     @property
@@ -113,9 +116,15 @@ class PatchSet:
         """True between `apply` and `revert`."""
         return bool(self._changes)
 
+    def of(self, release: str) -> list[Patch]:
+        """The patches that a release needs."""
+        return [patch for patch in self.patches if release in patch.parameters]
+
     def problems(self, release: str) -> list[str]:
         """What keeps the patches from being applied to a release; empty if nothing does."""
-        return [text for patch in self.patches if (text := patch.problem(release)) is not None]
+        if release not in self.releases:
+            return [f"found megatron-core {release}, expected one of {', '.join(self.releases)}"]
+        return [text for patch in self.of(release) if (text := patch.problem(release)) is not None]
 
     def apply(self, release: str) -> None:
         """Replaces every target, and the copies that modules have imported by value.
@@ -138,7 +147,7 @@ class PatchSet:
                 f"{listed}\nInstall a release that the README's table of supported versions names"
             )
         try:
-            for patch in self.patches:
+            for patch in self.of(release):
                 self._replace(patch)
         except BaseException:
             self._restore()

@@ -1,9 +1,7 @@
 """Model FLOPs: what PyTorch counts on Megatron's own model, and what Megatron's formula says."""
 
-import ast
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_hdp.megatron import model, parallel
 from megatron_hdp.training.flops import ModelFlops
 from tests.gradients import tiny_arguments, write_corpus
+from tests.megatron_formula import formula_of
 
 LENGTH = 24
 VOCABULARY = 256
@@ -95,7 +94,7 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
     checkout = os.environ.get("MEGATRON_LM_PATH")
     if not checkout:
         pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM checkout")
-    formula = _formula(Path(checkout) / "megatron" / "training" / "training.py")
+    formula = formula_of(checkout)
     arguments = arguments_of(tmp_path, shape)
     settings = SimpleNamespace(
         **{
@@ -105,6 +104,7 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
             "moe_layer_freq": 1,
             "mtp_num_layers": None,
             "moe_shared_expert_intermediate_size": None,
+            "moe_latent_size": None,
             "multi_latent_attention": False,
             "attention_output_gate": False,
             "experimental_attention_variant": None,
@@ -117,14 +117,3 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
     num_experts = arguments.num_experts or 0  # Megatron leaves the router out
     found -= 6 * 5 * LENGTH * arguments.num_layers * arguments.hidden_size * num_experts
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def _formula(source):
-    """Megatron's function by itself: its module needs a GPU to be imported."""
-    name = "num_floating_point_operations"
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            names = {"is_linear_attention_variant": lambda variant: False}
-            exec(compile(ast.Module([node], []), str(source), "exec"), names)
-            return names[name]
-    raise AssertionError(f"{source} has no {name}")

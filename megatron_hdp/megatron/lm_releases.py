@@ -1,0 +1,77 @@
+"""The Megatron-LM releases that the plugin fits, and what the functions it replaces take there.
+
+Releases are named as megatron-core names itself: the checkout of tag ``core_v0.19.0`` is 0.19.1.
+"""
+
+from __future__ import annotations
+
+from megatron.core import package_info
+
+_16, _17, _18, _19 = ("0.16.1",), ("0.17.1",), ("0.18.0", "0.18.2"), ("0.19.0", "0.19.1")
+RELEASES = (*_16, *_17, *_18, *_19)
+
+Parameters = dict[str, tuple[str, ...] | None]
+"""For each release that has the function to replace its parameters' names; None: any."""
+
+WHATEVER: Parameters = dict.fromkeys(RELEASES)
+"""Of a function that every release has and whose replacement hands its arguments on as they are."""
+
+
+def installed_release() -> str:
+    """What megatron-core names itself, without the commit that a git checkout of it adds."""
+    return str(package_info.__version__).split("+")[0]
+
+
+def everywhere(*parameters: str) -> Parameters:
+    """The same parameters in every release."""
+    return _in(RELEASES, *parameters)
+
+
+def _in(releases: tuple[str, ...], *parameters: str) -> Parameters:
+    return dict.fromkeys(releases, parameters)
+
+
+_SUMS = ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
+_LOGGED = (
+    "loss_dict",
+    "total_loss_dict",
+    "learning_rate",
+    "iteration",
+    "loss_scale",
+    "report_memory_flag",
+    "skipped_iter",
+    "grad_norm",
+    "params_norm",
+    "num_zeros_in_grad",
+    "max_attention_logit",
+    "pg_collection",
+    "is_first_iteration",
+)
+
+GET_MODEL = everywhere(
+    "model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"
+)
+BUILD_MODELS = _in(
+    (*_18, *_19),
+    "build_model_func",
+    "transformer_config",
+    "pg_collection",
+    "ddp_config",
+    "overlap_param_gather_with_optimizer_step",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "wrap_with_ddp",
+    "data_parallel_random_init",
+    "mixed_precision_wrapper",
+    "pre_wrap_hook",
+    "model_type",
+)
+SCHEDULE = {
+    **_in((*_16, *_17, *_18), "pp_size", "vp_size"),
+    **_in(_19, "pp_size", "vp_size", "schedule_pg_collection"),
+}
+OPERATIONS = {
+    **_in((*_16, *_17), "args", "batch_size"),
+    **_in((*_18, *_19), "args", "batch_size", *_SUMS),
+}
+TRAINING_LOG = {**_in((*_16, *_17), *_LOGGED), **_in((*_18, *_19), *_LOGGED, *_SUMS)}
