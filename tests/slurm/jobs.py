@@ -1,5 +1,6 @@
 """A job on the Slurm of the tests: submit it, look at it, wait for it."""
 
+import copy
 import json
 import sys
 import time
@@ -28,6 +29,7 @@ class Job:
 
     def __init__(self, cluster, name, *options, flags=(), launcher="torchrun", **environment):
         self.cluster = cluster
+        self.name = name
         self.run_dir = cluster.folder / "runs" / name
         settings = {
             "CONFIG": str(ROOT / "configs/tiny-cpu.yaml"),
@@ -46,11 +48,13 @@ class Job:
         words += ["--fp64", "--data-path", str(cluster.folder / "corpus"), *flags]
         command = ("sbatch", "--parsable", "--time=30", f"--job-name={name}", *options)
         self.number = int(cluster.run(*command, SCRIPT, *words, **(settings | environment)))
+        self.at_slurm = str(self.number)
+        """What Slurm's commands call it."""
 
     @property
     def log(self):
         """What the job script has written, over all starts."""
-        path = self.cluster.folder / f"{self.run_dir.name}-{self.number}.log"
+        path = self.cluster.folder / f"{self.name}-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
     def node_logs(self, start, kind="node"):
@@ -58,7 +62,16 @@ class Job:
         return {path.name.split("-")[1]: path.read_text() for path in paths}
 
     def fields(self):
-        return self.cluster.job(self.number)
+        return self.cluster.job(self.at_slurm)
+
+    def task(self, number):
+        """One task of the array that this job is, once Slurm has split it off."""
+        one = copy.copy(self)
+        one.at_slurm = f"{self.number}_{number}"
+        one.wait_for("start", lambda: one.fields()["JobState"] == "RUNNING")
+        one.number = int(one.fields()["JobId"])
+        one.run_dir = self.run_dir.with_name(f"{self.run_dir.name}-{number}")
+        return one
 
     def steps(self):
         path = self.run_dir / "metrics.jsonl"
