@@ -25,6 +25,13 @@ def test_the_files_it_names_exist():
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_no_document_holds_both_sides_of_a_merge():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    lines = [(one.name, line) for one in documents for line in one.read_text().splitlines()]
+    assert len(documents) >= 4
+    assert [one for one in lines if one[1].startswith(("<<<<<<< ", ">>>>>>> "))] == []
+
+
 def test_the_table_of_metrics_has_every_key():
     section = README.split("## What a step reports")[1].split("## ")[0]
     keys = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]

@@ -34,8 +34,9 @@ from megatron_hdp.data import DataOrder
 from megatron_hdp.megatron import rng_state, torch_adam, write_results
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
-from megatron_hdp.megatron.optimizer_parts import laid_out
+from megatron_hdp.megatron.optimizer_parts import laid_out, settings
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.releases import own_checkpoint_writer
 from megatron_hdp.runtime.children import bound_to_this_process
 
 _POLL_S = 0.05
@@ -133,7 +134,11 @@ class Checkpoints:
         results = write_results.ResultsFile(written / f"results-{dist.get_rank()}")
         with write_results.through(results):
             request = dist_checkpointing.save(
-                self._content(progress), str(written), strategy, async_sharded_save=True
+                self._content(progress),
+                str(written),
+                strategy,
+                async_sharded_save=True,
+                **own_checkpoint_writer(),
             )
         request.add_finalize_fn(partial(self._publish, folder, written, iteration))
         self._latest = iteration
@@ -208,8 +213,8 @@ class Checkpoints:
             self._state.model.module.load_state_dict(content["model"])
             if arguments.load_optim:
                 state = laid_out(content["optimizer"], common["optimizer"], self._state.optimizer)
+                self._use_own_settings(state)
                 self._state.optimizer.load_state_dict(state)
-                self._use_own_settings()
             else:
                 self._state.optimizer.reload_model_params()
         self._state.scheduler.load_state_dict(common["scheduler"])
@@ -219,10 +224,13 @@ class Checkpoints:
             self._latest = progress.iteration
         return progress
 
-    def _use_own_settings(self) -> None:
-        """Puts this command's flags in place of the settings that the optimizer's state holds."""
+    def _use_own_settings(self, state: dict[Any, Any]) -> None:
+        """Puts this command's flags in place of the settings that the optimizer's `state` holds.
+
+        Before it is loaded: from 0.19 on Megatron tells groups of parameters apart by them.
+        """
         arguments = self._arguments
-        for group in self._state.optimizer.param_groups:
+        for group in settings(state):
             group["max_lr"], group["min_lr"] = arguments.lr, arguments.min_lr
             group["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
             group["eps"] = arguments.adam_eps

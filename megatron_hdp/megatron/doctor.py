@@ -171,7 +171,7 @@ SEAMS = (
         parameter="async_sharded_save",
     ),
     Seam(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
         "replaced while a save begins: writers report through a file, no process outlives a kill",
     ),
 )

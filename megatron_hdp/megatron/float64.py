@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_hdp.megatron.releases import gradients_in_norm
+
 
 def keep_float64(optimizer: MegatronOptimizer) -> None:
     """Overrides what would lower the precision of `optimizer`, whose parameters are float64."""
@@ -28,7 +30,7 @@ def _grad_norm(optimizer: MegatronOptimizer) -> float:
     total: float = 0.0
     for part in optimizer.chained_optimizers:
         square = torch.zeros((), dtype=torch.float64)
-        for grad in part.get_main_grads_for_grad_norm():
+        for grad in gradients_in_norm(part):
             square += grad.square().sum()
         dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total += square.item()

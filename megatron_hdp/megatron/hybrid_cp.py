@@ -76,7 +76,7 @@ def _scheduler_class() -> Any:
     except ImportError as error:
         raise ValueError(
             f"strategy {STRATEGY} runs megatron-core's BalancedCPScheduler, which does not import "
-            f"({error}): pip install 'megatron-core>=0.16.1,<0.17'"
+            f"({error}): pip install 'megatron-core>=0.16.1,<0.20'"
         ) from error
     return BalancedCPScheduler
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.releases import submodules_of
 from megatron_hdp.runtime.balance import RouterTokens, sequence_balance_loss, z_loss
 
 
@@ -44,7 +45,7 @@ def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
 def balance_by_sequence(spec: ModuleSpec) -> None:
     """Makes a layer specification with Megatron's MoE one that is right under HDP."""
     spec.module = HdpMoeTransformerLayer
-    spec.submodules.mlp.submodules.router = HdpRouter
+    submodules_of(spec.submodules.mlp).router = HdpRouter
 
 
 class HdpRouter(TopKRouter):
@@ -55,16 +56,20 @@ class HdpRouter(TopKRouter):
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        **of_release: Any,
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, pg_collection=pg_collection, **of_release)
         for kind in ("aux_loss", "global_aux_loss"):
             _refuse(self.get_aux_loss_coeff(kind) > 0, kind, "seq_aux_loss")
-        _refuse(
-            config.moe_router_load_balancing_type == "sinkhorn",
-            "sinkhorn routing",
-            "seq_aux_loss or none",
-        )
+        for kind in ("sinkhorn", "quantile_balancing"):
+            _refuse(
+                config.moe_router_load_balancing_type == kind,
+                f"{kind} routing",
+                "seq_aux_loss or none",
+            )
         _refuse(self.enable_expert_bias, "a bias of experts", "seq_aux_loss")
         _refuse(
             config.moe_expert_capacity_factor is not None, "a capacity of experts", "no capacity"

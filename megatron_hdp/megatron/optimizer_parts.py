@@ -8,6 +8,7 @@ which are alike in all of them, are kept by optimizer and have to be laid out an
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import merge
@@ -29,17 +30,23 @@ def laid_out(
     saved = list(common.values()) if 0 in common else [common]
     if len(saved) == len(parts):
         return loaded
-    settings = {_kind(group): group for one in saved for group in _owner(one)["param_groups"]}
+    by_kind = {_kind(group): group for one in saved for group in _owner(one)["param_groups"]}
     states = []
     for number, part in enumerate(parts):
         state = copy.deepcopy(saved[0])
         _owner(state)["param_groups"] = [
-            settings[_kind(group)] | {"is_expert_parallel": group["is_expert_parallel"]}
+            by_kind[_kind(group)] | {"is_expert_parallel": group["is_expert_parallel"]}
             for group in part.param_groups
         ]
         own = loaded[number] if len(parts) > 1 else _without(loaded, common)
         states.append(merge(state, own))
     return dict(enumerate(states)) if len(parts) > 1 else states[0]
+
+
+def settings(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The groups of parameters in what `laid_out` returns, of all optimizers."""
+    for part in state.values() if 0 in state else [state]:
+        yield from _owner(part)["param_groups"]
 
 
 def _owner(state: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class ResultsFile:
 @contextmanager
 def through(results: ResultsFile) -> Iterator[None]:
     """Within the block, a writer of Megatron's that is set up reports to `results`."""
-    original = filesystem_async._get_write_results_queue
-    filesystem_async._get_write_results_queue = lambda: results
+    original = filesystem_async._results_queue  # None until Megatron starts its server
+    filesystem_async._results_queue = results
     try:
         yield
     finally:
-        filesystem_async._get_write_results_queue = original
+        filesystem_async._results_queue = original

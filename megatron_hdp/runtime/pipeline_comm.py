@@ -48,6 +48,26 @@ class PipelineComm:
         self._backward_shapes: Iterator[Shape] = iter(())
         self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
+    @property
+    def total_stages(self) -> int:
+        """Stages of this rank's pipeline."""
+        return int(self.pp_group.size())
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's stage, from 0."""
+        return int(self.pp_group.rank())
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank receives no activations."""
+        return self.current_stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank sends none on."""
+        return self.current_stage == self.total_stages - 1
+
     def begin(self, shapes: Sequence[Shape]) -> None:
         """Starts a step whose micro-batches, in order, have activations of these shapes."""
         self._forward_shapes, self._backward_shapes = iter(shapes), iter(shapes)

@@ -241,7 +241,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
     whole, folder, expected = saved
     copy = shutil.copytree(folder, tmp_path / "copy")
     failing = replace(whole, load=copy, save=copy, save_interval=1, async_save=async_save)
-    with pytest.raises(RankError, match="No space left on device"):
+    # from 0.17 on Megatron logs the reason and hands on the error's class alone
+    with pytest.raises(RankError, match="No space left on device|OSError"):
         run_ranks(1, curve_on_a_full_disk, failing)
     assert CheckpointFolder(copy).latest() == 3
     found = run_ranks(1, curve, replace(whole, load=copy))[0]
