@@ -27,7 +27,6 @@ COMMAND_S = 60
 # Slurm holds a job that is queued again for as long as a credential may be used; by default 120 s
 CREDENTIAL_S = 5
 GRACE_S = 120  # between the warning of a job that is preempted and its end
-LOST_S = 20  # a slurmd that is silent so long has failed
 
 
 def what_is_missing() -> str | None:
@@ -91,8 +90,17 @@ class Cluster:
         """The slurmd of a node."""
         self.start(f"slurmd-{node}", "-D", "-N", node)
 
+    def bring_back(self, node: str) -> None:
+        """A lost node, ready for jobs again."""
+        self.start_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        self.wait_until_idle()
+
     def lose_node(self, node: str) -> None:
-        """Ends a node's slurmd and all that runs below it, as a power failure would."""
+        """Ends a node's slurmd and all that runs below it, as a power failure would.
+
+        Slurm finds out by itself only after `SlurmdTimeout`; it is told, as by a site's checks.
+        """
         doomed: list[psutil.Process] = []
         for one in psutil.process_iter():
             with suppress(psutil.Error):
@@ -109,6 +117,7 @@ class Cluster:
         for one in doomed:
             with suppress(psutil.Error):
                 one.kill()
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def wait_until_idle(self) -> None:
         """Until every node can take a job."""
@@ -200,7 +209,6 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/linear
 SlurmdParameters=config_overrides
-SlurmdTimeout={LOST_S}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=bf_interval=2,sched_interval=2

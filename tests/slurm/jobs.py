@@ -13,7 +13,7 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"
-STEPS = 100
+STEPS = 50
 FLAGS = {
     "--num-layers": 1,
     "--seq-length": 256,

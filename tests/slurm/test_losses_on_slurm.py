@@ -3,6 +3,7 @@
 import pytest
 
 from tests.slurm import cluster as slurm
+from tests.slurm.conftest import needs_ray
 from tests.slurm.jobs import check_steps
 
 MISSING = slurm.what_is_missing()
@@ -39,13 +40,19 @@ def lose(cluster):
 
     yield lose_node
     for node in lost:
-        cluster.start_node(node)
-    cluster.wait_until_idle()
+        cluster.bring_back(node)
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["with-the-script", "another"])
+@pytest.mark.parametrize(
+    ("place", "launcher"),
+    [
+        pytest.param(0, "torchrun", id="where-the-script-runs"),
+        pytest.param(1, "torchrun", id="another"),
+        pytest.param(1, "ray", id="ray", marks=needs_ray),
+    ],
+)
 def test_a_job_goes_on_without_a_node_that_fails(submit, uninterrupted, lose, place, launcher):
-    """The node where the script runs, or the other one; the job may start on one or two."""
+    """The job may start on one node or two."""
     flags = ("--save-interval", "2")
     name = f"failing-{place}-{launcher}"
     job = submit(name, "--nodes=1-2", flags=flags, launcher=launcher)
