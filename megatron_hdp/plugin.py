@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class PluginError(ValueError):
@@ -27,7 +28,7 @@ def activate() -> None:
     from megatron_hdp.megatron.patching import PatchError
 
     try:
-        lm_patches.activate()
+        lm_patches.activate(_make_outputs)
     except PatchError as error:
         raise PluginError(str(error)) from error
 
@@ -63,3 +64,10 @@ def run(script: str, arguments: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(path.resolve()))
     activate()
     runpy.run_path(script, run_name="__main__")
+
+
+def _make_outputs(*of_the_run: Any) -> Any:
+    """What a run writes besides Megatron's logs, made when its first step begins."""
+    from megatron_hdp.training.lm_outputs import LmOutputs
+
+    return LmOutputs(*of_the_run)

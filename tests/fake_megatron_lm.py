@@ -24,6 +24,7 @@ FILES = {
     "__init__.py": "",
     "global_vars.py": """
 _ARGS = None
+_GLOBAL_ARGS = None
 def get_args(): return _ARGS
 def get_tokenizer(): raise AssertionError("not reached")
 def get_tensorboard_writer(): return None
@@ -38,13 +39,21 @@ def validate_args(args, defaults={}):
     return args
 """,
     "initialize.py": "from megatron.training.arguments import validate_args\n",
+    "checkpointing.py": """
+def save_checkpoint(iteration, model): return "saved"
+def load_checkpoint(ddp_model, optimizer): return 3, 4
+def check_checkpoint_args(checkpoint_args): return None
+""",
     "yaml_arguments.py": """
 import types
 def load_yaml(yaml_path):
     return types.SimpleNamespace(yaml_cfg=yaml_path)
 """,
     "training.py": f"""
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+def pretrain(datasets_provider): return "trained"
 def get_model({parameters(TRAINING + ":get_model", 1)}):
     return [model_provider_func()]
 def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):

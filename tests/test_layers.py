@@ -23,7 +23,7 @@ ROOMS = {
     "megatron": {"planner", "data", "simulator", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"planner", "data", "simulator", "runtime", "megatron", "training"},
-    "plugin": {"megatron"},
+    "plugin": {"megatron", "training"},
     "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }

@@ -47,7 +47,10 @@ import megatron.training.global_vars as global_vars
 args = global_vars._ARGS = parser.parse_args([])  # the flag is absent
 args.global_batch_size, args.attention_dropout, args.train_iters = 8, 0.1, 4
 assert initialize.validate_args(args).validated
+assert training.pretrain(None) == "trained"
 assert training.get_model(lambda: "model") == ["model"]
+assert training.save_checkpoint(3, None) == "saved"
+assert training.load_checkpoint(None, None) == (3, 4)
 assert training.build_train_valid_test_data_iterators(None) == (1, 2, 3)
 assert training.num_floating_point_operations(args, 5) == 5
 assert training.training_log(*range(11)) == 5

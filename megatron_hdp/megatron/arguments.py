@@ -368,7 +368,7 @@ def _check_model(args: TrainingArguments) -> None:
 
 
 def _check_parallel(args: TrainingArguments) -> None:
-    stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    stages = args.pipeline_model_parallel_size
     if (args.num_layers or 1) % stages:
         raise OptionError(
             f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
@@ -381,6 +381,16 @@ def _check_parallel(args: TrainingArguments) -> None:
             "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
             "through the plain 1F1B schedule: leave it out"
         )
+    check_layout(args)
+
+
+def check_layout(args: TrainingArguments) -> None:
+    """Checks HDP's options with how the model is laid out over ranks.
+
+    Raises:
+        OptionError: says what was found, what was expected and the remedy.
+    """
+    stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     capacity = args.hdp_tokens_per_rank
     if args.sequence_parallel and capacity and capacity % tensor_ranks:
         raise OptionError(

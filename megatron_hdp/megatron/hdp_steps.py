@@ -32,6 +32,34 @@ class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
 
 
+def sequence_table(
+    arguments: TrainingArguments, token_file: TokenFile, documents: range
+) -> SequenceTable:
+    """The sequences that a split's documents give.
+
+    Raises:
+        ValueError: a document is longer than the context, which the flags do not allow.
+    """
+    return SequenceTable.build(
+        token_file.lengths,
+        max_length=arguments.seq_length,
+        long_sequence=arguments.hdp_long_sequence,
+        documents=documents,
+    )
+
+
+def data_order(arguments: TrainingArguments, table: SequenceTable) -> DataOrder:
+    """What decides which of the table's sequences form a step."""
+    return DataOrder(
+        hybrid_data_parallel=True,
+        seed=arguments.seed,
+        seq_length=arguments.seq_length,
+        long_sequence=arguments.hdp_long_sequence,
+        num_sequences=len(table),
+        corpus=fingerprint(table.length.tobytes()),
+    )
+
+
 class HdpSteps:
     """The steps over one split of the data.
 
@@ -52,12 +80,7 @@ class HdpSteps:
         self.executor = executor
         self.place = executor.place
         self.cost_model = cost_model
-        self.table = SequenceTable.build(
-            token_file.lengths,
-            max_length=arguments.seq_length,
-            long_sequence=arguments.hdp_long_sequence,
-            documents=documents,
-        )
+        self.table = sequence_table(arguments, token_file, documents)
         self.preparation = StepPreparation(
             arguments, self.place, cost_model, self.table, token_file, vocab_size
         )
@@ -68,14 +91,7 @@ class HdpSteps:
         self._corrupt = CorruptDocuments(
             self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
         )
-        self.order = DataOrder(
-            hybrid_data_parallel=True,
-            seed=arguments.seed,
-            seq_length=arguments.seq_length,
-            long_sequence=arguments.hdp_long_sequence,
-            num_sequences=len(self.table),
-            corpus=fingerprint(self.table.length.tobytes()),
-        )
+        self.order = data_order(arguments, self.table)
         # what cannot be planned is refused now, not when it is drawn
         self.preparation.plan(self.table.length.max(keepdims=True))
 

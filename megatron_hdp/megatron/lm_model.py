@@ -10,9 +10,11 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_hdp.megatron.attention import HdpCoreAttention
 from megatron_hdp.megatron.fused_loss import FusedLossModel
+from megatron_hdp.megatron.moe import HdpMoeTransformerLayer
 from megatron_hdp.megatron.rotary import OwnPositionRotaryEmbedding
 
 # TransformerEngine's is known by its name: it may not be installed
@@ -20,7 +22,7 @@ _CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
 
 
 def adapt(model: Any, *, fused_loss: bool) -> Any:
-    """Puts HDP's attention, positions and loss into one stage of a GPT, in place.
+    """Puts HDP's attention, positions, routers and loss into one stage of a GPT, in place.
 
     Args:
         model: what Megatron's model provider returned.
@@ -39,6 +41,8 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         )
     for layer in model.decoder.layers:
         _adapt_attention(layer.self_attention, layer.layer_number)
+        if isinstance(layer.mlp, MoELayer):
+            HdpMoeTransformerLayer.adopt(layer)
     model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
     if fused_loss:
         FusedLossModel.adopt(model)

@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.options import HdpOptions, OptionError, add_options, flag_of
+from megatron_hdp.megatron.arguments import ParallelOptions, TrainingArguments, check_layout
+from megatron_hdp.megatron.moe_options import MoeOptions, check_moe
+from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 
-LEFT_OUT = (
-    "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
-    "hdp_plot_plan",
-    "hdp_plot_step",
-    "hdp_trace",
-    "hdp_trace_steps",
-    "metrics_path",  # Megatron's writers get the metrics
-)
+LEFT_OUT = ("hdp_global_batch_tokens",)  # Megatron counts --global-batch-size samples a step
+_PATHS = ("hdp_cost_model", "hdp_plot_plan", "hdp_trace", "metrics_path")
+_STALL = "stall_timeout_seconds"
 
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP takes whole documents of one --data-path"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
 _EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
-_GPT = "HDP trains a dense GPT with rotary positions and full attention"
+_GPT = "HDP trains a GPT with rotary positions and full attention"
+_EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
+_ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
 _SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
 _PRETRAINS = "HDP trains all weights on the next token's cross entropy"
@@ -43,7 +41,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "num_distributed_optimizer_instances": (1, _FSDP),
     "tensor_parallel_num_weight_shards": (None, _FSDP),
     "expert_tensor_parallel_num_weight_shards": (None, _FSDP),
-    "overlap_param_gather": (False, _FSDP),
+    "overlap_param_gather_with_optimizer_step": (False, _EQUAL_STAGES),
+    "distrib_optim_fully_reshardable_mem_efficient": (
+        False,
+        "it saves shifted states where gradients have more than one bucket",
+    ),
+    "moe_layer_freq": (1, _EXPERTS),
+    "moe_shared_expert_intermediate_size": (None, _EXPERTS),
+    "moe_expert_capacity_factor": (None, _ROUTING),
+    "moe_token_dropping": (False, _ROUTING),
+    "moe_router_enable_expert_bias": (False, _ROUTING),
+    "moe_router_force_load_balancing": (False, _ROUTING),
+    "moe_input_jitter_eps": (None, _ROUTING),
+    "moe_router_score_function": ("softmax", _EXPERTS),
+    "moe_enable_routing_replay": (False, _EXPERTS),
+    "moe_use_upcycling": (False, _EXPERTS),
+    "moe_latent_size": (None, _EXPERTS),
+    "overlap_moe_expert_parallel_comm": (False, _SHAPES),
     "cuda_graph_impl": ("none", _SHAPES),
     "enable_cuda_graph": (False, _SHAPES),
     "external_cuda_graph": (False, _SHAPES),
@@ -67,7 +81,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "hybrid_layer_pattern": (None, _GPT),
     "is_hybrid_model": (False, _GPT),
     "heterogeneous_layers_config_path": (None, _GPT),
-    "num_experts": (None, _GPT),
     "use_legacy_models": (False, _GPT),
     "spec": (None, _GPT),
     "position_embedding_type": ("rope", _GPT),
@@ -113,11 +126,13 @@ _ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the group of HDP's flags to Megatron's parser, and lets its ``--help`` be printed.
+    """Adds HDP's flags to Megatron's parser, and lets its ``--help`` be printed.
 
     Megatron 0.18 and 0.19 have a help text with a bare ``%``, on which argparse fails.
     """
     add_options(parser, HdpOptions, LEFT_OUT)
+    theirs = [item.name for item in fields(ParallelOptions) if item.name != _STALL]
+    add_options(parser, ParallelOptions, theirs)
     for action in parser._actions:
         if action.help:
             action.help = _ANY_PERCENT.sub(
@@ -170,13 +185,25 @@ def check(args: argparse.Namespace) -> None:
             f"--data-path: found {len(args.data_path or ())} values, expected one prefix: "
             f"{_DOCUMENTS}, mixtures are not supported"
         )
-    tensor_ranks = args.tensor_model_parallel_size
-    if args.sequence_parallel and options.hdp_tokens_per_rank % tensor_ranks:
-        raise OptionError(
-            f"--hdp-tokens-per-rank {options.hdp_tokens_per_rank} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor_ranks}, which share the tokens with "
-            "--sequence-parallel: change one of them"
-        )
+
+
+def check_derived(args: argparse.Namespace) -> None:
+    """Checks what depends on what Megatron has derived, by the rules of HDP's own command.
+
+    Args:
+        args: Megatron's, validated, of a run under HDP.
+
+    Raises:
+        OptionError: what was found, what was expected and the remedy.
+    """
+    arguments = training_arguments(args)
+    check_layout(arguments)
+    if args.num_experts is None:
+        return
+    check_values(
+        MoeOptions(**{one.name: getattr(arguments, one.name) for one in fields(MoeOptions)})
+    )
+    check_moe(arguments)
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -193,7 +220,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
             continue
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
-    values["hdp_cost_model"] = args.hdp_cost_model
+    values |= {name: getattr(args, name) for name in _PATHS}
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
     return TrainingArguments(**values)

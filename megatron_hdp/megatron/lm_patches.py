@@ -12,23 +12,31 @@ import sys
 from typing import Any
 
 from megatron_hdp.megatron import cpu_shim, lm_options, lm_releases
-from megatron_hdp.megatron.lm_releases import RELEASES, everywhere, installed_release
+from megatron_hdp.megatron.lm_releases import ANY, RELEASES, everywhere, installed_release
 from megatron_hdp.megatron.patching import Function, Patch, PatchSet
 
 _TRAINING = "megatron.training.training"
 
+_job: Any = None
+"""The `LmJob` of this process while ``pretrain()`` runs."""
 _run: Any = None
 """The `LmRun` of this process, from the moment that Megatron builds its data iterators."""
+_make_outputs: Any = None
 
 
-def activate() -> None:
+def activate(make_outputs: Any) -> None:
     """Puts all patches in; on a machine without a GPU the CPU shim too. A second call does nothing.
+
+    Args:
+        make_outputs: makes what a run writes besides Megatron's logs, see `LmRun`.
 
     Raises:
         PatchError: Megatron-LM is not found, or not as expected; nothing is changed.
     """
+    global _make_outputs
     if PATCHES.is_applied:
         return
+    _make_outputs = make_outputs
     shim = cpu_shim.needed() and not cpu_shim.is_active()
     if shim:
         cpu_shim.apply()  # before Megatron's training modules are imported
@@ -46,13 +54,12 @@ def deactivate() -> None:
     Raises:
         PatchError: somebody patched the same functions later.
     """
-    global _run
     if PATCHES.is_applied:
+        from megatron_hdp.megatron import gpu_gaps
+
         PATCHES.revert()
         cpu_shim.revert()
-        if _run is not None:
-            _run.close()
-        _run = None
+        gpu_gaps.revert()
 
 
 def _add_flags(original: Function) -> Function:
@@ -76,9 +83,28 @@ def _validate(original: Function) -> Function:
         lm_options.check(args)
         if args.hybrid_data_parallel:
             lm_options.settle(args)
-        return original(args, defaults or {})
+        validated = original(args, defaults or {})
+        if args.hybrid_data_parallel:
+            lm_options.check_derived(args)
+        return validated
 
     return validate_args
+
+
+def _surround(original: Function) -> Function:
+    def pretrain(*positional: Any, **named: Any) -> Any:
+        global _job, _run
+        from megatron_hdp.megatron.lm_job import LmJob
+
+        try:
+            with LmJob() as _job:
+                return original(*positional, **named)
+        finally:
+            if _run is not None:
+                _run.close()
+            _job = _run = None
+
+    return pretrain
 
 
 def _adapt_model(original: Function) -> Function:
@@ -92,8 +118,12 @@ def _adapt_model(original: Function) -> Function:
         args = get_args()
         if not args.hybrid_data_parallel:
             return original(*positional, **named)
+        from megatron_hdp.megatron import gpu_gaps
         from megatron_hdp.megatron.lm_model import adapt
 
+        _job.begin(args)
+        if not cpu_shim.is_active():
+            gpu_gaps.fill()
         bound = signature.bind(*positional, **named)
         make_stage = bound.arguments[first]
 
@@ -107,6 +137,88 @@ def _adapt_model(original: Function) -> Function:
     return build
 
 
+def _mark_norm(original: Function) -> Function:
+    def __new__(cls: type, config: Any, *positional: Any, **named: Any) -> Any:
+        if not config.sequence_parallel or not _hdp_is_on():
+            return original(cls, config, *positional, **named)
+        from megatron_hdp.megatron.norm import SequenceParallelNorm
+
+        return SequenceParallelNorm(config, *positional, **named)
+
+    return __new__
+
+
+def _prepare_optimizer(original: Function) -> Function:
+    def get_megatron_optimizer(*positional: Any, **named: Any) -> Any:
+        optimizer = original(*positional, **named)
+        if _hdp_is_on():
+            from megatron.training.global_vars import get_args
+
+            from megatron_hdp.megatron import lm_checkpoint
+
+            lm_checkpoint.prepare_optimizer(optimizer, get_args())
+            optimizer.step = _timed(optimizer.step)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _timed(step: Function) -> Function:
+    def timed(*positional: Any, **named: Any) -> Any:
+        with _job.optimizer_step():
+            return step(*positional, **named)
+
+    return timed
+
+
+def _save(original: Function) -> Function:
+    def save_checkpoint(*positional: Any, **named: Any) -> Any:
+        if _run is None:
+            return original(*positional, **named)
+        with _job.saving():
+            return original(*positional, **named)
+
+    return save_checkpoint
+
+
+def _load(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def load_checkpoint(*positional: Any, **named: Any) -> Any:
+        if not _hdp_is_on():
+            return original(*positional, **named)
+        from megatron_hdp.megatron import lm_checkpoint
+
+        optimizer = signature.bind(*positional, **named).arguments["optimizer"]
+        with lm_checkpoint.loading(optimizer):
+            return original(*positional, **named)
+
+    return load_checkpoint
+
+
+def _compare_order(original: Function) -> Function:
+    def check_checkpoint_args(checkpoint_args: Any, *positional: Any, **named: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        from megatron_hdp.megatron import lm_checkpoint
+
+        args = get_args()
+        arguments = lm_options.training_arguments(args) if args.hybrid_data_parallel else None
+        lm_checkpoint.require_same_order(args, arguments, checkpoint_args)
+        if arguments is not None:
+            lm_checkpoint.restore_tokens(args, checkpoint_args)
+        return original(checkpoint_args, *positional, **named)
+
+    return check_checkpoint_args
+
+
+def _hdp_is_on() -> bool:
+    """Whether this process's run has the flag; False before Megatron has parsed its arguments."""
+    from megatron.training import global_vars
+
+    return bool(getattr(global_vars._GLOBAL_ARGS, "hybrid_data_parallel", False))
+
+
 def _build_iterators(original: Function) -> Function:
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         from megatron.training.global_vars import get_args, get_tokenizer
@@ -117,7 +229,7 @@ def _build_iterators(original: Function) -> Function:
             return original(provider)
         from megatron_hdp.megatron.lm_run import LmRun
 
-        _run = LmRun(args, get_tokenizer().vocab_size)
+        _run = LmRun(args, get_tokenizer().vocab_size, _job, _make_outputs)
         return tuple(_run.data_iterators())
 
     return build_train_valid_test_data_iterators
@@ -136,7 +248,7 @@ def _count_flops(original: Function) -> Function:
     def num_floating_point_operations(args: Any, batch_size: int, *sums: Any, **named: Any) -> Any:
         if _run is None:
             return original(args, batch_size, *sums, **named)
-        return _run.flops(original, batch_size)
+        return _run.log.flops(original, batch_size)
 
     return num_floating_point_operations
 
@@ -149,14 +261,16 @@ def _log(original: Function) -> Function:
             return original(*positional, **named)
         bound = signature.bind(*positional, **named).arguments
         iteration = bound["iteration"]
-        _run.in_log = True
+        _run.prepare_log()
+        _run.log.is_writing = True
         try:
             result = original(*positional, **named)
         finally:
-            _run.in_log = False
-        _run.log(iteration, _writers(_run.args, iteration))
+            _run.log.is_writing = False
+        _run.log.write(iteration, _writers(_run.args, iteration))
+        _run.end_step(iteration, bound["grad_norm"], bound["learning_rate"])
         if iteration % _run.args.log_interval == 0 and not bound.get("is_first_iteration"):
-            _run.since_log.clear()
+            _run.log.clear()
         return result
 
     return training_log
@@ -204,6 +318,12 @@ PATCHES = PatchSet(
             _load_yaml,
         ),
         Patch(
+            f"{_TRAINING}:pretrain",
+            "ranks learn from heartbeats that another one has died or stands still",
+            ANY,
+            _surround,
+        ),
+        Patch(
             f"{_TRAINING}:get_model",
             "the model gets HDP's attention, positions and loss before DDP wraps it",
             lm_releases.GET_MODEL,
@@ -214,6 +334,37 @@ PATCHES = PatchSet(
             "the same for models that come from a builder, as pretrain_gpt's from 0.19",
             lm_releases.BUILD_MODELS,
             _adapt_model,
+        ),
+        Patch(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            "PyTorch's norms, where there are no others, with sequence parallelism too",
+            lm_releases.TORCH_NORM,
+            _mark_norm,
+        ),
+        Patch(
+            f"{_TRAINING}:get_megatron_optimizer",
+            "its step is timed, and its whole states are gathered at their places",
+            ANY,
+            _prepare_optimizer,
+            owner_only=True,
+        ),
+        Patch(
+            "megatron.training.checkpointing:save_checkpoint",
+            "heartbeats allow it the time that it takes",
+            ANY,
+            _save,
+        ),
+        Patch(
+            "megatron.training.checkpointing:load_checkpoint",
+            "the distributed optimizer can restore torch's Adam",
+            ANY,
+            _load,
+        ),
+        Patch(
+            "megatron.training.checkpointing:check_checkpoint_args",
+            "a resumed run goes on in the order of the data that it began with",
+            ANY,
+            _compare_order,
         ),
         Patch(
             f"{_TRAINING}:build_train_valid_test_data_iterators",

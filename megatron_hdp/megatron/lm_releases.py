@@ -45,6 +45,9 @@ _LOGGED = (
     "is_first_iteration",
 )
 
+ANY: Parameters = dict.fromkeys(RELEASES)
+"""For replacements that hand all parameters on as they are."""
+
 GET_MODEL = everywhere(
     "model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"
 )
@@ -62,6 +65,15 @@ BUILD_MODELS = _in(
     "mixed_precision_wrapper",
     "pre_wrap_hook",
     "model_type",
+)
+TORCH_NORM = everywhere(
+    "cls",
+    "config",
+    "hidden_size",
+    "eps",
+    "persist_layer_norm",
+    "zero_centered_gamma",
+    "normalization",
 )
 SCHEDULE = {
     **_in((*_16, *_17, *_18), "pp_size", "vp_size"),

@@ -9,38 +9,73 @@ Megatron keeps in its arguments and checkpoints (``consumed_train_samples``).
 from __future__ import annotations
 
 import argparse
-import atexit
-from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
 from megatron_hdp.data import TokenFile, split_documents
-from megatron_hdp.megatron import lm_options
+from megatron_hdp.megatron import lm_checkpoint, lm_options
+from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.executor import HdpExecutor
 from megatron_hdp.megatron.hdp_setup import build_executor, cost_model_of
 from megatron_hdp.megatron.hdp_steps import HdpSteps
+from megatron_hdp.megatron.lm_job import LmJob
+from megatron_hdp.megatron.lm_log import LmLog
+from megatron_hdp.megatron.lm_moe import RouterLosses
+from megatron_hdp.megatron.lm_param_gather import start_param_gather
 from megatron_hdp.megatron.parallel import compute_device, say
-from megatron_hdp.megatron.step_report import StepFigures, StepReport
+from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.planner import CostModel
-from megatron_hdp.runtime.timeline import Timeline
 
-Flops = Callable[[argparse.Namespace, int], float]
 _SPLITS = ("train", "valid", "test")
 _SPIKY = 10  # the factor of Megatron's pretrain_gpt
+
+
+class StepOutputs(Protocol):
+    """What is written of each step besides Megatron's logs; every rank makes the same calls."""
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, counted from 1; a step may begin again."""
+        ...
+
+    def end_step(
+        self,
+        step: int,
+        report: StepReport,
+        *,
+        seconds: float,
+        grad_norm: float,
+        learning_rate: float,
+        consumed_tokens: int,
+    ) -> None:
+        """It has ended, the optimizer's step included."""
+        ...
+
+    def close(self) -> None:
+        """No step follows."""
+        ...
+
+
+OutputsMaker = Callable[[TrainingArguments, HdpSteps, int, int], StepOutputs]
+"""Of the run's arguments, its training steps, the tokenizer's size and the step that runs next."""
 
 
 class LmRun:
     """What one process keeps from its first step to its last."""
 
-    def __init__(self, args: argparse.Namespace, vocab_size: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, vocab_size: int, job: LmJob, make_outputs: OutputsMaker
+    ) -> None:
         """Opens the data.
 
         Args:
             args: Megatron's, validated.
             vocab_size: entries of Megatron's tokenizer; greater token ids are corrupt.
+            job: of this process, begun.
+            make_outputs: makes what is written besides Megatron's logs.
         """
         self.args = args
         self.arguments = lm_options.training_arguments(args)
@@ -48,14 +83,17 @@ class LmRun:
         self.token_file = TokenFile(self.arguments.data_path[0])
         parts = split_documents(len(self.token_file.lengths), self.arguments.split)
         self.documents = dict(zip(_SPLITS, parts, strict=True))
-        self.since_log: list[StepReport] = []
-        """Reports of the steps since the last line of Megatron's log."""
-        self.in_log = False
+        lm_checkpoint.remember(lm_checkpoint.data_order(self.arguments), args)
+        self.log = LmLog(args)
+        self._job = job
+        self._make_outputs = make_outputs
+        self._outputs: StepOutputs | None = None
+        self._router_losses: RouterLosses | None = None
+        self._began_at = 0.0
         self._num_tested = 0
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._steps: dict[str, HdpSteps] = {}
-        atexit.register(self.close)
 
     def data_iterators(self) -> list[RerunDataIterator | None]:
         """Iterators of the three splits: they name a split and hold no data.
@@ -95,12 +133,14 @@ class LmRun:
         if collect_non_loss_data:
             raise ValueError("HDP collects no data but the loss: leave process_non_loss_data_func")
         split = data_iterator.iterable.name
-        report = self._of_split(split, model[0]).run(self._position(split), forward_only)
+        start_param_gather(model[0])
+        steps = self._of_split(split, model[0])
+        if split == "train" and not forward_only:
+            self._begin_step(steps, model[0])
+        report = steps.run(self._position(split), forward_only)
         self._validate(report)
         if split == "train":
-            if self.since_log and self.since_log[-1].consumed_after == report.consumed_after:
-                self.since_log.pop()  # the rerun machine runs the same step again
-            self.since_log.append(report)
+            self.log.add(report)
         elif split == "test":
             self._num_tested = report.consumed_after
         assert self._executor is not None
@@ -112,45 +152,53 @@ class LmRun:
         )
         return [{"lm loss": sums / ranks}]
 
-    def flops(self, stock: Flops, batch_size: int) -> float:
-        """Operations of the latest step, or in Megatron's log of the mean step since the last one.
+    def prepare_log(self) -> None:
+        """Call before Megatron logs a step: hands over what its log looks for."""
+        report = self.log.latest
+        if self._router_losses is not None and report is not None and self.args.num_experts:
+            self._router_losses.log(report.tokens, self.args.num_layers)
+
+    def end_step(self, step: int, grad_norm: float | None, learning_rate: float) -> None:
+        """Call when Megatron has logged a step, before another one begins.
 
         Args:
-            stock: Megatron's function of arguments and batch size, for sequences of equal length.
-            batch_size: what Megatron takes a step to be; before the first step it is all there is.
+            step: its number, from 1.
+            grad_norm: as the optimizer reported it.
+            learning_rate: of the step.
         """
-        if not self.since_log:
-            return stock(self.args, batch_size)
-        steps = self.since_log if self.in_log else self.since_log[-1:]
-        tokens = sum(one.tokens for one in steps) / len(steps)
-        squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
-        return operations(stock, self.args, tokens, squared_tokens)
-
-    def log(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
-        """Writes the latest step's figures of HDP.
-
-        Args:
-            iteration: Megatron's number of the step, from 1.
-            scalars: Megatron's writers, as functions of name and value.
-        """
-        if not self.since_log:
+        report = self.log.latest
+        if report is None or self._outputs is None:
             return
-        figures = {
-            item.name.replace("_", "-"): value
-            for item in fields(StepFigures)
-            if item.name != "loss" and (value := getattr(self.since_log[-1], item.name)) is not None
-        }
-        for write in scalars:
-            for name, value in figures.items():
-                write(f"hdp/{name}", value)
-        if iteration % self.args.log_interval == 0:
-            say(_line(iteration, self.since_log[-1]))
+        consumed_tokens = lm_checkpoint.count_tokens(self.args, report.tokens)
+        self._job.timeline.settle()
+        self._outputs.end_step(
+            step,
+            report,
+            seconds=time.perf_counter() - self._began_at,
+            grad_norm=float(grad_norm or 0.0),
+            learning_rate=learning_rate,
+            consumed_tokens=consumed_tokens,
+        )
 
     def close(self) -> None:
-        """Ends the preparation of steps that will not run."""
+        """Ends the preparation of steps that will not run, and closes what was written."""
         for steps in self._steps.values():
             steps.close()
         self._steps = {}
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
+
+    def _begin_step(self, steps: HdpSteps, model: Any) -> None:
+        step = self.args.curr_iteration + 1
+        if self._outputs is None:
+            self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
+            self._router_losses = RouterLosses(model)
+        assert self._router_losses is not None
+        self._job.begin_step(step)
+        self._router_losses.begin_step()
+        self._outputs.begin_step(step)
+        self._began_at = time.perf_counter()
 
     def _position(self, split: str) -> int:
         if split == "test":
@@ -160,8 +208,9 @@ class LmRun:
     def _of_split(self, split: str, model: Any) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""
         if self._executor is None or self._cost_model is None:
-            self._executor = build_executor(self.arguments, model, Timeline())
+            self._executor = build_executor(self.arguments, model, self._job.timeline)
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
+            model.ddp_config.align_param_gather = True  # gathered by `start_param_gather` alone
             self._cost_model = cost_model_of(self.arguments, self._executor)
         if split not in self._steps:
             self._steps[split] = HdpSteps(
@@ -206,27 +255,6 @@ class LmRun:
             )
 
 
-def operations(
-    stock: Flops, args: argparse.Namespace, tokens: float, squared_tokens: float
-) -> float:
-    """Megatron's formula for sequences of different lengths: it is ``a L + b L^2`` in the length.
-
-    Args:
-        stock: the formula, a function of arguments and number of sequences of ``seq_length``.
-        args: Megatron's arguments.
-        tokens: sum of the sequences' lengths.
-        squared_tokens: sum of their squares.
-    """
-
-    def of_one(length: int) -> float:
-        return stock(argparse.Namespace(**{**vars(args), "seq_length": length}), 1)
-
-    short, long = 1024, 2048
-    squared = (of_one(long) / long - of_one(short) / short) / (long - short)
-    linear = of_one(short) / short - squared * short
-    return linear * tokens + squared * squared_tokens
-
-
 class _Split:
     """Stands where Megatron expects an iterator over data."""
 
@@ -235,14 +263,3 @@ class _Split:
 
     def __next__(self) -> Any:
         raise TypeError("under hybrid data parallelism Megatron's loop draws no data by itself")
-
-
-def _line(iteration: int, report: StepReport) -> str:
-    return (
-        f" hybrid data parallelism, iteration {iteration}: {report.sequences:,} sequences | "
-        f"{report.tokens:,} tokens | planned efficiency: {report.planned_efficiency:.3f} | "
-        f"measured efficiency: {report.measured_efficiency:.3f} | micro-batches: "
-        f"{report.micro_batches_min}-{report.micro_batches_max} | ring traffic (MB): "
-        f"{(report.ring_bytes or 0) / 1e6:.1f} | planning (ms): {report.planning_ms:.2f} | exposed "
-        f"planning (ms): {report.planning_exposed_ms:.2f} |"
-    )

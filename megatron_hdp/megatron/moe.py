@@ -62,6 +62,16 @@ class HdpRouter(TopKRouter):
         **of_release: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **of_release)
+        self._take_over_losses()
+
+    @classmethod
+    def adopt(cls, stock: TopKRouter) -> None:
+        """Makes a router that Megatron has built one of this class; its parameters stay."""
+        stock.__class__ = cls
+        stock._take_over_losses()
+
+    def _take_over_losses(self) -> None:
+        config = self.config
         for kind in ("aux_loss", "global_aux_loss"):
             _refuse(self.get_aux_loss_coeff(kind) > 0, kind, "seq_aux_loss")
         for kind in ("sinkhorn", "quantile_balancing"):
@@ -77,6 +87,9 @@ class HdpRouter(TopKRouter):
         self._balance_coeff = self.get_aux_loss_coeff("seq_aux_loss")
         self.routing_type = "none"  # Megatron's own losses stay out
         self._tokens: RouterTokens | None = None
+        self.losses: dict[str, torch.Tensor] = {}
+        """Sums over this rank's real tokens, without coefficients, by Megatron's names; whoever
+        logs them clears them."""
 
     @contextmanager
     def routes(self, params: HdpPackedSeqParams) -> Iterator[None]:
@@ -113,7 +126,9 @@ class HdpRouter(TopKRouter):
         coeff = self.config.moe_z_loss_coeff
         if not coeff or not self._is_learning():
             return logits
-        return MoEAuxLossAutoScaler.apply(logits, coeff * z_loss(logits, self.tokens))
+        loss = z_loss(logits, self.tokens)
+        self._note("z_loss", loss)
+        return MoEAuxLossAutoScaler.apply(logits, coeff * loss)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -133,8 +148,12 @@ class HdpRouter(TopKRouter):
             dtype = torch.promote_types(logits.dtype, torch.float32)
             scores = torch.softmax(logits, dim=-1, dtype=dtype)
             loss = sequence_balance_loss(scores, routing_map, self.tokens)
+            self._note("seq_load_balancing_loss", loss)
             probs = MoEAuxLossAutoScaler.apply(probs, self._balance_coeff * loss)
         return probs, routing_map
+
+    def _note(self, name: str, loss: torch.Tensor) -> None:
+        self.losses[name] = self.losses.get(name, 0.0) + loss.detach()
 
     def _is_learning(self) -> bool:
         """False in evaluation and in the pass that recomputation repeats."""
@@ -143,6 +162,22 @@ class HdpRouter(TopKRouter):
 
 class HdpMoeTransformerLayer(TransformerLayer):
     """Megatron's layer, which hands the micro-batch on to its router as well."""
+
+    @classmethod
+    def adopt(cls, stock: TransformerLayer) -> None:
+        """Makes a layer with experts that Megatron has built one of this class.
+
+        Raises:
+            ValueError: it is not the layer, or not the router, that HDP knows.
+        """
+        router = stock.mlp.router
+        if type(stock) is not TransformerLayer or type(router) is not TopKRouter:
+            raise ValueError(
+                "hybrid data parallelism knows experts in TransformerLayer with TopKRouter, layer "
+                f"{stock.layer_number} is {type(stock).__name__} with {type(router).__name__}"
+            )
+        stock.__class__ = cls
+        HdpRouter.adopt(router)
 
     def forward(self, *args: Any, packed_seq_params: HdpPackedSeqParams, **kwargs: Any) -> Any:
         """See ``TransformerLayer.forward``."""

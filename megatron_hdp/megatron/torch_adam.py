@@ -1,8 +1,8 @@
 """Lets the distributed optimizer restore a checkpoint into torch's Adam.
 
 Megatron expects apex's or TransformerEngine's Adam there, which have their state from the start and
-keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the one
-method in the way is overridden on the instance, while a checkpoint is loaded.
+keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the two
+methods in the way are overridden on the instance, while a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,36 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @contextmanager
 def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within the block, `optimizer` can be asked for a loading state dict and given one."""
+    """Within the block, `optimizer` can be asked for a loading state dict and given one.
+
+    Unless it is asked, nothing about it changes.
+    """
     with ExitStack() as stack:
         for part in optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer) and type(part.optimizer) in _TORCH_ADAMS:
-                _create_state(part.optimizer)
+                stack.enter_context(_with_state(part))
                 stack.enter_context(_keeping_step(part))
                 stack.callback(_separate_steps, part.optimizer)
         yield
 
 
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@contextmanager
+def _with_state(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Makes Adam's state before the sharded state dict, which describes it, is asked for."""
+    original = optimizer.sharded_state_dict
+
+    def sharded_state_dict(*positional: Any, **named: Any) -> Any:
+        _create_state(optimizer.optimizer)
+        return original(*positional, **named)
+
+    optimizer.sharded_state_dict = sharded_state_dict
+    try:
+        yield
+    finally:
+        del optimizer.sharded_state_dict
 
 
 def _create_state(adam: torch.optim.Optimizer) -> None:
@@ -54,14 +73,18 @@ def _separate_steps(adam: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _keeping_step(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's state."""
+    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's state.
+
+    What stands there already is the step of the state that Adam had before.
+    """
     original = optimizer._set_main_param_and_optimizer_states
 
     def set_states(model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group, order = optimizer.model_param_group_index_map[model_param]
         adam = optimizer.optimizer
         step = adam.state[adam.param_groups[group]["params"][order]]["step"]
-        original(model_param, {"step": step, **tensors})
+        with torch.no_grad():  # float32's main parameters are the model's own
+            original(model_param, {**tensors, "step": step})
 
     optimizer._set_main_param_and_optimizer_states = set_states
     try:

@@ -8,41 +8,33 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from tests.gradients import write_corpus
+from tests.megatron.lm_runs import (
+    CHECKOUT,
+    HDP,
+    LENGTHS,
+    MARKS,
+    MODEL,
+    ROOT,
+    SCRIPT,
+    TRAINING,
+    drive,
+    planned,
+    scalars,
+    weights,
+)
 from tests.megatron_formula import formula_of
 from tests.test_patches import patched_script
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-SCRIPT = Path(CHECKOUT, "pretrain_gpt.py")
-ROOT = Path(__file__).parents[2]
+pytestmark = MARKS
 
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout"),
-    pytest.mark.timeout(900),
-]
-
-MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256
---max-position-embeddings 256 --position-embedding-type rope --swiglu --normalization RMSNorm
---disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
---hidden-dropout 0"""
-TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --min-lr 1e-4
---lr-decay-iters 10 --lr-decay-style cosine --clip-grad 1.0 --seed 7 --split 90,10,0
---tokenizer-type NullTokenizer --vocab-size 300 --log-interval 1 --eval-iters 1 --eval-interval 2
---save-interval 2 --num-workers 0 --log-throughput"""
-ON_CPU = """--distributed-backend gloo --transformer-impl local --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-gradient-accumulation-fusion --use-cpu-initialization
---no-create-attention-mask-in-dataloader"""
-HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank"]
 STOCK = "checkpoints stock"
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +46,22 @@ def runs(tmp_path_factory):
     # Megatron pads the vocabulary to a multiple of both, here to 384 as without tensor parallelism
     tensor = [*HDP, "256", "--tensor-model-parallel-size", "2"]
     tensor += ["--make-vocab-size-divisible-by", "64"]
+    run = partial(planned, folder)
     plan = [
-        _run(folder, "stock", 1, [], plugin=False, save=STOCK),
-        _run(folder, "off", 1, [], save="checkpoints off"),
-        _run(folder, "one", 1, [*HDP, "256", "--finetune"], load=STOCK),
-        _run(folder, "two", 2, [*HDP, "160", "--finetune"], load=STOCK, save="whole"),
-        _run(folder, "pipelines", 4, [*pipelines, "--finetune"], load=STOCK),
-        _run(folder, "tensor", 2, [*tensor, "--finetune"], load=STOCK),
-        _run(
-            folder,
+        run("stock", 1, [], plugin=False, save=STOCK),
+        run("off", 1, [], save="checkpoints off"),
+        run("one", 1, [*HDP, "256", "--finetune"], load=STOCK),
+        run("two", 2, [*HDP, "160", "--finetune"], load=STOCK, save="whole"),
+        run("pipelines", 4, [*pipelines, "--finetune"], load=STOCK),
+        run("tensor", 2, [*tensor, "--finetune"], load=STOCK),
+        run(
             "first half",
             2,
             [*HDP, "160", "--finetune", "--exit-interval", "2"],
             load=STOCK,
             save="halves",
         ),
-        _run(
-            folder,
+        run(
             "patched",
             1,
             [*HDP, "256", "--finetune"],
@@ -78,68 +69,30 @@ def runs(tmp_path_factory):
             script=patched_script(SCRIPT, folder),
             load=STOCK,
         ),
-        _run(folder, "second half", 2, [*HDP, "160"], load="halves", save="halves"),
+        run("second half", 2, [*HDP, "160"], load="halves", save="halves"),
+        own_command(folder),
     ]
-    (folder / "runs.json").write_text(json.dumps(plan))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.lm_driver", CHECKOUT, str(folder / "runs.json")],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
-    logs = {one["name"]: one["log"] for one in plan}
-    tails = [f"{name}: {Path(log + '.0').read_text()[-3000:]}" for name, log in logs.items()]
-    assert done.returncode == 0, "\n".join([done.stdout, done.stderr[-3000:], *tails])
+    drive(folder, plan)
     return folder
 
 
-def _run(folder, name, ranks, extra, *, plugin=True, script=SCRIPT, save=None, load=None):
-    arguments = [*MODEL.split(), *TRAINING.split(), *ON_CPU.split(), *extra]
-    arguments += ["--train-iters", "4", "--data-path", str(folder / "corpus")]
-    arguments += ["--tensorboard-dir", str(folder / f"tensorboard {name}")]
-    if save is not None:
-        arguments += ["--save", str(folder / save)]
-    if load is not None:
-        arguments += ["--load", str(folder / load)]
-    log = str(folder / f"log {name}")
+def own_command(folder):
+    """The project's own command, which takes the weights of Megatron-LM's checkpoint."""
+    steps = TRAINING[TRAINING.index("--lr ") : TRAINING.index("--split")].split()
     return {
-        "name": name,
-        "ranks": ranks,
-        "plugin": plugin,
-        "script": str(script),
-        "arguments": arguments,
-        "log": log,
+        "name": "own",
+        "ranks": 2,
+        "own": True,
+        "arguments": [
+            *MODEL.split(),
+            *steps,
+            *[*HDP, "160", "--global-batch-size", "8", "--train-iters", "4", "--finetune"],
+            *["--make-vocab-size-divisible-by", "384", "--split", "90,10,0"],
+            *["--load", str(folder / STOCK), "--data-path", str(folder / "corpus")],
+            *["--metrics-path", str(folder / "own.jsonl")],
+        ],
+        "log": str(folder / "log own"),
     }
-
-
-def scalars(folder, name):
-    """TensorBoard's scalars of a run: tag -> {iteration: value}."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / f"tensorboard {name}"))
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    # the first of a step: ranks here end at once, and what comes after training may be lost
-    return {tag: {one.step: one.value for one in events.Scalars(tag)[::-1]} for tag in tags}
-
-
-def weights(folder, name, iteration=4):
-    """The tensors of a run's checkpoint, as they are on disk."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    path = folder / name / f"iter_{iteration:07d}"
-    dcp_to_torch_save(str(path), str(folder / "whole.pt"))
-    state = torch.load(folder / "whole.pt", weights_only=False)
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def test_without_the_flag_all_is_stock_bit_for_bit(runs):
@@ -173,6 +126,15 @@ def test_saved_and_resumed_equals_uninterrupted(runs):
     assert "consumed samples:           24" in text and "consumed samples:           32" in text
 
 
+def test_the_projects_own_command_gives_the_same_losses(runs):
+    loss, grad_norm = (scalars(runs, "two")[tag] for tag in ("lm loss", "grad-norm"))
+    lines = [json.loads(line) for line in (runs / "own.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line["loss"] == pytest.approx(loss[line["step"]], rel=1e-6)
+        assert line["grad_norm"] == pytest.approx(grad_norm[line["step"]], rel=1e-5)
+
+
 def test_a_patched_checkout_is_the_same_run(runs):
     one, patched = scalars(runs, "one"), scalars(runs, "patched")
     for tag in ("lm loss", "grad-norm", "lm loss validation", "hdp/ring-bytes"):
@@ -189,6 +151,8 @@ def test_its_writers_get_the_figures_of_hdp(runs):
 
 def test_operations_are_those_of_each_length(runs):
     """What checkpoints add up is Megatron's formula, sequence by sequence."""
+    from megatron.core import dist_checkpointing
+
     from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, split_documents
 
     file = TokenFile(str(runs / "corpus"))
@@ -199,7 +163,7 @@ def test_operations_are_those_of_each_length(runs):
     sampler = StepSampler(table.length, seed=7, global_batch_size=8, global_batch_tokens=None)
     lengths = [table.length[sampler.step(8 * i).sequences] for i in range(4)]
     before, state = (
-        torch.load(runs / name / "iter_0000004" / "common.pt", weights_only=False)
+        dist_checkpointing.load_common_state_dict(str(runs / name / "iter_0000004"))
         for name in (STOCK, "whole")
     )
     formula = formula_of(CHECKOUT)
@@ -229,7 +193,8 @@ def test_help_shows_the_group():
     done = _command("--help")
     assert done.returncode == 0, done.stderr
     assert "Hybrid data parallelism:" in done.stdout
-    assert "--hdp-tokens-per-rank" in done.stdout and "--hdp-trace" not in done.stdout
+    assert "--hdp-tokens-per-rank" in done.stdout and "--hdp-trace DIR" in done.stdout
+    assert "--hdp-global-batch-tokens" not in done.stdout
 
 
 def test_a_refusal_is_one_message():

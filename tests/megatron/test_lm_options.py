@@ -136,17 +136,55 @@ def test_everything_on_the_list_is_refused(name):
         (ON, {"attention_dropout": 0.1}, "--attention-dropout 0"),
         (ON, {"data_path": ["0.3", "a", "0.7", "b"]}, "found 4 values, expected one prefix"),
         (ON, {"data_path": None}, "found 0 values, expected one prefix"),
-        (
-            ON,
-            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
-            "128 is not a multiple of --tensor-model-parallel-size 3",
-        ),
         (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
     ],
 )
 def test_refusals_together(flags, megatrons, message):
     with pytest.raises(OptionError, match=message):
         lm_options.check(parsed(*flags, **megatrons))
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "expert_tensor_parallel_size": 1,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatrons", "message"),
+    [
+        (
+            ON,
+            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
+            "128 is not a multiple of --tensor-model-parallel-size 3",
+        ),
+        ((*ON, "--hdp-offload", "auto"), {}, "no effect with 2 layers on a rank"),
+        (ON, EXPERTS | {"add_bias_linear": True}, "needs --disable-bias-linear"),
+        (ON, EXPERTS | {"moe_router_load_balancing_type": "aux_loss"}, "use seq_aux_loss, or"),
+        (
+            ON,
+            EXPERTS | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "--moe-router-load-balancing-type: found .'aux_loss', 'seq_aux_loss'.",
+        ),
+        (ON, EXPERTS | {"moe_token_dispatcher_type": "flex"}, "found 'flex', expected allgather"),
+    ],
+)
+def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
+    flags, megatrons, message
+):
+    args = parsed(*flags, **({"num_experts": None} | megatrons))
+    lm_options.check(args)
+    with pytest.raises(OptionError, match=message):
+        lm_options.check_derived(args)
+
+
+def test_experts_go_together_with_hdp():
+    lm_options.check_derived(parsed(*ON, **EXPERTS))
 
 
 def test_without_hdp_nothing_is_touched():

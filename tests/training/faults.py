@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -46,12 +48,12 @@ FAULTS = {
 }
 
 
-def train(fault: str, flags: list[str], marker: Path | None = None) -> None:
-    """Runs the command; ends the process.
+@contextmanager
+def planted(fault: str, marker: Path | None = None) -> Iterator[None]:
+    """Within the block, the process meets a fault.
 
     Args:
         fault: ``rank:step:name``; the first call of the attention kernel in that step acts.
-        flags: the command's.
         marker: a file made when the fault acts; where it is already, nothing happens.
     """
     rank, step, name = fault.split(":")
@@ -75,8 +77,20 @@ def train(fault: str, flags: list[str], marker: Path | None = None) -> None:
     with (
         mock.patch.object(Heartbeat, "begin_step", arm),
         mock.patch.object(CpuFlashKernel, "forward", act),
-        mock.patch.object(sys, "argv", ["pretrain_gpt", *flags]),
     ):
+        yield
+
+
+def train(fault: str, flags: list[str], marker: Path | None = None) -> None:
+    """Runs the command with a planted fault; ends the process.
+
+    Args:
+        fault: see `planted`.
+        flags: the command's.
+        marker: see `planted`.
+    """
+    argv = ["pretrain_gpt", *flags]
+    with planted(fault, marker), mock.patch.object(sys, "argv", argv):
         pretrain_gpt.run()
 
 
