@@ -151,6 +151,8 @@ def test_its_writers_get_the_figures_of_hdp(runs):
 
 def test_operations_are_those_of_each_length(runs):
     """What checkpoints add up is Megatron's formula, sequence by sequence."""
+    from megatron.core import dist_checkpointing
+
     from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, split_documents
 
     file = TokenFile(str(runs / "corpus"))
@@ -161,7 +163,7 @@ def test_operations_are_those_of_each_length(runs):
     sampler = StepSampler(table.length, seed=7, global_batch_size=8, global_batch_tokens=None)
     lengths = [table.length[sampler.step(8 * i).sequences] for i in range(4)]
     before, state = (
-        torch.load(runs / name / "iter_0000004" / "common.pt", weights_only=False)
+        dist_checkpointing.load_common_state_dict(str(runs / name / "iter_0000004"))
         for name in (STOCK, "whole")
     )
     formula = formula_of(CHECKOUT)
