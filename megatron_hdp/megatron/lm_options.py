@@ -49,7 +49,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "moe_layer_freq": (1, _EXPERTS),
     "moe_shared_expert_intermediate_size": (None, _EXPERTS),
     "moe_expert_capacity_factor": (None, _ROUTING),
-    "moe_token_dropping": (False, _ROUTING),
     "moe_router_enable_expert_bias": (False, _ROUTING),
     "moe_router_force_load_balancing": (False, _ROUTING),
     "moe_input_jitter_eps": (None, _ROUTING),

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from megatron_hdp.megatron import cpu_shim, lm_options, lm_releases
-from megatron_hdp.megatron.lm_releases import ANY, RELEASES, everywhere, installed_release
+from megatron_hdp.megatron.lm_releases import RELEASES, WHATEVER, everywhere, installed_release
 from megatron_hdp.megatron.patching import Function, Patch, PatchSet
 
 _TRAINING = "megatron.training.training"
@@ -320,7 +320,7 @@ PATCHES = PatchSet(
         Patch(
             f"{_TRAINING}:pretrain",
             "ranks learn from heartbeats that another one has died or stands still",
-            ANY,
+            WHATEVER,
             _surround,
         ),
         Patch(
@@ -338,32 +338,32 @@ PATCHES = PatchSet(
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "PyTorch's norms, where there are no others, with sequence parallelism too",
-            lm_releases.TORCH_NORM,
+            WHATEVER,
             _mark_norm,
         ),
         Patch(
             f"{_TRAINING}:get_megatron_optimizer",
             "its step is timed, and its whole states are gathered at their places",
-            ANY,
+            WHATEVER,
             _prepare_optimizer,
             owner_only=True,
         ),
         Patch(
             "megatron.training.checkpointing:save_checkpoint",
             "heartbeats allow it the time that it takes",
-            ANY,
+            WHATEVER,
             _save,
         ),
         Patch(
             "megatron.training.checkpointing:load_checkpoint",
             "the distributed optimizer can restore torch's Adam",
-            ANY,
+            WHATEVER,
             _load,
         ),
         Patch(
             "megatron.training.checkpointing:check_checkpoint_args",
             "a resumed run goes on in the order of the data that it began with",
-            ANY,
+            WHATEVER,
             _compare_order,
         ),
         Patch(

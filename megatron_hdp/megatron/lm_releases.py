@@ -13,6 +13,9 @@ RELEASES = (*_16, *_17, *_18, *_19)
 Parameters = dict[str, tuple[str, ...] | None]
 """For each release that has the function to replace its parameters' names; None: any."""
 
+WHATEVER: Parameters = dict.fromkeys(RELEASES)
+"""Of a function that every release has and whose replacement hands its arguments on as they are."""
+
 
 def installed_release() -> str:
     """What megatron-core names itself, without the commit that a git checkout of it adds."""
@@ -45,9 +48,6 @@ _LOGGED = (
     "is_first_iteration",
 )
 
-ANY: Parameters = dict.fromkeys(RELEASES)
-"""For replacements that hand all parameters on as they are."""
-
 GET_MODEL = everywhere(
     "model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"
 )
@@ -65,15 +65,6 @@ BUILD_MODELS = _in(
     "mixed_precision_wrapper",
     "pre_wrap_hook",
     "model_type",
-)
-TORCH_NORM = everywhere(
-    "cls",
-    "config",
-    "hidden_size",
-    "eps",
-    "persist_layer_norm",
-    "zero_centered_gamma",
-    "normalization",
 )
 SCHEDULE = {
     **_in((*_16, *_17, *_18), "pp_size", "vp_size"),
