@@ -24,6 +24,7 @@ ROOMS = {
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"planner", "data", "simulator", "runtime", "megatron", "training"},
     "plugin": {"megatron", "training"},
+    "ray_launch": set(),
     "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_hdp.cli.checking import Finding
 
-_UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
+_UNITS = {"TB": 10**12, "TiB": 2**40, "GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 _PRESETS = ("github", "byted")
 
 
@@ -28,6 +28,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="SIZE",
         help="of one GPU, in GB (1e9 bytes), GiB or MiB (default: 80GB)",
     )
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        help="of one node, like 2TB; refuses offloaded activations that do not fit (default: not "
+        "checked)",
+    )
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="share that memory (default: 8)")
     add(
         "--preset",
         choices=_PRESETS,
@@ -52,10 +59,15 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--gpus is {arguments.gpus}; expected at least 1")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise ValueError(f"--vocab-size is {arguments.vocab_size}; expected at least 1")
+    if arguments.gpus_per_node < 1:
+        raise ValueError(f"--gpus-per-node is {arguments.gpus_per_node}; expected at least 1")
+    host_memory = arguments.host_memory
     finding: Finding = check(
         arguments.configs,
         num_gpus=arguments.gpus,
-        gpu_memory_bytes=memory_bytes(arguments.gpu_memory),
+        gpu_memory_bytes=memory_bytes("--gpu-memory", arguments.gpu_memory),
+        host_memory_bytes=host_memory and memory_bytes("--host-memory", host_memory),
+        gpus_per_node=arguments.gpus_per_node,
         preset=arguments.preset,
         vocab_size=arguments.vocab_size,
     )
@@ -63,15 +75,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if finding.is_sound else 1
 
 
-def memory_bytes(text: str) -> float:
-    """Bytes of a size like 80GB, 79.6GiB or 81559MiB.
+def memory_bytes(option: str, text: str) -> float:
+    """Bytes of a size like 80GB, 79.6GiB, 81559MiB or 2TB.
 
     Raises:
         ValueError: no such size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MiB)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(TB|TiB|GB|GiB|MiB)", text)
     if not found or not float(found[1]):
         raise ValueError(
-            f"--gpu-memory is {text!r}; expected a size like 80GB, 79.6GiB or 81559MiB"
+            f"{option} is {text!r}; expected a size like 80GB, 79.6GiB, 81559MiB or 2TB"
         )
     return float(found[1]) * _UNITS[found[2]]

@@ -47,7 +47,9 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
         ValueError: ``--hdp-cost-model`` cannot be used.
     """
     if arguments.hdp_cost_model is not None:
-        return CostModel.from_json(arguments.hdp_cost_model)
+        measured = CostModel.from_json(arguments.hdp_cost_model)
+        _check_layers(measured, arguments, job)
+        return measured
     model = CostModel.of_tensor_ranks(
         job.tensor_ranks,
         num_layers=job.num_layers,
@@ -62,6 +64,22 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     return replace(
         model, a=model.a * (1 + attention), b=model.b * (1 + again), num_layers=job.layers_per_stage
     )
+
+
+def _check_layers(measured: CostModel, arguments: "TrainingArguments", job: Job) -> None:
+    """Refuses the figures of another model; a file that says nothing of layers says 1.
+
+    Raises:
+        ValueError: they are not of this many layers.
+    """
+    layers = job.layers_per_stage
+    is_told = measured.num_layers != 1 or arguments.hdp_offload != "off"
+    if is_told and measured.num_layers != layers:
+        raise ValueError(
+            f"--hdp-cost-model {arguments.hdp_cost_model} says num_layers {measured.num_layers}, a "
+            f"stage of this model has {layers}: measure the cost model again, or correct "
+            "num_layers (layers of one pipeline stage)"
+        )
 
 
 def parameters_of_a_token(job: Job) -> int:

@@ -27,6 +27,7 @@ def as_json(finding: Finding) -> str:
     figures = asdict(finding) | {
         "is_sound": finding.is_sound,
         "reserve_bytes": finding.reserve_bytes,
+        "node_host_bytes": finding.node_host_bytes,
         "needed_bytes": finding.memory.total if finding.memory else None,
         "hdp_ranks": finding.job.hdp_ranks if finding.job else None,
     }
@@ -93,4 +94,8 @@ def _step_lines(finding: Finding) -> list[str]:
             f"  host memory         {finding.host_bytes / 1e9:.1f} GB a GPU at most, up to "
             f"{step.most_tokens:,} tokens on a rank"
         )
+        node = f"{finding.node_host_bytes / 1e9:,.1f} GB a node of {finding.gpus_per_node} GPUs"
+        known = finding.host_memory_bytes
+        of = "not checked: give --host-memory" if known is None else f"of {known / 1e9:,.1f}"
+        lines.append(f"{'':22}{node}, {of}")
     return lines

@@ -37,6 +37,9 @@ class Finding:
     memory: StageMemory | None = None
     host_bytes: float = 0.0
     """Activations of one GPU that wait in host memory, at most."""
+    host_memory_bytes: float | None = None
+    """Of one node; None: not known, and so not checked."""
+    gpus_per_node: int = 8
     step: PlannedStep | None = None
 
     @property
@@ -49,6 +52,11 @@ class Finding:
         """What is left free of a GPU's memory."""
         return RESERVE * self.gpu_memory_bytes
 
+    @property
+    def node_host_bytes(self) -> float:
+        """What the GPUs of one node have in its memory, at most."""
+        return self.host_bytes * min(self.gpus_per_node, self.num_gpus)
+
 
 def check(
     configs: Sequence[str],
@@ -57,6 +65,8 @@ def check(
     gpu_memory_bytes: float,
     preset: str,
     vocab_size: int | None = None,
+    host_memory_bytes: float | None = None,
+    gpus_per_node: int = 8,
 ) -> Finding:
     """Check one configuration.
 
@@ -66,8 +76,16 @@ def check(
         gpu_memory_bytes: of one GPU.
         preset: lengths to plan a global batch of.
         vocab_size: of the tokenizer; None for its own (byte) or LLaMA 3's.
+        host_memory_bytes: of one node; None leaves it unchecked.
+        gpus_per_node: that share it.
     """
-    found = Finding(configs=tuple(configs), num_gpus=num_gpus, gpu_memory_bytes=gpu_memory_bytes)
+    found = Finding(
+        configs=tuple(configs),
+        num_gpus=num_gpus,
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        gpus_per_node=gpus_per_node,
+    )
     argv = [argument for path in configs for argument in ("--config", path)]
     try:
         # where the data lies is not part of what is checked
@@ -169,6 +187,7 @@ def _add_memory(found: Finding, job: Job) -> None:
     # what a micro-batch has above a capacity's worth waits on the host (equation 3)
     waiting = kept_after_forward(job) * job.layers_per_stage * (most_tokens - job.tokens_per_rank)
     found.host_bytes = waiting * job.stages
+    _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
     if memory.total <= usable:
         return
@@ -183,4 +202,20 @@ def _add_memory(found: Finding, job: Job) -> None:
         f"--hdp-tokens-per-rank {job.tokens_per_rank:,}: a GPU of stage {memory.stage} needs "
         f"{memory.total / 1e9:.1f} GB, expected at most {usable / 1e9:.1f} GB "
         f"({found.gpu_memory_bytes / 1e9:.1f} less {RESERVE:.0%} reserve): {remedy}"
+    )
+
+
+def _check_host(found: Finding, job: Job) -> None:
+    """Refuses what a node's memory cannot hold; 5% of it are left to others, as of a GPU's."""
+    if found.host_memory_bytes is None:
+        return
+    usable = (1 - RESERVE) * found.host_memory_bytes
+    if found.node_host_bytes <= usable:
+        return
+    found.refusals.append(
+        f"--hdp-offload auto: {min(found.gpus_per_node, job.num_gpus)} GPUs of a node x "
+        f"{found.host_bytes / 1e9:.1f} GB = {found.node_host_bytes / 1e9:,.1f} GB may wait in its "
+        f"memory, expected at most {usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} "
+        f"less {RESERVE:.0%} reserve): set --hdp-offload off, or raise --hdp-tokens-per-rank "
+        f"{job.tokens_per_rank:,}, above which activations leave"
     )

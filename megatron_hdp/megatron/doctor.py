@@ -18,6 +18,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_hdp import __version__
+from megatron_hdp.megatron.surroundings import (
+    PackageCheck,
+    apex_advice,
+    check_packages,
+    gpu_advice,
+    network_advice,
+    network_problems,
+    version_of,
+)
 from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
 
 if TYPE_CHECKING:
@@ -44,24 +53,6 @@ class SeamCheck:
 
 
 @dataclass(frozen=True)
-class OptionalPackage:
-    """A package that a run can do without."""
-
-    name: str
-    module: str
-    """What is looked for; for NVIDIA's apex an extension that its namesake on PyPI lacks."""
-    without_it: str
-
-
-@dataclass(frozen=True)
-class PackageCheck:
-    """An optional package, and its version (None: not found)."""
-
-    package: OptionalPackage
-    found: str | None
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All that doctor has found; `problems` is empty when training can run."""
 
@@ -80,7 +71,10 @@ class Diagnosis:
     patches: tuple[PatchCheck, ...] | None
     """Those of the plugin for a Megatron-LM checkout; None where there is none to look at."""
     optional_packages: tuple[PackageCheck, ...]
+    advice: tuple[str, ...]
+    """What to do about things that are not as they could be; training runs without."""
     problems: tuple[str, ...]
+    """What keeps training from running, and what to do."""
 
 
 SEAMS = (
@@ -182,21 +176,6 @@ SEAMS = (
     ),
 )
 
-OPTIONAL_PACKAGES = (
-    OptionalPackage(
-        "transformer-engine",
-        "transformer_engine",
-        "attention by other kernels; Megatron uses NVIDIA apex's Adam, or torch's",
-    ),
-    OptionalPackage("flash-attn", "flash_attn", "attention by other kernels"),
-    OptionalPackage("NVIDIA apex", "fused_weight_gradient_mlp_cuda", "Megatron uses torch's norms"),
-    OptionalPackage("triton", "triton", "the fused loss on a GPU works in plain PyTorch"),
-    OptionalPackage("transformers", "transformers", "no --tokenizer-type HuggingFaceTokenizer"),
-    OptionalPackage("tiktoken", "tiktoken", "no --tokenizer-type TikTokenizer"),
-    OptionalPackage("tensorboard", "tensorboard", "no --tensorboard-dir"),
-    OptionalPackage("matplotlib", "matplotlib", "no --hdp-plot-plan and no plots of plans"),
-)
-
 
 def run_doctor(as_json: bool) -> int:
     """Prints the diagnosis and returns the exit code: 0 when training can run, 1 otherwise."""
@@ -216,6 +195,8 @@ def diagnose() -> Diagnosis:
             "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
         )
     has_torch = _importable("torch")
+    problems += network_problems()
+    num_gpus = 0
     device, shim_applies, redirects, gaps = "unknown", False, {}, {}
     kernel: str | None = None
     refused: dict[str, str] = {}
@@ -223,7 +204,7 @@ def diagnose() -> Diagnosis:
         from megatron_hdp.megatron import cpu_shim
 
         shim_applies, redirects = cpu_shim.needed(), cpu_shim.REDIRECTS
-        device = _device()
+        device, num_gpus = _device()
         kernel, refused, problem = _attention(shim_applies)
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
@@ -235,6 +216,7 @@ def diagnose() -> Diagnosis:
         patches = check_patches()
         gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
+    advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches))
     return Diagnosis(
         versions=_versions(),
         device=device,
@@ -246,7 +228,8 @@ def diagnose() -> Diagnosis:
         attention_refused=refused,
         seams=seams,
         patches=patches,
-        optional_packages=tuple(PackageCheck(p, _found(p)) for p in OPTIONAL_PACKAGES),
+        optional_packages=check_packages(),
+        advice=tuple(line for line in advice if line is not None),
         problems=tuple(problems),
     )
 
@@ -275,14 +258,15 @@ def _versions() -> dict[str, str | None]:
         "megatron_hdp": __version__,
         "python": platform.python_version(),
     }
-    return versions | {name: _version(name) for name in ("torch", "megatron-core", "numpy")}
+    versions |= {name: version_of(name) for name in ("torch", "megatron-core", "numpy")}
+    if versions["torch"] and _importable("torch"):
+        import torch
 
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        if torch.version.cuda is not None:
+            versions["CUDA of torch"] = torch.version.cuda
+        if torch.cuda.is_available():
+            versions["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return versions
 
 
 def _importable(module: str) -> bool:
@@ -297,19 +281,19 @@ def _advice(module: str) -> str:
     return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
 
 
-def _found(package: OptionalPackage) -> str | None:
-    """The package's version, "found" where it has none of its own; it is not imported."""
-    if importlib.util.find_spec(package.module) is None:
-        return None
-    return _version(package.name) or "found"
-
-
-def _device() -> str:
+def _device() -> tuple[str, int]:
+    """What ranks run on here, and how many GPUs there are."""
     import torch
 
-    if not torch.cuda.is_available():
-        return f"cpu ({torch.get_num_threads()} threads)"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        return f"{num_gpus} x {torch.cuda.get_device_name()}", num_gpus
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    return (
+        f"cpu ({torch.get_num_threads()} threads); no GPU found by a torch built for {built}: gloo "
+        "instead of NCCL, no attention kernels of GPUs, no Triton",
+        0,
+    )
 
 
 def _attention(on_cpu: bool) -> tuple[str | None, dict[str, str], str | None]:
@@ -328,6 +312,16 @@ def _attention(on_cpu: bool) -> tuple[str | None, dict[str, str], str | None]:
     except ValueError as error:
         return None, {}, str(error)
     return selection.backend.name, selection.refused, None
+
+
+def _patch_advice(patches: tuple[PatchCheck, ...] | None) -> str | None:
+    misfits = sum(check.problem is not None for check in patches or ())
+    if not misfits:
+        return None
+    return (
+        f"{misfits} patches do not fit this Megatron-LM, so `python -m megatron_hdp run` refuses "
+        "it: git checkout a release that the README's table of supported versions names"
+    )
 
 
 def _text(diagnosis: Diagnosis) -> str:
@@ -355,6 +349,10 @@ def _text(diagnosis: Diagnosis) -> str:
     for item in diagnosis.optional_packages:
         found = item.found or f"not found: {item.package.without_it}"
         lines.append(f"  {item.package.name:20}{found}")
+        if item.found is None:
+            lines.append(f"{'':22}to have it: {item.package.remedy}")
+    if diagnosis.advice:
+        lines += ["", "advice:", *(f"  - {line}" for line in diagnosis.advice)]
     lines.append("")
     if diagnosis.problems:
         lines.append("training cannot run:")

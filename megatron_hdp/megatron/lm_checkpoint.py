@@ -80,7 +80,7 @@ def require_same_order(
         saved: Megatron's arguments from the checkpoint.
 
     Raises:
-        ValueError: what was found, what was expected and the remedy.
+        OptionError: what was found, what was expected and the remedy.
     """
     source, before = f"--load {args.load}", getattr(saved, _ORDER, None)
     if arguments is None and before is None:
@@ -92,4 +92,7 @@ def require_same_order(
             "the checkpoint was saved by: the order of the data is another, so sequences would be "
             "repeated and skipped. Add --finetune to start at step 0 from its weights alone"
         )
-    data_order(arguments).require_same(DataOrder(**before), source)
+    try:
+        data_order(arguments).require_same(DataOrder(**before), source)
+    except ValueError as error:
+        raise OptionError(str(error)) from None

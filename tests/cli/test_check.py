@@ -255,12 +255,64 @@ def test_a_batch_in_sequences(tmp_path):
 
 
 def test_sizes():
-    assert memory_bytes("80GB") == 80e9
-    assert memory_bytes("79.6GiB") == 79.6 * 2**30
-    assert memory_bytes("81559MiB") == 81559 * 2**20
+    sizes = {"80GB": 80e9, "79.6GiB": 79.6 * 2**30, "81559MiB": 81559 * 2**20, "2TB": 2e12}
+    for text, size in sizes.items():
+        assert memory_bytes("--host-memory", text) == size
     for wrong in ("80", "0GB", "80 gb", "-1GB"):
-        with pytest.raises(ValueError, match="expected a size like 80GB"):
-            memory_bytes(wrong)
+        with pytest.raises(ValueError, match="--gpu-memory is .* expected a size like 80GB"):
+            memory_bytes("--gpu-memory", wrong)
+
+
+OFFLOADED = (
+    "seq-length: 262144",
+    "hdp-tokens-per-rank: 16384",
+    "hdp-global-batch-tokens: 524288",
+    "hdp-offload: auto",
+)
+
+
+def test_a_node_that_cannot_hold_what_is_offloaded_is_refused(tmp_path, capsys):
+    path = with_lines(tmp_path, *OFFLOADED)
+    needed = finding(path, 8).node_host_bytes
+    assert needed == 8 * finding(path, 8).host_bytes
+    assert finding(path, 8, host_memory_bytes=needed / 0.95 + 1).is_sound
+    (refusal,) = finding(path, 8, host_memory_bytes=needed / 0.95 - 1e6).refusals
+    assert re.search(r"8 GPUs of a node x .* GB = .* GB .* expected at most .* GB \(", refusal)
+    assert "set --hdp-offload off, or raise --hdp-tokens-per-rank 16,384" in refusal
+    assert finding(path, 8, host_memory_bytes=needed / 2, gpus_per_node=2).is_sound
+    assert main(["check", str(path), "--gpus", "8"]) == 0
+    assert "a node of 8 GPUs, not checked: give --host-memory" in capsys.readouterr().out
+    assert main(["check", str(path), "--gpus", "8", "--host-memory", "10GB"]) == 1
+    text = capsys.readouterr().out
+    assert "a node of 8 GPUs, of 10.0" in text and "refused: --hdp-offload auto: 8 GPUs" in text
+    assert main(["check", str(path), "--gpus", "8", "--gpus-per-node", "0"]) == 2
+    assert main(["check", str(path), "--gpus", "8", "--host-memory", "much"]) == 2
+
+
+def test_host_memory_is_no_matter_without_offload(tmp_path):
+    assert finding(with_lines(tmp_path), 8, host_memory_bytes=1.0).is_sound
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "offload", "stages", "is_sound"),
+    [
+        (8, "off", 1, True),
+        (4, "auto", 2, True),
+        (1, "off", 1, True),  # as files that say nothing of layers
+        (1, "auto", 1, False),
+        (8, "off", 2, False),
+        (32, "off", 1, False),
+    ],
+)
+def test_a_cost_model_of_other_layers_is_refused(tmp_path, num_layers, offload, stages, is_sound):
+    figures = {"a": 1e-10, "b": 1e-6, "kv_bytes_per_token": 16384, "num_layers": num_layers}
+    (tmp_path / "cost.json").write_text(json.dumps(figures))
+    lines = [f"hdp-cost-model: {tmp_path}/cost.json", f"hdp-offload: '{offload}'"]
+    found = finding(with_lines(tmp_path, *lines, f"pipeline-model-parallel-size: {stages}"), 8)
+    assert found.is_sound is is_sound, found.refusals
+    if not is_sound:
+        (refusal,) = found.refusals
+        assert f"says num_layers {num_layers}, a stage of this model has {8 // stages}" in refusal
 
 
 def test_checking_never_loads_torch():

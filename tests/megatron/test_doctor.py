@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_hdp.cli.main import main
-from megatron_hdp.megatron import cpu_shim, doctor
+from megatron_hdp.megatron import cpu_shim, doctor, surroundings
 from megatron_hdp.megatron.doctor import SEAMS, Seam, check_seam, diagnose
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
@@ -117,12 +117,35 @@ def test_it_says_which_attention_is_not_taken_and_why(capsys):
 
 
 def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):
-    package = doctor.OptionalPackage("no-such-package", "no_such_package", "no such plots")
-    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", (package,))
+    package = surroundings.OptionalPackage("none", "no_such_package", "no such plots", "pip x")
+    monkeypatch.setattr(surroundings, "OPTIONAL_PACKAGES", (package,))
     assert main(["doctor"]) == 0
-    assert "not found: no such plots" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if "not found: no such plots" in line]
+    assert lines[place + 1].strip() == "to have it: pip x"
 
 
-def test_apex_is_known_by_its_extension_only():
-    modules = {package.module for package in doctor.OPTIONAL_PACKAGES}
-    assert "fused_weight_gradient_mlp_cuda" in modules and "apex" not in modules
+@on_cpu
+def test_fewer_gpus_than_slurm_gave_are_advice_and_no_problem(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "advice:\n" in text and "  - torch sees 0 GPUs, Slurm gave 8: install" in text
+    assert main(["doctor", "--json"]) == 0
+    assert any("Slurm gave 8" in line for line in json.loads(capsys.readouterr().out)["advice"])
+
+
+def test_an_interface_that_is_not_there_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-net")
+    assert main(["doctor"]) == 1
+    assert "  - GLOO_SOCKET_IFNAME names no-such-net" in capsys.readouterr().out
+
+
+def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
+    from megatron_hdp.megatron import lm_diagnosis
+
+    checks = (lm_diagnosis.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
+    monkeypatch.setattr(lm_diagnosis, "check_patches", lambda: checks)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "  MISFIT  m:f" in text and "  - 1 patches do not fit this Megatron-LM" in text

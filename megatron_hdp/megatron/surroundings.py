@@ -1,0 +1,197 @@
+"""What a machine has besides Megatron, what is switched off without it, and how to get it.
+
+Nothing here keeps training from running but a network interface that does not exist.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that a run can do without."""
+
+    name: str
+    module: str
+    """What is looked for; for NVIDIA's apex an extension that its namesake on PyPI lacks."""
+    without_it: str
+    remedy: str
+    """The command that gets it."""
+
+
+@dataclass(frozen=True)
+class PackageCheck:
+    """An optional package, and its version (None: not found)."""
+
+    package: OptionalPackage
+    found: str | None
+
+
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
+        "transformer-engine",
+        "transformer_engine",
+        "attention by other kernels; Megatron uses NVIDIA apex's Adam, or torch's",
+        "pip install 'megatron-hdp[gpu]'",
+    ),
+    OptionalPackage(
+        "flash-attn",
+        "flash_attn",
+        "attention by other kernels",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    OptionalPackage(
+        "NVIDIA apex",
+        "fused_weight_gradient_mlp_cuda",
+        "Megatron uses torch's norms",
+        "build it from https://github.com/NVIDIA/apex with its CUDA extensions; never "
+        "`pip install apex`, another project",
+    ),
+    OptionalPackage(
+        "triton",
+        "triton",
+        "the fused loss on a GPU works in plain PyTorch",
+        "pip install triton",
+    ),
+    OptionalPackage(
+        "ray",
+        "ray",
+        "torchrun starts the ranks: no LAUNCHER=ray, no megatron_hdp.ray_launch",
+        "pip install 'megatron-hdp[ray]'",
+    ),
+    OptionalPackage(
+        "transformers",
+        "transformers",
+        "no --tokenizer-type HuggingFaceTokenizer",
+        "pip install 'megatron-hdp[tokenizers]'",
+    ),
+    OptionalPackage(
+        "tiktoken",
+        "tiktoken",
+        "no --tokenizer-type TikTokenizer",
+        "pip install 'megatron-hdp[tokenizers]'",
+    ),
+    OptionalPackage(
+        "tensorboard",
+        "tensorboard",
+        "no --tensorboard-dir",
+        "pip install 'megatron-hdp[tensorboard]'",
+    ),
+    OptionalPackage(
+        "matplotlib",
+        "matplotlib",
+        "no --hdp-plot-plan and no plots of plans",
+        "pip install 'megatron-hdp[plot]'",
+    ),
+)
+
+
+def check_packages() -> tuple[PackageCheck, ...]:
+    """Looks for each optional package, and imports none."""
+    return tuple(PackageCheck(package, _found(package)) for package in OPTIONAL_PACKAGES)
+
+
+def _found(package: OptionalPackage) -> str | None:
+    """The package's version, "found" where it has none of its own."""
+    if importlib.util.find_spec(package.module) is None:
+        return None
+    return version_of(package.name) or "found"
+
+
+def version_of(distribution: str) -> str | None:
+    """Its version; None for what is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def apex_advice() -> str | None:
+    """What to do about a package apex that is not NVIDIA's, or not whole; None if nothing.
+
+    Megatron asks for ``apex`` by name, so PyPI's project of that name, or NVIDIA's without its
+    CUDA extensions, is found and then fails to be what it is taken for.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers").is_dir() for folder in folders):
+        return (
+            f"apex {version_of('apex') or '(no version)'} is not NVIDIA's but PyPI's project of "
+            "that name, of no use here: pip uninstall apex"
+        )
+    if importlib.util.find_spec("amp_C") is None:
+        return (
+            "NVIDIA apex is installed without its CUDA extensions, so that its optimizer and norms "
+            "do not work: build it again with them, or pip uninstall apex"
+        )
+    return None
+
+
+def network_problems() -> list[str]:
+    """Interfaces that the environment names for gloo or NCCL and that this machine lacks."""
+    present = sorted(psutil.net_if_addrs())
+    problems = []
+    gloo = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    missing = [name for name in gloo if name not in present]
+    if missing:
+        problems.append(_no_interface("GLOO_SOCKET_IFNAME", missing, present))
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if nccl and not nccl.startswith("^"):  # ^ excludes; = asks for a name, else for a beginning
+        names = nccl.removeprefix("=").split(",")
+        is_there = str.__eq__ if nccl.startswith("=") else str.startswith
+        if not any(is_there(interface, name) for name in names for interface in present):
+            problems.append(_no_interface("NCCL_SOCKET_IFNAME", names, present))
+    return problems
+
+
+def _no_interface(variable: str, names: list[str], present: list[str]) -> str:
+    return (
+        f"{variable} names {', '.join(names)}, which this machine has not: unset it, or export "
+        f"{variable} with one of {', '.join(present)}"
+    )
+
+
+def network_advice() -> str | None:
+    """What to do in a job of several nodes whose hosts' names mean no address that others reach.
+
+    By its host's name a rank tells those of other nodes its address. None if nothing is to be done.
+    """
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if num_nodes == "1" or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "nothing"
+    if address != "nothing" and not address.startswith("127."):
+        return None
+    return (
+        f"the name of this host, {host}, means {address}: export "
+        "GLOO_SOCKET_IFNAME with the interface that they share"
+    )
+
+
+def gpu_advice(found: int) -> str | None:
+    """What to do about fewer GPUs than Slurm gave; None if nothing.
+
+    Args:
+        found: GPUs that torch sees.
+    """
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if not given.isdigit() or found >= int(given):
+        return None
+    return (
+        f"torch sees {found} GPUs, Slurm gave {given}: install a torch built for this machine's "
+        "CUDA driver, and see that CUDA_VISIBLE_DEVICES hides none"
+    )

@@ -1,0 +1,134 @@
+"""One node's part of a Ray cluster that lives as long as its job.
+
+The first node holds the head, the others join it and leave when it is gone. `ray start --block`
+and all that it starts have SIGTERM and SIGUSR1 blocked: Slurm sends its warnings to every process
+of a job's step, and a raylet that heard one would end, and its ranks with it. Nothing is stopped by
+name (``ray stop`` would end other jobs' clusters on the node, too), only what was started here.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from megatron_hdp.ray_launch.node_ranks import free_port
+
+WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
+START_S = 300.0
+_LOOK_S = 2.0
+_LOOKS = 3  # so many in a row that fail, and the head is gone
+_OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
+_LONGEST_FOLDER = 50  # characters; the names of sockets below it have an end at 107
+
+
+@contextmanager
+def ray_node(address: str, node: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """This node in the cluster, while the block runs; call it with `WARNINGS` blocked.
+
+    Args:
+        address: of the head, ``IP:PORT``.
+        node: 0 for the head.
+
+    Raises:
+        TimeoutError: the head does not answer within `START_S`.
+    """
+    if node > 0:
+        _wait_for_head(address)
+    folder = tempfile.mkdtemp(prefix="hdp-ray-", dir=_short_folder())
+    process = subprocess.Popen(start_command(address, node, folder), stdin=subprocess.DEVNULL)
+    try:
+        if node == 0:
+            _wait_for_head(address, process)
+        yield process
+    finally:
+        _kill(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_command(address: str, node: int, folder: str) -> list[str]:
+    """The words of ``ray start`` for one node.
+
+    Ports are free ones but the head's, so that clusters may share a node. What Slurm gives the job
+    is what Ray gets; without Slurm Ray counts by itself.
+    """
+    host, _, port = address.rpartition(":")
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    if node == 0:
+        words += ["--head", f"--port={port}", f"--node-ip-address={host}"]
+        words += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+    else:
+        words += [f"--address={address}"]
+    words += ["--disable-usage-stats", "--include-log-monitor=false", f"--temp-dir={folder}"]
+    words += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+    for name in ("node-manager", "object-manager", "min-worker", "max-worker"):
+        words.append(f"--{name}-port=0")
+    for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
+        words.append(f"--{name}-port=0")
+    words.append("--metrics-export-port=0")
+    for option, variable in (("cpus", "SLURM_CPUS_ON_NODE"), ("gpus", "SLURM_GPUS_ON_NODE")):
+        if os.environ.get(variable, "").isdigit():
+            words.append(f"--num-{option}={os.environ[variable]}")
+    return words
+
+
+def wait_until_head_is_gone(address: str, process: "subprocess.Popen[bytes]") -> None:
+    """Returns when the job is over.
+
+    Raises:
+        RuntimeError: this node's Ray has ended before.
+    """
+    failed = 0
+    while failed < _LOOKS:
+        if process.poll() is not None:
+            raise RuntimeError(f"Ray on this node has ended with {process.returncode}")
+        failed = 0 if _answers(address) else failed + 1
+        time.sleep(_LOOK_S)
+
+
+def _wait_for_head(address: str, process: "subprocess.Popen[bytes] | None" = None) -> None:
+    deadline = time.monotonic() + START_S
+    while not _answers(address):
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(
+                f"Ray's head on {address} has ended with {process.returncode}; it says above why"
+            )
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"no head of Ray answers on {address} after {START_S:.0f} s: see node 0's log; "
+                "this must be an address of node 0 that all nodes reach (in the job script "
+                "RENDEZVOUS_HOST and RENDEZVOUS_PORT)"
+            )
+        time.sleep(_LOOK_S / 4)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _short_folder() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Ends `ray start` and all below it; what blocks SIGTERM cannot be asked."""
+    with suppress(psutil.Error):
+        tree = psutil.Process(process.pid).children(recursive=True)
+        for one in tree:
+            with suppress(psutil.Error):
+                one.kill()
+    process.kill()
+    process.wait()

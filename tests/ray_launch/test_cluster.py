@@ -1,0 +1,137 @@
+"""A node's part of a Ray cluster, with a stand-in for ``ray start``: up, watched, ended whole."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_hdp.ray_launch import cluster
+from tests.processes import free_port
+
+# listens as a head does, in a child that hears no SIGTERM; a worker only starts the child
+RAY = """
+import signal, socket, subprocess, sys, time
+words = sys.argv[1:]
+open("words", "a").write(" ".join(words) + chr(10))
+if "fails" in open("mode").read():
+    sys.exit("planted: cannot start")
+listen = "import socket, time; s = socket.create_server(('127.0.0.1', int({port}))); time.sleep(60)"
+port = [word.partition("=")[2] for word in words if word.startswith("--port=")]
+code = listen.format(port=port[0]) if port else "import time; time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", code])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A folder to work in, with a package ray; ``mode`` tells what it does."""
+    scripts = tmp_path / "packages/ray/scripts"
+    scripts.mkdir(parents=True)
+    for folder in (scripts, scripts.parent):
+        (folder / "__init__.py").touch()
+    (scripts / "scripts.py").write_text(RAY)
+    (tmp_path / "mode").write_text("runs")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "_LOOK_S", 0.2)
+    return tmp_path
+
+
+def below_here():
+    return psutil.Process().children(recursive=True)
+
+
+def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
+    address = f"127.0.0.1:{free_port()}"
+    before = len(below_here())
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, cluster.WARNINGS)
+    try:
+        with cluster.ray_node(address, 0) as process:
+            assert cluster._answers(address) and len(below_here()) == before + 2
+            for one in below_here():  # what Slurm sends to all of a step's processes
+                one.send_signal(signal.SIGTERM)
+                one.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+            assert cluster._answers(address) and process.poll() is None
+            (words,) = Path("words").read_text().splitlines()
+            (folder,) = [w.partition("=")[2] for w in words.split() if "--temp-dir" in w]
+            assert Path(folder).is_dir()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    assert not cluster._answers(address) and len(below_here()) == before
+    assert not Path(folder).exists()
+
+
+def test_a_worker_joins_a_head_that_answers_and_leaves_when_it_is_gone(stand_in):
+    port = free_port()
+    listen = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    head = subprocess.Popen([sys.executable, "-c", listen])
+    address = f"127.0.0.1:{port}"
+    try:
+        with cluster.ray_node(address, 1) as process:
+            assert cluster._answers(address)
+            head.kill()
+            head.wait()
+            cluster.wait_until_head_is_gone(address, process)
+    finally:
+        head.kill()
+    assert f"--address={address}" in Path("words").read_text()
+
+
+def test_a_head_that_does_not_start_is_told(stand_in):
+    (stand_in / "mode").write_text("fails")
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(RuntimeError, match=f"head on {address} has ended with 1"),
+        cluster.ray_node(address, 0),
+    ):
+        pass
+
+
+def test_a_head_that_never_answers_is_told(stand_in, monkeypatch):
+    monkeypatch.setattr(cluster, "START_S", 0.1)
+    with (
+        pytest.raises(TimeoutError, match="no head of Ray answers.*RENDEZVOUS_HOST"),
+        cluster.ray_node(f"127.0.0.1:{free_port()}", 1),
+    ):
+        pass
+
+
+def test_a_worker_whose_ray_ends_before_the_job_is_told(stand_in):
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"])
+    process.wait()
+    with pytest.raises(RuntimeError, match="Ray on this node has ended with 5"):
+        cluster.wait_until_head_is_gone("127.0.0.1:1", process)
+
+
+def test_what_ray_is_started_with(monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    head = cluster.start_command("10.0.0.7:24567", 0, "/tmp/x")
+    expected = {"--head", "--port=24567", "--node-ip-address=10.0.0.7", "--temp-dir=/tmp/x"}
+    expected |= {"--num-cpus=96", "--num-gpus=8", "--include-dashboard=false", "--block"}
+    assert expected | {"--disable-usage-stats"} <= set(head)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    worker = cluster.start_command("10.0.0.7:24567", 3, "/tmp/x")
+    assert "--address=10.0.0.7:24567" in worker and "--head" not in worker
+    assert not any(word.startswith("--num-gpus") for word in worker)  # Ray counts by itself
+
+
+def test_ray_knows_these_options():
+    """Ray's own parser reads the words; it starts nothing."""
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="pip install 'megatron-hdp[ray]'")
+    for node in (0, 1):
+        words = cluster.start_command("10.0.0.7:24567", node, "/tmp/x")
+        scripts.start.make_context("start", words[words.index("start") + 1 :])
+
+
+def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: "/" + "x" * 60)
+    assert cluster._short_folder() == "/tmp"
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: "/scratch")
+    assert cluster._short_folder() == "/scratch"
