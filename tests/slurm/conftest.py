@@ -32,6 +32,7 @@ def cluster(tmp_path_factory):
 @pytest.fixture
 def submit(cluster):
     """Submits a job, and cancels it if the test leaves it behind."""
+    cluster.wait_until_idle()  # a node that a test before took away is not back at once
     jobs = []
 
     def submit_one(name, *options, **more):
