@@ -4,6 +4,7 @@
 
     RAY_ADDRESS=... python -m megatron_hdp.ray_launch --nodes 2 --ranks-per-node 8 \
         -m megatron_hdp.pretrain_gpt --hybrid-data-parallel --config my.yaml
+    export RAY_AUTH_TOKEN=$(openssl rand -hex 32)
     srun --ntasks-per-node=1 python -m megatron_hdp.ray_launch --start-ray n01:24000 ...
 
 Ends with 0, 2 after a mistake of the user's, or the exit code of the rank to blame. SIGUSR1 or
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _launch(options, None)
         host, _, port = options.start_ray.rpartition(":")
         address = f"{socket.gethostbyname(host)}:{port}"
+        os.environ["RAY_AUTH_MODE"] = "token"
         with ray_node(address, options.node_rank) as process:
             if options.node_rank == 0:
                 return _launch(options, address)
@@ -92,6 +94,11 @@ def _check(options: argparse.Namespace) -> None:
     address = options.start_ray
     if address is not None and not address.rpartition(":")[2].isdigit():
         raise ValueError(f"--start-ray is {address!r}; expected HOST:PORT")
+    if address is not None and not os.environ.get("RAY_AUTH_TOKEN"):
+        raise ValueError(
+            "--start-ray found no RAY_AUTH_TOKEN; expected one that all nodes of the job share, by "
+            "which they know each other: export RAY_AUTH_TOKEN=$(openssl rand -hex 32) before srun"
+        )
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             "found no package ray in this Python; expected Ray 2.60 or newer on every node: "

@@ -22,11 +22,13 @@ needs_ray = pytest.mark.skipif(
         (["--nodes", "0"], "--nodes is 0; expected at least 1"),
         (["--ranks-per-node", "-2"], "--ranks-per-node is -2; expected at least 1"),
         (["--start-ray", "n01"], "--start-ray is 'n01'; expected HOST:PORT"),
+        (["--start-ray", "n01:1"], "--start-ray found no RAY_AUTH_TOKEN"),
         ([], "found no package ray in this Python"),
     ],
 )
 def test_mistakes_are_told_in_one_line(words, said, monkeypatch, capsys):
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     masked = launcher.signal.pthread_sigmask(launcher.signal.SIG_BLOCK, set())
     try:
         assert launcher.main([*words, "script.py"]) == 2
@@ -76,6 +78,7 @@ def launched(folder, port, *arguments):
             "SLURMD_NODENAME": f"made-up-{node}",
             "SLURM_CPUS_ON_NODE": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_TOKEN": f"{port:032x}",
             "PYTHONPATH": os.pathsep.join(sys.path[:1] + [os.environ.get("PYTHONPATH", "")]),
         }
         command = [sys.executable, "-m", "megatron_hdp.ray_launch", "--logs", "logs", "--env"]
