@@ -42,20 +42,27 @@ def stand_in(tmp_path, monkeypatch):
     return tmp_path
 
 
-def below_here():
-    """All that runs; what has ended and nobody has asked for is left out."""
+def started_since(before):
+    """What runs below this process and is not in `before`."""
     children = psutil.Process().children(recursive=True)
-    return [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in children if one not in before and is_alive(one)]
+
+
+def is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
     address = f"127.0.0.1:{free_port()}"
-    before = len(below_here())
+    before = started_since([])
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, cluster.WARNINGS)
     try:
         with cluster.ray_node(address, 0) as process:
-            assert cluster._answers(address) and len(below_here()) == before + 2
-            for one in below_here():  # what Slurm sends to all of a step's processes
+            assert cluster._answers(address) and len(started_since(before)) == 2
+            for one in started_since(before):  # what Slurm sends to all of a step's processes
                 one.send_signal(signal.SIGTERM)
                 one.send_signal(signal.SIGUSR1)
             time.sleep(0.3)
@@ -65,7 +72,7 @@ def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
             assert Path(folder).is_dir()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    assert not cluster._answers(address) and len(below_here()) == before
+    assert not cluster._answers(address) and started_since(before) == []
     assert not Path(folder).exists()
 
 
