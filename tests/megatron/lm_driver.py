@@ -71,6 +71,7 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
         "WORLD_SIZE": str(run["ranks"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "WANDB_MODE": "offline",
     }
     code, faults = 1, ExitStack()
     try:
