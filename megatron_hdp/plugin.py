@@ -68,6 +68,6 @@ def run(script: str, arguments: Sequence[str]) -> None:
 
 def _make_outputs(*of_the_run: Any) -> Any:
     """What a run writes besides Megatron's logs, made when its first step begins."""
-    from megatron_hdp.training.lm_outputs import LmOutputs
+    from megatron_hdp.training.step_outputs import StepOutputs
 
-    return LmOutputs(*of_the_run)
+    return StepOutputs(*of_the_run)

@@ -263,6 +263,15 @@ class HdpSteps:
                 found.append(NonFinite(micro_batch.index, loss, rows, documents))
         return found
 
+    def describe(self, use: str) -> str:
+        """One line for the log on the ranks and the sequences, which are ``use``."""
+        table = self.table
+        return (
+            f"hybrid data parallelism over {self.place.num_hdp_ranks} ranks, {len(table):,} "
+            f"sequences {use} (documents: {table.num_empty:,} empty and skipped, "
+            f"{table.num_truncated:,} truncated, {table.num_split:,} split)"
+        )
+
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
         from megatron_hdp.simulator.plot import plot_plan

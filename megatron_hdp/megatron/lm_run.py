@@ -41,17 +41,12 @@ class StepOutputs(Protocol):
         """A step begins, counted from 1; a step may begin again."""
         ...
 
-    def end_step(
-        self,
-        step: int,
-        report: StepReport,
-        *,
-        seconds: float,
-        grad_norm: float,
-        learning_rate: float,
-        consumed_tokens: int,
-    ) -> None:
-        """It has ended, the optimizer's step included."""
+    def end_step(self, step: int) -> None:
+        """It has ended and been timed, the optimizer's step included."""
+        ...
+
+    def write(self, report: StepReport, **figures: Any) -> Any:
+        """Writes the metrics of a step that has ended."""
         ...
 
     def close(self) -> None:
@@ -171,10 +166,12 @@ class LmRun:
             return
         consumed_tokens = lm_checkpoint.count_tokens(self.args, report.tokens)
         self._job.timeline.settle()
-        self._outputs.end_step(
-            step,
+        seconds = time.perf_counter() - self._began_at
+        self._outputs.end_step(step)
+        self._outputs.write(
             report,
-            seconds=time.perf_counter() - self._began_at,
+            step=step,
+            seconds=seconds,
             grad_norm=float(grad_norm or 0.0),
             learning_rate=learning_rate,
             consumed_tokens=consumed_tokens,
@@ -221,12 +218,7 @@ class LmRun:
                 self.documents[split],
                 self.vocab_size,
             )
-            table = self._steps[split].table
-            say(
-                f"hybrid data parallelism over {self._executor.place.num_hdp_ranks} ranks, "
-                f"{len(table):,} sequences in split {split} (documents: {table.num_empty:,} empty "
-                f"and skipped, {table.num_truncated:,} truncated, {table.num_split:,} split)"
-            )
+            say(self._steps[split].describe(f"in split {split}"))
         return self._steps[split]
 
     def _validate(self, report: StepReport) -> None:

@@ -20,8 +20,6 @@ from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.training.flops import ModelFlops
-from megatron_hdp.training.tracer import StepTracer
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
@@ -56,8 +54,8 @@ class Job:
     training: Steps
     validation: Steps | None
     checkpoints: Checkpoints
-    flops: ModelFlops
-    tracer: StepTracer | None
+    vocab_size: int
+    """Entries of the tokenizer."""
 
     def close(self) -> None:
         """Ends what works in the background."""
@@ -93,8 +91,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         training=training,
         validation=validation,
         checkpoints=Checkpoints(arguments, state, training.order, parallel.say),
-        flops=ModelFlops.of_model(arguments, tokenizer.vocab_size),
-        tracer=_build_tracer(arguments, training),
+        vocab_size=tokenizer.vocab_size,
     )
 
 
@@ -112,12 +109,7 @@ def _hdp_steps(
         )
 
     training = steps(train)
-    table = training.table
-    parallel.say(
-        f"hybrid data parallelism over {parallel.num_hdp_ranks()} ranks, {len(table):,} sequences "
-        f"to train on (documents: {table.num_empty:,} empty and skipped, {table.num_truncated:,} "
-        f"truncated, {table.num_split:,} split)"
-    )
+    parallel.say(training.describe("to train on"))
     return training, steps(valid) if arguments.eval_iters else None
 
 
@@ -129,10 +121,3 @@ def _stock_steps(
     train, valid = build_datasets(arguments, tokenizer, samples)
     validation = StockSteps(arguments, model, valid) if arguments.eval_iters else None
     return StockSteps(arguments, model, train), validation
-
-
-def _build_tracer(arguments: TrainingArguments, training: Steps) -> StepTracer | None:
-    if arguments.hdp_trace is None or arguments.hdp_trace_steps is None:
-        return None
-    assert isinstance(training, HdpSteps), "tracing without HDP is refused with the flags"
-    return StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, training)

@@ -10,9 +10,6 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import fields
-from pathlib import Path
-
-import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.arguments import TrainingArguments
@@ -25,7 +22,8 @@ from megatron_hdp.runtime.heartbeat import Heartbeat
 from megatron_hdp.runtime.signals import StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.job import Job, build_job
-from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
+from megatron_hdp.training.metrics import StepMetrics, log_line
+from megatron_hdp.training.step_outputs import StepOutputs
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
@@ -62,22 +60,17 @@ def _train(
 ) -> list[StepMetrics]:
     """Runs the steps that are left, or until a signal; returns their metrics."""
     arguments = job.arguments
-    writes = parallel.is_first_rank()
     records = []
+    first_step = progress.iteration + 1
     with (
         closing(job),
-        MetricsLogger(
-            arguments.metrics_path if writes else None,
-            arguments.tensorboard_dir if writes else None,
-            first_step=progress.iteration + 1,
-        ) as logger,
+        closing(StepOutputs(arguments, job.training, job.vocab_size, first_step)) as outputs,
     ):
         stop = None
         while progress.iteration < arguments.train_iters and stop is None:
             heartbeat.begin_step(progress.iteration + 1)
-            metrics, progress = _train_step(job, progress)
+            metrics, progress = _train_step(job, outputs, progress)
             records.append(metrics)
-            logger.write(metrics)
             if metrics.step % arguments.log_interval == 0:
                 parallel.say(log_line(metrics, arguments.train_iters))
             stop = signals.agreed(parallel.compute_device())
@@ -95,11 +88,9 @@ def _require_same_arguments(arguments: TrainingArguments) -> None:
     require_agreement(facts, parallel.compute_device())
 
 
-def _train_step(job: Job, progress: Progress) -> tuple[StepMetrics, Progress]:
-    arguments = job.arguments
+def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[StepMetrics, Progress]:
     step = progress.iteration + 1
-    if job.tracer is not None:
-        job.tracer.begin(step)
+    outputs.begin_step(step)
     started = time.perf_counter()
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
@@ -111,20 +102,14 @@ def _train_step(job: Job, progress: Progress) -> tuple[StepMetrics, Progress]:
     job.scheduler.step(increment=1)
     job.timeline.settle()
     seconds = time.perf_counter() - started
-    if job.tracer is not None:
-        job.tracer.end(step)
-    if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and parallel.is_first_rank():
-        title = f"step {step}: {arguments.hdp_strategy}"
-        job.training.draw_plan(Path(arguments.hdp_plot_plan), title)
-    metrics = StepMetrics.of_report(
+    outputs.end_step(step)
+    metrics = outputs.write(
         report,
         step=step,
         grad_norm=float(grad_norm),
         learning_rate=learning_rate,
         consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
-        model_flops=job.flops.of_batch(report.tokens, report.squared_tokens),
-        num_ranks=dist.get_world_size(),
         validation_loss=_validate(job, step),
     )
     return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import orjson
@@ -70,7 +69,7 @@ class StepMetrics(StepFigures):
 
 
 class MetricsLogger:
-    """Writes each step's metrics as soon as it is given them; a context manager.
+    """Writes each step's metrics as soon as it is given them.
 
     What must be refused is refused at once; nothing is written before the first step has ended.
 
@@ -112,17 +111,6 @@ class MetricsLogger:
             self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-    def __enter__(self) -> "MetricsLogger":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        stack: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def log_line(metrics: StepMetrics, train_iters: int) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import closing
 from dataclasses import MISSING, fields, replace
 from unittest import mock
 
@@ -48,7 +49,7 @@ STEP = StepMetrics(
 
 
 def _write(path, steps, **options) -> None:
-    with MetricsLogger(path, **options) as logger:
+    with closing(MetricsLogger(path, **options)) as logger:
         for step in steps:
             logger.write(replace(STEP, step=step))
 
@@ -235,7 +236,7 @@ def test_tensorboard_gets_the_scalars(tmp_path) -> None:
     pytest.importorskip("tensorboard", reason="pip install 'megatron-hdp[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLogger(None, tmp_path) as logger:
+    with closing(MetricsLogger(None, tmp_path)) as logger:
         logger.write(STEP)
     events = EventAccumulator(str(tmp_path)).Reload()
     (loss,) = events.Scalars("loss")

@@ -1,11 +1,12 @@
-"""What a run of Megatron-LM writes of each step besides Megatron's logs: metrics, trace, picture.
+"""What is written of each training step: metrics, a trace, a picture of its plan.
 
-The writers are those of HDP's own command.
+The same for this package's own loop and for Megatron-LM's, which writes its logs besides.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,11 +15,12 @@ from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.step_report import StepReport
 from megatron_hdp.training.flops import ModelFlops
+from megatron_hdp.training.job import Steps
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
 from megatron_hdp.training.tracer import StepTracer
 
 
-class LmOutputs:
+class StepOutputs:
     """Writes as the flags say; every rank makes the same calls.
 
     Args:
@@ -29,15 +31,20 @@ class LmOutputs:
     """
 
     def __init__(
-        self, arguments: TrainingArguments, steps: HdpSteps, vocab_size: int, first_step: int
+        self, arguments: TrainingArguments, steps: Steps, vocab_size: int, first_step: int
     ) -> None:
         self._arguments = arguments
         self._steps = steps
         self._flops = ModelFlops.of_model(arguments, vocab_size)
-        path = arguments.metrics_path if parallel.is_first_rank() else None
-        self._logger = MetricsLogger(path, first_step=first_step)
+        self._writes = parallel.is_first_rank()
+        self._logger = MetricsLogger(
+            arguments.metrics_path if self._writes else None,
+            arguments.tensorboard_dir if self._writes else None,
+            first_step=first_step,
+        )
         self._tracer = None
         if arguments.hdp_trace is not None and arguments.hdp_trace_steps is not None:
+            assert isinstance(steps, HdpSteps), "tracing without HDP is refused with the flags"
             self._tracer = StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, steps)
 
     def begin_step(self, step: int) -> None:
@@ -45,35 +52,30 @@ class LmOutputs:
         if self._tracer is not None:
             self._tracer.begin(step)
 
-    def end_step(
-        self,
-        step: int,
-        report: StepReport,
-        *,
-        seconds: float,
-        grad_norm: float,
-        learning_rate: float,
-        consumed_tokens: int,
-    ) -> None:
-        """It has ended, the optimizer's step included."""
+    def end_step(self, step: int) -> None:
+        """It has ended and been timed, the optimizer's step included."""
         arguments = self._arguments
         if self._tracer is not None:
             self._tracer.end(step)
-        if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and parallel.is_first_rank():
+        if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and self._writes:
             title = f"step {step}: {arguments.hdp_strategy}"
             self._steps.draw_plan(Path(arguments.hdp_plot_plan), title)
-        self._logger.write(
-            StepMetrics.of_report(
-                report,
-                step=step,
-                grad_norm=grad_norm,
-                learning_rate=learning_rate,
-                consumed_tokens=consumed_tokens,
-                seconds=seconds,
-                model_flops=self._flops.of_batch(report.tokens, report.squared_tokens),
-                num_ranks=dist.get_world_size(),
-            )
+
+    def write(self, report: StepReport, **figures: Any) -> StepMetrics:
+        """Writes the metrics of a step that has ended, and returns them.
+
+        Args:
+            report: what it did.
+            figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
+        """
+        metrics = StepMetrics.of_report(
+            report,
+            model_flops=self._flops.of_batch(report.tokens, report.squared_tokens),
+            num_ranks=dist.get_world_size(),
+            **figures,
         )
+        self._logger.write(metrics)
+        return metrics
 
     def close(self) -> None:
         """No step follows."""
