@@ -11,9 +11,9 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "megatron_hdp.planner._core",
-            sorted(["csrc/bindings.cpp", *glob("csrc/planner/*.cpp")]),
+            sorted(["csrc/bindings.cpp", *glob("csrc/planner/**/*.cpp", recursive=True)]),
             include_dirs=["csrc"],
-            depends=sorted(glob("csrc/planner/*.hpp")),
+            depends=sorted(glob("csrc/planner/**/*.hpp", recursive=True)),
             cxx_std=17,
             extra_compile_args=[
                 *["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],

@@ -24,11 +24,11 @@ def activate() -> None:
         PluginError: Megatron-LM is not found, or is no release that the plugin knows; nothing is
             changed.
     """
-    from megatron_hdp.megatron import lm_patches
-    from megatron_hdp.megatron.patching import PatchError
+    from megatron_hdp.megatron.lm import patches
+    from megatron_hdp.megatron.lm.patching import PatchError
 
     try:
-        lm_patches.activate(_make_outputs)
+        patches.activate(_make_outputs)
     except PatchError as error:
         raise PluginError(str(error)) from error
 
@@ -39,9 +39,9 @@ def deactivate() -> None:
     Raises:
         RuntimeError: somebody replaced the same functions later.
     """
-    from megatron_hdp.megatron import lm_patches
+    from megatron_hdp.megatron.lm import patches
 
-    lm_patches.deactivate()
+    patches.deactivate()
 
 
 def run(script: str, arguments: Sequence[str]) -> None:

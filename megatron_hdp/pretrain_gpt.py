@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     without a traceback and 2; one that every rank sees before the job is joined comes from the
     first rank only. If another rank is to blame, it is 3 and a message that names it.
     """
-    from megatron_hdp.megatron.arguments import parse_arguments
+    from megatron_hdp.megatron.options import parse_arguments
     from megatron_hdp.runtime import cuda_connections
 
     rank = int(os.environ.get("RANK", "0"))
@@ -33,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel
-    from megatron_hdp.runtime.agreement import DisagreementError
-    from megatron_hdp.runtime.heartbeat import EXIT_CODE, RankFailure
+    from megatron_hdp.runtime.health import EXIT_CODE, DisagreementError, RankFailure
     from megatron_hdp.training.loop import pretrain
 
     try:

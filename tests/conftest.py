@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests.support import ranks
 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """The one way to run a test on real gloo ranks; see tests/ranks.py."""
+    """The one way to run a test on real gloo ranks; see tests/support/ranks.py."""
     return ranks.run_ranks
 
 

@@ -1,42 +1,94 @@
-"""Imports point down, only one room names Megatron, and no file outgrows a head."""
+"""Imports point down, between rooms and inside them, and no room or file outgrows a head."""
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "megatron_hdp"
-MAX_LINES = 500
+PLANNER = REPOSITORY / "csrc" / "planner"
+MAX_LINES, MAX_FILES = 500, 16
 
-# What each room may import of the package besides itself; options and the package's own __init__
-# lie below every room.
-ROOMS = {
+# What each room may import of the package besides itself, by folder. A room may import those that
+# stand above it here; what a room with rooms in it holds by itself lies below these.
+ROOMS: dict[str, set[str]] = {
     "options": set(),
+    "exit_codes": set(),
     "planner": set(),
+    "planner/memory": set(),
     "data": {"planner"},
     "simulator": {"planner"},
-    "runtime": {"planner", "data"},
-    "megatron": {"planner", "data", "simulator", "runtime"},
+    "runtime": set(),
+    "runtime/health": {"runtime"},
+    "runtime/kernels": {"runtime"},
+    "runtime/offload": {"runtime"},
+    "runtime/ring": {"runtime", "runtime/kernels"},
+    "runtime/attention": {"runtime", "runtime/kernels", "runtime/ring"},
+    "runtime/loss": {"runtime", "runtime/ring"},
+    "megatron/options": set(),
+    "megatron/cpu": set(),
+    "megatron": {"planner", "data", "runtime", "megatron/options", "megatron/cpu"},
+    "megatron/model": {"megatron", "megatron/options", "runtime"},
+    "megatron/optimizer": {"megatron", "megatron/options", "megatron/model", "runtime"},
+    "megatron/checkpoint": {
+        *{"megatron", "megatron/options", "megatron/optimizer"},
+        *{"data", "runtime"},
+    },
+    "megatron/step": {
+        *{"megatron", "megatron/options", "megatron/model"},
+        *{"planner", "data", "simulator", "runtime"},
+    },
+    "megatron/lm": {
+        *{"megatron", "megatron/options", "megatron/cpu"},
+        *{"megatron/model", "megatron/optimizer", "megatron/step"},
+        *{"planner", "data", "runtime"},
+    },
+    "megatron/doctor": {"megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
-    "pretrain_gpt": {"planner", "data", "simulator", "runtime", "megatron", "training"},
+    "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "training"},
     "ray_launch": set(),
     "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }
-BELOW_ALL = {"options", "__init__"}
+BELOW_ALL = {"options", "exit_codes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
+# Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm and
+# megatron/cpu are named one by one: importing all of them would import Megatron too early.
+FACES = {
+    *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
+    *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
+    *{"megatron/optimizer", "megatron/checkpoint", "megatron/step", "megatron/doctor"},
+}
+
+# The same for the C++ planner: each room may include those before it.
+CPP_ROOMS = ("base", "bounds", "schedule", "baselines", "rings", "dp_balance", "pp_balance", "")
+
 
 def _room(module: str) -> str:
-    """Room of a module of the package: ``megatron_hdp.data.sampler`` -> ``data``."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "__init__"
+    """Room of a module: ``megatron_hdp.megatron.step.executor`` -> ``megatron/step``."""
+    parts = module.split(".")[1:]
+    for known in ("/".join(parts[:2]), *parts[:1]):
+        if known in ROOMS:
+            return known
+    return "__init__"
+
+
+def _may_import(room: str, target: str) -> bool:
+    """A room that is allowed by the name of its floor is allowed with all rooms in it."""
+    floor = target.split("/")[0]
+    allowed = ROOMS.get(room, set())
+    same_floor = room.split("/")[0] == floor
+    return (
+        target in BELOW_ALL | {room} or target in allowed or (floor in allowed and not same_floor)
+    )
 
 
 def _imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
@@ -65,22 +117,42 @@ def _is_import_call(node: ast.Call) -> bool:
 def violations(source: str, module: str) -> list[str]:
     """Return what is wrong with the imports of a module's source."""
     room = _room(module)
+    floor = room.split("/")[0]
     found = []
     for line, name in _imports(ast.parse(source), module):
         top = name.split(".")[0]
         where = f"{module}:{line} imports {name}"
         if top == "megatron_hdp":
-            target = _room(name)
-            allowed = ROOMS.get(room, set()) | BELOW_ALL | {room}
-            if target not in allowed:
-                found.append(f"{where}: {room} may import {sorted(allowed)} of the package")
-        elif top == "megatron" and room != "megatron":
+            if not _may_import(room, _room(name)):
+                allowed = sorted(ROOMS.get(room, set()) | BELOW_ALL)
+                found.append(f"{where}: {room} may import {allowed} of the package")
+            elif _room(name) in FACES - {room} and name.count(".") > 3:
+                found.append(f"{where}: name what the room's __init__ offers")
+        elif top == "megatron" and floor != "megatron":
             found.append(f"{where}: only megatron_hdp/megatron may name a Megatron module")
-        elif top == "torch" and room not in TORCH_ROOMS:
+        elif top == "torch" and floor not in TORCH_ROOMS:
             found.append(f"{where}: {room} works without torch")
-        elif room == "planner" and top not in PLANNER_PACKAGES:
+        elif floor == "planner" and top not in PLANNER_PACKAGES:
             found.append(f"{where}: the planner needs numpy and orjson only")
     return found
+
+
+def circles(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Return a circle of the graph, node by node, or nothing if it has none."""
+    done: set[str] = set()
+
+    def follow(node: str, way: tuple[str, ...]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(graph.get(node, ())):
+            if circle := follow(other, (*way, node)):
+                return circle
+        done.add(node)
+        return []
+
+    return next(filter(None, (follow(node, ()) for node in sorted(graph))), [])
 
 
 def _sources() -> list[Path]:
@@ -91,14 +163,71 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
 
 
+def _module_graph() -> dict[str, set[str]]:
+    """What each module imports of the package; a package stands for its ``__init__``."""
+    modules = {_module(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py*")}
+    graph = {}
+    for module, path in modules.items():
+        named = (name for _, name in _imports(ast.parse(path.read_text()), _module(path)))
+        found = {name if name in modules else name.rpartition(".")[0] for name in named}
+        graph[module] = (found & set(modules)) - {module}
+    return graph
+
+
+def _includes(text: str) -> list[str]:
+    return re.findall(r'^#include "planner/([\w/]+)\.hpp"', text, re.MULTILINE)
+
+
+def _cpp_graph() -> dict[str, set[str]]:
+    """What each pair of a header and its source includes, as ``room/name``."""
+    graph: dict[str, set[str]] = {}
+    for path in sorted(PLANNER.rglob("*.?pp")):
+        part = str(path.relative_to(PLANNER).with_suffix(""))
+        graph.setdefault(part, set()).update(set(_includes(path.read_text())) - {part})
+    return graph
+
+
+def cpp_violations(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Return the includes that point from a room to a later one."""
+    floor = {room: number for number, room in enumerate(CPP_ROOMS)}
+    return [
+        f"{part} includes {other}"
+        for part, others in graph.items()
+        for other in others
+        if floor[other.rpartition("/")[0]] > floor[part.rpartition("/")[0]]
+    ]
+
+
 def test_every_folder_is_a_known_room() -> None:
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__pycache__"} <= set(ROOMS)
+    folders = {
+        str(path.parent.relative_to(PACKAGE)) for path in _sources() if path.parent != PACKAGE
+    }
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert (folders | modules) - {"__init__"} <= set(ROOMS)
 
 
 def test_imports_point_down() -> None:
     found = [text for path in _sources() for text in violations(path.read_text(), _module(path))]
     assert not found, "\n".join(found)
+
+
+def test_a_room_stands_below_those_that_import_it() -> None:
+    graph = {room: {other for other in ROOMS if _may_import(room, other)} for room in ROOMS}
+    assert circles({room: others - {room} - BELOW_ALL for room, others in graph.items()}) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(_module_graph()) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def test_includes_of_the_planner_point_down() -> None:
+    graph = _cpp_graph()
+    assert cpp_violations(graph) == []
+    assert circles(graph) == []
+    assert len([part for part in graph if graph[part]]) > 20  # they were found
+    upward = {"base/types": {"rings/rings"}, "planner": {"pp_balance/draft"}}
+    assert cpp_violations(upward) == ["base/types includes rings/rings"]
 
 
 @pytest.mark.parametrize(
@@ -110,15 +239,25 @@ def test_imports_point_down() -> None:
         ("megatron_hdp.planner.types", "from ..data import TokenFile"),
         ("megatron_hdp.planner.types", "def f():\n    from torch import nn"),
         ("megatron_hdp.planner.types", "import importlib\nimportlib.import_module('torch')"),
+        ("megatron_hdp.planner.memory.job", "import torch"),
         ("megatron_hdp.data.sampler", "from megatron_hdp import runtime"),
         ("megatron_hdp.data.sampler", "import torch.distributed"),
         ("megatron_hdp.simulator.plot", "import megatron_hdp.data"),
-        ("megatron_hdp.runtime.loss", "from megatron.core import parallel_state"),
-        ("megatron_hdp.runtime.loss", "from megatron_hdp.megatron import model"),
-        ("megatron_hdp.megatron.model", "from megatron_hdp.training.loop import pretrain"),
+        ("megatron_hdp.runtime.loss.token_sum", "from megatron.core import parallel_state"),
+        ("megatron_hdp.runtime.loss.token_sum", "from megatron_hdp.megatron import parallel"),
+        ("megatron_hdp.runtime.timeline", "from megatron_hdp.runtime.ring.comm import RingComm"),
+        ("megatron_hdp.runtime.ring.comm", "from megatron_hdp.runtime.attention import selection"),
+        (
+            "megatron_hdp.runtime.loss.balance",
+            "from megatron_hdp.runtime.ring.comm import RingComm",
+        ),
+        ("megatron_hdp.megatron.parallel", "from megatron_hdp.megatron.step import executor"),
+        ("megatron_hdp.megatron.model.moe", "from megatron_hdp.megatron.step import executor"),
+        ("megatron_hdp.megatron.step.setup", "import megatron_hdp.megatron.lm.run"),
+        ("megatron_hdp.megatron.model.moe", "from megatron_hdp.training.loop import pretrain"),
         ("megatron_hdp.training.loop", "import megatron.core"),
         ("megatron_hdp.training.loop", "from megatron_hdp.cli import main"),
-        ("megatron_hdp.options", "from megatron_hdp.planner import plan"),
+        ("megatron_hdp.options.hdp", "from megatron_hdp.planner import plan"),
         ("megatron_hdp.__init__", "from megatron_hdp.planner import plan"),
         ("megatron_hdp.__init__", "import torch"),
     ],
@@ -135,8 +274,10 @@ def test_a_planted_upward_import_is_found(module: str, source: str) -> None:
             "megatron_hdp.planner.plan",
             "from . import _core\nfrom megatron_hdp.planner import types",
         ),
-        ("megatron_hdp.runtime.loss", "import torch\nfrom megatron_hdp.data import RankMicroBatch"),
-        ("megatron_hdp.megatron.model", "from megatron.core import parallel_state"),
+        ("megatron_hdp.runtime.ring.comm", "import torch\nimport numpy"),
+        ("megatron_hdp.runtime.ring.comm", "from megatron_hdp.runtime.timeline import Timeline"),
+        ("megatron_hdp.megatron.model.moe", "from megatron.core import parallel_state"),
+        ("megatron_hdp.megatron.model.moe", "from megatron_hdp.runtime.ring import RingComm"),
         ("megatron_hdp.cli.main", "from megatron_hdp import __version__"),
         ("megatron_hdp.simulator.plot", "import matplotlib"),
     ],
@@ -145,23 +286,18 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
     assert violations(source, module) == []
 
 
-def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
-    code = (
-        "import sys, megatron_hdp; "
-        "print({name.split('.')[0] for name in sys.modules} & {'torch', 'megatron', 'numpy'})"
-    )
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [("megatron_hdp", {"torch", "megatron", "numpy"}), ("megatron_hdp.planner", {"torch"})],
+)
+def test_importing_it_does_not_load(module: str, unwanted: set[str]) -> None:
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
-    assert done.stdout.strip() == "set()"
-
-
-def test_planning_loads_no_torch() -> None:
-    code = "import sys, megatron_hdp.planner; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
-    )
-    assert done.stdout.strip() == "False"
+    loaded = set(done.stdout.split())
+    assert "sys" in loaded
+    assert not loaded & unwanted
 
 
 def _overgrown(files: dict[str, str]) -> list[str]:
@@ -175,3 +311,14 @@ def test_no_file_outgrows_a_head() -> None:
     sources = {name: path.read_text(errors="replace") for name, path in texts.items()}
     assert _overgrown(sources) == []
     assert _overgrown({"long.py": "x\n" * (MAX_LINES + 1)}) == ["long.py"]
+
+
+def test_every_room_says_its_idea_and_holds_few_files() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        idea = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert idea.split("\n")[0].endswith("."), f"{path.parent}: no sentence in its __init__"
+    rooms = {path.parent for path in [*PACKAGE.rglob("*.py"), *PLANNER.rglob("*.?pp")]}
+    crowded = [
+        str(room) for room in rooms if len([*room.glob("*.py"), *room.glob("*.?pp")]) > MAX_FILES
+    ]
+    assert crowded == []

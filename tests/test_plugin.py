@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fake_megatron_lm
+from tests.support import fake_megatron_lm
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,8 +58,8 @@ plugin.deactivate(); plugin.deactivate()
 assert state() == stock
 plugin.activate(); plugin.deactivate()
 assert state() == stock
-from megatron_hdp.megatron import cpu_shim
-assert not cpu_shim.is_active()
+from megatron_hdp.megatron.cpu import shim
+assert not shim.is_active()
 print("fine")
 """
 PLUGIN_FIRST = """

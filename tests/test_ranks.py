@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankTimeout
+from tests.support.ranks import RankError, RankTimeout
 
 _kept: list[dist.Work] = []  # a send whose handle is dropped never arrives
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_hdp.cli.main import main
-from megatron_hdp.megatron.arguments import markdown_tables
+from megatron_hdp.megatron.options import markdown_tables
 from megatron_hdp.training.metrics import StepMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_table_of_flags_is_the_declarations():
     assert markdown_tables() in README, (
         "README.md: replace the tables under 'Flags' by what "
-        "`python -m megatron_hdp.megatron.arguments` prints"
+        "`python -m megatron_hdp.megatron.options.arguments` prints"
     )
 
 

@@ -3,11 +3,13 @@
 #include <stdexcept>
 #include <utility>
 
-#include "planner/bounds.hpp"
-#include "planner/check.hpp"
-#include "planner/cost_model.hpp"
-#include "planner/sorting.hpp"
-#include "planner/strategies.hpp"
+#include "planner/base/check.hpp"
+#include "planner/base/cost_model.hpp"
+#include "planner/base/sorting.hpp"
+#include "planner/baselines/baselines.hpp"
+#include "planner/bounds/bounds.hpp"
+#include "planner/dp_balance/dp_balance.hpp"
+#include "planner/pp_balance/pp_balance.hpp"
 
 namespace hdp {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "planner/schedule.hpp"
-#include "planner/types.hpp"
+#include "planner/base/types.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 

@@ -1,11 +1,12 @@
-// Unit tests of planner/memory.hpp: brute force over small numbers, and cases computed by hand.
-#include "planner/memory.hpp"
+// Unit tests of planner/base/memory.hpp: brute force over small numbers, and cases computed by
+// hand.
+#include "planner/base/memory.hpp"
 
 #include <cstdio>
 
-#include "planner/cost_model.hpp"
-#include "planner/slices.hpp"
-#include "planner/strategies.hpp"
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/baselines/baselines.hpp"
 
 namespace {
 

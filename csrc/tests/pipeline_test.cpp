@@ -1,6 +1,6 @@
 // Unit tests of what pipelines need; pipeline_tests() prints each failed check and returns how many
 // failed.
-#include "planner/pipeline.hpp"
+#include "planner/schedule/pipeline.hpp"
 
 #include <cmath>
 #include <cstdio>
@@ -8,13 +8,14 @@
 #include <set>
 #include <stdexcept>
 
-#include "planner/pp_fill.hpp"
-#include "planner/pp_rounds.hpp"
-#include "planner/pp_rows.hpp"
-#include "planner/pp_seats.hpp"
-#include "planner/pp_shares.hpp"
-#include "planner/sorting.hpp"
-#include "planner/strategies.hpp"
+#include "planner/base/sorting.hpp"
+#include "planner/pp_balance/fill.hpp"
+#include "planner/pp_balance/pp_balance.hpp"
+#include "planner/pp_balance/rounds.hpp"
+#include "planner/pp_balance/rows.hpp"
+#include "planner/pp_balance/seats.hpp"
+#include "planner/pp_balance/shares.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace {
 

@@ -6,22 +6,22 @@
 #include <stdexcept>
 #include <string>
 
-#include "planner/batch.hpp"
-#include "planner/bounds.hpp"
-#include "planner/check.hpp"
-#include "planner/clock_heap.hpp"
-#include "planner/columns.hpp"
-#include "planner/cost_model.hpp"
-#include "planner/degree_search.hpp"
-#include "planner/degrees.hpp"
-#include "planner/free_ranks.hpp"
-#include "planner/node_ranks.hpp"
-#include "planner/packing.hpp"
-#include "planner/rings.hpp"
-#include "planner/schedule.hpp"
-#include "planner/slices.hpp"
-#include "planner/sorting.hpp"
-#include "planner/spare_room.hpp"
+#include "planner/base/check.hpp"
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/base/sorting.hpp"
+#include "planner/baselines/packing.hpp"
+#include "planner/bounds/bounds.hpp"
+#include "planner/dp_balance/clock_heap.hpp"
+#include "planner/dp_balance/degree_search.hpp"
+#include "planner/rings/batch.hpp"
+#include "planner/rings/columns.hpp"
+#include "planner/rings/degrees.hpp"
+#include "planner/rings/free_ranks.hpp"
+#include "planner/rings/node_ranks.hpp"
+#include "planner/rings/rings.hpp"
+#include "planner/rings/spare_room.hpp"
+#include "planner/schedule/schedule.hpp"
 
 int test_memory();     // memory_test.cpp
 int test_stress();     // stress_test.cpp
@@ -272,8 +272,7 @@ void test_bounds() {
 void test_spare_room() {
   const hdp::Problem shorts = problem({9, 4, 4, 3, 2}, 2, 10);
   const hdp::Batch batch(shorts);
-  const hdp::Decisions decisions{hdp::Degrees{2, 1, 1, 1, 1}, true};
-  hdp::SpareRoom room(batch, decisions);
+  hdp::SpareRoom room(batch, hdp::places_of_shorts(batch, hdp::Degrees{2, 1, 1, 1, 1}));
   std::vector<hdp::Local> locals;
   const double seconds = room.fill({5, 6}, 5, locals);
   CHECK(seconds == hdp::compute_s(shorts.cost, 4));

@@ -2,9 +2,9 @@
 #include <cstdio>
 #include <string>
 
-#include "planner/memory.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/slices.hpp"
 #include "planner/planner.hpp"
-#include "planner/slices.hpp"
 
 namespace {
 

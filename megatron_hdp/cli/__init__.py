@@ -1,0 +1,1 @@
+"""``megatron-hdp``: plan, check, preprocess, doctor."""

@@ -8,15 +8,14 @@ ranks and experts, nor gradient sync.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.moe_options import expert_domain_size
+from megatron_hdp.megatron.options import expert_domain_size
 from megatron_hdp.planner import CostModel, Plan, plan
-from megatron_hdp.planner.activations import kept_after_forward
-from megatron_hdp.planner.job import Job
 from megatron_hdp.planner.lockstep import strategy_for
+from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.models import active_parameters
 
 if TYPE_CHECKING:
-    from megatron_hdp.megatron.arguments import TrainingArguments
+    from megatron_hdp.megatron.options import TrainingArguments
 
 GPU_FLOPS_PER_S = 400e12
 _PASSES, _FORWARD = 3, 1  # a backward costs two forwards

@@ -6,8 +6,7 @@ import orjson
 
 from megatron_hdp.cli.checking import Finding
 from megatron_hdp.cli.plan_report import seconds
-from megatron_hdp.planner.gpu_memory import RESERVE, StageMemory
-from megatron_hdp.planner.job import Job
+from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 
 _ROWS = (
     ("weights", "weights", "{precision}"),

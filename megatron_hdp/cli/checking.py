@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.check_plan import PlannedStep, cost_model_of, plan_longest, plan_step
-from megatron_hdp.megatron.arguments import parse_arguments
+from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.options import OptionError
-from megatron_hdp.planner.activations import kept_after_forward
-from megatron_hdp.planner.gpu_memory import (
+from megatron_hdp.planner.memory import (
     RESERVE,
+    Job,
     StageMemory,
     fullest_stage,
+    kept_after_forward,
     most_tokens_per_rank,
 )
-from megatron_hdp.planner.job import Job
 
 if TYPE_CHECKING:
-    from megatron_hdp.megatron.arguments import TrainingArguments
+    from megatron_hdp.megatron.options import TrainingArguments
 
 _BYTE_VOCABULARY = 257
 _OTHER_VOCABULARY = 128_256  # LLaMA 3's

@@ -1,1 +1,1 @@
-"""The only room that knows Megatron: CPU shim, model parts, data-parallel step and checkpoint."""
+"""The only room that names Megatron; each room in it knows one side of it."""

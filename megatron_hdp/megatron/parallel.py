@@ -14,11 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.megatron import cpu_shim, gpu_gaps
-from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.moe_options import expert_domain_size
-from megatron_hdp.runtime.attempt import store_of_attempt
-from megatron_hdp.runtime.ring_comm import RingComm, new_ring_group
+from megatron_hdp.megatron.cpu import gpu_gaps, shim
+from megatron_hdp.megatron.options import TrainingArguments, expert_domain_size
+from megatron_hdp.runtime.health import store_of_attempt
+from megatron_hdp.runtime.ring import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
 
 _NCCL_MARGIN_MINUTES = 2
@@ -26,7 +25,7 @@ _NCCL_MARGIN_MINUTES = 2
 
 def compute_device() -> torch.device:
     """This rank's GPU, or the CPU where there is none."""
-    if cpu_shim.needed():
+    if shim.needed():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -109,8 +108,8 @@ def initialise(arguments: TrainingArguments) -> None:
             f"(--expert-model-parallel-size {expert_ranks} x --expert-tensor-parallel-size "
             f"{expert_tensor_ranks}): change one of the numbers"
         )
-    if cpu_shim.needed():
-        cpu_shim.apply()
+    if shim.needed():
+        shim.apply()
     else:
         gpu_gaps.fill()
     parallel_state.initialize_model_parallel(
@@ -125,7 +124,7 @@ def initialise(arguments: TrainingArguments) -> None:
 def finish() -> None:
     """Destroys Megatron's groups and takes the CPU shim off, or what was filled in on a GPU."""
     parallel_state.destroy_model_parallel()
-    cpu_shim.revert()
+    shim.revert()
     gpu_gaps.revert()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.types import Plan
+from megatron_hdp.planner.flat_plan import FlatPlan
 
 VERSION = 1
 
@@ -18,7 +18,7 @@ _MICRO_BATCH_REQUIRED = {"ranks", "sequences", "offload_ratio"}
 _MICRO_BATCH_OPTIONAL = {"local"}
 
 
-def to_json(plan: Plan) -> bytes:
+def to_json(plan: FlatPlan) -> bytes:
     """One line a plan's scalar, one micro-batch after the other in launch order."""
     data: dict[str, Any] = {
         "version": VERSION,
@@ -34,7 +34,7 @@ def to_json(plan: Plan) -> bytes:
     return orjson.dumps(data)
 
 
-def _micro_batch_to_json(plan: Plan, m: int) -> dict[str, Any]:
+def _micro_batch_to_json(plan: FlatPlan, m: int) -> dict[str, Any]:
     micro_batch = plan.micro_batch(m)
     data: dict[str, Any] = {"ranks": micro_batch.ranks, "sequences": micro_batch.sequences}
     if micro_batch.local:

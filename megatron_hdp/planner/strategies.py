@@ -111,7 +111,7 @@ def tight_bound_s(lengths: ArrayLike, **problem: Any) -> float:
 
     It also counts what sequences cannot avoid to lose: traffic that is exposed at every degree at
     which they are short enough, and waiting for slow ranks that their memory makes them use. The
-    proof stands in ``csrc/planner/bounds.hpp``. Pipeline stages are not taken into account.
+    proof stands in ``csrc/planner/bounds/bounds.hpp``. Pipeline stages are not taken into account.
 
     Args:
         lengths: Tokens of each sequence.

@@ -1,144 +1,26 @@
-"""The plan of one global batch: flat arrays, one entry of each offset array a micro-batch."""
+"""The plan of one global batch: its arrays, its rules and its JSON in one place."""
 
-import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from megatron_hdp.planner import serialisation, validation
+from megatron_hdp.planner.flat_plan import FlatPlan, MicroBatch, PlanError
 
-Rule = Literal["cover", "fit", "order", "shape"]
-
-
-class PlanError(ValueError):
-    """A plan that breaks a rule: ``rule`` is "cover", "fit", "order" or "shape"."""
-
-    def __init__(self, rule: Rule, message: str) -> None:
-        super().__init__(f"plan breaks rule '{rule}': {message}")
-        self.rule = rule
-        self.message = message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PlanError, (self.rule, self.message)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a set of ranks runs together."""
-
-    ranks: tuple[int, ...]
-    """HDP ranks in ring order."""
-    sequences: tuple[int, ...]
-    """Sequences sharded over all of the ranks."""
-    local: Mapping[int, tuple[int, ...]]
-    """Whole sequences on one member, by its rank."""
-    offload_ratio: float
-    """Share of the activations that goes to host memory."""
-
-
-def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
-    array = np.array(values, dtype=dtype, order="C", copy=True)
-    array.setflags(write=False)
-    return array
+__all__ = ["MicroBatch", "Plan", "PlanError"]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(FlatPlan):
     """Every micro-batch of one global batch, in one global launch order; immutable.
 
-    Sequence ids are indices into ``lengths``. Micro-batch m owns the entries from ``x_offsets[m]``
-    to ``x_offsets[m + 1]`` of the array x. Two plans are the same when their fingerprints are.
+    The arrays are those of `FlatPlan`. Two plans are the same when their fingerprints are.
     """
-
-    num_ranks: int
-    tokens_per_rank: int
-    """Capacity C."""
-    strategy: str
-    lengths: NDArray[np.int64]
-    """Tokens of each sequence of the global batch."""
-    rank_offsets: NDArray[np.int64]
-    ranks: NDArray[np.int32]
-    """Rings, in ring order."""
-    sequence_offsets: NDArray[np.int64]
-    sequences: NDArray[np.int64]
-    """Sequences sharded over the whole ring."""
-    local_offsets: NDArray[np.int64]
-    local_sequences: NDArray[np.int64]
-    """Whole sequences on one member of the ring."""
-    local_ranks: NDArray[np.int32]
-    """The member that holds each of them; ascending within a micro-batch."""
-    offload_ratios: NDArray[np.float64]
-    """One ratio in [0, 1] a micro-batch."""
-    slice_multiple: int = 1
-    """A chunk of a sequence is padded to a multiple of this."""
-    summary: Mapping[str, float] = field(default_factory=dict)
-    """Figures for people: makespan_s, lower_bound_s, efficiency, planning_ms, ring_tokens,
-    max_tokens_on_a_rank."""
-
-    def __post_init__(self) -> None:
-        for name, dtype in _ARRAYS.items():
-            object.__setattr__(self, name, _frozen(getattr(self, name), dtype))
-        object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         return _restore, (state | {"summary": dict(self.summary)},)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of all ranks together."""
-        return len(self.rank_offsets) - 1
-
-    def micro_batch(self, m: int) -> MicroBatch:
-        """Micro-batch ``m`` of the launch order."""
-        if not 0 <= m < self.num_micro_batches:
-            raise IndexError(f"micro-batch is {m}; there are {self.num_micro_batches}")
-        local: dict[int, list[int]] = {}
-        span = slice(self.local_offsets[m], self.local_offsets[m + 1])
-        pairs = zip(
-            self.local_ranks[span].tolist(), self.local_sequences[span].tolist(), strict=True
-        )
-        for rank, sequence in pairs:
-            local.setdefault(rank, []).append(sequence)
-        first, last = self.sequence_offsets[m], self.sequence_offsets[m + 1]
-        return MicroBatch(
-            ranks=tuple(self.ranks[self.rank_offsets[m] : self.rank_offsets[m + 1]].tolist()),
-            sequences=tuple(self.sequences[first:last].tolist()),
-            local=MappingProxyType({rank: tuple(ids) for rank, ids in local.items()}),
-            offload_ratio=float(self.offload_ratios[m]),
-        )
-
-    @cached_property
-    def _by_rank(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The micro-batches of every rank, rank after rank, and where each rank's begin."""
-        micro_batches = np.repeat(np.arange(self.num_micro_batches), np.diff(self.rank_offsets))
-        counts = np.bincount(self.ranks, minlength=self.num_ranks)
-        sorted_ = micro_batches[np.argsort(self.ranks, kind="stable")]
-        sorted_.setflags(write=False)
-        return sorted_, np.concatenate([[0], np.cumsum(counts)])
-
-    def micro_batches_of(self, rank: int) -> NDArray[np.int64]:
-        """The micro-batches in which ``rank`` takes part, in launch order."""
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank is {rank}; expected 0 to {self.num_ranks - 1}")
-        micro_batches, offsets = self._by_rank
-        return micro_batches[offsets[rank] : offsets[rank + 1]]
-
-    def fingerprint(self) -> int:
-        """64 bits over everything but the summary, equal across processes and machines."""
-        digest = hashlib.blake2b(digest_size=8)
-        scalars = [self.num_ranks, self.tokens_per_rank, self.slice_multiple]
-        digest.update(" ".join([*map(str, scalars), self.strategy]).encode())
-        for name, dtype in _ARRAYS.items():
-            array = getattr(self, name)
-            digest.update(f"\n{name} {array.size} ".encode())
-            digest.update(array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).data)
-        return int.from_bytes(digest.digest(), "little")
 
     def validate(self, *, pipeline_stages: int = 1, num_layers: int | None = None) -> None:
         """Checks the rules that every plan obeys.
@@ -151,22 +33,16 @@ class Plan:
         Raises:
             PlanError: names the broken rule and the culprit.
         """
-        from megatron_hdp.planner.validation import validate
-
-        validate(self, pipeline_stages=pipeline_stages, num_layers=num_layers)
+        validation.validate(self, pipeline_stages=pipeline_stages, num_layers=num_layers)
 
     def to_json(self) -> bytes:
         """The plan as JSON, version 1."""
-        from megatron_hdp.planner.serialisation import to_json
-
-        return to_json(self)
+        return serialisation.to_json(self)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
         """Reads what ``to_json`` wrote; ValueError for another version or a malformed plan."""
-        from megatron_hdp.planner.serialisation import fields_from_json
-
-        return cls(**fields_from_json(data))
+        return cls(**serialisation.fields_from_json(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON."""
@@ -181,19 +57,6 @@ class Plan:
             raise
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-_ARRAYS: dict[str, type[np.generic]] = {
-    "lengths": np.int64,
-    "rank_offsets": np.int64,
-    "ranks": np.int32,
-    "sequence_offsets": np.int64,
-    "sequences": np.int64,
-    "local_offsets": np.int64,
-    "local_sequences": np.int64,
-    "local_ranks": np.int32,
-    "offload_ratios": np.float64,
-}
 
 
 def _restore(state: dict[str, Any]) -> Plan:

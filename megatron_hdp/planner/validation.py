@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_hdp.planner.flat_plan import FlatPlan, PlanError
 from megatron_hdp.planner.slices import slice_tokens_array
-from megatron_hdp.planner.types import Plan, PlanError
 
 
-def validate(plan: Plan, *, pipeline_stages: int = 1, num_layers: int | None = None) -> None:
+def validate(plan: FlatPlan, *, pipeline_stages: int = 1, num_layers: int | None = None) -> None:
     """Raises PlanError for the first broken rule; see ``Plan.validate``."""
     if pipeline_stages < 1:
         raise ValueError(f"pipeline_stages is {pipeline_stages}; expected at least 1")
@@ -23,7 +23,7 @@ def validate(plan: Plan, *, pipeline_stages: int = 1, num_layers: int | None = N
         _check_positions(plan)
 
 
-def _check_shape(plan: Plan) -> None:
+def _check_shape(plan: FlatPlan) -> None:
     for name in ("num_ranks", "tokens_per_rank", "slice_multiple"):
         if getattr(plan, name) < 1:
             raise PlanError("shape", f"{name} is {getattr(plan, name)}; expected at least 1")
@@ -57,7 +57,7 @@ def _check_offsets(name: str, offsets: NDArray[np.int64], end: int) -> None:
         raise PlanError("shape", f"{name} falls after entry {_first(falls)}")
 
 
-def _check_micro_batches(plan: Plan) -> None:
+def _check_micro_batches(plan: FlatPlan) -> None:
     empty = np.diff(plan.rank_offsets) == 0
     if empty.any():
         raise PlanError("shape", f"micro-batch {_first(empty)} has no ranks")
@@ -83,7 +83,7 @@ def _check_micro_batches(plan: Plan) -> None:
         )
 
 
-def _check_cover(plan: Plan) -> None:
+def _check_cover(plan: FlatPlan) -> None:
     ids = np.concatenate([plan.sequences, plan.local_sequences])
     owners = np.concatenate([_owners(plan.sequence_offsets), _owners(plan.local_offsets)])
     outside = (ids < 0) | (ids >= len(plan.lengths))
@@ -101,7 +101,7 @@ def _check_cover(plan: Plan) -> None:
         raise PlanError("cover", f"sequence {sequence} is in {found}; expected exactly one")
 
 
-def _check_order(plan: Plan) -> None:
+def _check_order(plan: FlatPlan) -> None:
     outside = (plan.ranks < 0) | (plan.ranks >= plan.num_ranks)
     owner = _owners(plan.rank_offsets)
     if outside.any():
@@ -128,7 +128,7 @@ def _check_order(plan: Plan) -> None:
         )
 
 
-def _check_positions(plan: Plan) -> None:
+def _check_positions(plan: FlatPlan) -> None:
     """A micro-batch stands at one position in the lists of all ranks that share it."""
     by_rank = np.argsort(plan.ranks, kind="stable")
     counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
@@ -150,7 +150,7 @@ def _check_positions(plan: Plan) -> None:
         )
 
 
-def _check_fit(plan: Plan, num_layers: int | None) -> None:
+def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
     tokens, owner = _tokens_per_member(plan)
     ratios = plan.offload_ratios
     resident = np.ones(plan.num_micro_batches)
@@ -179,7 +179,7 @@ def _check_fit(plan: Plan, num_layers: int | None) -> None:
         )
 
 
-def _tokens_per_member(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _tokens_per_member(plan: FlatPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Padded tokens of each entry of ``plan.ranks``, and the micro-batch it belongs to."""
     degrees = np.diff(plan.rank_offsets)
     sharded_in = _owners(plan.sequence_offsets)

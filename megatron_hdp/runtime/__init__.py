@@ -1,1 +1,1 @@
-"""What a rank needs to execute a plan: rings, attention kernels, the token-sum loss, agreement."""
+"""What a rank needs to execute a plan, whatever model it trains; a room for each concern."""

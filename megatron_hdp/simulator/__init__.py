@@ -1,0 +1,1 @@
+"""What a plan looks like: pictures, pages to explore, traces."""

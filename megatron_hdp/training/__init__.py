@@ -1,1 +1,1 @@
-"""The stand-alone training command: arguments, loop and metrics."""
+"""The stand-alone training command: loop, metrics and traces."""

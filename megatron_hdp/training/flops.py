@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from megatron_hdp.megatron.arguments import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments
 
 _PASSES = 3  # forward; backward with respect to inputs and to weights
 

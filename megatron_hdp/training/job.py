@@ -11,14 +11,18 @@ from typing import Any, Protocol
 
 from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint import Checkpoints, TrainingState
-from megatron_hdp.megatron.hdp_setup import build_executor, cost_model_of
-from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
-from megatron_hdp.megatron.step_report import StepReport
-from megatron_hdp.megatron.stock_steps import StockSteps, build_datasets
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.step import (
+    HdpSteps,
+    StepReport,
+    StockSteps,
+    build_datasets,
+    build_executor,
+    cost_model_of,
+)
 from megatron_hdp.runtime.timeline import Timeline
 
 _TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}

@@ -12,14 +12,11 @@ from contextlib import closing
 from dataclasses import fields
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.arguments import TrainingArguments
 from megatron_hdp.megatron.checkpoint import Progress
-from megatron_hdp.megatron.non_finite import NonFiniteLossError
-from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.step import NonFiniteLossError, StepReport
 from megatron_hdp.options import flag_of
-from megatron_hdp.runtime.agreement import fingerprint, require_agreement
-from megatron_hdp.runtime.heartbeat import Heartbeat
-from megatron_hdp.runtime.signals import StopSignals
+from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.job import Job, build_job
 from megatron_hdp.training.metrics import StepMetrics, log_line

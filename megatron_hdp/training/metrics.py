@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 import orjson
 
-from megatron_hdp.megatron.step_report import StepFigures, StepReport
+from megatron_hdp.megatron.step import StepFigures, StepReport
 
 
 @dataclass(frozen=True, kw_only=True)

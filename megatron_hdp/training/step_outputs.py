@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.hdp_steps import HdpSteps
-from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.step import HdpSteps, StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.job import Steps
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics

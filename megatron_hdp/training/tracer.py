@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.megatron.step import HdpSteps
 from megatron_hdp.options import trace_steps
 from megatron_hdp.simulator.trace_events import Event, write_events
 from megatron_hdp.training.step_trace import RankSpans, clock_starts, name_events, step_events

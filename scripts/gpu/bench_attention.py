@@ -21,11 +21,8 @@ from common import Budget, machine, parse
 from several_ranks import new_group_of_all, run
 
 from megatron_hdp.runtime.attention import AttentionBackend, select_attention
-from megatron_hdp.runtime.flash_kernels import TorchFlashKernel
-from megatron_hdp.runtime.layout import TokenLayout
-from megatron_hdp.runtime.ring_attention import RingAttention
-from megatron_hdp.runtime.ring_comm import RingComm
-from megatron_hdp.runtime.ring_group import RingGroup
+from megatron_hdp.runtime.kernels import TorchFlashKernel
+from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup, TokenLayout
 
 Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from common import Budget, machine, parse, table
 
-from megatron_hdp.runtime import linear_cross_entropy as fused
+from megatron_hdp.runtime.loss import fused_cross_entropy as fused
 from megatron_hdp.runtime.loss import token_sum_loss
 
 FULL = 65536, 131072, 4096
@@ -120,13 +120,13 @@ class Megatron:
         from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.tensor_parallel import ColumnParallelLinear
 
-        from megatron_hdp.megatron import cpu_shim
+        from megatron_hdp.megatron.cpu import shim
 
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         stack.callback(dist.destroy_process_group)
-        if cpu_shim.needed():
-            stack.enter_context(cpu_shim.applied())
+        if shim.needed():
+            stack.enter_context(shim.applied())
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         stack.callback(parallel_state.destroy_model_parallel)
         self.group = parallel_state.get_tensor_model_parallel_group()

@@ -16,11 +16,10 @@ from common import Budget, machine, parse, peak_bytes, seconds_of, table
 
 from megatron_hdp.data import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.arguments import TrainingArguments
-from megatron_hdp.megatron.executor import HdpExecutor
-from megatron_hdp.megatron.hdp_setup import build_executor
 from megatron_hdp.megatron.model import build_gpt
-from megatron_hdp.planner.memory_model import MemoryModel
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.step import HdpExecutor, build_executor
+from megatron_hdp.planner.memory import MemoryModel
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 32_000

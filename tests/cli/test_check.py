@@ -12,8 +12,8 @@ import pytest
 from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import check, job_of
 from megatron_hdp.cli.main import main
-from megatron_hdp.megatron.arguments import parse_arguments
-from megatron_hdp.planner.gpu_memory import (
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.planner.memory.gpu import (
     RESERVE,
     fullest_stage,
     most_tokens_per_rank,

@@ -66,7 +66,7 @@ def test_doctor_hands_over_its_exit_code(monkeypatch):
         def run_doctor(as_json):
             return 7 if as_json else 3
 
-    monkeypatch.setitem(sys.modules, "megatron_hdp.megatron.doctor", Doctor)
+    monkeypatch.setitem(sys.modules, "megatron_hdp.megatron.doctor.doctor", Doctor)
     assert main(["doctor"]) == 3
     assert main(["doctor", "--json"]) == 7
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.cli.models import describe, find_model
-from megatron_hdp.megatron.arguments import parse_arguments
+from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.models import MODELS
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny-cpu.yaml")

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.ring.comm import RingComm
 
 
 class StagedTransfer:

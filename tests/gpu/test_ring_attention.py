@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.attention import select_attention
-from megatron_hdp.runtime.layout import TokenLayout
-from megatron_hdp.runtime.ring_comm import RingComm
+from megatron_hdp.runtime.attention.selection import select_attention
+from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.layout import TokenLayout
 from scripts.gpu import several_ranks
-from tests import ranks
 from tests.gpu.staged_comm import StagedComm
-from tests.ring_cases import errors_of_part
+from tests.support import ranks
+from tests.support.ring_cases import errors_of_part
 
 HEAD_DIM = 64
 TOLERANCE = 2e-2  # bfloat16 keeps 8 bits; TransformerEngine merges the blocks of a ring in it
@@ -138,7 +138,7 @@ def errors_with_a_fault(*call):
     def tails_see_heads_only(layout, step):
         return layout.tails, layout.half_segments, layout.heads, layout.half_segments
 
-    with mock.patch("megatron_hdp.runtime.ring_attention._block", tails_see_heads_only):
+    with mock.patch("megatron_hdp.runtime.ring.attention._block", tails_see_heads_only):
         return errors_of_cases(*call)
 
 

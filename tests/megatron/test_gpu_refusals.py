@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_hdp.megatron import model, parallel, rng_state
-from megatron_hdp.megatron.arguments import parse_arguments
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.checkpoint import rng_state
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import parse_arguments
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --train-iters 1 "
@@ -37,9 +39,9 @@ def test_random_generators_of_the_other_kind(monkeypatch, saved):
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_the_softmax_is_fused_only_where_its_kernels_are(monkeypatch, has_kernels):
     """Megatron imports them when the first bfloat16 softmax runs, in the middle of a step."""
-    monkeypatch.setattr(model, "compute_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(model, "_is_found", lambda name: has_kernels)
-    config = model.transformer_config(parse_arguments(FLAGS.split()))
+    monkeypatch.setattr(building, "compute_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(building, "_is_found", lambda name: has_kernels)
+    config = building.transformer_config(parse_arguments(FLAGS.split()))
     assert config.masked_softmax_fusion == has_kernels
     assert config.bias_dropout_fusion and not config.gradient_accumulation_fusion
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan, tight_bound_s
 from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems
-from tests.random_plans import random_plan
+from tests.support.random_plans import random_plan
 
 quickly = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_hdp.planner import plan
 from megatron_hdp.planner.lockstep import PADDING, slots, strategy_for
-from tests.random_plans import random_plan
+from tests.support.random_plans import random_plan
 
 
 def check(made, lists, *, aligned, lockstep_ranks):

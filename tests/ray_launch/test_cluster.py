@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatron_hdp.ray_launch import cluster
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 # listens as a head does, in a child that hears no SIGTERM; a worker only starts the child
 RAY = """

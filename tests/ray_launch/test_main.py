@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_hdp.ray_launch import __main__ as launcher
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,

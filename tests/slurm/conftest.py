@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests.gradients import write_corpus
 from tests.slurm.cluster import running_cluster
 from tests.slurm.jobs import JOB_S, Job, check_steps
+from tests.support.gradients import write_corpus
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"

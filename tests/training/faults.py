@@ -13,8 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_hdp import pretrain_gpt
-from megatron_hdp.runtime.heartbeat import Heartbeat
-from megatron_hdp.runtime.kernels import CpuFlashKernel
+from megatron_hdp.runtime.health.heartbeat import Heartbeat
+from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 
 
 def fail() -> None:

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import EXPERTS, tiny_arguments, write_corpus
-from tests.ranks import RankError
+from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.support.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path)
 
 def see_a_folder(folder):
     """Body of a rank: the message of the check; the last rank sees another disk."""
-    from megatron_hdp.megatron.checkpoint import _require_shared
+    from megatron_hdp.megatron.checkpoint.checkpoints import _require_shared
 
     elsewhere = dist.get_rank() == dist.get_world_size() - 1
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import EXPERTS, VOCABULARY, tiny_arguments
+from tests.support.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
 STEPS = 20
 LONGEST = 60

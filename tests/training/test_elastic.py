@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.megatron.checkpoint import Checkpoints
-from megatron_hdp.megatron.checkpoint_folder import CheckpointFolder
-from tests.gradients import moe_arguments, write_corpus
+from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
+from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+from tests.support.gradients import moe_arguments, write_corpus
 from tests.training.test_checkpoint import (
     BUCKETS,
     LENGTHS,

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hdp.megatron import model, parallel
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
 from megatron_hdp.training.flops import ModelFlops
-from tests.gradients import tiny_arguments, write_corpus
-from tests.megatron_formula import formula_of
+from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.megatron_formula import formula_of
 
 LENGTH = 24
 VOCABULARY = 256
@@ -43,7 +44,7 @@ def counted(arguments):
     """Body of a rank: PyTorch's count of a forward and backward of one sequence."""
     parallel.initialise(arguments)
     parallel.set_seeds(1)
-    gpt = model.build_gpt(arguments, VOCABULARY).module
+    gpt = building.build_gpt(arguments, VOCABULARY).module
     tokens = torch.arange(LENGTH)[None] % VOCABULARY
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
     with FlopCounterMode(display=False) as counter:

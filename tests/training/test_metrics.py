@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.megatron.executor import HdpExecutor
-from megatron_hdp.megatron.step_preparation import StepPreparation
-from megatron_hdp.megatron.step_report import StepReport
+from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.step.preparation import StepPreparation
+from megatron_hdp.megatron.step.report import StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
-from tests.gradients import tiny_arguments, write_corpus
+from tests.support.gradients import tiny_arguments, write_corpus
 
 STEP = StepMetrics(
     step=3,

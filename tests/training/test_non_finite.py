@@ -11,9 +11,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
-from megatron_hdp.megatron.non_finite import NonFiniteLossError
+from megatron_hdp.megatron.step.non_finite import NonFiniteLossError
 from megatron_hdp.training import job, loop
-from tests.gradients import tiny_arguments
+from tests.support.gradients import tiny_arguments
 
 POISON = 200  # a token of one document alone
 POISONED = 5
@@ -152,7 +152,7 @@ def test_the_command_ends_with_2(run_ranks, prefix, tmp_path):
 
 def code_of_the_command(run):
     with (
-        mock.patch("megatron_hdp.megatron.arguments.parse_arguments", return_value=run),
+        mock.patch("megatron_hdp.megatron.options.parse_arguments", return_value=run),
         mock.patch("megatron_hdp.megatron.parallel.join_job"),  # the fixture joined it
         mock.patch("megatron_hdp.training.loop.pretrain", side_effect=NonFiniteLossError("x")),
     ):

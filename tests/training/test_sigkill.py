@@ -21,11 +21,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.megatron.checkpoint_folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron_hdp.options import flag_of
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import write_corpus
-from tests.ranks import RankError
+from tests.support.gradients import write_corpus
+from tests.support.ranks import RankError
 from tests.training.test_checkpoint import LENGTHS, run
 
 NUM_RANKS = 2

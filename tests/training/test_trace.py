@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.hdp_steps import HdpSteps
 from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.megatron.step.hdp_steps import HdpSteps
 from megatron_hdp.planner import Plan, evaluate
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
@@ -31,9 +31,9 @@ from megatron_hdp.training.step_trace import (
     step_facts,
 )
 from megatron_hdp.training.tracer import StepTracer
-from tests.gradients import tiny_arguments, write_corpus
 from tests.simulator.test_lanes import COST, TWO_STAGES, plan_of
 from tests.simulator.test_trace import overlaps
+from tests.support.gradients import tiny_arguments, write_corpus
 
 LENGTHS = [900, 500, 300, 20, 30, 60, 410, 7, 350, 250, 90, 15, 33, 610, 120]
 TRACED = (2, 3)

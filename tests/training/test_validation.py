@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_hdp.training.loop import pretrain
-from tests.gradients import tiny_arguments, write_corpus
+from tests.support.gradients import tiny_arguments, write_corpus
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3, 44, 45, 46, 47]
 

@@ -14,7 +14,7 @@ from megatron_hdp.runtime.offload import ActivationOffload
 from megatron_hdp.runtime.offload.copies import ThreadCopyEngine
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, OffloadedStorage
-from tests.devices import CPU_AND_GPU, device_of
+from tests.support.devices import CPU_AND_GPU, device_of
 
 WIDTH, TOKENS, NUM_LAYERS = 32, 64, 6
 STORAGE_BYTES = TOKENS * 4 * WIDTH * 4  # the largest that a layer saves

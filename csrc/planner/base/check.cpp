@@ -1,0 +1,133 @@
+#include "planner/base/check.hpp"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "planner/base/memory.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+namespace {
+
+constexpr int64_t kMostTokens = int64_t{1} << 40;
+constexpr int64_t kMostRanks = int64_t{1} << 20;
+constexpr int64_t kMostLayers = int64_t{1} << 20;
+constexpr int64_t kMostStages = 1024;
+constexpr int64_t kMostEffort = 1'000'000;
+constexpr double kLeastNumber = 1e-30;
+constexpr double kGreatestNumber = 1e30;
+
+std::string with_commas(int64_t value) {
+  std::string text = std::to_string(value);
+  const std::size_t first_digit = value < 0 ? 1 : 0;
+  for (std::size_t end = text.size(); end > first_digit + 3; end -= 3) text.insert(end - 3, ",");
+  return text;
+}
+
+void check_range(const std::string& name, int64_t value, int64_t greatest) {
+  if (value >= 1 && value <= greatest) return;
+  throw std::invalid_argument(name + " is " + with_commas(value) + "; expected 1 to " +
+                              with_commas(greatest));
+}
+
+// The range keeps every sum of squares finite and every root exact enough.
+void check_number(const std::string& name, double value, bool zero_allowed) {
+  if (value >= kLeastNumber && value <= kGreatestNumber) return;
+  if (zero_allowed && value == 0) return;
+  std::ostringstream text;
+  text << name << " is " << value << "; expected a finite number, " << (zero_allowed ? "0 or " : "")
+       << kLeastNumber << " to " << kGreatestNumber;
+  throw std::invalid_argument(text.str());
+}
+
+void check_cost_model(const CostModel& cost) {
+  check_number("cost model: a", cost.a, true);
+  check_number("cost model: b", cost.b, true);
+  check_number("cost model: g", cost.g, true);
+  check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
+  check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
+  check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);
+  check_range("cost model: ranks_per_node", cost.ranks_per_node, kMostRanks);
+  check_number("cost model: activation_bytes_per_token", cost.activation_bytes_per_token, true);
+  check_number("cost model: host_bytes_per_s", cost.host_bytes_per_s, false);
+  check_range("cost model: num_layers", cost.num_layers, kMostLayers);
+}
+
+void check_speeds(const Problem& problem) {
+  if (problem.speeds.empty()) return;
+  const auto num_speeds = static_cast<int64_t>(problem.speeds.size());
+  if (num_speeds != problem.num_ranks) {
+    throw std::invalid_argument("rank speeds has " + with_commas(num_speeds) +
+                                " entries; expected one for each of " +
+                                with_commas(problem.num_ranks) + " ranks");
+  }
+  for (std::size_t rank = 0; rank < problem.speeds.size(); ++rank) {
+    check_number("speed of rank " + std::to_string(rank), problem.speeds[rank], false);
+  }
+}
+
+// What to add to an error message where offload would help; nothing where it would not.
+std::string offload_remedy(const Problem& problem, int64_t length) {
+  Problem offloaded = problem;
+  offloaded.offload = true;
+  const int64_t degree = least_degree(offloaded, length);
+  if (problem.offload || degree < 1 || degree > problem.num_ranks) return "";
+  return ", or use --offload auto, which needs " + with_commas(degree);
+}
+
+void check_length(const Problem& problem, std::size_t id) {
+  const int64_t length = problem.lengths[id];
+  const bool in_range = length >= 1 && length <= std::min(problem.max_length, kMostTokens);
+  const int64_t degree = in_range ? least_degree(problem, length) : 0;
+  if (degree >= 1 && degree <= problem.num_ranks) return;
+  const std::string name = "sequence " + std::to_string(id) + " of the batch";
+  if (length < 1 || length > kMostTokens) check_range("length of " + name, length, kMostTokens);
+  if (length > problem.max_length) {
+    throw std::invalid_argument(name + " has " + with_commas(length) +
+                                " tokens, more than the context length " +
+                                with_commas(problem.max_length) + ": raise max_length or cut it");
+  }
+  const std::string found = name + " has " + with_commas(length) + " tokens and ";
+  const std::string capacity = with_commas(problem.tokens_per_rank) + " tokens ";
+  const std::string remedy = offload_remedy(problem, length);
+  if (degree == 0) {
+    throw std::invalid_argument(
+        found + "cannot be shared at " + capacity + "a rank (a slice has at least 2 x " +
+        with_commas(problem.slice_multiple) + "): raise --hdp-tokens-per-rank" + remedy);
+  }
+  throw std::invalid_argument(found + "needs " + with_commas(degree) + " ranks at " + capacity +
+                              "each; there are " + with_commas(problem.num_ranks) +
+                              ": raise --hdp-tokens-per-rank or add ranks" + remedy);
+}
+
+}  // namespace
+
+void check(const Problem& problem) {
+  check_range("number of ranks", problem.num_ranks, kMostRanks);
+  check_range("tokens per rank", problem.tokens_per_rank, kMostTokens);
+  check_range("slice multiple", problem.slice_multiple, kMostTokens);
+  check_range("pipeline stages", problem.pipeline_stages, kMostStages);
+  check_range("effort", problem.effort, kMostEffort);
+  check_cost_model(problem.cost);
+  check_speeds(problem);
+  if (problem.lengths.empty()) {
+    throw std::invalid_argument("there are 0 sequences; expected at least 1");
+  }
+  for (std::size_t id = 0; id < problem.lengths.size(); ++id) check_length(problem, id);
+  check_range("context length", problem.max_length, kMostTokens);
+}
+
+int64_t static_degree(const Problem& problem) {
+  for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
+    if (problem.num_ranks % degree == 0 &&
+        slice_tokens(problem.max_length, degree, problem.slice_multiple) <=
+            problem.tokens_per_rank) {
+      return degree;
+    }
+  }
+  return 0;
+}
+
+}  // namespace hdp

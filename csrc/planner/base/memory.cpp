@@ -1,0 +1,78 @@
+#include "planner/base/memory.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+namespace {
+
+// Layers whose activations always stay: the one that computes and the one that is being copied.
+constexpr int64_t kResidentLayers = 2;
+
+// Ratios are multiples of it: 1 - ratio is then exact, however many layers it is multiplied by.
+constexpr double kRatioStep = 0x1p-32;
+
+// Activations of no bytes are those of a cost model that does not know them: they stay.
+bool may_offload(const Problem& problem) {
+  return problem.offload && problem.cost.activation_bytes_per_token > 0 &&
+         problem.cost.num_layers > kResidentLayers;
+}
+
+// Tokens of a sequence whose activations reach the host within its forward time on one rank.
+double tokens_to_host(const Problem& problem, int64_t length) {
+  const double forward_s = compute_s(problem.cost, length) / 3;
+  return problem.cost.host_bytes_per_s * forward_s / problem.cost.activation_bytes_per_token;
+}
+
+// The least ratio at which so many tokens, more than the capacity, fit.
+double least_ratio(const Problem& problem, int64_t tokens) {
+  const auto capacity = static_cast<double>(problem.tokens_per_rank);
+  const auto layers = static_cast<double>(problem.cost.num_layers);
+  const auto held = static_cast<double>(tokens);
+  const double exact = (held - capacity) / held * layers / (layers - kResidentLayers);
+  double ratio = std::min(1.0, std::ceil(exact / kRatioStep) * kRatioStep);
+  while (ratio < 1 && held * resident_share(problem, ratio) > capacity) ratio += kRatioStep;
+  return ratio;
+}
+
+}  // namespace
+
+double resident_share(const Problem& problem, double offload_ratio) {
+  const auto layers = static_cast<double>(problem.cost.num_layers);
+  const double kept = std::min(layers, static_cast<double>(kResidentLayers));
+  return (kept + (1 - offload_ratio) * (layers - kept)) / layers;
+}
+
+std::optional<double> offload_ratio(const Problem& problem, int64_t length, int64_t degree) {
+  const int64_t tokens = slice_tokens(length, degree, problem.slice_multiple);
+  const int64_t capacity = problem.tokens_per_rank;
+  if (tokens <= capacity) return 0;
+  if (!may_offload(problem)) return std::nullopt;
+  if (tokens * kResidentLayers > capacity * problem.cost.num_layers) return std::nullopt;
+  const double leaving = static_cast<double>(tokens - capacity) * static_cast<double>(degree);
+  if (leaving > tokens_to_host(problem, length)) return std::nullopt;
+  return least_ratio(problem, tokens);
+}
+
+int64_t least_degree(const Problem& problem, int64_t length) {
+  const int64_t capacity = problem.tokens_per_rank;
+  const int64_t without = least_degree(length, capacity, problem.slice_multiple);
+  if (without == 1 || !may_offload(problem)) return without;
+  if (offload_ratio(problem, length, 1)) return 1;
+  const int64_t most_tokens = capacity * problem.cost.num_layers / kResidentLayers;
+  const int64_t by_memory = least_degree(length, most_tokens, problem.slice_multiple);
+  if (by_memory == 0) return without;
+  // all slices together hold at least `length` tokens
+  const double too_many = static_cast<double>(length) - tokens_to_host(problem, length);
+  const double by_time = std::max(2.0, std::floor(too_many / static_cast<double>(capacity)));
+  const int64_t last = without == 0 ? problem.num_ranks : without - 1;
+  for (auto d = std::max(by_memory, static_cast<int64_t>(by_time)); d <= last; ++d) {
+    if (offload_ratio(problem, length, d)) return d;
+  }
+  return without;
+}
+
+}  // namespace hdp

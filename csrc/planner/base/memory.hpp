@@ -1,0 +1,25 @@
+// What fits on a rank: the least degree of a sequence, and the share of a slice's activations that
+// has to leave for host memory (ByteScale, equation 3).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// The least degree at which a slice of the sequence fits, offloaded where the problem allows that;
+// 0 if there is none. It may be more than the number of ranks. Offload never raises it.
+int64_t least_degree(const Problem& problem, int64_t length);
+
+// The least offload ratio at which a slice of that degree fits: 0 if it fits as it is; none if no
+// ratio makes it fit, or what leaves cannot reach the host within the forward time of a sequence
+// that has the ring, of ranks of speed 1, to itself. Above the least degree of a sequence there may
+// be degrees without a ratio: their chunks are padded more.
+std::optional<double> offload_ratio(const Problem& problem, int64_t length, int64_t degree);
+
+// The share of its activations that a micro-batch keeps on the rank.
+double resident_share(const Problem& problem, double offload_ratio);
+
+}  // namespace hdp

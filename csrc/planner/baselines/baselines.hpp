@@ -1,0 +1,36 @@
+// The strategies that dp-balance and pp-balance are measured by: pure functions from a checked
+// problem to a plan.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// The fixed DP x CP mesh: every sequence shared by all ranks of one of N / cp groups of
+// consecutive ranks, packed best fit in the order given, bins dealt round-robin to the groups.
+// Throws std::invalid_argument if no divisor of N holds max_length.
+Plan static_mesh(const Problem& problem);
+
+// No static mesh takes less: as if all of its micro-batches were one.
+double static_mesh_bound_s(const Problem& problem);
+
+// Algorithm 1 of the ByteScale paper: the least degree by memory (offload included), a micro-batch
+// of its own for each long sequence, best fit decreasing for the short ones, ranks with the fewest
+// micro-batches. Blind to time.
+Plan naive(const Problem& problem);
+
+// The same with the sequences' order (longest first) given; nothing if the rings of the long
+// sequences alone take more than `limit_s`.
+std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64_t>& order,
+                                 double limit_s);
+
+// Algorithm 2 of the ByteScale paper without pipeline stages: in rounds, the ranks that are behind
+// take micro-batches from buckets of equal compute, long sequences first. Memory alone decides on
+// degrees; what the paper leaves open is decided in bytescale.cpp.
+Plan bytescale(const Problem& problem);
+
+}  // namespace hdp

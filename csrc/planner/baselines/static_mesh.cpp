@@ -1,0 +1,63 @@
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "planner/base/check.hpp"
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/baselines/baselines.hpp"
+#include "planner/baselines/packing.hpp"
+
+namespace hdp {
+
+Plan static_mesh(const Problem& problem) {
+  const int64_t degree = static_degree(problem);
+  if (degree == 0) {
+    throw std::invalid_argument("static: a context of " + std::to_string(problem.max_length) +
+                                " tokens does not fit on " + std::to_string(problem.num_ranks) +
+                                " ranks at " + std::to_string(problem.tokens_per_rank) +
+                                " tokens each: raise --hdp-tokens-per-rank or add ranks");
+  }
+  std::vector<std::vector<int64_t>> bins;
+  BestFit packing(problem.tokens_per_rank);
+  for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
+    const int64_t tokens = slice_tokens(problem.lengths[id], degree, problem.slice_multiple);
+    const auto bin = static_cast<std::size_t>(packing.place(tokens));
+    if (bin == bins.size()) bins.emplace_back();
+    bins[bin].push_back(static_cast<int64_t>(id));
+  }
+  const auto num_groups = static_cast<std::size_t>(problem.num_ranks / degree);
+  std::vector<int32_t> ring(static_cast<std::size_t>(degree));
+  Plan plan;
+  for (std::size_t bin = 0; bin < bins.size(); ++bin) {
+    const auto group = static_cast<int64_t>(bin % num_groups);
+    std::iota(ring.begin(), ring.end(), static_cast<int32_t>(group * degree));
+    plan.add(ring, bins[bin]);
+  }
+  return plan;
+}
+
+double static_mesh_bound_s(const Problem& problem) {
+  const int64_t degree = static_degree(problem);
+  if (degree == 0) return std::numeric_limits<double>::infinity();
+  double attention = 0;
+  double compute = 0;
+  double tokens = 0;
+  for (const int64_t length : problem.lengths) {
+    attention += attention_s(problem.cost, length);
+    compute += compute_s(problem.cost, length);
+    tokens += static_cast<double>(length);
+  }
+  // traffic that one micro-batch exposes cannot hide in another, so this is the least
+  const bool one_node = degree <= problem.cost.ranks_per_node;
+  const double rate = total_speed(problem) / static_cast<double>(degree);
+  const double slowest =
+      problem.speeds.empty() ? 1 : *std::min_element(problem.speeds.begin(), problem.speeds.end());
+  const double transfer = transfer_s(problem.cost, degree, tokens, one_node);
+  const double exposed = transfer * slowest - attention / static_cast<double>(degree);
+  return (compute / static_cast<double>(degree) + std::max(0.0, exposed)) / rate;
+}
+
+}  // namespace hdp

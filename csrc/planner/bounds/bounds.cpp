@@ -1,0 +1,197 @@
+#include "planner/bounds/bounds.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+class Bound {
+ public:
+  explicit Bound(const Problem& problem)
+      : problem_(problem), cost_(problem.cost), speeds_(problem.speeds) {
+    if (speeds_.empty()) speeds_.assign(static_cast<std::size_t>(problem.num_ranks), 1.0);
+    std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
+  }
+
+  // The least own time of a sequence at `least` ranks or more, on the fastest ones.
+  double own_s(int64_t length, int64_t least) const {
+    double own = kNever;
+    for (int64_t degree = least; degree <= problem_.num_ranks; ++degree) {
+      const double speed = speeds_[static_cast<std::size_t>(degree - 1)];
+      own = std::min(own, own_at(length, degree, speed));
+    }
+    return own;
+  }
+
+  // The least e(s, D) of a sequence over the degrees that serve a plan of `makespan_s`, as if all
+  // ranks were fast in computing and slow in waiting.
+  double exposed_s(int64_t length, int64_t least, double makespan_s) const;
+
+  // Seconds x speed that the fast members of a ring of at least `least` ranks lose to slow ones.
+  double waited_s(int64_t length, int64_t least) const;
+
+ private:
+  // Whether a ring of that degree has the bandwidth of a node, which may be the lower one.
+  bool one_node(int64_t degree) const {
+    return degree <= cost_.ranks_per_node &&
+           cost_.intra_node_bytes_per_s >= cost_.inter_node_bytes_per_s;
+  }
+
+  double own_at(int64_t length, int64_t degree, double speed) const {
+    return ring_s(cost_, length, degree, one_node(degree), speed) + cost_.g / speed;
+  }
+
+  double exposed_at(int64_t length, int64_t degree) const {
+    const double transfer =
+        transfer_s(cost_, degree, static_cast<double>(length), one_node(degree));
+    return static_cast<double>(degree) * speeds_.back() * transfer - attention_s(cost_, length);
+  }
+
+  int64_t least_degree_across(int64_t length, int64_t least, double makespan_s) const;
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  std::vector<double> speeds_;  // the fastest first
+};
+
+// The least degree above a node's that serves a plan of `makespan_s`; 0 if none does.
+int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespan_s) const {
+  const double speed = speeds_.front();
+  const auto s = static_cast<double>(length);
+  const double room = makespan_s - cost_.g / speed;
+  if (!(room > 0)) return 0;
+  const auto at_least = [&](double wanted) {
+    // rounding may not make the bound too high
+    const double degree = std::max({std::ceil(wanted * (1 - 1e-9)), static_cast<double>(least),
+                                    static_cast<double>(cost_.ranks_per_node + 1)});
+    return degree <= static_cast<double>(problem_.num_ranks) ? static_cast<int64_t>(degree) : 0;
+  };
+  const double limit_s = makespan_s * (1 + 1e-9);
+  const int64_t hidden = at_least(compute_s(cost_, length) / speed / room);
+  if (hidden == 0) return 0;
+  if (own_at(length, hidden, speed) <= limit_s) return hidden;
+  // exposed there: b s / (D v) + X (D - 1) / D <= room  <=>  (b s / v - X) / D <= room - X
+  const double all = 3 * s * cost_.kv_bytes_per_token / cost_.inter_node_bytes_per_s;
+  if (room <= all) return 0;
+  const int64_t exposed = at_least((cost_.b * s / speed - all) / (room - all));
+  return exposed > 0 && own_at(length, exposed, speed) <= limit_s ? exposed : 0;
+}
+
+double Bound::exposed_s(int64_t length, int64_t least, double makespan_s) const {
+  const int64_t in_a_node = std::min(cost_.ranks_per_node, problem_.num_ranks);
+  for (int64_t degree = least; degree <= in_a_node; ++degree) {
+    if (own_at(length, degree, speeds_.front()) > makespan_s * (1 + 1e-9)) continue;
+    // a ring across nodes has at least as many ranks and less bandwidth
+    return exposed_at(length, degree);
+  }
+  const int64_t across = least_degree_across(length, least, makespan_s);
+  return across > 0 ? exposed_at(length, across) : kNever;
+}
+
+double Bound::waited_s(int64_t length, int64_t least) const {
+  constexpr int64_t kMostDegrees = 64;  // more: the bound does without this part
+  const int64_t num_ranks = problem_.num_ranks;
+  if (speeds_.front() == speeds_.back() || num_ranks - least > kMostDegrees) return 0;
+  if (problem_.offload) return 0;  // it makes room for more than `fillable`
+  const double compute = compute_s(cost_, length);
+  double lost = kNever;
+  for (int64_t degree = least; degree <= num_ranks; ++degree) {
+    const auto d = static_cast<double>(degree);
+    const int64_t room =
+        problem_.tokens_per_rank - slice_tokens(length, degree, problem_.slice_multiple);
+    const double fillable = room > 0 ? d * compute_s(cost_, room) : 0;
+    // of all rings with the same slowest member, neighbours in the order of speeds lose least
+    for (int64_t last = degree - 1; last < num_ranks; ++last) {
+      const auto end = speeds_.begin() + last + 1;
+      const double slowest = speeds_[static_cast<std::size_t>(last)];
+      const double sum = std::accumulate(end - degree, end, 0.0);
+      lost = std::min(lost, (sum - d * slowest) * compute / (d * slowest) - fillable);
+      if (lost <= 0) return 0;
+    }
+  }
+  return lost;
+}
+
+// g for every C tokens; with offload a rank may hold more.
+double least_overhead_s(const Problem& problem) {
+  double tokens = 0;
+  for (const int64_t length : problem.lengths) tokens += static_cast<double>(length);
+  const double capacity = static_cast<double>(problem.tokens_per_rank) /
+                          (problem.offload ? resident_share(problem, 1) : 1);
+  return problem.cost.g * tokens / capacity;
+}
+
+struct Long {
+  int64_t length = 0;
+  int64_t least = 1;
+};
+
+// The sequences that memory shares out and those that outlast a makespan alone, longest first.
+std::vector<Long> long_sequences(const Problem& problem, const std::vector<int64_t>& order,
+                                 double makespan_s) {
+  std::vector<Long> longs;
+  for (const int64_t id : order) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const bool fits = slice_tokens(length, 1, problem.slice_multiple) <= problem.tokens_per_rank;
+    if (fits && compute_s(problem.cost, length) <= makespan_s) break;
+    longs.push_back({length, least_degree(problem, length)});
+  }
+  return longs;
+}
+
+double exposed_s(const Bound& bound, const std::vector<Long>& longs, double makespan_s) {
+  double sum = 0;
+  double most = 0;
+  for (const Long& one : longs) {
+    sum += bound.exposed_s(one.length, one.least, makespan_s);
+    most = std::max(most, sum);
+  }
+  return most;
+}
+
+}  // namespace
+
+double lower_bound_s(const Problem& problem) {
+  const int64_t longest = *std::max_element(problem.lengths.begin(), problem.lengths.end());
+  return std::max(total_compute_s(problem) / total_speed(problem),
+                  Bound(problem).own_s(longest, 1));
+}
+
+double least_own_s(const Problem& problem, int64_t length) {
+  return Bound(problem).own_s(length, least_degree(problem, length));
+}
+
+double tight_bound_s(const Problem& problem, const std::vector<int64_t>& order) {
+  constexpr int kSteps = 40;
+  const Bound bound(problem);
+  double low = lower_bound_s(problem);
+  const std::vector<Long> longs = long_sequences(problem, order, low);
+  double work = total_compute_s(problem) + least_overhead_s(problem);
+  for (const Long& one : longs) work += bound.waited_s(one.length, one.least);
+  if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
+  const double speed = total_speed(problem);
+  low = std::max(low, work / speed);
+  const auto fits = [&](double makespan_s) {
+    return work + exposed_s(bound, longs, makespan_s) <= makespan_s * speed * (1 + 1e-9);
+  };
+  if (fits(low)) return low;
+  double high = 2 * low;
+  for (int i = 0; i < kSteps && !fits(high); ++i) high *= 2;
+  for (int i = 0; i < kSteps && high > low * (1 + 1e-7); ++i) {
+    const double middle = (low + high) / 2;
+    (fits(middle) ? high : low) = middle;
+  }
+  return low;
+}
+
+}  // namespace hdp

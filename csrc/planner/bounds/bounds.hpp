@@ -1,0 +1,33 @@
+// What no plan can beat.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// max(total compute / sum of speeds, the longest sequence's own time at its best degree on the
+// fastest ranks). At every degree a sequence's time grows with its length: the longest one decides.
+double lower_bound_s(const Problem& problem);
+
+// The least time of a ring of its own that a sequence can have, on the fastest ranks.
+double least_own_s(const Problem& problem, int64_t length);
+
+// At least lower_bound_s, and no plan takes less either (one pipeline stage): the least T for which
+// compute and what is certainly lost fit into T x the sum of speeds. `order` holds all sequence
+// ids, longest first. Lost are, in rank-seconds:
+//
+// - g for every C tokens, since a rank holds at most C tokens in a micro-batch.
+// - Exposed traffic. In a makespan T a sequence s needs a degree at which its slices fit and its
+//   own time is at most T. Be D(s) the best of these and e(s, D) = D x transfer - attention, which
+//   grows with D. A ring loses the sum of e over its sequences, if that is positive. At one degree
+//   a shorter sequence is the more exposed one; so in a ring that loses anything, the sum of e over
+//   those of its sequences that are among the k longest of the batch is at most what it loses. All
+//   rings together lose at least the sum of e(s, D(s)) over the k longest, for every k.
+// - Waiting for slow ranks, where memory does not let a sequence do without them, except for what
+//   the faster members' spare room can hold meanwhile.
+double tight_bound_s(const Problem& problem, const std::vector<int64_t>& order);
+
+}  // namespace hdp

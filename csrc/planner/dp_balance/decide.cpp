@@ -1,0 +1,47 @@
+#include "planner/dp_balance/decide.hpp"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "planner/dp_balance/candidate.hpp"
+#include "planner/dp_balance/degree_search.hpp"
+
+namespace hdp {
+namespace {
+
+// Of the bound: a plan this fast is not worth more search.
+constexpr double kCloseEnough = 1.001;
+
+// Ring members, ranks and big sequences that the search may look at, for effort 1: about a
+// millisecond for 64 ranks, five for 1,024.
+constexpr int64_t kSearchWork = 12000;
+constexpr int64_t kSearchWorkPerRank = 100;
+
+// More changes help little where few ranks make them cheap.
+constexpr int64_t kMostTries = 64;
+
+int64_t search_tries(const Batch& batch, const Decisions& decisions) {
+  const int64_t num_ranks = batch.problem.num_ranks;
+  int64_t one_try = num_ranks + static_cast<int64_t>(batch.num_big);
+  for (const int64_t degree : decisions.degrees) one_try += degree > 1 ? degree : 0;
+  const int64_t tries = (kSearchWork + kSearchWorkPerRank * num_ranks) / one_try;
+  return batch.problem.effort * std::clamp<int64_t>(tries, 1, kMostTries);
+}
+
+}  // namespace
+
+Decisions best_decisions(const Batch& batch) {
+  const double enough_s = kCloseEnough * batch.bound_s;
+  std::vector<Candidate> starts = first_candidates(batch, enough_s);
+  int64_t num_tries = search_tries(batch, starts.front().decisions);
+  Candidate best = search_degrees(batch, starts.front(), enough_s, num_tries);
+  for (std::size_t i = 1; i < starts.size() && num_tries > 0; ++i) {
+    if (best.level.makespan_s <= enough_s) break;
+    Candidate other = search_degrees(batch, std::move(starts[i]), enough_s, num_tries);
+    if (other.level.makespan_s * kNearlyAsFast < best.level.makespan_s) best = std::move(other);
+  }
+  return std::move(best.decisions);
+}
+
+}  // namespace hdp

@@ -1,0 +1,14 @@
+// The way into dp-balance.
+#pragma once
+
+#include "planner/base/types.hpp"
+#include "planner/schedule/schedule.hpp"
+
+namespace hdp {
+
+// Equalises the ranks' times with as little ring traffic as that allows. Of its own drafts and the
+// other two strategies' plans it takes one that simulate() finds no slower than either of those two
+// and nearly as fast as the fastest: of these the one with the least ring traffic.
+Scheduled dp_balance(const Problem& problem);
+
+}  // namespace hdp

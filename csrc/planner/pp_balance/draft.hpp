@@ -1,0 +1,40 @@
+// pp-balance: a plan from a few decisions, and a sketch of it that costs a fraction of the time.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "planner/base/types.hpp"
+#include "planner/pp_balance/fill.hpp"
+#include "planner/pp_balance/rows.hpp"
+#include "planner/pp_balance/seats.hpp"
+
+namespace hdp {
+
+// The decisions besides the rounds.
+struct Arrangement {
+  Rows rows;
+  double own_s = 0;  // greatest time of a micro-batch of short sequences
+};
+
+struct Sketch {
+  std::vector<double> shares;                                   // by lane
+  double makespan_s = std::numeric_limits<double>::infinity();  // if it cannot be filled
+};
+
+// The makespan if short sequences were a fluid, on lanes of ranks that are alike. Gives up early on
+// one that stays above hopeless_s at first.
+Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shorts,
+              const Arrangement& arrangement, double hopeless_s);
+
+struct PipelineDraft {
+  Plan plan;
+  double makespan_s = std::numeric_limits<double>::infinity();
+};
+
+// The plan itself; `shares`, by rank, are a sketch's.
+PipelineDraft pipeline_draft(const Problem& problem, const Seating& seating, const Shorts& shorts,
+                             const Arrangement& arrangement, std::vector<double> shares);
+
+}  // namespace hdp

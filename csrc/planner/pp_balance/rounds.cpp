@@ -1,0 +1,142 @@
+#include "planner/pp_balance/rounds.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+namespace {
+
+// The degree that brings the sequence's time down to seconds, if one that it may have does.
+int64_t degree_within(const LongSequence& sequence, double seconds) {
+  const double wanted = std::ceil(sequence.compute_s / seconds);
+  // the negated form sends the NaN of a cost model without times to the memory minimum
+  if (!(wanted > static_cast<double>(sequence.least))) return sequence.least;
+  if (wanted >= static_cast<double>(sequence.greatest)) return sequence.greatest;
+  return static_cast<int64_t>(wanted);
+}
+
+int64_t total_degree(const std::vector<const LongSequence*>& chosen, double seconds) {
+  int64_t total = 0;
+  for (const LongSequence* sequence : chosen) total += degree_within(*sequence, seconds);
+  return total;
+}
+
+// The least common time whose degrees still fit side by side on `width` ranks.
+double least_level_s(const std::vector<const LongSequence*>& chosen, int64_t width) {
+  constexpr int kSteps = 30;
+  double high = 0;
+  for (const LongSequence* sequence : chosen) {
+    high = std::max(high, sequence->compute_s / static_cast<double>(sequence->least));
+  }
+  double low = 0;
+  for (int i = 0; i < kSteps; ++i) {
+    const double middle = (low + high) / 2;
+    (total_degree(chosen, middle) <= width ? high : low) = middle;
+  }
+  return high;
+}
+
+Shared share(const Problem& problem, const LongSequence& sequence, int64_t degree) {
+  const bool one_node = degree <= problem.cost.ranks_per_node;
+  const double seconds = ring_s(problem.cost, sequence.length, degree, one_node) + problem.cost.g;
+  return {sequence.id, degree, seconds};
+}
+
+// Rounds do without offload, except for a sequence that does not fit otherwise: on all ranks.
+int64_t least_degree_in_rounds(const Problem& problem, int64_t id) {
+  const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+  const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
+  if (least > 0 && least <= problem.num_ranks) return least;
+  if (offload_ratio(problem, length, problem.num_ranks)) return problem.num_ranks;
+  throw std::invalid_argument(
+      "pp-balance: sequence " + std::to_string(id) + " of the batch has " + std::to_string(length) +
+      " tokens, which fit on some numbers of the " + std::to_string(problem.num_ranks) +
+      " ranks with offload, but not on all: raise --hdp-tokens-per-rank");
+}
+
+}  // namespace
+
+std::vector<LongSequence> long_sequences(const Problem& problem,
+                                         const std::vector<int64_t>& order) {
+  std::vector<LongSequence> result;
+  for (const int64_t id : order) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t least = least_degree_in_rounds(problem, id);
+    if (least == 1) break;
+    const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
+                                    length / (2 * problem.slice_multiple));
+    result.push_back({id, length, compute_s(problem.cost, length), least, std::max(least, useful)});
+  }
+  return result;
+}
+
+RoundMaker::RoundMaker(const Problem& problem, const std::vector<LongSequence>& sequences)
+    : problem_(problem),
+      sequences_(sequences),
+      num_left_(sequences.size()),
+      next_(sequences.size() + 1) {
+  std::iota(next_.begin(), next_.end(), std::size_t{0});
+}
+
+// The first index from i on that has not been taken.
+std::size_t RoundMaker::next(std::size_t i) const {
+  while (next_[i] != i) {
+    next_[i] = next_[next_[i]];
+    i = next_[i];
+  }
+  return i;
+}
+
+// The first index from i on whose degree is at most room: degrees fall with the length.
+std::size_t RoundMaker::first_within(std::size_t i, int64_t room, double level_s) const {
+  const auto found = std::partition_point(
+      sequences_.begin() + static_cast<std::ptrdiff_t>(i), sequences_.end(),
+      [&](const LongSequence& sequence) { return degree_within(sequence, level_s) > room; });
+  return static_cast<std::size_t>(found - sequences_.begin());
+}
+
+std::vector<const LongSequence*> RoundMaker::choose(int64_t width, double level_s) {
+  std::vector<const LongSequence*> chosen;
+  int64_t degree = std::min(width, degree_within(longest(), level_s));
+  const double level = std::max(level_s, longest().compute_s / static_cast<double>(degree));
+  int64_t room = width;
+  for (std::size_t i = next(0); i < sequences_.size(); i = next(first_within(i, room, level))) {
+    if (!chosen.empty()) degree = degree_within(sequences_[i], level);
+    room -= degree;
+    chosen.push_back(&sequences_[i]);
+    next_[i] = i + 1;
+    --num_left_;
+  }
+  return chosen;
+}
+
+Round RoundMaker::take(int64_t width, double level_s) {
+  const std::vector<const LongSequence*> chosen = choose(width, level_s);
+  const double level = least_level_s(chosen, width);
+  Round round;
+  for (const LongSequence* sequence : chosen) {
+    round.push_back(share(problem_, *sequence, degree_within(*sequence, level)));
+  }
+  std::stable_sort(round.begin(), round.end(), [](const Shared& left, const Shared& right) {
+    return left.seconds > right.seconds;
+  });
+  return round;
+}
+
+std::vector<Round> whole_rounds(const Problem& problem,
+                                const std::vector<LongSequence>& sequences) {
+  std::vector<Round> rounds;
+  for (const LongSequence& sequence : sequences) {
+    rounds.push_back({share(problem, sequence, problem.num_ranks)});
+  }
+  return rounds;
+}
+
+}  // namespace hdp

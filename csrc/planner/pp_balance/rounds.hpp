@@ -1,0 +1,60 @@
+// pp-balance, first part: the sequences that need several ranks, in rounds of alike times.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// A sequence that does not fit on one rank, and the degrees it may have.
+struct LongSequence {
+  int64_t id = 0;
+  int64_t length = 0;
+  double compute_s = 0;
+  int64_t least = 0;     // by memory
+  int64_t greatest = 0;  // beyond it traffic is exposed or chunks are too short; at least `least`
+};
+
+struct Shared {
+  int64_t sequence = 0;
+  int64_t degree = 0;
+  double seconds = 0;
+};
+
+// Rings that run side by side, on at most all ranks; the longest time first.
+using Round = std::vector<Shared>;
+
+// Longest first. `order` holds all sequence ids, longest first.
+std::vector<LongSequence> long_sequences(const Problem& problem, const std::vector<int64_t>& order);
+
+// Deals the sequences into rounds.
+class RoundMaker {
+ public:
+  explicit RoundMaker(const Problem& problem, const std::vector<LongSequence>& sequences);
+
+  bool empty() const { return num_left_ == 0; }
+  const LongSequence& longest() const { return sequences_[next(0)]; }
+
+  // The next round, on `width` ranks, of which the longest sequence must not need more. It starts
+  // with that one, at the degree that brings its time to level_s if a degree does, and goes on with
+  // the longest ones that still fit at its time; then the degrees rise together until the ranks are
+  // used up or traffic would be exposed.
+  Round take(int64_t width, double level_s);
+
+ private:
+  std::vector<const LongSequence*> choose(int64_t width, double level_s);
+  std::size_t next(std::size_t i) const;
+  std::size_t first_within(std::size_t i, int64_t room, double level_s) const;
+
+  const Problem& problem_;
+  const std::vector<LongSequence>& sequences_;
+  std::size_t num_left_;
+  mutable std::vector<std::size_t> next_;  // jumps over what has been taken, shortened on the way
+};
+
+// Every sequence on all ranks, one after the other: leaves no gaps.
+std::vector<Round> whole_rounds(const Problem& problem, const std::vector<LongSequence>& sequences);
+
+}  // namespace hdp

@@ -1,0 +1,237 @@
+#include "planner/pp_balance/seats.hpp"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+namespace hdp {
+namespace {
+
+// A rank at least this fast, compared with the fastest, joins rings.
+constexpr double kFast = 0.8;
+
+std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+
+// The ranks of one round that have no ring yet, by node.
+class FreeRanks {
+ public:
+  FreeRanks(const Problem& problem, const std::vector<int32_t>& ranks,
+            const std::vector<double>& loads)
+      : loads_(loads), nodes_(index((problem.num_ranks - 1) / problem.cost.ranks_per_node + 1)) {
+    for (const int32_t rank : ranks) {
+      nodes_[index(rank / problem.cost.ranks_per_node)].ranks.push_back(rank);
+    }
+    for (Node& node : nodes_) {
+      std::sort(node.ranks.begin(), node.ranks.end(),
+                [&](int32_t left, int32_t right) { return more_loaded(left, right); });
+      update_load(node);
+    }
+  }
+
+  std::vector<int32_t> take(int64_t degree) {
+    std::vector<int32_t> taken;
+    Node* least_loaded = nullptr;
+    for (Node& node : nodes_) {
+      if (node.ranks.size() < index(degree)) continue;
+      if (least_loaded == nullptr || node.load < least_loaded->load) least_loaded = &node;
+    }
+    if (least_loaded != nullptr) {
+      move_from(*least_loaded, index(degree), taken);
+    } else {
+      take_across_nodes(index(degree), taken);
+    }
+    std::sort(taken.begin(), taken.end());
+    return taken;
+  }
+
+ private:
+  struct Node {
+    std::vector<int32_t> ranks;  // the most loaded first
+    double load = 0;             // mean of its free ranks
+  };
+
+  bool more_loaded(int32_t left, int32_t right) const {
+    const double difference = loads_[index(left)] - loads_[index(right)];
+    return difference > 0 || (difference == 0 && left > right);
+  }
+
+  void update_load(Node& node) const {
+    node.load = 0;
+    for (const int32_t rank : node.ranks) node.load += loads_[index(rank)];
+    if (!node.ranks.empty()) node.load /= static_cast<double>(node.ranks.size());
+  }
+
+  void move_from(Node& node, std::size_t count, std::vector<int32_t>& taken) {
+    taken.insert(taken.end(), node.ranks.end() - static_cast<std::ptrdiff_t>(count),
+                 node.ranks.end());
+    node.ranks.resize(node.ranks.size() - count);
+    update_load(node);
+  }
+
+  void take_across_nodes(std::size_t count, std::vector<int32_t>& taken) {
+    std::vector<std::size_t> by_load(nodes_.size());
+    std::iota(by_load.begin(), by_load.end(), std::size_t{0});
+    std::stable_sort(by_load.begin(), by_load.end(), [&](std::size_t left, std::size_t right) {
+      return nodes_[left].load < nodes_[right].load;
+    });
+    for (const std::size_t node : by_load) {
+      const std::size_t missing = count - taken.size();
+      if (missing == 0) break;
+      move_from(nodes_[node], std::min(missing, nodes_[node].ranks.size()), taken);
+    }
+  }
+
+  const std::vector<double>& loads_;
+  std::vector<Node> nodes_;
+};
+
+// Collects the rounds.
+class Seater {
+ public:
+  explicit Seater(const Problem& problem)
+      : problem_(problem), all_(index(problem.num_ranks)), longest_s_(all_.size(), 0.0) {
+    std::iota(all_.begin(), all_.end(), 0);
+    seating_.ring_s.assign(all_.size(), 0.0);
+    seating_.weight.assign(all_.size(), 1.0);
+    for (const int32_t rank : all_) seating_.speed.push_back(problem.speed(rank));
+    fastest_ = *std::max_element(seating_.speed.begin(), seating_.speed.end());
+  }
+
+  const std::vector<int32_t>& all() const { return all_; }
+  const Seating& seating() const { return seating_; }
+
+  // The fast ranks with less than most_s to do, or all fast ranks, or all: the first of these that
+  // are at least `degree` ranks. The time that a long ring takes on the other stages counts, during
+  // which a rank cannot work for much else.
+  std::vector<int32_t> available(int64_t degree, double most_s) const {
+    std::vector<int32_t> fast;
+    std::vector<int32_t> idle;
+    for (const int32_t rank : all_) {
+      if (seating_.speed[index(rank)] < kFast * fastest_) continue;
+      fast.push_back(rank);
+      const double latency_s =
+          static_cast<double>(problem_.pipeline_stages - 1) * longest_s_[index(rank)];
+      if (seating_.ring_s[index(rank)] + latency_s < most_s) idle.push_back(rank);
+    }
+    if (idle.size() >= index(degree)) return idle;
+    return fast.size() >= index(degree) ? fast : all_;
+  }
+
+  void add(const Round& round, const std::vector<int32_t>& ranks) {
+    FreeRanks free(problem_, ranks, seating_.ring_s);
+    std::vector<std::size_t> seats(all_.size(), kNoRing);
+    for (const Shared& shared : round) {
+      SeatedRing ring{shared.sequence, 0, free.take(shared.degree)};
+      for (const int32_t rank : ring.lanes) {
+        ring.seconds = std::max(ring.seconds, shared.seconds / seating_.speed[index(rank)]);
+      }
+      for (const int32_t rank : ring.lanes) {
+        seats[index(rank)] = seating_.rings.size();
+        seating_.ring_s[index(rank)] += ring.seconds;
+        longest_s_[index(rank)] = std::max(longest_s_[index(rank)], ring.seconds);
+      }
+      seating_.rings.push_back(std::move(ring));
+    }
+    seating_.rounds.push_back(std::move(seats));
+  }
+
+ private:
+  const Problem& problem_;
+  std::vector<int32_t> all_;
+  std::vector<double> longest_s_;  // by rank: its longest ring
+  double fastest_ = 0;
+  Seating seating_;
+};
+
+// One lane for each speed.
+std::vector<std::size_t> first_lanes(const Seating& seating) {
+  std::map<double, std::size_t> lane_of;
+  std::vector<std::size_t> lanes;
+  for (const double speed : seating.speed) {
+    lanes.push_back(lane_of.emplace(speed, lane_of.size()).first->second);
+  }
+  return lanes;
+}
+
+// Splits lanes whose ranks are in different rings of a round, or some in none.
+void split(const Seating& seating, const std::vector<std::size_t>& seats,
+           std::vector<std::size_t>& lanes) {
+  const std::vector<std::size_t> old = lanes;
+  std::vector<std::size_t> last_ring(old.size(), kNoRing - 1);  // by old lane
+  std::vector<std::size_t> new_lane(old.size(), 0);
+  std::size_t num_lanes = 0;
+  const auto move = [&](std::size_t rank, std::size_t ring) {
+    if (last_ring[old[rank]] != ring) {
+      last_ring[old[rank]] = ring;
+      new_lane[old[rank]] = num_lanes++;
+    }
+    lanes[rank] = new_lane[old[rank]];
+  };
+  for (std::size_t rank = 0; rank < old.size(); ++rank) {
+    const std::size_t ring = seats[rank];
+    if (ring == kNoRing) continue;
+    const std::vector<int32_t>& ranks = seating.rings[ring].lanes;
+    if (index(ranks.front()) != rank) continue;
+    for (const int32_t member : ranks) move(index(member), ring);
+  }
+  for (std::size_t rank = 0; rank < old.size(); ++rank) {
+    if (seats[rank] == kNoRing) move(rank, kNoRing);
+  }
+}
+
+}  // namespace
+
+Seating seat(const Problem& problem, const std::vector<LongSequence>& sequences,
+             const Dealing& dealing) {
+  Seater seater(problem);
+  RoundMaker maker(problem, sequences);
+  double last_s = 0;
+  while (!maker.empty()) {
+    const std::vector<int32_t> ranks = seater.available(maker.longest().least, dealing.most_s);
+    const Round round = maker.take(static_cast<int64_t>(ranks.size()),
+                                   std::max(dealing.level_s, dealing.grade * last_s));
+    last_s = round.front().seconds;
+    seater.add(round, ranks);
+  }
+  return seater.seating();
+}
+
+Seating seat_on_all(const Problem& problem, const std::vector<LongSequence>& sequences) {
+  Seater seater(problem);
+  for (const Round& round : whole_rounds(problem, sequences)) seater.add(round, seater.all());
+  return seater.seating();
+}
+
+Outline outline(const Seating& seating) {
+  Outline result{{}, first_lanes(seating)};
+  std::vector<std::size_t>& lanes = result.lane_of_rank;
+  for (const auto& seats : seating.rounds) split(seating, seats, lanes);
+  const std::size_t num_lanes = *std::max_element(lanes.begin(), lanes.end()) + 1;
+
+  Seating& small = result.seating;
+  small.ring_s.assign(num_lanes, 0.0);
+  small.speed.assign(num_lanes, 0.0);
+  small.weight.assign(num_lanes, 0.0);
+  small.rounds.assign(seating.rounds.size(), std::vector<std::size_t>(num_lanes, kNoRing));
+  for (std::size_t rank = 0; rank < lanes.size(); ++rank) {
+    small.ring_s[lanes[rank]] = seating.ring_s[rank];
+    small.speed[lanes[rank]] = seating.speed[rank];
+    small.weight[lanes[rank]] += 1;
+    for (std::size_t round = 0; round < seating.rounds.size(); ++round) {
+      small.rounds[round][lanes[rank]] = seating.rounds[round][rank];
+    }
+  }
+  for (const SeatedRing& ring : seating.rings) {
+    SeatedRing seated{ring.sequence, ring.seconds, {}};
+    for (const int32_t rank : ring.lanes) {
+      seated.lanes.push_back(static_cast<int32_t>(lanes[index(rank)]));
+    }
+    std::sort(seated.lanes.begin(), seated.lanes.end());
+    seated.lanes.erase(std::unique(seated.lanes.begin(), seated.lanes.end()), seated.lanes.end());
+    small.rings.push_back(std::move(seated));
+  }
+  return result;
+}
+
+}  // namespace hdp

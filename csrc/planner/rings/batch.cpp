@@ -1,0 +1,54 @@
+#include "planner/rings/batch.hpp"
+
+#include <algorithm>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/base/sorting.hpp"
+#include "planner/bounds/bounds.hpp"
+
+namespace hdp {
+
+namespace {
+
+// A sequence that takes less than this share of a rank's time is sand: it fills any hole.
+constexpr double kSand = 1.0 / 32;
+
+}  // namespace
+
+Batch::Batch(const Problem& given)
+    : problem(given),
+      order(longest_first(given.lengths)),
+      total_speed(hdp::total_speed(given)),
+      ramp(static_cast<double>(given.pipeline_stages - 1)),
+      full_s(hdp::compute_s(given.cost, given.tokens_per_rank) + given.cost.g) {
+  compute_s.reserve(order.size());
+  for (std::size_t place = 0; place < order.size(); ++place) {
+    compute_s.push_back(hdp::compute_s(problem.cost, length(place)));
+    total_s += compute_s.back();
+  }
+  share_s = total_s / total_speed;
+  if (ramp == 0) {
+    bound_s = own_time_s = tight_bound_s(problem, order);
+  } else {
+    const double own_s = least_own_s(problem, length(0));
+    bound_s = std::max(share_s, (1 + ramp) * own_s);
+    own_time_s = std::max(own_s, (share_s + ramp * full_s) / (1 + ramp));
+  }
+  double small_tokens = 0;
+  for (std::size_t place = 0; place < order.size(); ++place) {
+    const bool fits =
+        slice_tokens(length(place), 1, problem.slice_multiple) <= problem.tokens_per_rank;
+    if (fits && compute_s[place] <= kSand * share_s) break;
+    least.push_back(least_degree(problem, length(place)));
+  }
+  num_big = least.size();
+  for (std::size_t place = num_big; place < order.size(); ++place) {
+    small_s += compute_s[place];
+    small_tokens += static_cast<double>(length(place));
+  }
+  small_s += problem.cost.g * small_tokens / static_cast<double>(problem.tokens_per_rank);
+}
+
+}  // namespace hdp

@@ -1,0 +1,37 @@
+// The sequences of a problem, longest first, with what each costs: computed once for all drafts.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+struct Batch {
+  explicit Batch(const Problem& problem);
+
+  // Of the sequence at a place in the order.
+  int64_t length(std::size_t place) const {
+    return problem.lengths[static_cast<std::size_t>(order[place])];
+  }
+
+  const Problem& problem;
+  std::vector<int64_t> order;     // sequence ids
+  std::vector<double> compute_s;  // on one rank of speed 1, by place in the order
+  std::vector<int64_t> least;     // the least degree, of the big ones
+  std::size_t num_big = 0;        // the first places: each matters by itself
+  double total_s = 0;             // compute of all
+  double small_s = 0;             // compute of all but the big ones, and a share of g
+  double total_speed = 1;         // of all ranks
+  double bound_s = 0;             // no earlier can all clocks be
+  double own_time_s = 0;          // a sequence should not take longer by itself
+  double share_s = 0;             // total_s / total_speed
+  // A pipeline of P stages that runs micro-batches of alike times ends after 1/P of their sum and
+  // (P - 1)/P of one of them. In units of 1/P: a rank's clock is what it has to do, and `ramp`
+  // times the longest of it, at least full_s.
+  double ramp = 0;    // P - 1
+  double full_s = 0;  // a micro-batch of one sequence that fills a rank
+};
+
+}  // namespace hdp

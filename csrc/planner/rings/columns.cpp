@@ -1,0 +1,43 @@
+#include "planner/rings/columns.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/rings/degrees.hpp"
+
+namespace hdp {
+namespace {
+
+// The least degree at which the sequence takes at most `seconds`; 0 if traffic would be exposed.
+int64_t filling_degree(const Batch& batch, std::size_t place, int64_t hidden, double seconds) {
+  const Problem& problem = batch.problem;
+  const double room_s = seconds - problem.cost.g;
+  if (!(room_s > 0)) return 0;
+  const double parts = std::ceil(batch.compute_s[place] / room_s);
+  if (parts > static_cast<double>(hidden)) return 0;
+  const int64_t degree = std::max(batch.least[place], static_cast<int64_t>(parts));
+  return may_share(problem, batch.length(place), batch.least[place], degree) ? degree : 0;
+}
+
+}  // namespace
+
+Column best_column(const Batch& batch, const FreeRanks& free, std::size_t place, double until_s) {
+  const Problem& problem = batch.problem;
+  const int64_t hidden =
+      greatest_hidden_degree(problem.cost, batch.length(place), problem.num_ranks);
+  Column best;
+  double least_left_s = 0;
+  for (std::size_t group = 0; group < free.groups().size(); ++group) {
+    const auto& [clock, ranks] = free.groups()[group];
+    const int64_t degree = filling_degree(batch, place, hidden, until_s - clock);
+    if (degree == 0 || degree > static_cast<int64_t>(ranks.size())) continue;
+    const double left_s = until_s - clock - batch.compute_s[place] / static_cast<double>(degree);
+    if (best.degree > 0 && left_s >= least_left_s) continue;
+    best = {group, degree};
+    least_left_s = left_s;
+  }
+  return best;
+}
+
+}  // namespace hdp

@@ -1,0 +1,137 @@
+#include "planner/rings/degrees.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+
+namespace hdp {
+namespace {
+
+// A sequence whose own time is within this of what it should be is short enough.
+constexpr double kOwnTime = 1.002;
+
+// With pipeline stages a long micro-batch costs more than the traffic that a slightly wider ring
+// exposes.
+constexpr double kWider = 1.1;
+
+// The least degree from `hidden` on at which the sequence is short enough; `hidden` if it never is.
+int64_t short_enough_degree(const Batch& batch, int64_t length, int64_t hidden) {
+  const CostModel& cost = batch.problem.cost;
+  for (int64_t degree = hidden; degree <= batch.problem.num_ranks; ++degree) {
+    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) + cost.g;
+    if (own_s <= kOwnTime * batch.own_time_s) return degree;
+  }
+  return hidden;
+}
+
+// Degrees of the nesting, the greatest first.
+std::vector<int64_t> nested_between(const Nesting& nesting, int64_t low, int64_t high) {
+  std::vector<int64_t> degrees;
+  const auto consider = [&](int64_t degree) {
+    if (degree >= low && degree <= high) degrees.push_back(degree);
+  };
+  for (int64_t block = nesting.num_ranks; block >= low; block /= 2) {
+    consider(block);
+    if (nesting.three_quarters && block > 2) consider(block * 3 / 4);
+    if (block == 1) break;
+  }
+  return degrees;
+}
+
+// Of the degrees in [least, useful] one that nests and has the sequence take about
+// compute / wanted; else `wanted` itself.
+int64_t convenient_degree(const Batch& batch, const Nesting& nesting, std::size_t place,
+                          int64_t wanted, int64_t useful) {
+  const int64_t above = least_nested(nesting, wanted, useful);
+  if (above > 0) return above;
+  const int64_t below = greatest_nested(nesting, (wanted + 1) / 2, wanted - 1);
+  const bool fits = below > 1 && below >= batch.least[place] &&
+                    batch.compute_s[place] <= static_cast<double>(below) * batch.share_s;
+  return fits ? below : wanted;
+}
+
+int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t place,
+                        double longest_s) {
+  const Problem& problem = batch.problem;
+  const int64_t length = batch.length(place);
+  const int64_t least = batch.least[place];
+  const int64_t hidden = greatest_hidden_degree(problem.cost, length, problem.num_ranks);
+  const int64_t exposed = short_enough_degree(batch, length, hidden);
+  const double wider = batch.ramp > 0 ? kWider * static_cast<double>(exposed) : 0;
+  const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
+                                   problem.num_ranks, length / (2 * problem.slice_multiple)});
+  if (useful <= least) return least;
+  const double parts = std::ceil(batch.compute_s[place] / longest_s);
+  // the negated form sends the NaN of a cost model without times to the memory minimum
+  const bool few = !(parts > static_cast<double>(least));
+  const bool many = parts >= static_cast<double>(useful) || exposed > hidden;
+  const int64_t wanted = few && exposed == hidden ? least
+                         : many                   ? useful
+                                                  : static_cast<int64_t>(parts);
+  if (wanted == 1) return 1;
+  const int64_t degree = convenient_degree(batch, nesting, place, wanted, useful);
+  return may_share(problem, length, least, degree) ? degree : least;
+}
+
+// The greatest degree that nests and hides the traffic; 0 if there is none.
+int64_t widest_nested(const Batch& batch, const Nesting& nesting, std::size_t place) {
+  const Problem& problem = batch.problem;
+  const int64_t length = batch.length(place);
+  const int64_t hidden = greatest_hidden_degree(problem.cost, length, problem.num_ranks);
+  const int64_t degree = greatest_nested(nesting, batch.least[place], hidden);
+  return may_share(problem, length, batch.least[place], degree) ? degree : 0;
+}
+
+}  // namespace
+
+bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t degree) {
+  if (degree <= least) return degree == least;
+  return degree <= problem.num_ranks && degree <= length / (2 * problem.slice_multiple) &&
+         offload_ratio(problem, length, degree).has_value();
+}
+
+Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {
+  Degrees degrees;
+  degrees.reserve(batch.num_big);
+  for (std::size_t place = 0; place < batch.num_big; ++place) {
+    degrees.push_back(balanced_degree(batch, nesting, place, longest_s));
+  }
+  return degrees;
+}
+
+Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_rows,
+                        double share) {
+  Degrees degrees;
+  double left_s = batch.share_s;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    int64_t room = nesting.num_ranks;
+    double longest_s = 0;
+    for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
+      const int64_t degree = widest_nested(batch, nesting, place);
+      if (degree < 2 || degree > room) break;
+      room -= degree;
+      longest_s = std::max(longest_s, batch.compute_s[place] / static_cast<double>(degree));
+      degrees.push_back(degree);
+    }
+    left_s -= longest_s;
+  }
+  if (!(left_s > 0)) return {};
+  for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
+    degrees.push_back(balanced_degree(batch, nesting, place, share * left_s));
+  }
+  return degrees;
+}
+
+int64_t least_nested(const Nesting& nesting, int64_t low, int64_t high) {
+  const std::vector<int64_t> degrees = nested_between(nesting, low, high);
+  return degrees.empty() ? 0 : degrees.back();
+}
+
+int64_t greatest_nested(const Nesting& nesting, int64_t low, int64_t high) {
+  const std::vector<int64_t> degrees = nested_between(nesting, low, high);
+  return degrees.empty() ? 0 : degrees.front();
+}
+
+}  // namespace hdp

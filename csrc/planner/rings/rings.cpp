@@ -1,0 +1,195 @@
+#include "planner/rings/rings.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/rings/columns.hpp"
+#include "planner/rings/free_ranks.hpp"
+#include "planner/rings/node_ranks.hpp"
+#include "planner/rings/spare_room.hpp"
+
+namespace hdp {
+namespace {
+
+// Places of the sequences that are rings, in the order in which they are placed.
+std::vector<std::size_t> widest_first(const Batch& batch, const Degrees& degrees) {
+  std::vector<std::size_t> places;
+  for (std::size_t place = 0; place < degrees.size(); ++place) {
+    if (is_ring(batch.problem, batch.length(place), degrees[place])) places.push_back(place);
+  }
+  const auto wider = [&](std::size_t left, std::size_t right) {
+    return degrees[left] > degrees[right];
+  };
+  std::stable_sort(places.begin(), places.end(), wider);
+  return places;
+}
+
+bool in_one_node(const std::vector<int32_t>& ranks, int64_t ranks_per_node) {
+  const int64_t node = ranks.front() / ranks_per_node;
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [&](int32_t rank) { return rank / ranks_per_node == node; });
+}
+
+// The most preferred ranks that a node has.
+int64_t largest_node(const std::vector<bool>& preferred, int64_t ranks_per_node) {
+  int64_t largest = 0;
+  int64_t size = 0;
+  for (std::size_t rank = 0; rank < preferred.size(); ++rank) {
+    if (static_cast<int64_t>(rank) % ranks_per_node == 0) size = 0;
+    if (preferred[rank]) largest = std::max(largest, ++size);
+  }
+  return largest;
+}
+
+// All ranks in the order in which rings prefer them.
+std::vector<int32_t> preference(const Problem& problem, const Decisions& decisions) {
+  std::vector<int32_t> ranks(static_cast<std::size_t>(problem.num_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  if (decisions.alike_speeds) {
+    std::stable_sort(ranks.begin(), ranks.end(), [&](int32_t left, int32_t right) {
+      return problem.speed(left) > problem.speed(right);
+    });
+  }
+  return ranks;
+}
+
+class RingPlacer {
+ public:
+  RingPlacer(const Batch& batch, const Decisions& decisions)
+      : batch_(batch),
+        problem_(batch.problem),
+        decisions_(decisions),
+        preference_(preference(problem_, decisions)),
+        preferred_(preference_.size()),
+        spare_room_(batch, decisions.fill_spare_room ? places_of_shorts(batch, decisions.degrees)
+                                                     : std::vector<std::size_t>{}) {
+    for (std::size_t rank = 0; rank < preferred_.size(); ++rank) {
+      preferred_[rank] = problem_.speed(static_cast<int32_t>(rank)) >= decisions.least_speed;
+    }
+    schedule_.clocks.assign(preferred_.size(), batch.ramp * batch.full_s);
+    longest_s_.assign(preferred_.size(), batch.full_s);
+  }
+
+  RingSchedule run() {
+    const std::vector<std::size_t> places = widest_first(batch_, decisions_.degrees);
+    auto next = places.begin();
+    const auto degree = [&] { return decisions_.degrees[*next]; };
+    const auto more = [&](int64_t than) { return next != places.end() && degree() > than; };
+    FreeRanks free(preference_);
+    const auto place_wide = [&] {
+      start_on(free, free.take(degree()), *next);
+      ++next;
+    };
+    const auto num_preferred = std::count(preferred_.begin(), preferred_.end(), true);
+    while (more(num_preferred)) place_wide();
+    free.remove(preferred_);
+    const int64_t per_node = problem_.cost.ranks_per_node;
+    const int64_t widest = decisions_.alike_speeds ? 1 : largest_node(preferred_, per_node);
+    if (decisions_.column_s > 0) place_columns(free, widest, next, places.end());
+    while (more(widest)) place_wide();
+    NodeRanks nodes(schedule_.clocks, preferred_, per_node);
+    for (; next != places.end(); ++next) nodes.give_back(start(*next, nodes.take(degree())));
+    if (decisions_.fill_spare_room) schedule_.shorts = spare_room_.remaining();
+    return std::move(schedule_);
+  }
+
+ private:
+  using Places = std::vector<std::size_t>::const_iterator;
+
+  // Places the rings that are wider than `widest` in columns, the longest first; leaves `next` at
+  // the first of the others.
+  void place_columns(FreeRanks& free, int64_t widest, Places& next, Places end) {
+    const Places first = next;
+    while (next != end && decisions_.degrees[*next] > widest) ++next;
+    std::vector<std::size_t> wide(first, next);
+    std::sort(wide.begin(), wide.end());
+    for (const std::size_t place : wide) {
+      const Column column = best_column(batch_, free, place, decisions_.column_s);
+      start_on(free,
+               column.degree > 0 ? free.take_from(column.group, column.degree)
+                                 : free.take(decisions_.degrees[place]),
+               place);
+    }
+  }
+
+  // Starts the ring of a sequence on ranks taken from `free`, which they return to.
+  void start_on(FreeRanks& free, std::vector<int32_t> ranks, std::size_t place) {
+    std::vector<int32_t> ring = ranks;
+    std::sort(ring.begin(), ring.end());
+    const double end = start(place, ring);
+    free.give_back(std::move(ranks), end);
+  }
+
+  // Starts the ring of a sequence, records how long each member waited, returns when it ends.
+  double start(std::size_t place, const std::vector<int32_t>& ranks) {
+    double begin = 0;
+    double speed = problem_.speed(ranks.front());
+    for (const int32_t rank : ranks) {
+      begin = std::max(begin, schedule_.clocks[static_cast<std::size_t>(rank)]);
+      speed = std::min(speed, problem_.speed(rank));
+    }
+    for (const int32_t rank : ranks) {
+      const double waited = begin - schedule_.clocks[static_cast<std::size_t>(rank)];
+      if (waited > 0) schedule_.gaps.push_back({schedule_.places.size(), rank, waited});
+    }
+    const auto degree = static_cast<int64_t>(ranks.size());
+    const int64_t length = batch_.length(place);
+    const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
+    double seconds =
+        ring_s(problem_.cost, length, degree, one_node, speed) + problem_.cost.g / speed;
+    if (decisions_.fill_spare_room) {
+      const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
+      schedule_.locals.emplace_back();
+      seconds +=
+          spare_room_.fill(ranks, problem_.tokens_per_rank - slice, schedule_.locals.back()) /
+          speed;
+    }
+    double longest_s = 0;
+    for (const int32_t rank : ranks) {
+      longest_s = std::max(longest_s, longest_s_[static_cast<std::size_t>(rank)]);
+    }
+    const double end = begin + seconds + batch_.ramp * std::max(0.0, seconds - longest_s);
+    for (const int32_t rank : ranks) {
+      schedule_.clocks[static_cast<std::size_t>(rank)] = end;
+      longest_s_[static_cast<std::size_t>(rank)] = std::max(longest_s, seconds);
+    }
+    schedule_.places.push_back(place);
+    schedule_.ranks.insert(schedule_.ranks.end(), ranks.begin(), ranks.end());
+    schedule_.offsets.push_back(schedule_.ranks.size());
+    return end;
+  }
+
+  const Batch& batch_;
+  const Problem& problem_;
+  const Decisions& decisions_;
+  std::vector<int32_t> preference_;
+  std::vector<bool> preferred_;    // by rank
+  std::vector<double> longest_s_;  // micro-batch, by rank
+  SpareRoom spare_room_;
+  RingSchedule schedule_;
+};
+
+}  // namespace
+
+bool is_ring(const Problem& problem, int64_t length, int64_t degree) {
+  return degree > 1 || slice_tokens(length, 1, problem.slice_multiple) > problem.tokens_per_rank;
+}
+
+std::vector<std::size_t> places_of_shorts(const Batch& batch, const Degrees& degrees) {
+  std::vector<std::size_t> places;
+  for (std::size_t place = 0; place < batch.order.size(); ++place) {
+    const bool is_big = place < degrees.size();
+    if (is_big && is_ring(batch.problem, batch.length(place), degrees[place])) continue;
+    places.push_back(place);
+  }
+  return places;
+}
+
+RingSchedule place_rings(const Batch& batch, const Decisions& decisions) {
+  return RingPlacer(batch, decisions).run();
+}
+
+}  // namespace hdp

@@ -1,0 +1,50 @@
+#include "planner/rings/spare_room.hpp"
+
+#include <algorithm>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+
+SpareRoom::SpareRoom(const Batch& batch, const std::vector<std::size_t>& shorts)
+    : batch_(batch), shorts_(shorts.begin(), shorts.end()) {}
+
+// Moves the longest sequence of at most `longest` tokens that fits to the member, if there is one.
+bool SpareRoom::place_longest(Member& member, int64_t longest) {
+  const int64_t multiple = batch_.problem.slice_multiple;
+  const int64_t limit = std::min(longest, member.room / multiple * multiple);
+  const auto first = std::partition_point(
+      batch_.order.begin(), batch_.order.end(),
+      [&](int64_t id) { return batch_.problem.lengths[static_cast<std::size_t>(id)] > limit; });
+  const auto found = shorts_.lower_bound(static_cast<std::size_t>(first - batch_.order.begin()));
+  if (found == shorts_.end()) return false;
+  const std::size_t place = *found;
+  shorts_.erase(found);
+  member.room -= slice_tokens(batch_.length(place), 1, multiple);
+  member.seconds += batch_.compute_s[place];
+  member.sequences.push_back(batch_.order[place]);
+  return true;
+}
+
+double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
+                       std::vector<Local>& locals) {
+  std::vector<Member> members(ranks.size());
+  for (Member& member : members) member.room = room;
+  double level = 0;
+  while (place_longest(members.front(), room)) {
+    level = std::max(level, members.front().seconds);
+    for (Member& member : members) {
+      while (place_longest(member, length_within(batch_.problem.cost, level - member.seconds))) {
+      }
+    }
+  }
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (!members[i].sequences.empty()) locals.push_back({ranks[i], members[i].sequences});
+  }
+  return level;
+}
+
+std::vector<std::size_t> SpareRoom::remaining() const { return {shorts_.begin(), shorts_.end()}; }
+
+}  // namespace hdp

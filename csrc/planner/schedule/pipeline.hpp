@@ -1,0 +1,22 @@
+// The exact 1F1B schedule of ranks that are pipelines of several stages.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// The first micro-batch that does not stand at the same position in the lists of all its ranks;
+// -1 if there is none.
+int64_t first_misplaced(const Problem& problem, const Plan& plan);
+
+// When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
+// over all stages, a third of it forward. Every micro-batch must stand at one position.
+std::vector<double> pipeline_ends(const std::vector<int64_t>& rank_offsets,
+                                  const std::vector<int32_t>& ranks,
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  int64_t stages);
+
+}  // namespace hdp

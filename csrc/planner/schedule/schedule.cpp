@@ -1,0 +1,150 @@
+#include "planner/schedule/schedule.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
+#include "planner/schedule/pipeline.hpp"
+
+namespace hdp {
+namespace {
+
+std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+
+// Sequences of one member or of the whole ring.
+struct Sum {
+  double attention_s = 0;
+  double compute_s = 0;
+  double tokens = 0;
+  int64_t slice_tokens = 0;
+
+  void add(const Problem& problem, int64_t id, int64_t degree) {
+    const int64_t length = problem.lengths[index(id)];
+    attention_s += hdp::attention_s(problem.cost, length);
+    compute_s += hdp::compute_s(problem.cost, length);
+    tokens += static_cast<double>(length);
+    slice_tokens += hdp::slice_tokens(length, degree, problem.slice_multiple);
+  }
+};
+
+// What the members of a ring do together.
+class RingTime {
+ public:
+  RingTime(const Problem& problem, const Plan& plan, int64_t m)
+      : problem_(problem),
+        plan_(plan),
+        first_(plan.rank_offsets[index(m)]),
+        last_(plan.rank_offsets[index(m) + 1]) {
+    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
+      sum_.add(problem, plan.sequences[index(i)], degree());
+    }
+    transfer_s_ = transfer_s(problem.cost, degree(), sum_.tokens, one_node());
+  }
+
+  int64_t degree() const { return last_ - first_; }
+  const Sum& sum() const { return sum_; }
+
+  // Seconds of a member that has `local_s` of its own sequences.
+  double member_s(int32_t rank, double local_s) const {
+    const auto d = static_cast<double>(degree());
+    const double speed = problem_.speed(rank);
+    const double exposed = std::max(0.0, transfer_s_ - sum_.attention_s / d / speed);
+    return (sum_.compute_s / d + local_s + problem_.cost.g) / speed + exposed;
+  }
+
+  // Seconds of the slowest member without locals.
+  double slowest_s() const {
+    if (problem_.speeds.empty()) return member_s(0, 0);
+    double slowest = 0;
+    for (auto i = first_; i < last_; ++i) {
+      slowest = std::max(slowest, member_s(plan_.ranks[index(i)], 0));
+    }
+    return slowest;
+  }
+
+ private:
+  bool one_node() const {
+    const int64_t per_node = problem_.cost.ranks_per_node;
+    const int64_t node = plan_.ranks[index(first_)] / per_node;
+    return std::all_of(plan_.ranks.begin() + first_, plan_.ranks.begin() + last_,
+                       [&](int32_t rank) { return rank / per_node == node; });
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  int64_t first_;
+  int64_t last_;
+  Sum sum_;
+  double transfer_s_ = 0;
+};
+
+}  // namespace
+
+MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  const RingTime ring(problem, plan, micro_batch);
+  const auto d = static_cast<double>(ring.degree());
+  MicroBatchLoad load{ring.slowest_s(), (d - 1) * ring.sum().tokens, ring.sum().slice_tokens};
+  Sum member;
+  const auto last = plan.local_offsets[index(micro_batch) + 1];
+  for (auto i = plan.local_offsets[index(micro_batch)]; i < last; ++i) {
+    const int32_t rank = plan.local_ranks[index(i)];
+    member.add(problem, plan.local_sequences[index(i)], 1);
+    if (i + 1 < last && plan.local_ranks[index(i) + 1] == rank) continue;
+    load.seconds = std::max(load.seconds, ring.member_s(rank, member.compute_s));
+    load.tokens_on_a_rank =
+        std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
+    member = {};
+  }
+  return load;
+}
+
+Schedule simulate(const Problem& problem, const Plan& plan) {
+  if (problem.pipeline_stages > 1) return simulate_pipeline(problem, plan);
+  Schedule schedule;
+  std::vector<double> clocks(index(problem.num_ranks), 0.0);
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const MicroBatchLoad load = micro_batch_load(problem, plan, m);
+    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
+    double start = 0;
+    std::for_each(first, last, [&](int32_t rank) { start = std::max(start, clocks[index(rank)]); });
+    const double end = start + load.seconds;
+    std::for_each(first, last, [&](int32_t rank) { clocks[index(rank)] = end; });
+    schedule.makespan_s = std::max(schedule.makespan_s, end);
+    schedule.ring_tokens += load.ring_tokens;
+    schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
+  }
+  return schedule;
+}
+
+Schedule simulate_pipeline(const Problem& problem, const Plan& plan) {
+  const int64_t misplaced = first_misplaced(problem, plan);
+  if (misplaced >= 0) {
+    throw std::invalid_argument(
+        "micro-batch " + std::to_string(misplaced) +
+        " stands at different positions in its ranks' lists and may run into a deadlock with " +
+        std::to_string(problem.pipeline_stages) + " pipeline stages: use strategy pp-balance");
+  }
+  Schedule schedule;
+  std::vector<double> seconds;
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const MicroBatchLoad load = micro_batch_load(problem, plan, m);
+    seconds.push_back(load.seconds);
+    schedule.ring_tokens += load.ring_tokens;
+    schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
+  }
+  const std::vector<double> ends = pipeline_ends(plan.rank_offsets, plan.ranks, seconds,
+                                                 problem.num_ranks, problem.pipeline_stages);
+  schedule.makespan_s = *std::max_element(ends.begin(), ends.end());
+  return schedule;
+}
+
+Scheduled scheduled(const Problem& problem, Plan plan) {
+  const Schedule schedule = simulate(problem, plan);
+  return {std::move(plan), schedule};
+}
+
+}  // namespace hdp

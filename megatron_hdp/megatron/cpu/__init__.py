@@ -1,0 +1,1 @@
+"""Megatron, which assumes CUDA, on machines without a GPU."""

@@ -1,0 +1,375 @@
+"""``megatron-hdp doctor``: what is installed, where HDP joins Megatron, and what stands in the way.
+
+A probe never fails: what it does not find becomes a problem with one line of advice. So this module
+imports torch and Megatron only inside its probes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import warnings
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_hdp import __version__
+from megatron_hdp.megatron.doctor.surroundings import (
+    PackageCheck,
+    apex_advice,
+    check_packages,
+    gpu_advice,
+    network_advice,
+    network_problems,
+    version_of,
+)
+from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.lm.diagnosis import PatchCheck
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A place in Megatron that HDP joins without replacing any of its functions."""
+
+    target: str
+    """``module:Class.attr``"""
+    why: str
+    parameter: str | None = None
+    """The parameter of the target that HDP relies on."""
+
+
+@dataclass(frozen=True)
+class SeamCheck:
+    """A seam, and what is wrong with it in the installed megatron-core (None: it is there)."""
+
+    seam: Seam
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that doctor has found; `problems` is empty when training can run."""
+
+    versions: dict[str, str | None]
+    device: str
+    cuda_connections: str
+    """What is set, or will be, for CUDA_DEVICE_MAX_CONNECTIONS."""
+    cpu_shim_applies: bool
+    cpu_shim_redirects: dict[str, str]
+    gpu_gaps: dict[str, str]
+    """What a run on a GPU defines because Megatron does not."""
+    attention_kernel: str | None
+    attention_refused: dict[str, str]
+    """Kernels that would have been preferred, and why they are not taken."""
+    seams: tuple[SeamCheck, ...]
+    patches: tuple[PatchCheck, ...] | None
+    """Those of the plugin for a Megatron-LM checkout; None where there is none to look at."""
+    optional_packages: tuple[PackageCheck, ...]
+    advice: tuple[str, ...]
+    """What to do about things that are not as they could be; training runs without."""
+    problems: tuple[str, ...]
+    """What keeps training from running, and what to do."""
+
+
+SEAMS = (
+    Seam(
+        "megatron.core.transformer.attention:SelfAttentionSubmodules.core_attention",
+        "the layer specification names HDP's ring attention",
+    ),
+    Seam(
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        "a micro-batch's ring and positions travel with its call",
+        parameter="packed_seq_params",
+    ),
+    Seam(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:"
+        "RotaryEmbedding.get_rotary_seq_len",
+        "a subclass on the model answers with each token's own position",
+        parameter="packed_seq_params",
+    ),
+    Seam(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:"
+        "RotaryEmbedding.get_freqs_non_repeated",
+        "the same subclass turns those positions into angles",
+        parameter="max_seq_len",
+    ),
+    Seam(
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        "a subclass of the model asks its output layer for the loss, unless --no-hdp-fused-loss",
+        parameter="loss_mask",
+    ),
+    Seam(
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+        "a subclass, the model's output layer, returns the loss without making logits",
+        parameter="runtime_gather_output",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.moe_layer:MoESubmodules.router",
+        "the layer specification names HDP's router of experts",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        "that router adds its own balancing loss to Megatron's choice",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
+        "that router adds its own z-loss instead of Megatron's",
+        parameter="logits",
+    ),
+    Seam(
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
+        "what the router adds takes part in backward",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+        "a subclass tells its router which micro-batch runs",
+    ),
+    Seam(
+        "megatron.core.model_parallel_config:ModelParallelConfig.finalize_model_grads_func",
+        "gradients are divided by the global batch's loss tokens, once",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_config:TransformerConfig.calculate_per_token_loss",
+        "Megatron must not divide by anything of its own",
+    ),
+    Seam(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+        "ranks may run different numbers of micro-batches through it",
+        parameter="num_microbatches",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "overridden on the instance while a checkpoint is loaded into torch's Adam",
+        parameter="tensors",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer.get_parameter_state_dp_zero",
+        "overridden on the instance: gathers the state for a checkpoint, bucket padding included",
+        parameter="return_on_all_ranks",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._copy_model_grads_to_main_grads",
+        "overridden on the instance with --fp64: gradients stay float64",
+    ),
+    Seam(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        "overridden on the instance with --fp64: the norm is float64",
+    ),
+    Seam(
+        "megatron.core.dist_checkpointing.serialization:save",
+        "checkpoints are written under another name, renamed when every rank is done",
+        parameter="async_sharded_save",
+    ),
+    Seam(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
+        "replaced while a save begins: writers report through a file, no process outlives a kill",
+    ),
+)
+
+
+def run_doctor(as_json: bool) -> int:
+    """Prints the diagnosis and returns the exit code: 0 when training can run, 1 otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's imports warn of what the table below says
+        diagnosis = diagnose()
+    print(json.dumps(asdict(diagnosis), indent=2) if as_json else _text(diagnosis))
+    return 1 if diagnosis.problems else 0
+
+
+def diagnose() -> Diagnosis:
+    """Looks at this machine and at what is installed on it; changes nothing."""
+    problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
+    if not _importable("megatron_hdp.planner._core"):
+        problems.append(
+            "the compiled planner does not import: build it with `pip install .` (or `pip install "
+            "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
+        )
+    has_torch = _importable("torch")
+    problems += network_problems()
+    num_gpus = 0
+    device, shim_applies, redirects, gaps = "unknown", False, {}, {}
+    kernel: str | None = None
+    refused: dict[str, str] = {}
+    if has_torch:
+        from megatron_hdp.megatron.cpu import shim
+
+        shim_applies, redirects = shim.needed(), shim.REDIRECTS
+        device, num_gpus = _device()
+        kernel, refused, problem = _attention(shim_applies)
+        problems += [problem] if problem else []
+    seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
+    patches = None
+    if _importable("megatron.core"):
+        from megatron_hdp.megatron.cpu.gpu_gaps import GAPS
+        from megatron_hdp.megatron.lm.diagnosis import check_patches
+
+        patches = check_patches()
+        gaps = {} if shim_applies else GAPS
+        problems += [check.problem for check in seams if check.problem is not None]
+    advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches))
+    return Diagnosis(
+        versions=_versions(),
+        device=device,
+        cuda_connections=describe(compute_capability(), os.environ.get(VARIABLE)),
+        cpu_shim_applies=shim_applies,
+        cpu_shim_redirects=redirects,
+        gpu_gaps=gaps,
+        attention_kernel=kernel,
+        attention_refused=refused,
+        seams=seams,
+        patches=patches,
+        optional_packages=check_packages(),
+        advice=tuple(line for line in advice if line is not None),
+        problems=tuple(problems),
+    )
+
+
+def check_seam(seam: Seam) -> str | None:
+    """What is wrong with `seam` in the installed megatron-core; None when it is as expected."""
+    module_name, _, path = seam.target.partition(":")
+    remedy = "install a megatron-core that this version supports (see the README)"
+    if not _importable(module_name):
+        return f"{seam.target}: found no module {module_name}: {remedy}"
+    found: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        if name in getattr(found, "__dataclass_fields__", {}):
+            return None  # a field without default is no attribute of its class
+        if not hasattr(found, name):
+            return f"{seam.target}: {found.__name__} has no {name!r}: {remedy}"
+        found = getattr(found, name)
+    if seam.parameter is None or seam.parameter in inspect.signature(found).parameters:
+        return None
+    return f"{seam.target}{inspect.signature(found)} takes no {seam.parameter!r}: {remedy}"
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    versions: dict[str, str | None] = {
+        "megatron_hdp": __version__,
+        "python": platform.python_version(),
+    }
+    versions |= {name: version_of(name) for name in ("torch", "megatron-core", "numpy")}
+    if versions["torch"] and _importable("torch"):
+        import torch
+
+        if torch.version.cuda is not None:
+            versions["CUDA of torch"] = torch.version.cuda
+        if torch.cuda.is_available():
+            versions["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return versions
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _advice(module: str) -> str:
+    return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
+
+
+def _device() -> tuple[str, int]:
+    """What ranks run on here, and how many GPUs there are."""
+    import torch
+
+    if torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        return f"{num_gpus} x {torch.cuda.get_device_name()}", num_gpus
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    return (
+        f"cpu ({torch.get_num_threads()} threads); no GPU found by a torch built for {built}: gloo "
+        "instead of NCCL, no attention kernels of GPUs, no Triton",
+        0,
+    )
+
+
+def _attention(on_cpu: bool) -> tuple[str | None, dict[str, str], str | None]:
+    """What ``--hdp-attention auto`` takes and what it does not; or what is wrong.
+
+    On a GPU for bfloat16 and a head dimension of 128: a run asks for its own.
+    """
+    import torch
+
+    from megatron_hdp.runtime.attention import select_attention
+
+    device = torch.device("cpu" if on_cpu else "cuda")
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    try:
+        selection = select_attention(device, dtype, head_dim=128)
+    except ValueError as error:
+        return None, {}, str(error)
+    return selection.backend.name, selection.refused, None
+
+
+def _patch_advice(patches: tuple[PatchCheck, ...] | None) -> str | None:
+    misfits = sum(check.problem is not None for check in patches or ())
+    if not misfits:
+        return None
+    return (
+        f"{misfits} patches do not fit this Megatron-LM, so `python -m megatron_hdp run` refuses "
+        "it: git checkout a release that the README's table of supported versions names"
+    )
+
+
+def _text(diagnosis: Diagnosis) -> str:
+    lines = [f"{name:18} {found or 'not found'}" for name, found in diagnosis.versions.items()]
+    lines += [
+        f"{'device':18} {diagnosis.device}",
+        f"{'CUDA connections':18} {diagnosis.cuda_connections}",
+        f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
+        *(f"{'':18} not {name}: {why}" for name, why in diagnosis.attention_refused.items()),
+        "",
+        "seams in megatron-core (HDP replaces none of its functions):",
+    ]
+    for check in diagnosis.seams:
+        suffix = f"({check.seam.parameter}=...)" if check.seam.parameter else ""
+        lines.append(f"  {'MISSING' if check.problem else 'ok':8}{check.seam.target}{suffix}")
+        lines.append(f"{'':10}{check.seam.why}")
+    lines += ["", *_patch_lines(diagnosis.patches)]
+    if diagnosis.cpu_shim_applies:
+        lines += ["", "without a GPU a run redirects, until it ends:"]
+        lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
+    else:
+        lines += ["", "the CPU shim does not apply here; a run fills in, until it ends:"]
+        lines += [f"  {what}: {how}" for what, how in diagnosis.gpu_gaps.items()]
+    lines += ["", "optional packages:"]
+    for item in diagnosis.optional_packages:
+        found = item.found or f"not found: {item.package.without_it}"
+        lines.append(f"  {item.package.name:20}{found}")
+        if item.found is None:
+            lines.append(f"{'':22}to have it: {item.package.remedy}")
+    if diagnosis.advice:
+        lines += ["", "advice:", *(f"  - {line}" for line in diagnosis.advice)]
+    lines.append("")
+    if diagnosis.problems:
+        lines.append("training cannot run:")
+        lines += [f"  - {problem}" for problem in diagnosis.problems]
+    else:
+        lines.append("training can run")
+    return "\n".join(lines)
+
+
+def _patch_lines(patches: tuple[PatchCheck, ...] | None) -> list[str]:
+    if patches is None:
+        return [
+            "no Megatron-LM here for `python -m megatron_hdp run`: start in its checkout, or put "
+            "that on PYTHONPATH"
+        ]
+    lines = ["patches that `python -m megatron_hdp run` puts into this Megatron-LM:"]
+    for check in patches:
+        lines.append(f"  {'MISFIT' if check.problem else 'ok':8}{check.target}")
+        lines.append(f"{'':10}{check.problem or check.why}")
+    return lines

@@ -1,0 +1,1 @@
+"""The plugin for Megatron-LM checkouts: what it replaces in their training loop, and by what."""

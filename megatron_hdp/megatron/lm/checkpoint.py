@@ -1,0 +1,96 @@
+"""What HDP adds to Megatron-LM's checkpoints: the order of the data, and torch's Adam.
+
+Megatron saves its arguments in every checkpoint and compares some of them when it loads one. The
+order of the data and the tokens consumed so far lie among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from megatron_hdp.data import DataOrder, TokenFile, split_documents
+from megatron_hdp.megatron import step
+from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.options import OptionError
+
+_ORDER = "hdp_data_order"
+_TOKENS = "hdp_consumed_tokens"
+
+
+def prepare_optimizer(optimizer: Any, args: argparse.Namespace) -> None:
+    """Makes the optimizer's checkpoints right where Megatron's own are not.
+
+    Args:
+        optimizer: Megatron's, as it was built.
+        args: Megatron's, validated.
+    """
+    if args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable:
+        gather_whole_states(optimizer)
+
+
+@contextmanager
+def loading(optimizer: Any) -> Iterator[None]:
+    """Within the block, Megatron may load a checkpoint into its optimizer, or into none."""
+    if optimizer is None:
+        yield
+        return
+    with torch_adam.restorable(optimizer):
+        yield
+
+
+def data_order(arguments: TrainingArguments) -> DataOrder:
+    """What decides which sequences form the training steps; reads the corpus's index."""
+    token_file = TokenFile(arguments.data_path[0])
+    documents = split_documents(len(token_file.lengths), arguments.split)[0]
+    return step.data_order(arguments, step.sequence_table(arguments, token_file, documents))
+
+
+def remember(order: DataOrder, args: argparse.Namespace) -> None:
+    """Puts the order of the data where Megatron's checkpoints take it along."""
+    setattr(args, _ORDER, asdict(order))
+
+
+def count_tokens(args: argparse.Namespace, num_tokens: int) -> int:
+    """Adds a step's tokens to those consumed since the start of training; returns the sum."""
+    total = getattr(args, _TOKENS, 0) + num_tokens
+    setattr(args, _TOKENS, total)
+    return int(total)
+
+
+def restore_tokens(args: argparse.Namespace, saved: argparse.Namespace) -> None:
+    """Goes on counting where the run that saved the checkpoint had got to."""
+    setattr(args, _TOKENS, getattr(saved, _TOKENS, 0))
+
+
+def require_same_order(
+    args: argparse.Namespace, arguments: TrainingArguments | None, saved: argparse.Namespace
+) -> None:
+    """Refuses to continue a run in another order of the data.
+
+    Args:
+        args: Megatron's.
+        arguments: HDP's of this run, None without the flag.
+        saved: Megatron's arguments from the checkpoint.
+
+    Raises:
+        OptionError: what was found, what was expected and the remedy.
+    """
+    source, before = f"--load {args.load}", getattr(saved, _ORDER, None)
+    if arguments is None and before is None:
+        return
+    if arguments is None or before is None:
+        found, expected = ("with", "without") if before is None else ("without", "with")
+        raise OptionError(
+            f"{source}: found a run {found} --hybrid-data-parallel, expected one {expected} it as "
+            "the checkpoint was saved by: the order of the data is another, so sequences would be "
+            "repeated and skipped. Add --finetune to start at step 0 from its weights alone"
+        )
+    try:
+        data_order(arguments).require_same(DataOrder(**before), source)
+    except ValueError as error:
+        raise OptionError(str(error)) from None

@@ -1,0 +1,85 @@
+"""What surrounds Megatron-LM's ``pretrain()`` under HDP: heartbeats, and an end by them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+
+import torch.distributed as dist
+
+from megatron_hdp.runtime.health import EXIT_CODE, Heartbeat, RankFailure
+from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
+
+_SHARE = 0.9  # of Megatron's time-out, so that heartbeats come before its communicators end
+
+
+class LmJob:
+    """One call of ``pretrain()`` in this process; a context manager around it.
+
+    Until `begin` nothing happens. From then on a rank that dies, fails or stands still ends the
+    job: every other rank's process prints who is to blame and ends with `EXIT_CODE`.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self._stack = ExitStack()
+        self._start = ExitStack()
+        self._heartbeat: Heartbeat | None = None
+
+    def begin(self, args: argparse.Namespace) -> None:
+        """Starts the heartbeats, once torch.distributed is there; a second call does nothing.
+
+        Args:
+            args: Megatron's, of a run under HDP.
+        """
+        if self._heartbeat is not None:
+            return
+        slow_timeout_s = 60.0 * args.distributed_timeout_minutes * _SHARE
+        self._heartbeat = self._stack.enter_context(
+            Heartbeat.of_job(
+                self.timeline,
+                stall_timeout_s=args.stall_timeout_seconds or slow_timeout_s,
+                slow_timeout_s=slow_timeout_s,
+            )
+        )
+        self._start.enter_context(self.timeline.noted(START))
+
+    def begin_step(self, step: int) -> None:
+        """Notes that a training step begins, counted from 1."""
+        assert self._heartbeat is not None
+        self._start.close()
+        self._heartbeat.begin_step(step)
+
+    def optimizer_step(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        return self.timeline.span(OPTIMIZER)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around the saving of a checkpoint, which may take its time."""
+        return self.timeline.noted(CHECKPOINT)
+
+    def __enter__(self) -> LmJob:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SystemExit):  # Megatron's way of ending a run early, on all ranks
+            kind = error = stack = None
+        self._start.close()
+        try:
+            self._stack.__exit__(kind, error, stack)
+        except RankFailure as failure:
+            sys.stdout.flush()
+            print(
+                f"megatron_hdp: error on rank {dist.get_rank()}: {failure}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_CODE)  # closing communicators would wait for the other ranks

@@ -1,0 +1,109 @@
+"""What HDP adds to Megatron-LM's log: true numbers of operations, and its own figures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from megatron_hdp.megatron.parallel import say
+from megatron_hdp.megatron.step import StepFigures, StepReport
+
+Flops = Callable[[argparse.Namespace, int], float]
+
+
+class LmLog:
+    """The steps since the latest line of Megatron's log."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Starts with no step.
+
+        Args:
+            args: Megatron's, validated.
+        """
+        self._args = args
+        self._reports: list[StepReport] = []
+        self.is_writing = False
+        """True while Megatron writes a line."""
+
+    @property
+    def latest(self) -> StepReport | None:
+        """The latest step, if there was one since the latest line."""
+        return self._reports[-1] if self._reports else None
+
+    def add(self, report: StepReport) -> None:
+        """Notes a training step; one that the rerun machine runs again counts once."""
+        if self._reports and self._reports[-1].consumed_after == report.consumed_after:
+            self._reports.pop()
+        self._reports.append(report)
+
+    def clear(self) -> None:
+        """Megatron has written a line."""
+        self._reports.clear()
+
+    def flops(self, stock: Flops, batch_size: int) -> float:
+        """Operations of the latest step, or in Megatron's log of the mean step since the last one.
+
+        Args:
+            stock: Megatron's function of arguments and batch size, for sequences of equal length.
+            batch_size: what Megatron takes a step to be; before the first step it is all there is.
+        """
+        if not self._reports:
+            return stock(self._args, batch_size)
+        steps = self._reports if self.is_writing else self._reports[-1:]
+        tokens = sum(one.tokens for one in steps) / len(steps)
+        squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
+        return operations(stock, self._args, tokens, squared_tokens)
+
+    def write(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
+        """Writes the latest step's figures of HDP.
+
+        Args:
+            iteration: Megatron's number of the step, from 1.
+            scalars: Megatron's writers, as functions of name and value.
+        """
+        report = self.latest
+        if report is None:
+            return
+        figures = {
+            item.name.replace("_", "-"): value
+            for item in fields(StepFigures)
+            if item.name != "loss" and (value := getattr(report, item.name)) is not None
+        }
+        for write in scalars:
+            for name, value in figures.items():
+                write(f"hdp/{name}", value)
+        if iteration % self._args.log_interval == 0:
+            say(_line(iteration, report))
+
+
+def operations(
+    stock: Flops, args: argparse.Namespace, tokens: float, squared_tokens: float
+) -> float:
+    """Megatron's formula for sequences of different lengths: it is ``a L + b L^2`` in the length.
+
+    Args:
+        stock: the formula, a function of arguments and number of sequences of ``seq_length``.
+        args: Megatron's arguments.
+        tokens: sum of the sequences' lengths.
+        squared_tokens: sum of their squares.
+    """
+
+    def of_one(length: int) -> float:
+        return stock(argparse.Namespace(**{**vars(args), "seq_length": length}), 1)
+
+    short, long = 1024, 2048
+    squared = (of_one(long) / long - of_one(short) / short) / (long - short)
+    linear = of_one(short) / short - squared * short
+    return linear * tokens + squared * squared_tokens
+
+
+def _line(iteration: int, report: StepReport) -> str:
+    return (
+        f" hybrid data parallelism, iteration {iteration}: {report.sequences:,} sequences | "
+        f"{report.tokens:,} tokens | planned efficiency: {report.planned_efficiency:.3f} | "
+        f"measured efficiency: {report.measured_efficiency:.3f} | micro-batches: "
+        f"{report.micro_batches_min}-{report.micro_batches_max} | ring traffic (MB): "
+        f"{(report.ring_bytes or 0) / 1e6:.1f} | planning (ms): {report.planning_ms:.2f} | exposed "
+        f"planning (ms): {report.planning_exposed_ms:.2f} |"
+    )

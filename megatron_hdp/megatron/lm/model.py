@@ -1,0 +1,66 @@
+"""Makes the model that Megatron-LM has built one that HDP can run.
+
+Classes change, parameters do not: weights, their names and what checkpoints hold stay Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_hdp.megatron.model import (
+    FusedLossModel,
+    HdpCoreAttention,
+    HdpMoeTransformerLayer,
+    OwnPositionRotaryEmbedding,
+)
+
+# TransformerEngine's is known by its name: it may not be installed
+_CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
+
+
+def adapt(model: Any, *, fused_loss: bool) -> Any:
+    """Puts HDP's attention, positions, routers and loss into one stage of a GPT, in place.
+
+    Args:
+        model: what Megatron's model provider returned.
+        fused_loss: whether the loss is taken without making logits.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: it is not the GPT that HDP knows.
+    """
+    if type(model) is not GPTModel:
+        raise ValueError(
+            f"hybrid data parallelism knows megatron.core's GPTModel, the script's model provider "
+            f"made {type(model).__name__}: use pretrain_gpt.py"
+        )
+    for layer in model.decoder.layers:
+        _adapt_attention(layer.self_attention, layer.layer_number)
+        if isinstance(layer.mlp, MoELayer):
+            HdpMoeTransformerLayer.adopt(layer)
+    model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+    if fused_loss:
+        FusedLossModel.adopt(model)
+    return model
+
+
+def _adapt_attention(attention: Any, layer_number: int) -> None:
+    found = f"{type(attention).__name__} with {type(attention.core_attention).__name__}"
+    if (
+        type(attention) is not SelfAttention
+        or type(attention.core_attention).__name__ not in _CORE_ATTENTIONS
+    ):
+        raise ValueError(
+            f"hybrid data parallelism knows SelfAttention with {' or '.join(_CORE_ATTENTIONS)}, "
+            f"layer {layer_number} has {found}"
+        )
+    attention.core_attention = HdpCoreAttention(
+        attention.config, layer_number, AttnMaskType.causal, "self"
+    )

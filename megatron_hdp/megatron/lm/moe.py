@@ -1,0 +1,48 @@
+"""Hands the losses of HDP's routers to Megatron-LM's log of them, as means over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+from megatron_hdp.megatron.model import HdpRouter
+from megatron_hdp.megatron.parallel import compute_device
+
+
+class RouterLosses:
+    """The routers of this rank's stage, and what they added to the loss of a step."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._routers = [one for one in model.modules() if isinstance(one, HdpRouter)]
+
+    def begin_step(self) -> None:
+        """Forgets what was noted before."""
+        for router in self._routers:
+            router.losses.clear()
+
+    def log(self, num_tokens: int, num_layers: int) -> None:
+        """Puts the step's losses where Megatron's log looks for them; every rank must call this.
+
+        Args:
+            num_tokens: of the global batch, padding not counted.
+            num_layers: of the whole model.
+        """
+        # Megatron divides by the number of micro-batches that it takes a step to have
+        scale = get_num_microbatches() / max(num_tokens, 1)
+        for router in self._routers:
+            for name, value in sorted(router.losses.items()):
+                total = self._over_ranks(router, value) * scale
+                save_to_aux_losses_tracker(name, total, router.layer_number, num_layers)
+        self.begin_step()
+
+    def _over_ranks(self, router: Any, value: torch.Tensor) -> torch.Tensor:
+        total = value.to(compute_device(), torch.float32)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        if router.config.sequence_parallel:  # else tensor-parallel ranks see the same tokens
+            dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return total

@@ -1,0 +1,235 @@
+"""HDP's flags in Megatron-LM's own parser, and what they do not go together with.
+
+`REFUSED` names, by the attributes of Megatron's parsed arguments, what a run under HDP must leave
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from megatron_hdp.megatron.options import (
+    MoeOptions,
+    ParallelOptions,
+    TrainingArguments,
+    check_layout,
+    check_moe,
+)
+from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
+
+LEFT_OUT = ("hdp_global_batch_tokens",)  # Megatron counts --global-batch-size samples a step
+_PATHS = ("hdp_cost_model", "hdp_plot_plan", "hdp_trace", "metrics_path")
+_STALL = "stall_timeout_seconds"
+
+_OWN_RINGS = "HDP forms its own rings"
+_DOCUMENTS = "HDP takes whole documents of one --data-path"
+_SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
+_EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
+_GPT = "HDP trains a GPT with rotary positions and full attention"
+_EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
+_ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
+_FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
+_SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
+_PRETRAINS = "HDP trains all weights on the next token's cross entropy"
+_COUNTED = "a step is --global-batch-size sequences, from the first to the last"
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "context_parallel_size": (1, _OWN_RINGS),
+    "hierarchical_context_parallel_sizes": (None, _OWN_RINGS),
+    "hybrid_context_parallel": (False, _OWN_RINGS),
+    "use_megatron_fsdp": (False, _FSDP),
+    "use_torch_fsdp2": (False, _FSDP),
+    "num_distributed_optimizer_instances": (1, _FSDP),
+    "tensor_parallel_num_weight_shards": (None, _FSDP),
+    "expert_tensor_parallel_num_weight_shards": (None, _FSDP),
+    "overlap_param_gather_with_optimizer_step": (False, _EQUAL_STAGES),
+    "distrib_optim_fully_reshardable_mem_efficient": (
+        False,
+        "it saves shifted states where gradients have more than one bucket",
+    ),
+    "moe_layer_freq": (1, _EXPERTS),
+    "moe_shared_expert_intermediate_size": (None, _EXPERTS),
+    "moe_expert_capacity_factor": (None, _ROUTING),
+    "moe_router_enable_expert_bias": (False, _ROUTING),
+    "moe_router_force_load_balancing": (False, _ROUTING),
+    "moe_input_jitter_eps": (None, _ROUTING),
+    "moe_router_score_function": ("softmax", _EXPERTS),
+    "moe_enable_routing_replay": (False, _EXPERTS),
+    "moe_use_upcycling": (False, _EXPERTS),
+    "moe_latent_size": (None, _EXPERTS),
+    "overlap_moe_expert_parallel_comm": (False, _SHAPES),
+    "cuda_graph_impl": ("none", _SHAPES),
+    "enable_cuda_graph": (False, _SHAPES),
+    "external_cuda_graph": (False, _SHAPES),
+    "optimizer_cuda_graph": (False, "nothing is captured in CUDA graphs"),
+    "moe_paged_stash": (False, _SCHEDULE),
+    "moe_expert_rank_capacity_factor": (None, _SCHEDULE),
+    "tp_comm_overlap": (False, _SHAPES),
+    "fine_grained_activation_offloading": (False, "use --hdp-offload"),
+    "cpu_offloading_num_layers": (0, "use --hdp-offload"),
+    "num_layers_per_virtual_pipeline_stage": (None, _EQUAL_STAGES),
+    "num_virtual_stages_per_pipeline_rank": (None, _EQUAL_STAGES),
+    "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
+    "decoder_first_pipeline_num_layers": (None, _EQUAL_STAGES),
+    "decoder_last_pipeline_num_layers": (None, _EQUAL_STAGES),
+    "account_for_embedding_in_pipeline_split": (False, _EQUAL_STAGES),
+    "account_for_loss_in_pipeline_split": (False, _EQUAL_STAGES),
+    "mtp_num_layers": (None, _GPT),
+    "multi_latent_attention": (False, _GPT),
+    "experimental_attention_variant": (None, _GPT),
+    "hybrid_override_pattern": (None, _GPT),
+    "hybrid_layer_pattern": (None, _GPT),
+    "is_hybrid_model": (False, _GPT),
+    "heterogeneous_layers_config_path": (None, _GPT),
+    "use_legacy_models": (False, _GPT),
+    "spec": (None, _GPT),
+    "position_embedding_type": ("rope", _GPT),
+    "window_size": (None, _GPT),
+    "softmax_type": ("vanilla", _GPT),
+    "use_mup": (False, _GPT),
+    "qk_clip": (False, "HDP's attention keeps no logits"),
+    "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
+    "fp16": (False, "use --bf16"),
+    "fp8": (None, "use --bf16"),
+    "fp4": (None, "use --bf16"),
+    "perform_rl_step": (False, _PRETRAINS),
+    "freeze_all_layers": (False, _PRETRAINS),
+    "logits_save_dir": (None, _PRETRAINS),
+    "logits_load_dir": (None, _PRETRAINS),
+    "inprocess_restart": (False, "use torchrun --max-restarts"),
+    "mock_data": (False, _DOCUMENTS),
+    "sft": (False, _DOCUMENTS),
+    "fim_data": (False, _DOCUMENTS),
+    "train_data_path": (None, _DOCUMENTS),
+    "valid_data_path": (None, _DOCUMENTS),
+    "test_data_path": (None, _DOCUMENTS),
+    "data_args_path": (None, _DOCUMENTS),
+    "per_split_data_args_path": (None, _DOCUMENTS),
+    "multiple_validation_sets": (False, _DOCUMENTS),
+    "full_validation": (False, "give --eval-iters"),
+    "reset_position_ids": (False, "positions are each document's own already"),
+    "reset_attention_mask": (False, "attention is each document's own already"),
+    "eod_mask_loss": (False, "all tokens of a document but the last predict their next one"),
+    "dataloader_inter_document_masking": (False, "attention is each document's own already"),
+    "iterations_to_skip": ([], _COUNTED),
+    "rampup_batch_size": (None, _COUNTED),
+    "step_batch_size_schedule": (None, _COUNTED),
+    "eval_global_batch_size": (None, f"{_COUNTED}, in evaluation too"),
+    "phase_transition_iterations": (None, _COUNTED),
+    "decrease_batch_size_if_needed": (False, _COUNTED),
+    "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
+    "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
+}
+"""Attribute of Megatron's arguments, if the release has it: the only value that HDP takes, why."""
+
+_ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds HDP's flags to Megatron's parser, and lets its ``--help`` be printed.
+
+    Megatron 0.18 and 0.19 have a help text with a bare ``%``, on which argparse fails.
+    """
+    add_options(parser, HdpOptions, LEFT_OUT)
+    theirs = [item.name for item in fields(ParallelOptions) if item.name != _STALL]
+    add_options(parser, ParallelOptions, theirs)
+    for action in parser._actions:
+        if action.help:
+            action.help = _ANY_PERCENT.sub(
+                lambda found: "%%" if found.group() == "%" else found.group(), action.help
+            )
+    return parser
+
+
+def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
+    """Keeps HDP out of a run whose arguments Megatron reads from a file, ignoring all flags.
+
+    Args:
+        args: what Megatron read; gets ``hybrid_data_parallel = False``.
+        command_line: the flags that it ignores.
+
+    Raises:
+        OptionError: HDP was asked for.
+    """
+    if getattr(args, "hybrid_data_parallel", False) or "--hybrid-data-parallel" in command_line:
+        raise OptionError(
+            "--yaml-cfg does not go with --hybrid-data-parallel: Megatron then ignores every flag "
+            "and checks none; give all arguments as flags"
+        )
+    args.hybrid_data_parallel = False
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks HDP's flags with Megatron's, before Megatron derives anything from its own.
+
+    Raises:
+        OptionError: what was found, what was expected and the remedy.
+    """
+    options = _hdp_options(args)
+    options.validate(
+        global_batch_size=args.global_batch_size,
+        attention_dropout=args.attention_dropout,
+        train_iters=args.train_iters or 0,
+    )
+    if not options.hybrid_data_parallel:
+        return
+    for name, (wanted, why) in REFUSED.items():
+        found = getattr(args, name, wanted)
+        if found != wanted and not (found is None or found is False):
+            raise OptionError(
+                f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
+                f"needs {wanted}: {why}"
+            )
+    if len(args.data_path or ()) != 1:
+        raise OptionError(
+            f"--data-path: found {len(args.data_path or ())} values, expected one prefix: "
+            f"{_DOCUMENTS}, mixtures are not supported"
+        )
+
+
+def check_derived(args: argparse.Namespace) -> None:
+    """Checks what depends on what Megatron has derived, by the rules of HDP's own command.
+
+    Args:
+        args: Megatron's, validated, of a run under HDP.
+
+    Raises:
+        OptionError: what was found, what was expected and the remedy.
+    """
+    arguments = training_arguments(args)
+    check_layout(arguments)
+    if args.num_experts is None:
+        return
+    check_values(
+        MoeOptions(**{one.name: getattr(arguments, one.name) for one in fields(MoeOptions)})
+    )
+    check_moe(arguments)
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions."""
+    args.calculate_per_token_loss = True
+    args.apply_rope_fusion = False  # each token turns by its own position
+
+
+def training_arguments(args: argparse.Namespace) -> TrainingArguments:
+    """What HDP's classes read, from Megatron's arguments once they are validated."""
+    values: dict[str, Any] = {}
+    for item in fields(TrainingArguments):
+        if item.name in LEFT_OUT or not hasattr(args, item.name) or "Path" in str(item.type):
+            continue
+        value = getattr(args, item.name)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    values |= {name: getattr(args, name) for name in _PATHS}
+    if not args.group_query_attention:
+        values["num_query_groups"] = args.num_attention_heads
+    return TrainingArguments(**values)
+
+
+def _hdp_options(args: argparse.Namespace) -> HdpOptions:
+    names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
+    return HdpOptions(**{name: getattr(args, name) for name in names})

@@ -1,0 +1,148 @@
+"""Which functions of Megatron-LM the plugin replaces, and the switch that puts it in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_hdp.megatron.cpu import shim as cpu_shim
+from megatron_hdp.megatron.lm import releases, replacements
+from megatron_hdp.megatron.lm.patching import Patch, PatchSet
+from megatron_hdp.megatron.lm.releases import ANY, RELEASES, everywhere, installed_release
+
+_TRAINING = "megatron.training.training"
+
+
+def activate(make_outputs: Any) -> None:
+    """Puts all patches in; on a machine without a GPU the CPU shim too. A second call does nothing.
+
+    Args:
+        make_outputs: makes what a run writes besides Megatron's logs, see `LmRun`.
+
+    Raises:
+        PatchError: Megatron-LM is not found, or not as expected; nothing is changed.
+    """
+    if PATCHES.is_applied:
+        return
+    replacements.use_outputs(make_outputs)
+    shim = cpu_shim.needed() and not cpu_shim.is_active()
+    if shim:
+        cpu_shim.apply()  # before Megatron's training modules are imported
+    try:
+        PATCHES.apply(installed_release())
+    except BaseException:
+        if shim:
+            cpu_shim.revert()
+        raise
+
+
+def deactivate() -> None:
+    """Takes all out again; does nothing when nothing is in.
+
+    Raises:
+        PatchError: somebody patched the same functions later.
+    """
+    if PATCHES.is_applied:
+        from megatron_hdp.megatron.cpu import gpu_gaps
+
+        PATCHES.revert()
+        cpu_shim.revert()
+        gpu_gaps.revert()
+
+
+PATCHES = PatchSet(
+    [
+        Patch(
+            "megatron.training.arguments:add_megatron_arguments",
+            "HDP's flags are a group of Megatron's own parser",
+            everywhere("parser"),
+            replacements.add_flags,
+        ),
+        Patch(
+            "megatron.training.arguments:validate_args",
+            "HDP's flags are checked together with Megatron's",
+            everywhere("args", "defaults"),
+            replacements.validate,
+        ),
+        Patch(
+            "megatron.training.yaml_arguments:load_yaml",
+            "arguments from a file are not checked, and go without HDP",
+            everywhere("yaml_path"),
+            replacements.load_yaml,
+        ),
+        Patch(
+            f"{_TRAINING}:pretrain",
+            "ranks learn from heartbeats that another one has died or stands still",
+            ANY,
+            replacements.surround,
+        ),
+        Patch(
+            f"{_TRAINING}:get_model",
+            "the model gets HDP's attention, positions and loss before DDP wraps it",
+            releases.GET_MODEL,
+            replacements.adapt_model,
+        ),
+        Patch(
+            "megatron.training.models.dist_utils:unimodal_build_distributed_models",
+            "the same for models that come from a builder, as pretrain_gpt's from 0.19",
+            releases.BUILD_MODELS,
+            replacements.adapt_model,
+        ),
+        Patch(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            "PyTorch's norms, where there are no others, with sequence parallelism too",
+            releases.TORCH_NORM,
+            replacements.mark_norm,
+        ),
+        Patch(
+            f"{_TRAINING}:get_megatron_optimizer",
+            "its step is timed, and its whole states are gathered at their places",
+            ANY,
+            replacements.prepare_optimizer,
+            owner_only=True,
+        ),
+        Patch(
+            "megatron.training.checkpointing:save_checkpoint",
+            "heartbeats allow it the time that it takes",
+            ANY,
+            replacements.save,
+        ),
+        Patch(
+            "megatron.training.checkpointing:load_checkpoint",
+            "the distributed optimizer can restore torch's Adam",
+            ANY,
+            replacements.load,
+        ),
+        Patch(
+            "megatron.training.checkpointing:check_checkpoint_args",
+            "a resumed run goes on in the order of the data that it began with",
+            ANY,
+            replacements.compare_order,
+        ),
+        Patch(
+            f"{_TRAINING}:build_train_valid_test_data_iterators",
+            "sequences are read slice by slice, as the plan says",
+            everywhere("build_train_valid_test_datasets_provider"),
+            replacements.build_iterators,
+        ),
+        Patch(
+            f"{_TRAINING}:get_forward_backward_func",
+            "a step runs its plan; the function itself stays what it is elsewhere",
+            releases.SCHEDULE,
+            replacements.schedule,
+            owner_only=True,
+        ),
+        Patch(
+            f"{_TRAINING}:num_floating_point_operations",
+            "throughput counts each sequence at its own length",
+            releases.OPERATIONS,
+            replacements.count_flops,
+        ),
+        Patch(
+            f"{_TRAINING}:training_log",
+            "HDP's figures go to Megatron's writers",
+            releases.TRAINING_LOG,
+            replacements.log,
+        ),
+    ],
+    RELEASES,
+)

@@ -1,0 +1,260 @@
+"""A run of Megatron-LM's training loop under HDP: forward, backward and data are HDP's.
+
+Optimizer, schedule, logs, timers, checkpoints, evaluation and the rerun machine stay Megatron's.
+The loop asks for a forward-and-backward function and for data iterators; it gets those of
+`LmRun`. Its iterators carry no data: HDP reads a step's slices by itself, at the position that
+Megatron keeps in its arguments and checkpoints (``consumed_train_samples``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+
+from megatron_hdp.data import TokenFile, split_documents
+from megatron_hdp.megatron.lm import checkpoint, options
+from megatron_hdp.megatron.lm.job import LmJob
+from megatron_hdp.megatron.lm.log import LmLog
+from megatron_hdp.megatron.lm.moe import RouterLosses
+from megatron_hdp.megatron.lm.param_gather import start_param_gather
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import compute_device, say
+from megatron_hdp.megatron.step import (
+    HdpExecutor,
+    HdpSteps,
+    StepReport,
+    build_executor,
+    cost_model_of,
+)
+from megatron_hdp.planner import CostModel
+
+_SPLITS = ("train", "valid", "test")
+_SPIKY = 10  # the factor of Megatron's pretrain_gpt
+
+
+class StepOutputs(Protocol):
+    """What is written of each step besides Megatron's logs; every rank makes the same calls."""
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, counted from 1; a step may begin again."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """It has ended and been timed, the optimizer's step included."""
+        ...
+
+    def write(self, report: StepReport, **figures: Any) -> Any:
+        """Writes the metrics of a step that has ended."""
+        ...
+
+    def close(self) -> None:
+        """No step follows."""
+        ...
+
+
+OutputsMaker = Callable[[TrainingArguments, HdpSteps, int, int], StepOutputs]
+"""Of the run's arguments, its training steps, the tokenizer's size and the step that runs next."""
+
+
+class LmRun:
+    """What one process keeps from its first step to its last."""
+
+    def __init__(
+        self, args: argparse.Namespace, vocab_size: int, job: LmJob, make_outputs: OutputsMaker
+    ) -> None:
+        """Opens the data.
+
+        Args:
+            args: Megatron's, validated.
+            vocab_size: entries of Megatron's tokenizer; greater token ids are corrupt.
+            job: of this process, begun.
+            make_outputs: makes what is written besides Megatron's logs.
+        """
+        self.args = args
+        self.arguments = options.training_arguments(args)
+        self.vocab_size = vocab_size
+        self.token_file = TokenFile(self.arguments.data_path[0])
+        parts = split_documents(len(self.token_file.lengths), self.arguments.split)
+        self.documents = dict(zip(_SPLITS, parts, strict=True))
+        checkpoint.remember(checkpoint.data_order(self.arguments), args)
+        self.log = LmLog(args)
+        self._job = job
+        self._make_outputs = make_outputs
+        self._outputs: StepOutputs | None = None
+        self._router_losses: RouterLosses | None = None
+        self._began_at = 0.0
+        self._num_tested = 0
+        self._executor: HdpExecutor | None = None
+        self._cost_model: CostModel | None = None
+        self._steps: dict[str, HdpSteps] = {}
+
+    def data_iterators(self) -> list[RerunDataIterator | None]:
+        """Iterators of the three splits: they name a split and hold no data.
+
+        Sets what Megatron's loop reads of its arguments: whether to train, validate and test.
+        """
+        args = self.args
+        wanted = {
+            "train": not args.skip_train and args.train_iters > 0,
+            "valid": args.eval_iters > 0 and len(self.documents["valid"]) > 0,
+            "test": args.eval_iters > 0 and len(self.documents["test"]) > 0,
+        }
+        args.do_train, args.do_valid, args.do_test = (int(wanted[one]) for one in _SPLITS)
+        return [RerunDataIterator(_Split(one)) if wanted[one] else None for one in _SPLITS]
+
+    def forward_backward(
+        self,
+        *,
+        data_iterator: RerunDataIterator,
+        model: list[Any],
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        **_: Any,
+    ) -> list[dict[str, torch.Tensor]]:
+        """One global batch, in the place of Megatron's schedule.
+
+        Args:
+            data_iterator: one of `data_iterators`.
+            model: Megatron's chunks of this rank, one.
+            forward_only: evaluation.
+            collect_non_loss_data: must be False.
+
+        Returns:
+            The batch's loss as Megatron's loop wants it from one micro-batch: float64 ``[2]``, the
+            sum and the tokens, each divided by the ranks over which Megatron adds them up.
+        """
+        if collect_non_loss_data:
+            raise ValueError("HDP collects no data but the loss: leave process_non_loss_data_func")
+        split = data_iterator.iterable.name
+        start_param_gather(model[0])
+        steps = self._of_split(split, model[0])
+        if split == "train" and not forward_only:
+            self._begin_step(steps, model[0])
+        report = steps.run(self._position(split), forward_only)
+        self._validate(report)
+        if split == "train":
+            self.log.add(report)
+        elif split == "test":
+            self._num_tested = report.consumed_after
+        assert self._executor is not None
+        ranks = self._executor.place.num_hdp_ranks
+        sums = torch.tensor(
+            [report.loss * report.loss_tokens, report.loss_tokens],
+            dtype=torch.float64,
+            device=compute_device(),
+        )
+        return [{"lm loss": sums / ranks}]
+
+    def prepare_log(self) -> None:
+        """Call before Megatron logs a step: hands over what its log looks for."""
+        report = self.log.latest
+        if self._router_losses is not None and report is not None and self.args.num_experts:
+            self._router_losses.log(report.tokens, self.args.num_layers)
+
+    def end_step(self, step: int, grad_norm: float | None, learning_rate: float) -> None:
+        """Call when Megatron has logged a step, before another one begins.
+
+        Args:
+            step: its number, from 1.
+            grad_norm: as the optimizer reported it.
+            learning_rate: of the step.
+        """
+        report = self.log.latest
+        if report is None or self._outputs is None:
+            return
+        consumed_tokens = checkpoint.count_tokens(self.args, report.tokens)
+        self._job.timeline.settle()
+        seconds = time.perf_counter() - self._began_at
+        self._outputs.end_step(step)
+        self._outputs.write(
+            report,
+            step=step,
+            seconds=seconds,
+            grad_norm=float(grad_norm or 0.0),
+            learning_rate=learning_rate,
+            consumed_tokens=consumed_tokens,
+        )
+
+    def close(self) -> None:
+        """Ends the preparation of steps that will not run, and closes what was written."""
+        for steps in self._steps.values():
+            steps.close()
+        self._steps = {}
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
+
+    def _begin_step(self, steps: HdpSteps, model: Any) -> None:
+        step = self.args.curr_iteration + 1
+        if self._outputs is None:
+            self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
+            self._router_losses = RouterLosses(model)
+        assert self._router_losses is not None
+        self._job.begin_step(step)
+        self._router_losses.begin_step()
+        self._outputs.begin_step(step)
+        self._began_at = time.perf_counter()
+
+    def _position(self, split: str) -> int:
+        if split == "test":
+            return self._num_tested
+        return int(getattr(self.args, f"consumed_{split}_samples"))
+
+    def _of_split(self, split: str, model: Any) -> HdpSteps:
+        """The split's steps; the first call builds what needs the model, on all ranks alike."""
+        if self._executor is None or self._cost_model is None:
+            self._executor = build_executor(self.arguments, model, self._job.timeline)
+            self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
+            model.ddp_config.align_param_gather = True  # gathered by `start_param_gather` alone
+            self._cost_model = cost_model_of(self.arguments, self._executor)
+        if split not in self._steps:
+            self._steps[split] = HdpSteps(
+                self.arguments,
+                self._executor,
+                self._cost_model,
+                self.token_file,
+                self.documents[split],
+                self.vocab_size,
+            )
+            say(self._steps[split].describe(f"in split {split}"))
+        return self._steps[split]
+
+    def _validate(self, report: StepReport) -> None:
+        """Hands the loss to Megatron's rerun machine, as its pretrain_gpt does."""
+        machine, loss = get_rerun_state_machine(), torch.tensor(report.loss)
+        for words in report.non_finite:
+            say(words)
+        if self.args.check_for_nan_in_loss_and_grad:
+            for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+                machine.validate_result(
+                    result=loss,
+                    rejection_func=reject,
+                    message=f"found {what} in the loss of the global batch",
+                    tolerance=0.0,
+                    fatal=True,
+                )
+        if self.args.check_for_spiky_loss:
+            machine.validate_result(
+                result=loss,
+                rejection_func=lambda value: machine.is_unexpectedly_large(
+                    value, threshold=_SPIKY, context="loss"
+                ),
+                message="Spiky loss",
+                tolerance=0.0,
+                fatal=False,
+            )
+
+
+class _Split:
+    """Stands where Megatron expects an iterator over data."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __next__(self) -> Any:
+        raise TypeError("under hybrid data parallelism Megatron's loop draws no data by itself")

@@ -1,0 +1,20 @@
+"""Megatron's GPT with the parts that HDP replaces: attention, positions, norms, experts, loss."""
+
+from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
+from megatron_hdp.megatron.model.building import build_gpt, model_dtype
+from megatron_hdp.megatron.model.fused_loss import FusedLossModel
+from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
+from megatron_hdp.megatron.model.norm import SequenceParallelNorm
+from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
+
+__all__ = [
+    "FusedLossModel",
+    "HdpCoreAttention",
+    "HdpMoeTransformerLayer",
+    "HdpPackedSeqParams",
+    "HdpRouter",
+    "OwnPositionRotaryEmbedding",
+    "SequenceParallelNorm",
+    "build_gpt",
+    "model_dtype",
+]

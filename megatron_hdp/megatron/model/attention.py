@@ -1,0 +1,111 @@
+"""The ``core_attention`` of megatron-core under HDP: the ring travels with the micro-batch.
+
+The layout is carried in the packed-sequence parameters, never in a global: recomputation runs a
+micro-batch's forward again later, when another one would be current.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.ring import RingComm, TokenLayout
+
+
+@dataclass
+class HdpPackedSeqParams(PackedSeqParams):
+    """What attention and rotary positions need to know of one micro-batch on this rank.
+
+    ``qkv_format`` stays "sbhd": to Megatron the packed tokens are one sequence ``[t, 1, ...]``.
+    """
+
+    layout: TokenLayout = field(kw_only=True)
+    positions: torch.Tensor = field(kw_only=True)
+    """int64 ``[t]``: each token's position in its own sequence."""
+    sequence_index: torch.Tensor = field(kw_only=True)
+    """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
+    comm: RingComm = field(kw_only=True)
+    attention: AttentionBackend = field(kw_only=True)
+
+
+class HdpCoreAttention(MegatronModule):
+    """The job's attention backend with the interface of megatron-core's ``DotProductAttention``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse(attention_type != "self", f"attention type {attention_type!r}", "self attention")
+        _refuse(dropout > 0, f"attention dropout {dropout}", "--attention-dropout 0")
+        _refuse(
+            config.context_parallel_size > 1,
+            f"context parallel size {config.context_parallel_size}",
+            "--context-parallel-size 1: HDP forms its own rings",
+        )
+        _refuse(config.window_size is not None, "sliding-window attention", "full attention")
+        _refuse(config.softmax_type != "vanilla", f"softmax {config.softmax_type!r}", "vanilla")
+        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attention of one micro-batch.
+
+        Args:
+            query: ``[t, 1, heads, d]``.
+            key: ``[t, 1, kv_heads, d]``.
+            value: ``[t, 1, kv_heads, d]``.
+            attention_mask: not used; every sequence is causal within itself.
+            attn_mask_type: not used, likewise.
+            attention_bias: must be None.
+            packed_seq_params: the micro-batch.
+
+        Returns:
+            ``[t, 1, heads * d]``.
+        """
+        params = packed_seq_params
+        if not isinstance(params, HdpPackedSeqParams):
+            raise TypeError(
+                f"HDP attention got {type(params).__name__} as packed_seq_params, expected "
+                "HdpPackedSeqParams: run the model through HdpExecutor"
+            )
+        _refuse(attention_bias is not None, "an attention bias", "no bias")
+        out = params.attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            params.layout,
+            params.comm,
+            self.scale,
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def _refuse(condition: bool, found: str, expected: str) -> None:
+    if condition:
+        raise ValueError(f"hybrid data parallelism does not support {found}; use {expected}")

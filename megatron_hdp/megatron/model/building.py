@@ -1,0 +1,173 @@
+"""Builds megatron-core's GPTModel, stock or with HDP attention and rotary positions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_hdp.megatron.model.attention import HdpCoreAttention
+from megatron_hdp.megatron.model.fused_loss import FusedLossModel
+from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from megatron_hdp.megatron.model.moe import balance_by_sequence, moe_settings
+from megatron_hdp.megatron.model.norm import SequenceParallelNorm
+from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import compute_device
+
+_SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
+
+
+def _is_found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def model_dtype(arguments: TrainingArguments) -> torch.dtype:
+    """The parameters' dtype."""
+    if arguments.fp64:
+        return torch.float64
+    return torch.bfloat16 if arguments.bf16 else torch.float32
+
+
+def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
+    """`vocab_size` rounded up so that every tensor-parallel rank has an equal share.
+
+    Megatron's multiple grows with the tensor-parallel size. Under HDP it does not unless it must,
+    so that a run may continue on another layout as the same model.
+    """
+    divisor, tensor_ranks = (
+        arguments.make_vocab_size_divisible_by,
+        arguments.tensor_model_parallel_size,
+    )
+    hdp = arguments.hybrid_data_parallel
+    multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
+    """Megatron's model configuration; fused kernels only where there is a GPU.
+
+    Those of the softmax are compiled with NVIDIA's apex and imported when first used. All others
+    come from torch.compile.
+    """
+    on_gpu = compute_device().type == "cuda"
+    dtype = model_dtype(arguments)
+    functions = {}
+    if arguments.swiglu:
+        functions = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
+    return TransformerConfig(
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        ffn_hidden_size=arguments.ffn_hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        num_query_groups=arguments.num_query_groups,
+        kv_channels=arguments.kv_channels,
+        normalization=arguments.normalization,
+        layernorm_epsilon=arguments.norm_epsilon,
+        add_bias_linear=arguments.add_bias_linear,
+        add_qkv_bias=arguments.add_qkv_bias,
+        qk_layernorm=arguments.qk_layernorm,
+        init_method_std=arguments.init_method_std,
+        attention_dropout=arguments.attention_dropout,
+        hidden_dropout=arguments.hidden_dropout,
+        recompute_granularity=arguments.recompute_granularity,
+        recompute_method=arguments.recompute_method,
+        recompute_num_layers=arguments.recompute_num_layers,
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        deallocate_pipeline_outputs=True,
+        **moe_settings(arguments),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=arguments.hybrid_data_parallel,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=on_gpu and _is_found(_SOFTMAX_KERNELS),
+        bias_activation_fusion=on_gpu and arguments.swiglu,
+        bias_dropout_fusion=on_gpu,
+        **functions,
+    )
+
+
+def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
+    """Megatron's local layer specification, its core attention replaced when HDP is on."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=arguments.num_experts,
+        qk_layernorm=arguments.qk_layernorm,
+        normalization=arguments.normalization,
+    )
+    attention = spec.submodules.self_attention.submodules
+    if arguments.hybrid_data_parallel:
+        attention.core_attention = HdpCoreAttention
+        if arguments.num_experts is not None:
+            balance_by_sequence(spec)
+    if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
+        spec.submodules.input_layernorm = SequenceParallelNorm
+        spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        if arguments.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    return spec
+
+
+def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of this rank's stage, and a last norm like theirs.
+
+    Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
+    another class where TransformerEngine is installed, whose extra state the checkpoints of other
+    machines lack.
+    """
+    spec = layer_spec(arguments)
+    norm = spec.submodules.input_layernorm
+    if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
+        return spec
+    num_layers = arguments.num_layers // arguments.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
+
+
+def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
+    """The model, wrapped in Megatron's DDP, on this rank's device.
+
+    Args:
+        arguments: model shape and parallel layout.
+        vocab_size: entries of the tokenizer; padded here.
+    """
+    config = transformer_config(arguments)
+    fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
+    model = (FusedLossModel if fused else GPTModel)(
+        config=config,
+        transformer_layer_spec=block_spec(arguments),
+        vocab_size=padded_vocab_size(vocab_size, arguments),
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        position_embedding_type=arguments.position_embedding_type,
+        rotary_percent=arguments.rotary_percent,
+        rotary_base=arguments.rotary_base,
+    )
+    if arguments.hybrid_data_parallel:
+        model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+        initialise_by_name(model, arguments.seed)
+    model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        overlap_grad_reduce=arguments.overlap_grad_reduce,
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+        bucket_size=arguments.ddp_bucket_size,
+    )
+    wrapped = Float16Module(config, model) if config.bf16 else model
+    return DistributedDataParallel(config, ddp_config, wrapped)

@@ -1,0 +1,119 @@
+"""The model's last step under HDP: from hidden states to the sum of the loss, without logits.
+
+Megatron's `GPTModel` calls its output layer and gives the logits to the cross entropy. Here the
+output layer itself returns the loss when it is given labels. The seam, the same in megatron-core
+0.16.1 to 0.19: a subclass of the model overrides `_postprocess`, which ``forward`` calls with
+keywords only, and puts a subclass of the output layer in the stock one's place. Weights, their
+names and what checkpoints hold stay Megatron's. (From 0.18 on ``forward`` takes an
+`output_processor`, which could replace the override.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_hdp.runtime.loss import linear_cross_entropy
+
+
+class FusedLossModel(GPTModel):
+    """Megatron's GPT; given labels and a loss mask, the last stage returns the loss's sum.
+
+    Raises:
+        ValueError: an option of the output that the fused loss does not know.
+    """
+
+    output_layer: ColumnParallelLinear
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._take_over_loss()
+
+    @classmethod
+    def adopt(cls, stock: GPTModel) -> None:
+        """Makes a model that Megatron has built one of this class; its parameters stay."""
+        stock.__class__ = cls
+        stock._take_over_loss()
+
+    def _take_over_loss(self) -> None:
+        for name in ("mtp_num_layers", "use_mup", "defer_embedding_wgrad_compute"):
+            if getattr(self.config, name, None):
+                raise ValueError(
+                    f"the fused loss does not support {name} = {getattr(self.config, name)}: "
+                    "leave it out or pass --no-hdp-fused-loss"
+                )
+        if self.post_process:
+            self.output_layer = FusedLossOutputLayer.like(self.output_layer)
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`."""
+        if labels is None or not self.post_process:
+            return super()._postprocess(
+                hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **others
+            )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
+        return self.output_layer(hidden_states, weight, labels=labels, loss_mask=loss_mask)
+
+
+class FusedLossOutputLayer(ColumnParallelLinear):
+    """Megatron's output layer; given labels, it returns the loss instead of logits."""
+
+    @classmethod
+    def like(cls, stock: ColumnParallelLinear) -> FusedLossOutputLayer:
+        """One with the weights and settings of `stock`."""
+        if type(stock) is not ColumnParallelLinear or stock.bias is not None:
+            raise ValueError(
+                f"the fused loss knows the output layer ColumnParallelLinear without bias, the "
+                f"model has {stock}: pass --no-hdp-fused-loss"
+            )
+        layer = cls.__new__(cls)
+        layer.__dict__.update(stock.__dict__)
+        return layer
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """Stock without `labels`.
+
+        Args:
+            input_: hidden states ``[s, b, h]``, with sequence parallelism this rank's run of them.
+            weight: tied weights, instead of the layer's own.
+            runtime_gather_output: whether logits are gathered; the loss has none.
+            labels: ``[b, s]``, all tokens on every tensor-parallel rank.
+            loss_mask: ``[b, s]`` bool.
+        """
+        if labels is None or loss_mask is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        group = self.tp_group
+        if self.sequence_parallel:  # backward sums the ranks' parts and hands each its run
+            hidden = gather_from_sequence_parallel_region(input_, group=group)
+        else:  # backward sums the ranks' parts
+            hidden = copy_to_tensor_model_parallel_region(input_, group=group)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.weight if weight is None else weight,
+            labels.transpose(0, 1).flatten(),
+            loss_mask.transpose(0, 1).flatten(),
+            group if group.size() > 1 else None,
+        )

@@ -1,0 +1,59 @@
+"""Megatron's optimizer and learning-rate schedule from training arguments."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.optimizer.float64 import keep_float64
+from megatron_hdp.megatron.optimizer.whole_state import gather_whole_states
+from megatron_hdp.megatron.options import TrainingArguments
+
+
+def build_optimizer(
+    arguments: TrainingArguments, model: DistributedDataParallel
+) -> MegatronOptimizer:
+    """Adam as Megatron configures it; ZeRO-1 with ``--use-distributed-optimizer``."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=arguments.lr,
+        min_lr=arguments.min_lr,
+        weight_decay=arguments.weight_decay,
+        adam_beta1=arguments.adam_beta1,
+        adam_beta2=arguments.adam_beta2,
+        adam_eps=arguments.adam_eps,
+        clip_grad=arguments.clip_grad or math.inf,  # no clipping, but the norm is reported
+        bf16=arguments.bf16,
+        params_dtype=model_dtype(arguments),
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config, [model])
+    gather_whole_states(optimizer)
+    if arguments.fp64:
+        keep_float64(optimizer)
+    return optimizer
+
+
+def build_scheduler(
+    arguments: TrainingArguments, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """The learning-rate schedule, counted in iterations."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=arguments.lr,
+        min_lr=arguments.min_lr,
+        lr_warmup_steps=arguments.lr_warmup_iters,
+        lr_decay_steps=arguments.lr_decay_iters or arguments.train_iters,
+        lr_decay_style=arguments.lr_decay_style,
+        start_wd=arguments.weight_decay,
+        end_wd=arguments.weight_decay,
+        wd_incr_steps=arguments.lr_decay_iters or arguments.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=arguments.override_opt_param_scheduler,
+    )

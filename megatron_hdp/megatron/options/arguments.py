@@ -1,0 +1,82 @@
+"""All options of a training run, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_hdp.megatron.options.groups import (
+    DataOptions,
+    ModelOptions,
+    MoeOptions,
+    OptimizationOptions,
+    ParallelOptions,
+    RunOptions,
+)
+from megatron_hdp.options import HdpOptions, OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments(
+    HdpOptions,
+    RunOptions,
+    DataOptions,
+    ParallelOptions,
+    OptimizationOptions,
+    MoeOptions,
+    ModelOptions,
+):
+    """All options of the training command, checked, defaults that depend on others filled in."""
+
+
+GROUPS = (
+    HdpOptions,
+    ModelOptions,
+    MoeOptions,
+    OptimizationOptions,
+    ParallelOptions,
+    DataOptions,
+    RunOptions,
+)
+
+
+def expert_domain_size(args: TrainingArguments) -> int:
+    """HDP ranks that enter every exchange of tokens together; 1 where experts stay inside one.
+
+    Ranks ``k * size`` to ``k * size + size - 1`` of the HDP dimension form a domain: they must run
+    equally many micro-batches, layer by layer in step.
+    """
+    ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return max(1, ranks // args.tensor_model_parallel_size)
+
+
+def with_derived_defaults(args: TrainingArguments) -> TrainingArguments:
+    """Fill in what Megatron derives from other flags, in Megatron's way."""
+    hidden, heads = args.hidden_size or 0, args.num_attention_heads or 1
+    if args.kv_channels is None and hidden % heads:
+        raise OptionError(
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
+            "change one of them or give --kv-channels"
+        )
+    ffn_hidden_size = hidden * 8 // 3 // 64 * 64 if args.swiglu else 4 * hidden
+    grouped = args.group_query_attention or args.num_query_groups is not None
+    decay_iters = args.lr_decay_iters or args.train_iters or 1
+    moe_ffn_hidden_size = args.moe_ffn_hidden_size
+    if args.num_experts is not None and moe_ffn_hidden_size is None:
+        moe_ffn_hidden_size = args.ffn_hidden_size or max(ffn_hidden_size, 64)
+    warmup_iters = args.lr_warmup_iters or int((args.lr_warmup_fraction or 0) * decay_iters)
+    return replace(
+        args,
+        ffn_hidden_size=args.ffn_hidden_size or max(ffn_hidden_size, 64),
+        kv_channels=args.kv_channels or hidden // heads,
+        group_query_attention=grouped,
+        num_query_groups=(args.num_query_groups or 1) if grouped else heads,
+        max_position_embeddings=args.max_position_embeddings or args.seq_length,
+        lr_decay_iters=decay_iters,
+        lr_warmup_iters=warmup_iters,
+        stall_timeout_seconds=args.stall_timeout_seconds or 60.0 * args.distributed_timeout_minutes,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
+        expert_tensor_parallel_size=(
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        ),
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
+    )

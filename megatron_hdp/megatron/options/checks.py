@@ -1,0 +1,124 @@
+"""Which options do not go together: each refusal says what was found, expected and the remedy.
+
+Every check here raises `OptionError`.
+"""
+
+from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.options import OptionError
+
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
+
+
+def check_model(args: TrainingArguments) -> None:
+    """Checks the model's shape, derived defaults filled in."""
+    heads, groups = args.num_attention_heads or 1, args.num_query_groups or 1
+    tensor_ranks = args.tensor_model_parallel_size
+    if heads % groups:
+        raise OptionError(
+            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}: "
+            "change one of them"
+        )
+    if heads % tensor_ranks or groups % tensor_ranks:
+        raise OptionError(
+            f"--num-attention-heads {heads} and --num-query-groups {groups} must be multiples of "
+            f"--tensor-model-parallel-size {tensor_ranks}: use fewer tensor-parallel ranks"
+        )
+    if (args.max_position_embeddings or 0) < (args.seq_length or 0):
+        raise OptionError(
+            f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length "
+            f"{args.seq_length}: raise it or leave it out"
+        )
+    if args.bf16 and args.fp64:
+        raise OptionError("found both --bf16 and --fp64, expected one of them at most")
+    full = args.recompute_granularity == "full"
+    if full != (args.recompute_method is not None):
+        raise OptionError(
+            "--recompute-granularity full and --recompute-method go together: give both or neither"
+        )
+
+
+def check_parallel(args: TrainingArguments) -> None:
+    """Checks how the model is laid out over ranks."""
+    stages = args.pipeline_model_parallel_size
+    if (args.num_layers or 1) % stages:
+        raise OptionError(
+            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{stages}: every stage holds the same number of layers, change one of them"
+        )
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        raise OptionError(
+            "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not supported. "
+            "It gives all micro-batches one activation shape and wants their number to be a "
+            "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
+            "through the plain 1F1B schedule: leave it out"
+        )
+    check_layout(args)
+
+
+def check_layout(args: TrainingArguments) -> None:
+    """Checks HDP's options with how the model is laid out over ranks.
+
+    Raises:
+        OptionError: says what was found, what was expected and the remedy.
+    """
+    stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    capacity = args.hdp_tokens_per_rank
+    if args.sequence_parallel and capacity and capacity % tensor_ranks:
+        raise OptionError(
+            f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
+            f"{tensor_ranks}, which share the tokens with --sequence-parallel: use "
+            f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
+        )
+
+    layers = (args.num_layers or 1) // stages
+    if args.hdp_offload != "off" and layers <= 2:
+        raise OptionError(
+            f"--hdp-offload {args.hdp_offload} has no effect with {layers} layers on a rank: "
+            "two layers' activations always stay on the device: leave it out, or use fewer "
+            "pipeline stages"
+        )
+
+    drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
+    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+        raise OptionError(
+            f"{drawn} with pipeline stages needs --hdp-strategy "
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
+            "padding that they do not show"
+        )
+
+
+def check_schedule(args: TrainingArguments) -> None:
+    """Checks the learning rate's schedule."""
+    decay_iters = args.lr_decay_iters or 1
+    if args.lr_warmup_iters >= decay_iters:
+        raise OptionError(
+            f"the warm-up takes {args.lr_warmup_iters} steps, expected fewer than --lr-decay-iters "
+            f"({decay_iters}; --train-iters unless given): lower --lr-warmup-iters or -fraction"
+        )
+    if args.min_lr > (args.lr or 0):
+        raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
+
+
+def check_run(args: TrainingArguments) -> None:
+    """Checks what a run reads, writes and resumes from, before defaults are derived."""
+    if len(args.data_path) != 1:
+        raise OptionError(
+            f"--data-path: found {len(args.data_path)} values, expected one prefix (mixtures "
+            "are not supported): preprocess all input into one pair of files"
+        )
+    if (args.tokenizer_type == "byte") != (args.tokenizer_model is None):
+        expected = "no --tokenizer-model" if args.tokenizer_type == "byte" else "--tokenizer-model"
+        raise OptionError(f"--tokenizer-type {args.tokenizer_type} goes with {expected}")
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise OptionError("found both --lr-warmup-fraction and --lr-warmup-iters: keep one")
+    if args.hdp_plot_plan and args.hdp_plot_step > (args.train_iters or 0):
+        raise OptionError(
+            f"--hdp-plot-step {args.hdp_plot_step} is beyond --train-iters {args.train_iters}, so "
+            "nothing would be drawn: lower it"
+        )
+    if args.save is None and (args.save_interval is not None or args.async_save):
+        flag = "--async-save" if args.save_interval is None else "--save-interval"
+        raise OptionError(f"{flag} needs --save DIR: give the folder to save into")
+    if args.load is None and (args.finetune or args.ckpt_step is not None):
+        flag = "--finetune" if args.finetune else "--ckpt-step"
+        raise OptionError(f"{flag} needs --load DIR: give the folder to load from")

@@ -1,0 +1,252 @@
+"""The training command's options in groups, under the names and defaults of Megatron's own flags.
+
+A field without ``None`` in its type has a value once `parse_arguments` has returned: it is
+required, or derived from others. Where a name or default differs from Megatron's, the help says so.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hdp.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model."""
+
+    num_layers: int = option(None, minimum=1, required=True, help="Transformer layers.")
+    hidden_size: int = option(None, minimum=1, required=True, help="Hidden size.")
+    ffn_hidden_size: int = option(
+        None, minimum=1, help="MLP size (default: 4 x hidden size, or 8/3 of it with --swiglu)."
+    )
+    num_attention_heads: int = option(None, minimum=1, required=True, help="Attention heads.")
+    group_query_attention: bool = option(False, help="Share keys and values between heads.")
+    num_query_groups: int = option(
+        None,
+        minimum=1,
+        help="Key and value heads; implies --group-query-attention (default with it: 1).",
+    )
+    kv_channels: int = option(
+        None, minimum=1, help="Size of a head (default: hidden size / attention heads)."
+    )
+    seq_length: int = option(
+        None, minimum=1, required=True, help="Context length: tokens of the longest sequence."
+    )
+    max_position_embeddings: int = option(
+        None, minimum=1, help="Positions of the model (default: --seq-length)."
+    )
+    position_embedding_type: str = option(
+        "rope", choices=("rope",), help="Position embedding; only rotary is supported."
+    )
+    rotary_base: int = option(10000, minimum=1, help="Base of the rotary frequencies.")
+    rotary_percent: float = option(
+        1.0, minimum=0.0, maximum=1.0, help="Share of a head's channels that is rotated."
+    )
+    normalization: str = option(
+        "LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Normalization layer."
+    )
+    norm_epsilon: float = option(1e-5, minimum=0.0, help="Epsilon of the normalization.")
+    swiglu: bool = option(False, help="Gated linear units with SiLU instead of GELU.")
+    untie_embeddings_and_output_weights: bool = option(
+        False, help="Give the output layer its own weights."
+    )
+    add_bias_linear: bool = option(
+        True, off_flag="--disable-bias-linear", help="Remove the bias from linear layers."
+    )
+    add_qkv_bias: bool = option(False, help="Bias in the QKV projection only.")
+    qk_layernorm: bool = option(False, help="Normalize queries and keys.")
+    init_method_std: float = option(0.02, minimum=0.0, help="Standard deviation of the weights.")
+    attention_dropout: float = option(
+        0.1, minimum=0.0, maximum=1.0, help="Dropout of attention; must be 0 with HDP."
+    )
+    hidden_dropout: float = option(
+        0.1,
+        minimum=0.0,
+        maximum=1.0,
+        help="Dropout of hidden states; with HDP, losses depend on the plan unless it is 0.",
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, minimum=1, help="Pad the vocabulary to a multiple of this."
+    )
+    bf16: bool = option(False, help="Train in bfloat16 (default: float32).")
+    fp64: bool = option(
+        False, help="Train in float64 on CPUs, to show that two runs are equal (not in Megatron)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeOptions:
+    """Mixture of experts."""
+
+    num_experts: int | None = option(
+        None, minimum=1, help="Experts of a layer (default: none, a plain MLP)."
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None, minimum=1, help="Size of an expert (default: --ffn-hidden-size)."
+    )
+    moe_router_topk: int = option(2, minimum=1, help="Experts that a token goes to.")
+    moe_router_pre_softmax: bool = option(
+        False, help="Softmax over all experts before the choice instead of over the chosen after."
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        help="What the balancing loss levels; with HDP none or seq_aux_loss.",
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0, minimum=0.0, help="Weight of the balancing loss (Megatron recommends 1e-2)."
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, minimum=0.0, help="Weight of the router's z-loss (Megatron recommends 1e-3)."
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        choices=("allgather", "alltoall"),
+        help="How tokens reach their experts; experts across HDP ranks need alltoall.",
+    )
+    expert_model_parallel_size: int = option(
+        1, minimum=1, help="Ranks that share the experts of a layer."
+    )
+    expert_tensor_parallel_size: int = option(
+        None, minimum=1, help="Ranks that share an expert (default: --tensor-model-parallel-size)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """Optimization."""
+
+    micro_batch_size: int = option(
+        1, minimum=1, help="Sequences in a micro-batch; with HDP the plan decides instead."
+    )
+    global_batch_size: int | None = option(
+        None, minimum=1, help="Sequences in a global batch (without HDP: micro-batch x ranks)."
+    )
+    train_iters: int = option(None, minimum=1, required=True, help="Steps to train.")
+    seed: int = option(1234, minimum=0, help="Seed of weights and of the order of the data.")
+    lr: float = option(None, minimum=0.0, required=True, help="Learning rate.")
+    min_lr: float = option(0.0, minimum=0.0, help="Least learning rate of the schedule.")
+    lr_decay_style: str = option(
+        "linear", choices=("constant", "linear", "cosine"), help="Shape of the decay."
+    )
+    lr_decay_iters: int = option(
+        None, minimum=1, help="Steps of the decay (default: --train-iters)."
+    )
+    lr_warmup_iters: int = option(0, minimum=0, help="Steps of linear warm-up.")
+    lr_warmup_fraction: float | None = option(
+        None, minimum=0.0, maximum=1.0, help="Warm-up as a share of --lr-decay-iters."
+    )
+    weight_decay: float = option(0.01, minimum=0.0, help="Weight decay.")
+    adam_beta1: float = option(0.9, minimum=0.0, maximum=1.0, help="Adam's first beta.")
+    adam_beta2: float = option(0.999, minimum=0.0, maximum=1.0, help="Adam's second beta.")
+    adam_eps: float = option(1e-8, minimum=0.0, help="Adam's epsilon.")
+    clip_grad: float = option(1.0, minimum=0.0, help="Clip the gradient's norm to this (0: no).")
+    recompute_granularity: str | None = option(
+        None, choices=("full", "selective"), help="Recompute activations in backward."
+    )
+    recompute_method: str | None = option(
+        None, choices=("uniform", "block"), help="Which layers full recomputation takes."
+    )
+    recompute_num_layers: int | None = option(
+        None, minimum=1, help="Layers a recomputed unit (uniform) or recomputed in all (block)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Parallelism."""
+
+    tensor_model_parallel_size: int = option(1, minimum=1, help="Ranks that share a layer.")
+    sequence_parallel: bool = option(
+        False,
+        help="Split norms and dropout between tensor-parallel ranks too (no effect without).",
+    )
+    pipeline_model_parallel_size: int = option(
+        1, minimum=1, help="Pipeline stages; each holds the same number of layers."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused."
+    )
+    use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
+    overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")
+    ddp_bucket_size: int | None = option(
+        None, minimum=1, help="Parameters in a gradient bucket (default: Megatron's)."
+    )
+    distributed_backend: str = option(
+        "auto",
+        choices=("auto", "nccl", "gloo"),
+        help="Communication; auto (not in Megatron) is nccl on GPUs and gloo on CPUs.",
+    )
+    distributed_timeout_minutes: int = option(
+        10, minimum=1, help="How long a collective may wait for a rank."
+    )
+    stall_timeout_seconds: float = option(
+        None,
+        minimum=1,
+        help="End the job when ranks have waited this long for one that stands still (not in "
+        "Megatron; default: --distributed-timeout-minutes).",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Data."""
+
+    data_path: tuple[str, ...] = option(
+        (), required=True, metavar="PREFIX", help="Prefix of the .bin/.idx pair to train on."
+    )
+    split: str = option(
+        "969,30,1", metavar="A,B,C", help="Shares of documents to train, validate and test on."
+    )
+    tokenizer_type: str = option(
+        "byte",
+        choices=("byte", "HuggingFaceTokenizer", "TikTokenizer"),
+        help="Tokenizer of the data; gives the vocabulary's size.",
+    )
+    tokenizer_model: str | None = option(
+        None, metavar="PATH|NAME", help="Folder (HuggingFace) or encoding (tiktoken)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Evaluation, checkpoints, logs."""
+
+    eval_interval: int = option(1000, minimum=1, help="Steps between evaluations.")
+    eval_iters: int = option(
+        0, minimum=0, help="Batches an evaluation takes (0: none; Megatron's default is 100)."
+    )
+    save: Path | None = option(None, metavar="DIR", help="Save checkpoints into this folder.")
+    save_interval: int | None = option(None, minimum=1, help="Steps between checkpoints.")
+    async_save: bool = option(False, help="Train on while a checkpoint is being written.")
+    load: Path | None = option(
+        None, metavar="DIR", help="Resume from this folder; start anew while it holds nothing."
+    )
+    ckpt_step: int | None = option(
+        None, minimum=1, help="The step whose checkpoint --load takes (default: the latest)."
+    )
+    finetune: bool = option(
+        False, help="Of --load take the weights alone, and start at step 0 with any data."
+    )
+    pretrained_checkpoint: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Like --load with --finetune, as long as --load holds nothing to resume from.",
+    )
+    load_optim: bool = option(
+        True,
+        off_flag="--no-load-optim",
+        help="Resume with fresh optimizer state; weights, schedule and data position are restored.",
+    )
+    load_rng: bool = option(
+        True,
+        off_flag="--no-load-rng",
+        help="Leave the random generators alone; with HDP there are none to restore.",
+    )
+    override_opt_param_scheduler: bool = option(
+        False, help="Resume under this command's schedule where the checkpoint's is another."
+    )
+    log_interval: int = option(100, minimum=1, help="Steps between lines of the log.")
+    tensorboard_dir: Path | None = option(
+        None, metavar="DIR", help="Write TensorBoard scalars into this folder."
+    )

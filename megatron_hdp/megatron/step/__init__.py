@@ -1,0 +1,22 @@
+"""A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
+
+from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order, sequence_table
+from megatron_hdp.megatron.step.non_finite import NonFiniteLossError
+from megatron_hdp.megatron.step.report import StepFigures, StepReport
+from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
+from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
+
+__all__ = [
+    "HdpExecutor",
+    "HdpSteps",
+    "NonFiniteLossError",
+    "StepFigures",
+    "StepReport",
+    "StockSteps",
+    "build_datasets",
+    "build_executor",
+    "cost_model_of",
+    "data_order",
+    "sequence_table",
+]

@@ -1,0 +1,267 @@
+"""Runs one rank's micro-batches of a plan with Megatron's own schedule, DDP and finalisation.
+
+Ranks may run different numbers of micro-batches: gradients are sums over tokens, reduced once after
+the last one and divided once by the global batch's loss tokens, which every rank knows from the
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_hdp.data import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron.model import HdpPackedSeqParams
+from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.megatron.step.schedule_timers import noting_compute
+from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.loss import token_sum_loss
+from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
+from megatron_hdp.runtime.pipeline_comm import PipelineComm
+from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank did in one step, before anything was exchanged with the others."""
+
+    losses: tuple[float, ...]
+    """Sum of the token losses of each micro-batch, in order; empty but on the last stage."""
+    until_sync_s: float
+    """Seconds from the step's start until this rank reached gradient sync."""
+    ring_wait_s: float
+    """The part of it spent waiting for ring members."""
+    pipeline_wait_s: float
+    """The part of it spent waiting for other pipeline stages."""
+    sync_s: float
+    """Seconds of gradient sync, waiting for the last rank included."""
+    ring_bytes: int
+    offloaded_bytes: int
+    """Activations that went to the host and came back."""
+    host_bytes: int
+    """Host memory held for them."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until gradient sync without waiting for others."""
+        return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
+
+
+class HdpExecutor:
+    """Executes the micro-batches of one HDP rank."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        place: RankPlace,
+        comm: RingComm,
+        attention: AttentionBackend,
+        fused_loss: bool,
+    ) -> None:
+        self.model = model
+        self.place = place
+        self.comm = comm
+        self.attention = attention
+        self.fused_loss = fused_loss
+        self.timeline = comm.timeline
+        self.layers = get_attr_wrapped_model(model, "decoder").layers
+        self.offload = ActivationOffload(
+            self.layers, compute_device(), model.parameters, timeline=self.timeline
+        )
+        self._losses: list[torch.Tensor] = []
+        self._reached_sync = self.timeline.now()
+        self._config = config = get_model_config(model)
+        if not config.calculate_per_token_loss:
+            raise ValueError("the model's config must have calculate_per_token_loss = True")
+        config.no_sync_func = model.no_sync
+        self._pipeline = None
+        if place.num_stages > 1:
+            self._pipeline = PipelineComm(
+                parallel_state.get_pipeline_model_parallel_group(),
+                config,
+                config.pipeline_dtype,
+                compute_device(),
+                self.timeline,
+            )
+
+    def run(
+        self,
+        micro_batches: Sequence[RankMicroBatch],
+        num_loss_tokens: int,
+        forward_only: bool = False,
+    ) -> RankOutcome:
+        """Forward and backward of every micro-batch, then gradient sync.
+
+        Args:
+            micro_batches: this rank's, in order; at least one on every rank.
+            num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
+            forward_only: no backward and no gradient sync (evaluation).
+        """
+        self.comm.bytes_sent = 0
+        self.offload.offloaded_bytes = 0
+        self.timeline.reset()
+        self._losses = []
+        self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
+        indices = [one.index for one in micro_batches]
+        with (
+            torch.set_grad_enabled(not forward_only),
+            noting_compute(self._config, self.timeline, indices),
+        ):
+            self._run_schedule(micro_batches, forward_only)
+        if forward_only:
+            self._reached_sync = self.timeline.now()
+        totals_s = self.timeline.totals_s
+        return RankOutcome(
+            losses=tuple(loss.item() for loss in self._losses),
+            until_sync_s=self.timeline.since_start_s(self._reached_sync),
+            ring_wait_s=totals_s[RING_WAIT],
+            pipeline_wait_s=totals_s[PIPELINE_WAIT],
+            sync_s=totals_s[SYNC],
+            ring_bytes=self.comm.bytes_sent,
+            offloaded_bytes=self.offload.offloaded_bytes,
+            host_bytes=self.offload.pool.held_bytes,
+        )
+
+    def activation_bytes_per_token(self) -> float:
+        """What autograd keeps of one token in one layer on this rank, counted on a small example.
+
+        All ranks of a model replica, and of an expert domain, must call this together.
+        """
+        num_tokens = 64 * self.place.token_multiple
+        example = replace(
+            padding_micro_batch(self.place.hdp_rank, num_tokens),
+            tokens=np.arange(num_tokens) % get_attr_wrapped_model(self.model, "vocab_size"),
+        )
+        if not self.place.is_first_stage:
+            received = torch.zeros(
+                self._activation_shape(example),
+                dtype=self._config.pipeline_dtype,
+                device=compute_device(),
+                requires_grad=True,
+            )
+            get_attr_wrapped_model(self.model, "set_input_tensor")(received)
+        totals = saved_bytes(
+            self.layers,
+            self.model.parameters(),
+            lambda: self._forward_step(iter([example]), self.model),
+        )
+        of_layers = totals[:-1] or totals  # the loss would count as the last one's
+        return max(of_layers) / num_tokens
+
+    def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
+        """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
+        common = {
+            "forward_step_func": self._forward_step,
+            "data_iterator": iter(micro_batches),
+            "model": [self.model],
+            "num_microbatches": len(micro_batches),
+            "seq_length": 1,  # activations take their shapes from the plan
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+        }
+        if self._pipeline is None:
+            forward_backward_no_pipelining(**common)
+            return
+        self._pipeline.begin([self._activation_shape(one) for one in micro_batches])
+        forward_backward_pipelining_without_interleaving(
+            **common,
+            p2p_communicator=self._pipeline,
+            pg_collection=_groups(),
+        )
+        if forward_only:
+            self._pipeline.finish()
+
+    def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
+        """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
+        num_tokens = len(micro_batch.tokens) // self.place.token_multiple
+        return num_tokens, 1, self._config.hidden_size
+
+    def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
+        micro_batch: RankMicroBatch = next(micro_batches)
+        device = compute_device()
+        tokens, labels, positions, loss_mask, sequence_index = (
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (
+                micro_batch.tokens,
+                micro_batch.labels,
+                micro_batch.positions,
+                micro_batch.loss_mask,
+                micro_batch.sequence_index,
+            )
+        )
+        layout = TokenLayout(
+            ring=micro_batch.ring,
+            index=micro_batch.ring.index(self.place.hdp_rank),
+            ring_slices=micro_batch.ring_slices,
+            local_lengths=micro_batch.local_lengths,
+            device=device,
+        )
+        params = HdpPackedSeqParams(
+            qkv_format="sbhd",
+            layout=layout,
+            positions=positions,
+            sequence_index=sequence_index,
+            comm=self.comm,
+            attention=self.attention,
+        )
+        targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
+        # without gradients nothing is saved
+        ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
+        with self.offload.micro_batch(ratio):
+            # the last stage's loss or logits, else activations for the next stage
+            output = model(
+                tokens[None],
+                positions[None],
+                None,
+                packed_seq_params=params,
+                **(targets if self.fused_loss else {}),
+            )
+        return output, partial(self._loss, **targets)
+
+    def _loss(
+        self, output: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output
+        if not self.fused_loss:
+            group = parallel_state.get_tensor_model_parallel_group()
+            loss = token_sum_loss(output, labels, loss_mask, group if group.size() > 1 else None)
+        self._losses.append(loss.detach())
+        return loss, loss_mask.sum().to(torch.int), {}
+
+    def _finalize(
+        self, num_loss_tokens: int, model: list[Any], num_tokens: Any = None, **kwargs: Any
+    ) -> None:
+        """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
+        self._reached_sync = self.timeline.now()
+        with self.timeline.span(SYNC):
+            finalize_model_grads(model, None, **kwargs)
+        for chunk in model:
+            chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
+
+
+def _groups() -> ProcessGroupCollection:
+    """The groups that Megatron's pipeline schedule wants to be given beside its communication."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups

@@ -1,0 +1,110 @@
+"""What HDP needs before the first step: this rank's executor and the cost model of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import (
+    communication_minutes,
+    compute_device,
+    new_ring_comm,
+    num_parameters,
+    rank_place,
+    say,
+)
+from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.step.report import over_all_ranks
+from megatron_hdp.planner import CostModel
+from megatron_hdp.runtime.attention import Selection, select_attention
+from megatron_hdp.runtime.clocks import clock_of
+from megatron_hdp.runtime.timeline import Timeline
+
+
+def build_executor(
+    arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
+) -> HdpExecutor:
+    """The executor of this rank; every rank of the job must call this.
+
+    Raises:
+        ValueError: there is no attention for this device and these shapes, or not the chosen one,
+            or ranks would take different ones.
+    """
+    device = compute_device()
+    timeline.use(clock_of(device))
+    comm = new_ring_comm(communication_minutes(arguments), timeline)
+    attention = select_attention(
+        device,
+        model_dtype(arguments),
+        arguments.kv_channels,
+        arguments.hdp_attention,
+        comm,
+    )
+    say(f"attention: {attention}")
+    _require_one_attention(attention)
+    return HdpExecutor(
+        model, rank_place(arguments), comm, attention.backend, arguments.hdp_fused_loss
+    )
+
+
+def _require_one_attention(attention: Selection) -> None:
+    """Members of a ring must speak alike; ranks may differ in what is installed."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, str(attention))
+    names = [text.split("; ")[0] for text in found]
+    if len(set(names)) > 1:
+        other = next(rank for rank, name in enumerate(names) if name != names[0])
+        raise ValueError(
+            f"ranks would attend by different kernels: rank 0 by {found[0]}; rank {other} by "
+            f"{found[other]}; expected one: install the same on all nodes, or choose one that all "
+            "have with --hdp-attention"
+        )
+
+
+def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: activations are to be offloaded, and the file is about other layers.
+    """
+    num_layers = len(executor.layers)
+    if arguments.hdp_cost_model is None:
+        shape = _cost_model_of_shape(arguments, executor)
+        return replace(shape, num_layers=num_layers)
+    measured = CostModel.from_json(arguments.hdp_cost_model)
+    if arguments.hdp_offload != "off" and measured.num_layers != num_layers:
+        raise ValueError(
+            f"--hdp-offload {arguments.hdp_offload}: {arguments.hdp_cost_model} says num_layers "
+            f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "
+            "again, or correct num_layers (layers of one pipeline stage)"
+        )
+    return measured
+
+
+def _cost_model_of_shape(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+    others: dict[str, float] = {}
+    if arguments.hdp_offload != "off":
+        place, ranks = executor.place, dist.get_world_size()
+        counted = over_all_ranks(
+            {"bytes": executor.activation_bytes_per_token()}, {}, compute_device()
+        )
+        # of one of the tensor ranks and stages that make up an HDP rank
+        devices = place.num_tensor_ranks * place.num_stages
+        per_token = counted["bytes"] / ranks * len(executor.layers) * devices
+        others = {"activation_bytes_per_token": per_token}
+    attention_size = arguments.num_attention_heads * arguments.kv_channels
+    kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
+    return CostModel.of_tensor_ranks(
+        executor.place.num_tensor_ranks,
+        num_layers=arguments.num_layers,
+        hidden_size=attention_size,
+        num_parameters=num_parameters(executor.model),
+        kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
+        **others,
+    )

@@ -1,0 +1,99 @@
+"""A knob is declared once: a dataclass field that flag, YAML key and documentation derive from."""
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any
+
+
+class OptionError(ValueError):
+    """A flag or YAML key is unknown, missing or has a value that cannot be used."""
+
+
+def option(
+    default: Any,
+    *,
+    help: str,  # argparse's word
+    choices: Sequence[str] = (),
+    metavar: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    required: bool = False,
+    off_flag: str | None = None,
+) -> Any:
+    """Declare a knob as a dataclass field; its annotation gives the type of the value.
+
+    Args:
+        default: value without the flag. A bool that is True by default needs ``off_flag``.
+        help: one sentence for ``--help`` and the documentation.
+        choices: the values allowed.
+        metavar: what stands for the value in ``--help``.
+        minimum: least value allowed.
+        maximum: greatest value allowed.
+        required: :func:`check_values` refuses the default.
+        off_flag: the flag that sets a bool to False (default: ``--no-`` and the name).
+    """
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "metavar": metavar,
+        "minimum": minimum,
+        "maximum": maximum,
+        "required": required,
+        "off_flag": off_flag,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field: ``num_layers`` -> ``--num-layers``."""
+    return "--" + name.replace("_", "-")
+
+
+def check_values(options: Any) -> None:
+    """Check each field of a dataclass of options by itself.
+
+    Raises:
+        OptionError: a required one is missing, or a value is outside its range or choices.
+    """
+    for item, _ in declared(type(options)):
+        value, limits, flag = getattr(options, item.name), item.metadata, flag_of(item.name)
+        if limits["required"] and value in (None, ()):
+            raise OptionError(f"{flag} is missing: give it as a flag or in the --config file")
+        if value is None:
+            continue
+        if limits["choices"] and value not in limits["choices"]:
+            raise OptionError(f"{flag}: found {value!r}, expected {' or '.join(limits['choices'])}")
+        if limits["minimum"] is not None and not value >= limits["minimum"]:
+            raise OptionError(f"{flag}: found {value}, expected at least {limits['minimum']}")
+        if limits["maximum"] is not None and not value <= limits["maximum"]:
+            raise OptionError(f"{flag}: found {value}, expected at most {limits['maximum']}")
+
+
+def declared(cls: type) -> Iterator[tuple[Field[Any], Any]]:
+    """Yield each option of ``cls`` with its type, ``None`` taken off."""
+    hints = typing.get_type_hints(cls)
+    for item in fields(cls):
+        if "help" not in item.metadata or item.default is MISSING:
+            found = f"{cls.__name__}.{item.name}"
+            raise TypeError(f"{found} is no option: declare it with option(default, help=...)")
+        kind = hints[item.name]
+        if isinstance(kind, types.UnionType):
+            (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
+        yield item, kind
+
+
+def switches(item: Field[Any]) -> tuple[str, str]:
+    """Return the flags that turn a bool on and off."""
+    on_flag = flag_of(item.name)
+    return on_flag, item.metadata["off_flag"] or "--no-" + on_flag.removeprefix("--")
+
+
+def metavar(item: Field[Any], kind: Any) -> str | None:
+    """Return what stands for the value; None where the choices do."""
+    if item.metadata["choices"]:
+        return None
+    by_type = {int: "N", float: "X", Path: "PATH"}
+    return item.metadata["metavar"] or by_type.get(kind, "TEXT")

@@ -1,0 +1,21 @@
+"""What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer."""
+
+from megatron_hdp.planner.memory.activations import kept_after_forward
+from megatron_hdp.planner.memory.gpu import (
+    RESERVE,
+    StageMemory,
+    fullest_stage,
+    most_tokens_per_rank,
+)
+from megatron_hdp.planner.memory.job import Job
+from megatron_hdp.planner.memory.model import MemoryModel
+
+__all__ = [
+    "Job",
+    "MemoryModel",
+    "RESERVE",
+    "StageMemory",
+    "fullest_stage",
+    "kept_after_forward",
+    "most_tokens_per_rank",
+]

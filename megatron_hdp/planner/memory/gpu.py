@@ -1,0 +1,148 @@
+"""Memory of one GPU, summed up before any is booked: state, activations, working memory.
+
+Of a pipeline's stages the fullest decides: the first holds as many micro-batches as there are
+stages, the last one the loss. Parts that are not alive at the same moment (a layer's backward and
+the loss) are added all the same, so the sum is an upper bound of what is accounted for here.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_hdp.planner.memory.activations import (
+    backward_bytes,
+    kept_after_forward,
+    kept_bytes,
+    recomputed_layers,
+    ring_bytes,
+)
+from megatron_hdp.planner.memory.job import Job
+from megatron_hdp.planner.memory.model import MemoryModel
+
+RUNTIME_BYTES = 3e9
+"""CUDA's context, libraries' workspaces and NCCL's communicators: assumed, not measured."""
+
+RESERVE = 0.05
+"""Share of the GPU's memory left free, for the allocator's fragmentation."""
+
+_LOGITS_BYTES = 2**30  # of a chunk of the fused loss, see runtime/loss/fused_cross_entropy.py
+_GRADIENT, _MASTER, _MOMENTS = 4, 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one GPU of one pipeline stage."""
+
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Between forward and backward, of as many full micro-batches as are alive."""
+    recomputed: float
+    """Layers that backward has recomputed and not yet left."""
+    backward: float
+    """Of one layer, at its busiest moment."""
+    ring_buffers: float
+    loss: float
+    runtime: float = RUNTIME_BYTES
+
+    @property
+    def total(self) -> float:
+        """Sum of all."""
+        state = self.weights + self.gradients + self.optimizer + self.runtime
+        work = self.recomputed + self.backward + self.ring_buffers + self.loss
+        return state + self.activations + work
+
+
+def fullest_stage(job: Job, most_tokens: int | None = None) -> StageMemory:
+    """The stage that needs the most memory; `most_tokens` as for `stage_memory`."""
+    stages = (stage_memory(job, stage, most_tokens) for stage in range(job.stages))
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageMemory:
+    """Memory of one stage.
+
+    Args:
+        job: what is trained, and how.
+        stage: 0 is the first.
+        most_tokens: of a micro-batch on one HDP rank; the capacity unless activations are offloaded
+            (equation 3 holds what stays on the device to a capacity's worth; the rest of the work
+            grows with the tokens).
+    """
+    first, last = stage == 0, stage == job.stages - 1
+    tokens = most_tokens or job.tokens_per_rank
+    embedding = job.vocab_size * job.hidden_size / job.tensor_ranks
+    dense = job.layers_per_stage * _dense_layer(job) + (embedding if first else 0)
+    if last and not (job.tied_embeddings and job.stages == 1):
+        dense += embedding
+    if last:
+        dense += job.hidden_size  # the last norm
+    experts = job.layers_per_stage * _experts_of_a_layer(job)
+    weights, b = dense + experts, job.value_bytes
+    kept = kept_after_forward(job)
+    model = MemoryModel(job.layers_per_stage, kept)
+    whole_layer = sum(kept_bytes(job).values())
+    return StageMemory(
+        stage=stage,
+        weights=b * weights,
+        gradients=_GRADIENT * weights,
+        optimizer=_optimizer_bytes(job, dense, experts),
+        activations=(job.stages - stage) * model.peak_bytes(job.tokens_per_rank),
+        recomputed=recomputed_layers(job) * whole_layer * tokens,
+        # and the gradient of one weight, before it is added to the others
+        backward=backward_bytes(job) * tokens + b * _largest_matrix(job),
+        ring_buffers=ring_bytes(job) * tokens,
+        loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
+    )
+
+
+def most_tokens_per_rank(job: Job, memory_bytes: float) -> int:
+    """The greatest capacity with which every stage is within `memory_bytes`; 0 if there is none.
+
+    Without offload, and a multiple of the tensor ranks.
+    """
+    found = job.vocab_size * job.hidden_size  # any bound that no GPU reaches
+    for stage in range(job.stages):
+        fixed = stage_memory(replace(job, tokens_per_rank=0), stage).total
+        per_token = (stage_memory(replace(job, tokens_per_rank=2**20), stage).total - fixed) / 2**20
+        found = min(found, int((memory_bytes - fixed) / per_token))
+    return max(0, found // job.tensor_ranks * job.tensor_ranks)
+
+
+def _dense_layer(job: Job) -> float:
+    """Parameters of a layer on a tensor rank, without its experts."""
+    h = job.hidden_size
+    attention = h * (2 * job.query_size + 2 * job.kv_size) / job.tensor_ranks
+    if job.num_experts:
+        return attention + h * job.num_experts + 2 * h
+    return attention + (job.inner_matrices + 1) * h * job.ffn_hidden_size / job.tensor_ranks + 2 * h
+
+
+def _experts_of_a_layer(job: Job) -> float:
+    expert = (job.inner_matrices + 1) * job.hidden_size * job.ffn_hidden_size
+    return job.num_experts / job.expert_ranks * expert / job.expert_tensor_ranks
+
+
+def _optimizer_bytes(job: Job, dense: float, experts: float) -> float:
+    """Moments, and a float32 copy of bfloat16 weights, of this GPU's shard."""
+    each = _MOMENTS + (_MASTER if job.bf16 else 0)
+    if not job.distributed_optimizer:
+        return each * (dense + experts)
+    per_stage = job.num_gpus // job.stages
+    expert_copies = per_stage // (job.expert_ranks * job.expert_tensor_ranks)
+    return each * (dense / job.hdp_ranks + experts / expert_copies)
+
+
+def _largest_matrix(job: Job) -> float:
+    inner = job.inner_matrices * job.hidden_size * job.ffn_hidden_size
+    return inner / (job.expert_tensor_ranks if job.num_experts else job.tensor_ranks)
+
+
+def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
+    """Last norm, gathered hidden states and their gradient; logits; float32 weight gradient."""
+    b = job.value_bytes
+    hidden = (2 * job.token_share + 2) * b * job.hidden_size * tokens
+    logits = b * job.vocab_size / job.tensor_ranks * tokens
+    if job.fused_loss:
+        return hidden + min(_LOGITS_BYTES, logits) + _GRADIENT * weights
+    return hidden + logits * (1 + 2 * _GRADIENT / b) + b * weights  # and two in float32

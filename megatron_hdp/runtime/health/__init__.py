@@ -1,0 +1,25 @@
+"""Ranks watch over each other: who disagrees, stalls, fails or is asked to stop."""
+
+from megatron_hdp.runtime.health.agreement import (
+    DisagreementError,
+    fingerprint,
+    largest,
+    require_agreement,
+)
+from megatron_hdp.runtime.health.attempt import store_of_attempt
+from megatron_hdp.runtime.health.children import bound_to_this_process
+from megatron_hdp.runtime.health.heartbeat import EXIT_CODE, Heartbeat, RankFailure
+from megatron_hdp.runtime.health.signals import StopSignals
+
+__all__ = [
+    "DisagreementError",
+    "EXIT_CODE",
+    "Heartbeat",
+    "RankFailure",
+    "StopSignals",
+    "bound_to_this_process",
+    "fingerprint",
+    "largest",
+    "require_agreement",
+    "store_of_attempt",
+]

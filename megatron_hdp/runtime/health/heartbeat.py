@@ -1,0 +1,267 @@
+"""Every rank says each second what it does; who waits too long, or fails, learns whose fault it is.
+
+Heartbeats go through the job's store, not through its communicators, so they get through when
+those hang.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
+from megatron_hdp.runtime.health.store import HeartbeatStore
+from megatron_hdp.runtime.timeline import CHECKPOINT, START, WAITS, Timeline
+
+EXIT_CODE = 3  # of a process that ends because of another rank
+
+# In heartbeats:
+_SILENCE = 3  # what a living rank may miss
+_GRACE = 2  # how long a rank may go on after another has failed: it may be about to say the same
+_EXPLANATION = 8  # how long failed communication may remain without an explanation
+_BEATS_PER_SECOND = 1000  # what the job's store shall have to take from all ranks together
+_LINE = 200  # characters of an error's message
+_UNHURRIED = frozenset({START, CHECKPOINT})
+
+
+class RankFailure(RuntimeError):
+    """Another rank keeps the job from going on; the message says which one and why."""
+
+
+class Heartbeat:
+    """Publishes what this rank does and ends the process when the job cannot go on.
+
+    A context manager around a rank's work in a joined job, for the thread that enters it:
+
+    - If an exception leaves the block, the other ranks are told, and end within seconds. If it is
+      failed communication, `RankFailure` is raised from it, which names the rank to blame.
+    - If the thread waits for other ranks longer than `stall_timeout_s` while a rank is dead, or
+      does one thing for as long, or all ranks wait, the process prints who is to blame and the
+      thread's stack, and ends with `EXIT_CODE`. Likewise if another rank has failed.
+
+    Waiting counts where the timeline says so and inside torch.distributed's own calls. Before the
+    second step, and while a checkpoint is saved or loaded, `slow_timeout_s` holds if it is longer.
+
+    Every rank of the job must enter it. Above 1,000 ranks heartbeats become rarer, so that the
+    store takes no more than 1,000 a second.
+
+    Args:
+        timeline: what the thread does.
+        stall_timeout_s: see above.
+        slow_timeout_s: see above.
+        store: the job's store, through a connection that nothing else uses.
+        rank: this rank.
+        world_size: ranks of the job.
+        interval_s: seconds between heartbeats.
+        end_process: called with a message to end the process.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        *,
+        stall_timeout_s: float,
+        slow_timeout_s: float,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        interval_s: float | None = None,
+        end_process: Callable[[str], None] | None = None,
+    ) -> None:
+        self._timeline = timeline
+        self._stall_timeout_s = stall_timeout_s
+        self._slow_timeout_s = max(slow_timeout_s, stall_timeout_s)
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._interval_s = interval_s or max(1.0, world_size / _BEATS_PER_SECOND)
+        self._end_process = end_process or _end_process
+        self._host = socket.gethostname()
+        self._step, self._steps_begun = 0, 0
+        self._communication_failed = False
+        self._progress: tuple[int, bool] | None = None
+        self._progress_at = 0.0
+        self._decision = threading.Lock()  # held by whoever decides how this rank's part ends
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True)
+
+    @classmethod
+    def of_job(
+        cls, timeline: Timeline, *, stall_timeout_s: float, slow_timeout_s: float
+    ) -> Heartbeat:
+        """The heartbeat of this rank of torch.distributed's default group, over its store."""
+        return cls(
+            timeline,
+            stall_timeout_s=stall_timeout_s,
+            slow_timeout_s=slow_timeout_s,
+            store=distributed_c10d._get_default_store().clone(),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+
+    def begin_step(self, step: int) -> None:
+        """Notes that `step` begins, counted from 1; the first of a process may take its time."""
+        self._step = step
+        self._steps_begun += 1
+
+    def __enter__(self) -> Heartbeat:
+        self._watched = threading.get_ident()
+        self._others = HeartbeatStore(
+            self._store, self._rank, self._world_size, self._interval_s, self._sample()
+        )
+        self._others.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        with self._decision:  # from here on, the watching thread does not end the process
+            reason = None
+            if error is not None and is_communication_error(error):
+                reason = self._explain()
+            elif error is not None:
+                who = name_of(self._rank, self._others.status)
+                self._tell(f"{who} failed: {type(error).__name__}: {_first_line(error)}")
+            self._leave()
+            self._thread.join()
+        if error is not None and reason is not None:
+            raise RankFailure(f"{reason} [{_first_line(error)}]") from error
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s / 2):
+            if not self._decision.acquire(blocking=False):
+                return  # the main thread leaves
+            try:
+                status = self._others.status = self._sample()
+                self._others.check()
+                reason = self._reason_to_end(status)
+                if reason is not None:
+                    self._leave()
+                    self._end_process(f"error on rank {self._rank}: {reason}")
+                    return
+            finally:
+                self._decision.release()
+
+    def _leave(self) -> None:
+        self._stop.set()
+        self._others.stop(2 * _SILENCE * self._interval_s)
+
+    def _sample(self) -> Status:
+        frame = sys._current_frames()[self._watched]
+        spans = self._timeline.current()
+        waits = (
+            self._communication_failed
+            or bool(spans and spans[-1][0] in WAITS)
+            or frame.f_code.co_filename == distributed_c10d.__file__
+        )
+        now = time.monotonic()
+        if (progress := (self._timeline.changes, waits)) != self._progress:
+            self._progress, self._progress_at = progress, now
+        return Status(
+            host=self._host,
+            step=self._step,
+            activity=_activity(spans),
+            call=_call(frame),
+            waits=waits,
+            still_s=now - self._progress_at,
+        )
+
+    def _reason_to_end(self, status: Status) -> str | None:
+        """Why this process must end although its main thread has not failed, or None."""
+        grace_s, now = _GRACE * self._interval_s, time.monotonic()
+        failure = self._others.failure or self._others.trouble()
+        if failure is not None:
+            return failure if now - self._others.failed_at > grace_s else None
+        limit_s = self._limit_s()
+        is_stuck = status.waits and status.still_s >= limit_s
+        self._others.want_everyone(is_stuck)
+        reason = self._missing() or self._stalled(limit_s) if is_stuck else None
+        if reason is None:
+            return None
+        self._tell(reason)
+        stack = "".join(traceback.format_stack(sys._current_frames()[self._watched]))
+        waited = f"has waited {status.still_s:.0f} s for other ranks"
+        return f"{waited}: {reason}\nstack of rank {self._rank}, which waits:\n{stack}"
+
+    def _limit_s(self) -> float:
+        unhurried = any(kind in _UNHURRIED for kind, _, _ in self._timeline.current())
+        is_slow = unhurried or self._steps_begun < 2
+        return self._slow_timeout_s if is_slow else self._stall_timeout_s
+
+    def _explain(self) -> str:
+        """Whose fault it is that communication has just failed; takes a few heartbeats."""
+        self._communication_failed = True
+        self._others.status = self._sample()
+        self._others.want_everyone(True)
+        deadline = time.monotonic() + _EXPLANATION * self._interval_s
+        reason = None
+        while reason is None and time.monotonic() < deadline:
+            time.sleep(self._interval_s / 10)
+            self._others.check()
+            reason = self._others.failure or self._missing()
+        if reason is None:
+            reason = self._stalled(0) or "communication failed, and no rank is known to be at fault"
+        self._tell(reason)
+        return reason
+
+    def _missing(self) -> str | None:
+        """Names ranks that died, stopped or left, the one that holds the store among them."""
+        silence_s = _SILENCE * self._interval_s
+        everyone = self._others.everyone()
+        missing = missing_ranks(everyone, silence_s) if everyone else None
+        return self._others.trouble(silence_s) or missing
+
+    def _stalled(self, patience_s: float) -> str | None:
+        """Names ranks that stand still, once those that are silent would be known."""
+        if self._others.listened_s() < (_SILENCE + 1) * self._interval_s:
+            return None
+        return stalled_ranks(self._others.everyone(), patience_s)
+
+    def _tell(self, text: str) -> None:
+        self._others.tell(text, _SILENCE * self._interval_s)
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """True if communication with other ranks failed; gloo's errors have no type of their own."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and "gloo" in str(error).lower():
+            return True
+        error = error.__cause__
+    return False
+
+
+def _activity(spans: list[tuple[str, float, int | None]]) -> str:
+    if not spans:
+        return "something without a name"
+    kind, _, micro_batch = spans[-1]
+    return kind if micro_batch is None else f"{kind} of micro-batch {micro_batch}"
+
+
+def _call(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:_LINE]
+
+
+def _end_process(text: str) -> None:
+    """Says why and ends the process at once: closing communicators would wait for other ranks."""
+    os.write(2, f"{text}\n".encode())  # not through sys.stderr, which the main thread may hold
+    os._exit(EXIT_CODE)

@@ -1,0 +1,16 @@
+"""Block kernels: attention of some queries over some keys, with its log-sum-exp."""
+
+from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
+from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
+from megatron_hdp.runtime.kernels.matmul import MatmulKernel
+from megatron_hdp.runtime.kernels.segments import Segments
+
+__all__ = [
+    "AttentionKernel",
+    "CpuFlashKernel",
+    "FlashAttnKernel",
+    "MatmulKernel",
+    "Segments",
+    "TorchFlashKernel",
+    "refusal",
+]

@@ -1,0 +1,126 @@
+"""Attention kernels: one block of queries against one block of keys, packed sequences, with LSE.
+
+A kernel is whatever satisfies `AttentionKernel`. The ring merges the blocks' outputs by their
+log-sum-exp and calls `backward` with the *merged* output and LSE, which makes each block's gradient
+exact by itself. Those for GPUs are in `flash` and `matmul`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_hdp.runtime.kernels.segments import Segments
+
+
+class AttentionKernel(Protocol):
+    """Attention of packed segments; segment ``i`` of the queries sees only that of the keys.
+
+    Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of
+    kv_heads (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64
+    for float64 inputs). `causal` needs equal query and key segments.
+    """
+
+    name: str
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the block."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of the block, given output and LSE over all blocks."""
+        ...
+
+
+class CpuFlashKernel:
+    """PyTorch's flash SDPA for the CPU, segment by segment; float64, float32 and bfloat16."""
+
+    name = "torch-sdpa-cpu"
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionKernel.forward`."""
+        outs, lses = [], []
+        for qs, ks, vs in zip(
+            q.split(q_segments.lengths),
+            k.split(k_segments.lengths),
+            v.split(k_segments.lengths),
+            strict=True,
+        ):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batched(qs), _batched(ks), _batched(vs), 0.0, causal, scale=scale
+            )
+            outs.append(_packed(out))
+            lses.append(lse[0].transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `AttentionKernel.backward`."""
+        by_query = [x.split(q_segments.lengths) for x in (dout, q, out, lse)]
+        by_key = [x.split(k_segments.lengths) for x in (k, v)]
+        blocks = []
+        for dout_s, q_s, out_s, lse_s, k_s, v_s in zip(*by_query, *by_key, strict=True):
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batched(dout_s),
+                _batched(q_s),
+                _batched(k_s),
+                _batched(v_s),
+                _batched(out_s),
+                lse_s.transpose(0, 1)[None],
+                0.0,
+                causal,
+                scale=scale,
+            )
+            blocks.append([_packed(grad) for grad in grads])
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        return dq, dk, dv
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None]  # [t, h, d] -> [1, h, t, d]
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x[0].transpose(0, 1)  # [1, h, t, d] -> [t, h, d]

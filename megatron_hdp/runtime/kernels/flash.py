@@ -1,0 +1,179 @@
+"""Flash-attention's varlen kernels for GPUs as block kernels: PyTorch's own, and flash-attn's.
+
+Both keep the log-sum-exp as contiguous float32 ``[heads, t]`` and read it by its address, so it
+travels as a transposed view of that. Both want bfloat16 or float16, and head dimensions that are
+multiples of 8 up to 256.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_hdp.runtime.kernels.segments import Segments
+
+_OLDEST_FLASH_ATTN = (2, 7)  # window sizes as two arguments, four results
+
+
+def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why flash kernels cannot serve such inputs, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"found {_short(dtype)}; flash kernels compute in bfloat16 and float16"
+    if head_dim % 8 or head_dim > 256:
+        return f"found head dimension {head_dim}; flash kernels take multiples of 8 up to 256"
+    return None
+
+
+class TorchFlashKernel:
+    """The flash-attention kernels that PyTorch is built with (`aten._flash_attention_*`)."""
+
+    name = "torch-flash"
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.AttentionKernel.forward`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            q_segments.offsets,
+            k_segments.offsets,
+            q_segments.longest,
+            k_segments.longest,
+            0.0,  # dropout
+            causal,
+            False,  # no debug mask
+            scale=scale,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `kernels.AttentionKernel.backward`."""
+        random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout only
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            q_segments.offsets,
+            k_segments.offsets,
+            q_segments.longest,
+            k_segments.longest,
+            0.0,
+            causal,
+            random_state,
+            random_state,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+class FlashAttnKernel:
+    """The package flash-attn, version 2.7 or newer.
+
+    Raises:
+        ImportError, OSError: the package or a library of its is missing.
+        ValueError: the package is older.
+    """
+
+    def __init__(self) -> None:
+        import flash_attn
+        from flash_attn import flash_attn_interface
+
+        found = tuple(int(part) for part in flash_attn.__version__.split(".")[:2])
+        if found < _OLDEST_FLASH_ATTN:
+            raise ValueError(f"found flash-attn {flash_attn.__version__}, expected 2.7 or newer")
+        self.name = f"flash-attn {flash_attn.__version__}"
+        self._interface: Any = flash_attn_interface
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.AttentionKernel.forward`."""
+        out, lse, *_ = self._interface._flash_attn_varlen_forward(
+            q,
+            k,
+            v,
+            q_segments.offsets,
+            k_segments.offsets,
+            q_segments.longest,
+            k_segments.longest,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_segments: Segments,
+        k_segments: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `kernels.AttentionKernel.backward`."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self._interface._flash_attn_varlen_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            dq,
+            dk,
+            dv,
+            q_segments.offsets,
+            k_segments.offsets,
+            q_segments.longest,
+            k_segments.longest,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

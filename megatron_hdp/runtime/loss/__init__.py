@@ -1,0 +1,13 @@
+"""What a step minimises: sums over tokens that are the same for every plan."""
+
+from megatron_hdp.runtime.loss.balance import RouterTokens, sequence_balance_loss, z_loss
+from megatron_hdp.runtime.loss.fused_cross_entropy import linear_cross_entropy
+from megatron_hdp.runtime.loss.token_sum import token_sum_loss
+
+__all__ = [
+    "RouterTokens",
+    "linear_cross_entropy",
+    "sequence_balance_loss",
+    "token_sum_loss",
+    "z_loss",
+]

@@ -1,0 +1,304 @@
+"""Cross entropy straight from hidden states: a linear layer's logits exist only chunk by chunk.
+
+The logits of 64K tokens over a vocabulary of 128K are 16 GiB in bfloat16, and the usual loss makes
+two float32 tensors of their shape. Here tokens are taken in chunks; each chunk's logits are made,
+turned in place into the loss's gradient by them, multiplied into the gradients of hidden states and
+weights, and overwritten by the next chunk's.
+
+Gradients are made **in the forward**, for a loss of weight 1, and backward only scales them. What
+is held in between is the hidden states' gradient and the weights'. Backward could instead make the
+logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then only a
+number a token is held, at the price of a fourth matrix product. But the stage that has the loss
+runs backward right after forward, so nothing else is alive in between, and a third more time would
+be felt. It follows that the loss must be *one number*: with one a token, backward would have to
+weigh tokens inside a sum over them that is already taken.
+
+Liger-Kernel's way is this one, too. It takes as many tokens a chunk as keep the logits at the size
+of the hidden states, by default sums the chunks' weight gradients in the weights' precision, and
+knows no shared vocabulary. Here a chunk is as large as memory easily affords, because every chunk
+reads and writes the whole float32 sum of the weights' gradient (see `LOGITS_BYTES`), and ranks that
+share the vocabulary exchange three numbers a token, once a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from subprocess import SubprocessError
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+LOGITS_BYTES = {"cpu": 2**24, "cuda": 2**30}
+"""Most bytes that a chunk's logits take, by device.
+
+A chunk of `c` tokens costs `6 c V H` operations and moves the float32 sum of the weights' gradient,
+`8 V H` bytes: on an H200 (about 700 TFLOP/s, 4 TB/s) that adds `230 / c` of the time if nothing
+overlaps. 1 GiB of bfloat16 logits over 128K entries are 4,096 tokens, 6%; twice the bytes would
+save 3% more. On a CPU 16 MiB measured fastest, about
+what a cache holds between the passes over it.
+"""
+
+_EVEN_TOKENS = 64  # chunks but the last are a multiple of this, where the bound allows it
+
+
+class Rows(Protocol):
+    """The elementwise work on a chunk's logits ``[c, V]``; one row is one token.
+
+    `columns` ``[c]`` int64 is where a token's label stands in this rank's part of the vocabulary,
+    below 0 or from V on where it does not. Figures of rows have at least float32.
+    """
+
+    def statistics(
+        self, logits: torch.Tensor, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores, figures): what `gradient` works on, and ``[3, c]``.
+
+        The figures are the largest logit, the sum of ``exp(logit - largest)``, and the label's
+        logit, 0 where it is not here. `logits` may be overwritten.
+        """
+        ...
+
+    def gradient(
+        self,
+        scores: torch.Tensor,
+        figures: torch.Tensor,
+        columns: torch.Tensor,
+        log_sums: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Makes `scores`, in place, the gradient of ``sum(weights * loss)`` by the logits.
+
+        `log_sums` ``[c]`` are over the whole vocabulary, `weights` ``[c]`` the tokens'.
+        """
+        ...
+
+
+class TorchRows:
+    """`Rows` in plain PyTorch, for any device and precision: the reference."""
+
+    def statistics(
+        self, logits: torch.Tensor, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Rows.statistics`; the scores are ``exp(logit - largest)``, at least float32."""
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        column, here = _inside(columns, scores.shape[1])
+        targets = scores.gather(1, column[:, None])[:, 0] * here
+        largest = scores.amax(1)
+        scores.sub_(largest[:, None]).exp_()
+        return scores, torch.stack((largest, scores.sum(1), targets))
+
+    def gradient(
+        self,
+        scores: torch.Tensor,
+        figures: torch.Tensor,
+        columns: torch.Tensor,
+        log_sums: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """See `Rows.gradient`."""
+        column, here = _inside(columns, scores.shape[1])
+        scores.mul_((weights * (figures[0] - log_sums).exp())[:, None])
+        scores.scatter_add_(1, column[:, None], -(weights * here)[:, None])
+
+
+def _inside(columns: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a column that exists, whether it is the one asked for)."""
+    here = (columns >= 0) & (columns < num_columns)
+    return columns.clamp(0, num_columns - 1), here
+
+
+def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
+    """The elementwise work for logits of this kind: Triton kernels on GPUs, else plain PyTorch."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return TorchRows()
+    return _triton_rows(device)
+
+
+@functools.cache
+def _triton_rows(device: torch.device) -> Rows:
+    """Triton's kernels if they work here; otherwise the plain version, and a warning."""
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed"
+    else:
+        from megatron_hdp.runtime.loss.triton_cross_entropy import TritonRows
+
+        rows = TritonRows()
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        try:
+            rows.statistics(torch.zeros(1, 16, device=device), nothing)
+            return rows
+        except (RuntimeError, OSError, SubprocessError) as error:  # no C compiler, no Python.h
+            reason = f"triton cannot compile here ({error})"
+    warnings.warn(
+        f"{reason}: the fused loss works in plain PyTorch, which is slower and takes three times a "
+        "chunk's memory",
+        stacklevel=2,
+    )
+    return TorchRows()
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    logits_bytes: int | None = None,
+) -> torch.Tensor:
+    """Sum of the cross entropies of ``hidden @ weight.T`` over the tokens that carry loss.
+
+    Differentiable by `hidden` and `weight`, once. With a group, each rank gets the gradient of its
+    own part of the weights, and of the hidden states the *part* that comes through it: the caller
+    sums these over the ranks.
+
+    Args:
+        hidden: ``[t, H]``, the same on all ranks of the group.
+        weight: ``[V / ranks, H]``, this rank's slice of the vocabulary; logits are as precise.
+        labels: ``[t]`` token ids, anything where no loss is carried.
+        loss_mask: ``[t]`` bool, true where the token carries loss.
+        group: the ranks that share the vocabulary, or None where it is whole.
+        logits_bytes: bound of a chunk's logits in bytes, by default `LOGITS_BYTES` of the device.
+
+    Returns:
+        Scalar, float32 or (for float64 weights) float64, equal on all ranks of the group.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    num_tokens = len(hidden)
+    if labels.shape != (num_tokens,) or loss_mask.shape != (num_tokens,):
+        raise ValueError(
+            f"found hidden states {tuple(hidden.shape)}, labels {tuple(labels.shape)}, loss mask "
+            f"{tuple(loss_mask.shape)}; expected one label and one mask entry a hidden state"
+        )
+    if logits_bytes is None:
+        logits_bytes = LOGITS_BYTES.get(weight.device.type, LOGITS_BYTES["cpu"])
+    chunk = chunk_tokens(num_tokens, len(weight) * weight.itemsize, logits_bytes)
+    learns = torch.is_grad_enabled()  # inside of a Function it is always off
+    return _LinearCrossEntropy.apply(
+        hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns
+    )
+
+
+def chunk_tokens(num_tokens: int, bytes_a_token: int, logits_bytes: int) -> int:
+    """Tokens of a chunk: as few chunks as the bound allows, of nearly equal size."""
+    most = max(1, logits_bytes // bytes_a_token)
+    if num_tokens <= most:
+        return max(1, num_tokens)
+    num_chunks = -(-num_tokens // most)
+    even = -(-num_tokens // num_chunks)
+    return min(most, -(-even // _EVEN_TOKENS) * _EVEN_TOKENS)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        learns: bool,
+    ) -> torch.Tensor:
+        rows = rows_for(weight.device, weight.dtype)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        weights = loss_mask.to(dtype)
+        columns = labels - _rank(group) * len(weight)
+        losses = torch.empty_like(weights)
+        dhidden = torch.empty_like(hidden) if learns and ctx.needs_input_grad[0] else None
+        dweight = (
+            torch.zeros_like(weight, dtype=dtype) if learns and ctx.needs_input_grad[1] else None
+        )
+        buffer = weight.new_empty(chunk, len(weight))
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = buffer[: len(hidden[part])]
+            torch.mm(hidden[part], weight.t(), out=logits)
+            scores, figures = rows.statistics(logits, columns[part])
+            log_sums, targets = _over_the_vocabulary(figures, group)
+            losses[part] = log_sums - targets
+            if dhidden is None and dweight is None:
+                continue
+            rows.gradient(scores, figures, columns[part], log_sums, weights[part])
+            dlogits = scores.to(weight.dtype)
+            if dhidden is not None:
+                torch.mm(dlogits, weight, out=dhidden[part])
+            if dweight is not None:
+                _add_product(dweight, dlogits.t(), hidden[part])
+        ctx.dtype = weight.dtype
+        ctx.gradients = dhidden, dweight  # not saved tensors: they are ours to scale in place
+        return (losses * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("backward through the fused loss works once: run forward again")
+        dhidden, dweight = ctx.gradients
+        ctx.gradients = None
+        grad = grad.reshape(())
+        if dhidden is not None:
+            dhidden.mul_(grad)
+        if dweight is not None and dweight.dtype == ctx.dtype:
+            dweight.mul_(grad)
+        elif dweight is not None:  # scaled before it is rounded, without a float32 copy
+            dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
+        return dhidden, dweight, None, None, None, None, None
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _over_the_vocabulary(
+    figures: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log of the sum of exp, label's logit), ``[c]`` each, of all ranks' parts together.
+
+    One all-gather instead of an all-reduce for the maximum and another for the sums: three numbers
+    a token, and every rank adds them in the same order.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    everyone = figures[None]
+    if size > 1:
+        gathered = figures.new_empty(size * len(figures), figures.shape[1])
+        dist.all_gather_into_tensor(gathered, figures, group=group)
+        everyone = gathered.view(size, *figures.shape)
+    largest, sums, targets = everyone.unbind(1)
+    top = largest.amax(0)
+    return top + (sums * (largest - top).exp()).sum(0).log(), targets.sum(0)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right``, the product not rounded to the factors' precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type != "cuda":
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    elif _adds_to_float32(total.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch adds products of `dtype` to a float32 sum; 2.8 refuses, later ones do."""
+    total = torch.zeros(16, 16, device=device)
+    factor = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError as error:
+        warnings.warn(
+            f"this PyTorch cannot add a product of {dtype} to a float32 sum ({error}): the fused "
+            "loss takes another copy of the output weights' gradient",
+            stacklevel=2,
+        )
+        return False
+    return True

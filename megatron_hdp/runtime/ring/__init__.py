@@ -1,0 +1,15 @@
+"""Rings: who holds which slice of a micro-batch, how slices travel, what is computed meanwhile."""
+
+from megatron_hdp.runtime.ring.attention import RingAttention
+from megatron_hdp.runtime.ring.comm import RingComm, new_ring_group
+from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
+from megatron_hdp.runtime.ring.layout import TokenLayout
+
+__all__ = [
+    "RingAttention",
+    "RingComm",
+    "RingGroup",
+    "RingGroups",
+    "TokenLayout",
+    "new_ring_group",
+]

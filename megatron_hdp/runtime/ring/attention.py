@@ -1,0 +1,168 @@
+"""Ring attention over one micro-batch: causal, packed, any degree, whole local sequences beside.
+
+Keys and values travel around the ring while queries stay (head-tail slices give every member the
+same causal area). Backward sends keys and values around once more, and the gradient of a slice's
+keys and values follows one hop behind them, so that it ends at its owner after ``D - 1`` hops:
+three times ``(D - 1) / D`` of the micro-batch's KV bytes in all (ByteScale, sections 5.1 and 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_hdp.runtime.kernels import AttentionKernel, Segments
+from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
+
+_ALL = slice(None)
+
+
+class RingAttention:
+    """An attention backend: our own ring over a block kernel."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.kernel = kernel
+        self.name = kernel.name
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+    ) -> torch.Tensor:
+        """See `attention.AttentionBackend`."""
+        if q.shape[0] != layout.num_tokens:
+            raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
+        return _RingAttention.apply(q, k, v, layout, comm, self.kernel, scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        kernel: AttentionKernel,
+        scale: float,
+    ) -> torch.Tensor:
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)  # our own keys and values leave while we attend to them
+        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
+        if layout.ring_slices:
+            total, total_lse = _accumulator(out[ring]), lse[ring].clone()
+            for step, (keys, values) in blocks:
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                block_out, block_lse = kernel.forward(
+                    q[ring][rows],
+                    keys[kv_rows],
+                    values[kv_rows],
+                    q_segments,
+                    kv_segments,
+                    False,
+                    scale,
+                )
+                _merge(total, total_lse, rows, block_out, block_lse)
+            out[ring], lse[ring] = total, total_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
+        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        if layout.ring_slices:
+            blocks = _travelling_kv(k[ring], v[ring], layout, comm)
+            next(blocks)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
+        if layout.ring_slices:
+            dq_total = _accumulator(dq[ring])
+            dkv = dq_total.new_zeros((2, *k[ring].shape))
+            spare, arriving = torch.empty_like(dkv), None
+            for step, (keys, values) in blocks:
+                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                dq_block, dk_block, dv_block = kernel.backward(
+                    dout[ring][rows],
+                    q[ring][rows],
+                    keys[kv_rows],
+                    values[kv_rows],
+                    out[ring][rows],
+                    lse[ring][rows],
+                    q_segments,
+                    kv_segments,
+                    False,
+                    scale,
+                )
+                dq_total[rows] += dq_block
+                # to what the members before us found for these keys and values, add ours
+                if arriving is not None:
+                    dkv, spare = arriving.wait(), dkv
+                dkv[0][kv_rows] += dk_block
+                dkv[1][kv_rows] += dv_block
+                arriving = comm.pass_on(dkv, layout.ring, layout.index, into=spare)
+            assert arriving is not None, "a ring has at least two members"
+            dkv = arriving.wait()
+            dq[ring] = dq_total
+            dk[ring] += dkv[0]
+            dv[ring] += dkv[1]
+        return dq, dk, dv, None, None, None, None
+
+
+def _travelling_kv(
+    k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, comm: RingComm
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The keys and values that pass by, ``[2, t, kv_heads, d]``, with the step: 0 are our own.
+
+    Those of a step are already on their way to the next member when they are yielded. They are
+    overwritten two steps later: both their transfer and their block come before.
+    """
+    kv = torch.stack((k, v))
+    spare = torch.empty_like(kv)
+    for step in range(layout.degree):
+        if step + 1 < layout.degree:
+            transfer = comm.pass_on(kv, layout.ring, layout.index, into=spare)
+        yield step, kv
+        if step + 1 < layout.degree:
+            kv, spare = transfer.wait(), kv
+
+
+def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:
+    """Which queries see which of the keys held at `step`, those of ring member ``index - step``.
+
+    A member earlier in the ring: its head chunks are before all our tokens, its tail chunks after.
+    A later member: all its tokens are before our tail chunks, none before our head chunks.
+    """
+    if step <= layout.index:
+        return _ALL, layout.slice_segments, layout.heads, layout.half_segments
+    return layout.tails, layout.half_segments, _ALL, layout.slice_segments
+
+
+def _accumulator(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` in the dtype sums are kept in: at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+
+def _merge(
+    total: torch.Tensor,
+    total_lse: torch.Tensor,
+    rows: Rows,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Adds a block's softmax-weighted output to `total` (online softmax), in place at `rows`."""
+    before = total_lse[rows]
+    share = torch.sigmoid(lse - before)  # exp(lse) / (exp(before) + exp(lse))
+    total[rows] = torch.lerp(total[rows], out.to(total.dtype), share[..., None])
+    total_lse[rows] = torch.logaddexp(before, lse)

@@ -1,0 +1,110 @@
+"""Where the tokens of one rank's part of a micro-batch lie, and which of them meet in the ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from megatron_hdp.runtime.kernels import Segments
+
+# Rows of a packed tensor: a slice where they are contiguous (a view), else an index tensor.
+Rows: TypeAlias = slice | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The packed tokens ``[t]`` of one rank: ring slices first, then whole local sequences.
+
+    A ring slice is the head chunk ``j`` followed by the tail chunk ``2D-1-j`` of a sequence cut
+    into ``2D`` equal chunks: halves of the same length, and the whole slice is causal in itself.
+    """
+
+    ring: tuple[int, ...]
+    """HDP ranks of the ring, in ring order; a single rank means there is none."""
+    index: int
+    """This rank's place in the ring."""
+    ring_slices: tuple[int, ...]
+    """Tokens of each ring sequence's slice on this rank, padding included; even numbers."""
+    local_lengths: tuple[int, ...]
+    """Tokens of each whole sequence on this rank, padding included."""
+    device: torch.device = torch.device("cpu")
+
+    segments: tuple[int, ...] = field(init=False)
+    """Lengths of all causal segments: ring slices, then local sequences."""
+    half_slices: tuple[int, ...] = field(init=False)
+    """Tokens of each ring slice's head chunk (and tail chunk)."""
+    ring_tokens: int = field(init=False)
+    """Tokens at the front that belong to ring slices."""
+    heads: Rows = field(init=False)
+    """Rows of the head chunks among the ring tokens."""
+    tails: Rows = field(init=False)
+    """Rows of the tail chunks among the ring tokens."""
+
+    def __post_init__(self) -> None:
+        if any(tokens % 2 for tokens in self.ring_slices):
+            raise ValueError(
+                f"ring slices hold {self.ring_slices} tokens; each must be even (two chunks)"
+            )
+        if self.ring_slices and len(self.ring) < 2:
+            raise ValueError(f"ring slices {self.ring_slices} on a ring of {len(self.ring)} rank")
+        halves = tuple(tokens // 2 for tokens in self.ring_slices)
+        heads, tails = _half_rows(halves, self.device)
+        derived = {
+            "segments": self.ring_slices + self.local_lengths,
+            "half_slices": halves,
+            "ring_tokens": sum(self.ring_slices),
+            "heads": heads,
+            "tails": tails,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def causal_segments(self) -> Segments:
+        """All segments: ring slices, then local sequences; each is causal in itself."""
+        return Segments.of(self.segments, self.device)
+
+    @cached_property
+    def slice_segments(self) -> Segments:
+        """The ring slices."""
+        return Segments.of(self.ring_slices, self.device)
+
+    @cached_property
+    def half_segments(self) -> Segments:
+        """The head chunks of the ring slices, or their tail chunks."""
+        return Segments.of(self.half_slices, self.device)
+
+    @cached_property
+    def local_segments(self) -> Segments:
+        """The whole local sequences."""
+        return Segments.of(self.local_lengths, self.device)
+
+    @cached_property
+    def whole_segments(self) -> Segments:
+        """The ring's sequences as they are over all its members."""
+        return Segments.of(tuple(n * self.degree for n in self.ring_slices), self.device)
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share the ring slices; 1 where there are none."""
+        return len(self.ring) if self.ring_slices else 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens on this rank, padding included."""
+        return sum(self.segments)
+
+
+def _half_rows(halves: tuple[int, ...], device: torch.device) -> tuple[Rows, Rows]:
+    if len(halves) <= 1:
+        half = sum(halves)
+        return slice(0, half), slice(half, 2 * half)
+    heads, tails, start = [], [], 0
+    for half in halves:
+        heads.append(torch.arange(start, start + half, device=device))
+        tails.append(torch.arange(start + half, start + 2 * half, device=device))
+        start += 2 * half
+    return torch.cat(heads), torch.cat(tails)

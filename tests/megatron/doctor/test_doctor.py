@@ -1,0 +1,152 @@
+"""The doctor: finds what is there, says what to do about what is not, and exits accordingly."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_hdp.cli.main import main
+from megatron_hdp.megatron.cpu import shim
+from megatron_hdp.megatron.doctor import doctor, surroundings
+from megatron_hdp.megatron.doctor.doctor import SEAMS, Seam, check_seam, diagnose
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+
+
+def without(*names):
+    """As if modules of these names did not import."""
+    importable = doctor._importable
+    return mock.patch.object(doctor, "_importable", lambda m: m not in names and importable(m))
+
+
+@on_cpu
+def test_training_can_run_here(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("training can run\n")
+    version = torch.__version__.split("+")[0]  # a wheel of the package index leaves the rest out
+    for expected in (f"torch              {version}", "cpu (", "torch-sdpa-cpu", "ok"):
+        assert expected in text
+    for seam in SEAMS:
+        assert seam.target in text and seam.why in text
+    for what, how in shim.REDIRECTS.items():
+        assert f"{what}: {how}" in text
+
+
+@on_cpu
+def test_json_is_one_object_with_the_same_facts(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["cpu_shim_applies"] is True
+    assert found["cpu_shim_redirects"] == shim.REDIRECTS
+    assert found["versions"]["torch"] and found["versions"]["megatron-core"]
+    assert [check["seam"]["target"] for check in found["seams"]] == [s.target for s in SEAMS]
+    assert all(check["problem"] is None for check in found["seams"])
+
+
+def test_looking_changes_nothing():
+    before = dict(vars(torch.Tensor)), torch.nn.Module.cuda
+    diagnose()
+    assert (dict(vars(torch.Tensor)), torch.nn.Module.cuda) == before
+    assert not shim.is_active()
+
+
+@pytest.mark.parametrize(
+    "seam, expected",
+    [
+        (Seam("megatron.core.no_such_room:Thing.part", ""), "found no module"),
+        (Seam("megatron.core.models.gpt.gpt_model:GPTModel.fly", ""), "GPTModel has no 'fly'"),
+        (
+            Seam("megatron.core.models.gpt.gpt_model:GPTModel.forward", "", parameter="ring"),
+            "takes no 'ring'",
+        ),
+    ],
+)
+def test_a_missing_seam_is_a_problem_with_a_remedy(capsys, monkeypatch, seam, expected):
+    problem = check_seam(seam)
+    assert seam.target in problem and expected in problem and "install" in problem
+    monkeypatch.setattr(doctor, "SEAMS", (seam,))
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert f"MISSING {seam.target}" in text and problem in text
+    assert "training cannot run" in text
+
+
+def test_a_planner_that_is_not_built_is_a_problem(capsys):
+    with without("megatron_hdp.planner._core"):
+        assert main(["doctor", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert "compiled planner" in problem and "pip install" in problem
+
+
+def test_without_megatron_one_line_says_so(capsys):
+    modules = {seam.target.partition(":")[0] for seam in SEAMS}
+    with without("megatron.core", *modules):
+        assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "  - megatron.core does not import" in text
+    assert text.count("  - ") == 1
+
+
+def test_without_torch_it_still_answers(capsys):
+    with without("torch"):
+        assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == "unknown" and found["attention_kernel"] is None
+    assert "torch does not import" in found["problems"][0]
+
+
+def test_a_device_without_attention_is_a_problem(capsys):
+    def refuse(device, dtype, head_dim):
+        raise ValueError(f"no attention for {dtype} on device '{device}'")
+
+    with mock.patch("megatron_hdp.runtime.attention.selection.select_attention", refuse):
+        assert main(["doctor"]) == 1
+    assert "  - no attention for" in capsys.readouterr().out
+
+
+@on_cpu
+def test_it_says_which_attention_is_not_taken_and_why(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "not transformer-engine: found device 'cpu'; it needs an NVIDIA GPU" in text
+    assert main(["doctor", "--json"]) == 0
+    refused = json.loads(capsys.readouterr().out)["attention_refused"]
+    assert list(refused) == ["transformer-engine", "flash-attn"]
+
+
+def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):
+    package = surroundings.OptionalPackage("none", "no_such_package", "no such plots", "pip x")
+    monkeypatch.setattr(surroundings, "OPTIONAL_PACKAGES", (package,))
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if "not found: no such plots" in line]
+    assert lines[place + 1].strip() == "to have it: pip x"
+
+
+@on_cpu
+def test_fewer_gpus_than_slurm_gave_are_advice_and_no_problem(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "advice:\n" in text and "  - torch sees 0 GPUs, Slurm gave 8: install" in text
+    assert main(["doctor", "--json"]) == 0
+    assert any("Slurm gave 8" in line for line in json.loads(capsys.readouterr().out)["advice"])
+
+
+def test_an_interface_that_is_not_there_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-net")
+    assert main(["doctor"]) == 1
+    assert "  - GLOO_SOCKET_IFNAME names no-such-net" in capsys.readouterr().out
+
+
+def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
+    from megatron_hdp.megatron.lm import diagnosis
+
+    checks = (diagnosis.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
+    monkeypatch.setattr(diagnosis, "check_patches", lambda: checks)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "  MISFIT  m:f" in text and "  - 1 patches do not fit this Megatron-LM" in text

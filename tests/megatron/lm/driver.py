@@ -1,0 +1,135 @@
+"""Runs a Megatron-LM checkout's pretrain_gpt.py on gloo ranks, several times after one import.
+
+Ranks are forked once Megatron is loaded, which takes longer than the few steps that they run. What
+they write goes to files. ``python -m tests.megatron.lm.driver CHECKOUT RUNS.json``.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+DEADLINE_S = 240
+
+
+def main(checkout: Path, runs: list[dict]) -> int:
+    sys.path.insert(0, str(checkout))
+    from megatron_hdp.megatron.cpu import shim
+
+    shim.apply()
+    import megatron.training.training  # noqa: F401
+
+    codes = {run["name"]: _run(run) for run in runs}
+    print("exit codes", codes)
+    return int(any(codes.values()))
+
+
+def _run(run: dict) -> int:
+    """One run; returns 0 if every rank ended as it should, by default with exit code 0.
+
+    A run may name its ``exits``, one a rank; a rank of ``None`` does not end by itself.
+    """
+    port = _free_port()
+    expected = run.get("exits") or [0] * run["ranks"]
+    children = {}
+    for rank in range(run["ranks"]):
+        child = os.fork()
+        if child == 0:
+            _be_rank(run, rank, port)
+        children[child] = rank
+    deadline, wrong = time.monotonic() + DEADLINE_S, 0
+    while any(expected[rank] is not None for rank in children.values()):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            code = os.waitstatus_to_exitcode(status)
+            wrong |= code != expected[children.pop(child)]
+        if wrong or time.monotonic() > deadline:
+            wrong = 1
+            break
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    return wrong
+
+
+def _be_rank(run: dict, rank: int, port: int) -> None:
+    output = os.open(f"{run['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(run["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WANDB_MODE": "offline",
+    }
+    code, faults = 1, ExitStack()
+    try:
+        if "fault" in run:
+            from tests.training.faults import planted
+
+            faults.enter_context(planted(run["fault"]))
+        if "nan_after" in run:
+            faults.enter_context(_nan_after(run["nan_after"]))
+        code = _start(run)
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for helper in multiprocessing.active_children():
+        helper.kill()  # Megatron's writers of checkpoints would outlive a rank that ends at once
+    os._exit(code)
+
+
+def _start(run: dict) -> int:
+    """Runs the script, under the plugin or alone, or the project's own command."""
+    if run.get("own"):
+        from megatron_hdp import pretrain_gpt
+
+        return pretrain_gpt.main(run["arguments"])
+    if run["plugin"]:
+        from megatron_hdp import plugin
+
+        plugin.run(run["script"], run["arguments"])
+    else:
+        sys.argv = [run["script"], *run["arguments"]]
+        runpy.run_path(run["script"], run_name="__main__")
+    return 0
+
+
+def _nan_after(consumed: int) -> AbstractContextManager[object]:
+    """Within the block, the loss of the step that begins after so many sequences is no number."""
+    from megatron_hdp.megatron.step.hdp_steps import HdpSteps
+
+    original = HdpSteps.run
+
+    def run(self: HdpSteps, position: int, forward_only: bool = False) -> object:
+        report = original(self, position, forward_only)
+        if forward_only or position != consumed:
+            return report
+        print(f"instead of {report.loss!r}", flush=True)
+        return replace(report, loss=float("nan"))
+
+    return mock.patch.object(HdpSteps, "run", run)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())))

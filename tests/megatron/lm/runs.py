@@ -1,0 +1,114 @@
+"""Runs of a Megatron-LM checkout for tests: what they are started with, and what they left."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+SCRIPT = Path(CHECKOUT, "pretrain_gpt.py")
+ROOT = Path(__file__).parents[3]
+
+MARKS = [
+    pytest.mark.megatron_lm,
+    pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout"),
+    pytest.mark.timeout(900),
+]
+
+MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 256
+--max-position-embeddings 256 --position-embedding-type rope --swiglu --normalization RMSNorm
+--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0"""
+TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --min-lr 1e-4
+--lr-decay-iters 10 --lr-decay-style cosine --clip-grad 1.0 --seed 7 --split 90,10,0
+--tokenizer-type NullTokenizer --vocab-size 300 --log-interval 1 --eval-iters 1 --eval-interval 2
+--save-interval 2 --num-workers 0 --log-throughput"""
+ON_CPU = """--distributed-backend gloo --transformer-impl local --no-persist-layer-norm
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+--no-gradient-accumulation-fusion --use-cpu-initialization
+--no-create-attention-mask-in-dataloader"""
+HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank"]
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
+
+
+def planned(
+    folder, name, ranks, extra, *, model=MODEL, script=SCRIPT, save=None, load=None, **more
+):
+    """A run for `drive`: four steps on the corpus in `folder`.
+
+    Args:
+        folder: where everything lies.
+        name: of its log and its TensorBoard folder.
+        ranks: how many.
+        extra: flags after the common ones.
+        model: the model's flags.
+        script: what runs, under the plugin unless ``plugin=False``.
+        save: folder of checkpoints, in `folder`.
+        load: likewise.
+        more: what the driver knows besides.
+    """
+    arguments = [*model.split(), *TRAINING.split(), *ON_CPU.split(), *extra]
+    arguments += ["--train-iters", "4", "--data-path", str(folder / "corpus")]
+    arguments += ["--tensorboard-dir", str(folder / f"tensorboard {name}")]
+    if save is not None:
+        arguments += ["--save", str(folder / save)]
+    if load is not None:
+        arguments += ["--load", str(folder / load)]
+    return {
+        "name": name,
+        "ranks": ranks,
+        "plugin": True,
+        "script": str(script),
+        "arguments": arguments,
+        "log": str(folder / f"log {name}"),
+        **more,
+    }
+
+
+def drive(folder, plan):
+    """Makes the runs one after the other, in one process that imports Megatron once."""
+    (folder / "runs.json").write_text(json.dumps(plan))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron.lm.driver", CHECKOUT, str(folder / "runs.json")],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    logs = {one["name"]: one["log"] for one in plan}
+    tails = [f"{name}: {Path(log + '.0').read_text()[-3000:]}" for name, log in logs.items()]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr[-3000:], *tails])
+
+
+def scalars(folder, name):
+    """TensorBoard's scalars of a run: tag -> {iteration: value}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / f"tensorboard {name}"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    # the first of a step: ranks here end at once, and what comes after training may be lost
+    return {tag: {one.step: one.value for one in events.Scalars(tag)[::-1]} for tag in tags}
+
+
+def weights(folder, name, iteration=4):
+    """The tensors of a run's checkpoint, as they are on disk."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    path = folder / name / f"iter_{iteration:07d}"
+    dcp_to_torch_save(str(path), str(folder / "whole.pt"))
+    state = torch.load(folder / "whole.pt", weights_only=False)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

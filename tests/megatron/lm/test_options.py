@@ -1,0 +1,211 @@
+"""HDP's flags beside Megatron's: what goes together, and what HDP's classes get."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_hdp.megatron.lm import options
+from megatron_hdp.options import OptionError
+
+
+def parsed(*flags, **megatrons):
+    """HDP's flags parsed, and Megatron's arguments as its parser leaves them."""
+    parser = options.add_flags(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(flags)
+    values = {
+        "global_batch_size": 8,
+        "attention_dropout": 0.0,
+        "train_iters": 4,
+        "data_path": ["corpus"],
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "context_parallel_size": 1,
+        "group_query_attention": False,
+        "num_attention_heads": 4,
+        "num_query_groups": 1,
+        "iterations_to_skip": [],
+        "cuda_graph_impl": "none",
+        "num_layers": 2,
+        "seq_length": 256,
+        **megatrons,
+    }
+    vars(args).update(values)
+    return args
+
+
+ON = ("--hybrid-data-parallel", "--hdp-tokens-per-rank", "128")
+DESTINATIONS = """
+import argparse, json
+from megatron_hdp.megatron.cpu import shim
+if shim.needed():
+    shim.apply()
+from megatron.core.package_info import __version__
+from megatron.training.arguments import add_megatron_arguments
+names = [action.dest for action in add_megatron_arguments(argparse.ArgumentParser())._actions]
+print(json.dumps([__version__, names]))
+"""
+LACKING = {
+    "dataloader_inter_document_masking": ("0.16", "0.17", "0.18"),
+    "eval_global_batch_size": ("0.16", "0.17"),
+    "expert_tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
+    "freeze_all_layers": ("0.16", "0.17", "0.18"),
+    "hybrid_layer_pattern": ("0.16",),
+    "logits_load_dir": ("0.16", "0.17", "0.18"),
+    "logits_save_dir": ("0.16", "0.17", "0.18"),
+    "moe_expert_rank_capacity_factor": ("0.16", "0.17"),
+    "moe_paged_stash": ("0.16", "0.17"),
+    "optimizer_cuda_graph": ("0.16",),
+    "step_batch_size_schedule": ("0.16", "0.17"),
+    "tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
+    "use_legacy_models": ("0.18", "0.19"),
+    "use_mup": ("0.16",),
+}
+"""Of what is refused, what not every release has, and the releases that have it not."""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None and "MEGATRON_LM_PATH" not in os.environ,
+    reason="needs megatron-core 0.17 or newer, or MEGATRON_LM_PATH set to a Megatron-LM checkout",
+)
+def test_everything_on_the_list_is_a_flag_of_megatron():
+    path = [str(Path(__file__).parents[3]), os.environ.get("MEGATRON_LM_PATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", DESTINATIONS],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    version, names = json.loads(done.stdout.splitlines()[-1])
+    release = ".".join(version.split(".")[:2])
+    expected = {name for name in options.REFUSED if release not in LACKING.get(name, ())}
+    assert expected <= set(names), f"{release} lacks {sorted(expected - set(names))}"
+    there = {name for name in LACKING if release in LACKING[name] and name in names}
+    assert not there, f"{release} has {sorted(there)}"
+
+
+def test_every_name_that_a_release_lacks_is_refused_elsewhere():
+    assert set(LACKING) <= set(options.REFUSED)
+    assert all(len(releases) < 4 for releases in LACKING.values())
+
+
+def test_help_is_printed_whatever_megatrons_texts_hold():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--theirs", default=3, help="1.1 = 10%). 5 %% of %(default)s")
+    assert "10%). 5 % of 3" in options.add_flags(parser).format_help()
+
+
+def test_arguments_from_a_file_go_without_hdp():
+    args = argparse.Namespace(yaml_cfg="file.yaml")
+    options.refuse_in_yaml(args, ["--yaml-cfg", "file.yaml"])
+    assert args.hybrid_data_parallel is False
+    for values, flags in (({}, [ON[0]]), ({"hybrid_data_parallel": True}, [])):
+        with pytest.raises(OptionError, match="--yaml-cfg does not go with"):
+            options.refuse_in_yaml(argparse.Namespace(**values), flags)
+
+
+@pytest.mark.parametrize("name", sorted(options.REFUSED))
+def test_everything_on_the_list_is_refused(name):
+    wanted, why = options.REFUSED[name]
+    other = "other" if wanted in (None, "none", "rope", "vanilla") else [1] if wanted == [] else 2
+    assert other != wanted
+    options.check(parsed(*ON, **{name: wanted}))
+    options.check(parsed(**{name: other}))  # not without HDP
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(OptionError, match=rf"^{flag} \(found .*does not go with --hybrid") as info:
+        options.check(parsed(*ON, **{name: other}))
+    assert why in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatrons", "message"),
+    [
+        (ON[:1], {}, "needs --hdp-tokens-per-rank"),
+        (ON, {"global_batch_size": None}, "found neither of"),
+        (ON, {"attention_dropout": 0.1}, "--attention-dropout 0"),
+        (ON, {"data_path": ["0.3", "a", "0.7", "b"]}, "found 4 values, expected one prefix"),
+        (ON, {"data_path": None}, "found 0 values, expected one prefix"),
+        (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
+    ],
+)
+def test_refusals_together(flags, megatrons, message):
+    with pytest.raises(OptionError, match=message):
+        options.check(parsed(*flags, **megatrons))
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "expert_tensor_parallel_size": 1,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatrons", "message"),
+    [
+        (
+            ON,
+            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
+            "128 is not a multiple of --tensor-model-parallel-size 3",
+        ),
+        ((*ON, "--hdp-offload", "auto"), {}, "no effect with 2 layers on a rank"),
+        (ON, EXPERTS | {"add_bias_linear": True}, "needs --disable-bias-linear"),
+        (ON, EXPERTS | {"moe_router_load_balancing_type": "aux_loss"}, "use seq_aux_loss, or"),
+        (
+            ON,
+            EXPERTS | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "--moe-router-load-balancing-type: found .'aux_loss', 'seq_aux_loss'.",
+        ),
+        (ON, EXPERTS | {"moe_token_dispatcher_type": "flex"}, "found 'flex', expected allgather"),
+    ],
+)
+def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
+    flags, megatrons, message
+):
+    args = parsed(*flags, **({"num_experts": None} | megatrons))
+    options.check(args)
+    with pytest.raises(OptionError, match=message):
+        options.check_derived(args)
+
+
+def test_experts_go_together_with_hdp():
+    options.check_derived(parsed(*ON, **EXPERTS))
+
+
+def test_without_hdp_nothing_is_touched():
+    args = parsed(attention_dropout=0.1, data_path=None, context_parallel_size=4)
+    before = dict(vars(args))
+    options.check(args)
+    assert vars(args) == before
+
+
+def test_what_hdps_classes_read():
+    args = parsed(*ON, "--hdp-strategy", "naive", kv_channels=8, bf16=True, save="checkpoints")
+    found = options.training_arguments(args)
+    assert (found.hdp_strategy, found.hdp_tokens_per_rank) == ("naive", 128)
+    assert (found.num_layers, found.kv_channels, found.bf16, found.fp64) == (2, 8, True, False)
+    assert found.data_path == ("corpus",)
+    assert found.num_query_groups == 4  # Megatron's 1 counts with --group-query-attention only
+    grouped = parsed(*ON, group_query_attention=True, num_query_groups=2)
+    assert options.training_arguments(grouped).num_query_groups == 2
+
+
+def test_what_is_set_of_megatrons():
+    args = parsed(*ON, calculate_per_token_loss=False, apply_rope_fusion=True)
+    options.settle(args)
+    assert args.calculate_per_token_loss and not args.apply_rope_fusion

@@ -1,0 +1,163 @@
+"""Patches go in together or not at all, reach copies, and come out again."""
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_hdp.megatron.lm.patching import Function, Patch, PatchError, PatchSet
+
+RELEASE = "1.0"
+
+
+def doubled(original: Function) -> Function:
+    return lambda x, y=0: 2 * original(x, y)
+
+
+def patch(target: str, **others: object) -> Patch:
+    values = {
+        "target": target,
+        "why": "a test",
+        "parameters": {RELEASE: ("x", "y")},
+        "make": doubled,
+        **others,
+    }
+    return Patch(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def library() -> Iterator[types.ModuleType]:
+    """A module with functions, and one that has imported them by value."""
+
+    def add(x: int, y: int = 0) -> int:
+        return x + y
+
+    def subtract(x: int, y: int = 0) -> int:
+        return x - y
+
+    class Box:
+        def add(self, y: int) -> int:
+            return y
+
+        @staticmethod
+        def twice(x: int, y: int = 0) -> int:
+            return x + x
+
+    owner = types.ModuleType("fake_library")
+    owner.add, owner.subtract, owner.Box = add, subtract, Box  # type: ignore[attr-defined]
+    user = types.ModuleType("fake_user")
+    user.plus = add  # type: ignore[attr-defined]
+    sys.modules |= {"fake_library": owner, "fake_user": user}
+    yield owner
+    for name in ("fake_library", "fake_user"):
+        del sys.modules[name]
+
+
+def test_a_copy_is_replaced_too_and_all_is_as_before_after_reverting(library):
+    user, originals = sys.modules["fake_user"], (library.add, library.subtract)
+    patches = PatchSet([patch("fake_library:add"), patch("fake_library:subtract")], (RELEASE,))
+    patches.apply(RELEASE)
+    patches.apply(RELEASE)  # twice is once
+    assert (library.add(1, 2), user.plus(1, 2), library.subtract(3, 1)) == (6, 6, 4)
+    assert patches.is_applied
+    patches.revert()
+    patches.revert()
+    assert (library.add, library.subtract) == originals
+    assert user.plus is library.add and not patches.is_applied
+
+
+def test_a_function_that_others_need_as_it_is_changes_for_its_owner_only(library):
+    patches = PatchSet([patch("fake_library:add", owner_only=True)], (RELEASE,))
+    patches.apply(RELEASE)
+    assert (library.add(1), sys.modules["fake_user"].plus(1)) == (2, 1)
+    patches.revert()
+
+
+def test_methods_keep_their_kind(library):
+    def of_method(original: Function) -> Function:
+        return lambda self, y: 10 * original(self, y)
+
+    patches = PatchSet(
+        [
+            patch("fake_library:Box.twice"),
+            patch("fake_library:Box.add", parameters={RELEASE: ("self", "y")}, make=of_method),
+        ],
+        (RELEASE,),
+    )
+    before = dict(vars(library.Box))
+    patches.apply(RELEASE)
+    assert (library.Box().twice(3), library.Box.twice(3), library.Box().add(2)) == (12, 12, 20)
+    patches.revert()
+    assert dict(vars(library.Box)) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "others", "message"),
+    [
+        ("fake_library:gone", {}, "fake_library:gone: expected it to exist, found no gone"),
+        ("fake_nowhere:add", {}, "fake_nowhere:add: expected it to exist, found No module"),
+        ("fake_library:Gone.add", {}, "has no attribute 'Gone'"),
+        (
+            "fake_library:add",
+            {"parameters": {RELEASE: ("x",)}},
+            r"parameters \(x\), found \(x, y\)",
+        ),
+    ],
+)
+def test_one_patch_that_does_not_fit_keeps_all_out(library, target, others, message):
+    original = library.subtract
+    patches = PatchSet([patch("fake_library:subtract"), patch(target, **others)], (RELEASE,))
+    with pytest.raises(PatchError, match=message):
+        patches.apply(RELEASE)
+    assert library.subtract is original and not patches.is_applied
+
+
+def test_each_release_has_its_own_signature_or_does_without(library):
+    record = patch("fake_library:add", parameters={RELEASE: ("x", "y"), "3.0": ("z",)})
+    both = patch("fake_library:subtract", parameters=dict.fromkeys(("1.0", "2.0"), ("x", "y")))
+    assert "expected the parameters (z), found (x, y)" in record.problem("3.0")
+    patches = PatchSet([both, record], ("1.0", "2.0", "3.0"))
+    assert patches.of(RELEASE) == [both, record] and patches.of("2.0") == [both]
+    patches.apply("2.0")
+    assert (library.add(1), library.subtract(3, 1)) == (1, 4)
+    patches.revert()
+
+
+def test_parameters_that_are_handed_on_may_be_any(library):
+    patches = PatchSet([patch("fake_library:add", parameters={RELEASE: None})], (RELEASE,))
+    patches.apply(RELEASE)
+    assert library.add(1) == 2
+    patches.revert()
+
+
+def test_an_unknown_release_keeps_all_out(library):
+    original = library.add
+    patches = PatchSet([patch("fake_library:add")], ("1.0", "2.0"))
+    with pytest.raises(PatchError, match="found megatron-core 9.9, expected one of 1.0, 2.0"):
+        patches.apply("9.9")
+    assert library.add is original and not patches.is_applied
+
+
+def test_what_somebody_patched_later_is_not_thrown_away(library):
+    patches = PatchSet([patch("fake_library:add"), patch("fake_library:subtract")], (RELEASE,))
+    patches.apply(RELEASE)
+    ours, library.add = library.add, lambda x, y: 0
+    with pytest.raises(PatchError, match=r"fake_library\.add changed after"):
+        patches.revert()
+    assert library.subtract(3, 1) == 4  # nothing was put back
+    library.add = ours
+    patches.revert()
+
+
+def test_a_replacement_that_fails_leaves_nothing_behind(library):
+    def broken(original: Function) -> Function:
+        raise KeyError("broken")
+
+    original = library.add
+    patches = PatchSet(
+        [patch("fake_library:add"), patch("fake_library:subtract", make=broken)], (RELEASE,)
+    )
+    with pytest.raises(KeyError):
+        patches.apply(RELEASE)
+    assert library.add is original

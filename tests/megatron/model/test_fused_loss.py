@@ -1,0 +1,168 @@
+"""The fused loss in Megatron's model: same loss, gradients and weights as with logits."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building, fused_loss
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime.loss.token_sum import token_sum_loss
+from tests.support.gradients import VOCABULARY, errors_of, tiny_arguments, write_corpus
+
+LENGTHS = [1, 30, 100, 64, 65, 7]
+TIED = {"untie_embeddings_and_output_weights": False}
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+SEQUENCE_PARALLEL = TENSOR_PARALLEL | {"sequence_parallel": True}
+TEN_TOKENS = 10 * 320 // 2 * 8  # bytes of their float64 logits on one of two tensor-parallel ranks
+SMALL_CHUNKS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": TEN_TOKENS})
+
+
+def gold_error(run_ranks, folder, ranks, overrides, *faults):
+    """Largest error against one rank that saw the whole batch."""
+    prefix = write_corpus(folder, LENGTHS)
+    arguments = tiny_arguments(prefix, hdp_tokens_per_rank=128, seq_length=100, **overrides)
+    return run_ranks(ranks, errors_of, [(arguments, None)], *faults)[0][0]
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [
+        (2, TENSOR_PARALLEL | TIED),
+        (2, SEQUENCE_PARALLEL),
+        (4, SEQUENCE_PARALLEL | TIED | {"pipeline_model_parallel_size": 2}),
+    ],
+    ids=["tensor-parallel-tied", "sequence-parallel", "sequence-parallel-pipeline-tied"],
+)
+def test_gradients_with_many_chunks(run_ranks, tmp_path, ranks, overrides):
+    assert gold_error(run_ranks, tmp_path, ranks, overrides, SMALL_CHUNKS) <= 1e-10
+
+
+def test_gradients_with_logits(run_ranks, tmp_path):
+    """--no-hdp-fused-loss: no fused loss runs, and the result is the same."""
+    forbidden = ("megatron_hdp.megatron.model.fused_loss.linear_cross_entropy", None)
+    overrides = SEQUENCE_PARALLEL | {"pipeline_model_parallel_size": 2, "hdp_fused_loss": False}
+    assert gold_error(run_ranks, tmp_path, 4, overrides, forbidden) <= 1e-10
+
+
+def not_summed(hidden, group):
+    """Leaves the ranks' parts of the hidden states' gradient apart."""
+    return hidden
+
+
+def not_scattered(hidden, group):
+    """Hands each rank its run of its own part only."""
+    return GATHER(hidden, tensor_parallel_output_grad=False, group=group)
+
+
+GATHER = fused_loss.gather_from_sequence_parallel_region
+ROOM = "megatron_hdp.megatron.model.fused_loss"
+
+
+@pytest.mark.parametrize(
+    "overrides, fault",
+    [
+        (TENSOR_PARALLEL, (f"{ROOM}.copy_to_tensor_model_parallel_region", not_summed)),
+        (SEQUENCE_PARALLEL, (f"{ROOM}.gather_from_sequence_parallel_region", not_scattered)),
+    ],
+    ids=["tensor-parallel", "sequence-parallel"],
+)
+def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, overrides, fault):
+    assert gold_error(run_ranks, tmp_path, 2, overrides, fault) > 1e-6
+
+
+def both_models(arguments, function):
+    """The function's result for the model with the fused loss and the stock one, weights equal."""
+    parallel.initialise(arguments)
+    results = []
+    for one in (arguments, replace(arguments, hdp_fused_loss=False)):
+        parallel.set_seeds(arguments.seed)
+        gpt = building.build_gpt(one, VOCABULARY)
+        results.append(function(gpt))
+    parallel.finish()
+    return results
+
+
+def plain_inputs(gpt):
+    """Hidden states for the last layer, made from an input that a stage would receive."""
+    inner = gpt.module.module if hasattr(gpt.module, "module") else gpt.module
+    tokens = torch.arange(40, device=compute_device()) % 7 * 11
+    hidden = inner.embedding(tokens[None], tokens[None])
+    return inner, hidden, tokens[None].roll(-1), (tokens != 33)[None]
+
+
+def loss_and_gradients(gpt):
+    """Loss (float64) and gradients by hidden states and output weights of the model's last step."""
+    inner, hidden, labels, mask = plain_inputs(gpt)
+    hidden = (hidden * 20).detach().requires_grad_()
+    others = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb"))
+    others |= dict.fromkeys(("rotary_pos_cos", "rotary_pos_sin"))
+    if isinstance(inner, fused_loss.FusedLossModel):
+        loss = inner._postprocess(hidden_states=hidden, labels=labels, loss_mask=mask, **others)
+    else:
+        logits = inner._postprocess(hidden_states=hidden, labels=None, **others)
+        loss = token_sum_loss(logits, labels, mask)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
+    return [one.double() for one in (loss, *torch.autograd.grad(loss, (hidden, weight)))], loss
+
+
+def compare_in_bfloat16(arguments):
+    (fused, fused_loss_), (stock, _) = both_models(arguments, loss_and_gradients)
+    assert fused_loss_.dtype == torch.float32 and fused_loss_.dim() == 0
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(fused, stock, strict=True)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_bfloat16(run_ranks, tmp_path, tied):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    overrides = {"fp64": False, "bf16": True} | (TIED if tied else {})
+    loss, *gradients = run_ranks(1, compare_in_bfloat16, tiny_arguments(prefix, **overrides))[0]
+    assert loss < 1e-6 and max(gradients) < 0.01
+
+
+def logits_and_names(gpt):
+    """What the output layer gives without labels, and the names of all weights."""
+    inner, hidden, _, _ = plain_inputs(gpt)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else None
+    logits, _ = inner.output_layer(hidden, weight=weight)
+    return logits.detach(), sorted(gpt.state_dict()), sorted(inner.sharded_state_dict())
+
+
+def compare_without_labels(arguments):
+    (fused, *fused_names), (stock, *stock_names) = both_models(arguments, logits_and_names)
+    return torch.equal(fused, stock), fused_names == stock_names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_labels_it_is_megatrons_layer(run_ranks, tmp_path, tied):
+    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **(TIED if tied else {}))
+    assert run_ranks(1, compare_without_labels, arguments)[0] == (True, True)
+
+
+def refused(arguments):
+    """What building the model says if multi-token prediction or another output layer is there."""
+    parallel.initialise(arguments)
+    words = []
+    config = building.transformer_config(arguments)
+    config.mtp_num_layers = 1
+    with mock.patch.object(building, "transformer_config", lambda _: config):
+        words.append(_error_of(lambda: building.build_gpt(arguments, VOCABULARY)))
+    words.append(_error_of(lambda: fused_loss.FusedLossOutputLayer.like(torch.nn.Linear(2, 2))))
+    return words
+
+
+def _error_of(function):
+    with pytest.raises(ValueError) as raised:
+        function()
+    return str(raised.value)
+
+
+def test_what_it_does_not_know_is_refused(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    first, second = run_ranks(1, refused, tiny_arguments(prefix))[0]
+    assert "does not support mtp_num_layers = 1" in first and "--no-hdp-fused-loss" in first
+    assert "ColumnParallelLinear without bias" in second and "Linear(in_features=2" in second

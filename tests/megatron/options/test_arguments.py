@@ -1,0 +1,281 @@
+"""Flags, YAML keys and tables come from one declaration; each mistake names its remedy."""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from megatron_hdp.megatron.options import (
+    GROUPS,
+    TrainingArguments,
+    build_parser,
+    markdown_tables,
+    parse_arguments,
+)
+from megatron_hdp.options import (
+    HdpOptions,
+    OptionError,
+    OptionParser,
+    add_options,
+    from_namespace,
+    markdown_table,
+    option,
+    trace_steps,
+    yaml_to_argv,
+)
+
+REPOSITORY = Path(__file__).parents[3]
+REQUIRED = [
+    *("--num-layers", "2"),
+    *("--hidden-size", "64"),
+    *("--num-attention-heads", "4"),
+    *("--seq-length", "128"),
+    *("--train-iters", "3"),
+    *("--lr", "1e-3"),
+    *("--data-path", "prefix"),
+]
+HDP = [
+    "--hybrid-data-parallel",
+    *("--hdp-tokens-per-rank", "64"),
+    *("--global-batch-size", "8"),
+    *("--attention-dropout", "0"),
+]
+
+
+def _yaml(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_required_flags_are_enough_and_derived_defaults_follow_megatron() -> None:
+    args = parse_arguments(REQUIRED)
+    assert (args.ffn_hidden_size, args.kv_channels, args.num_query_groups) == (256, 16, 4)
+    assert (args.max_position_embeddings, args.lr_decay_iters) == (128, 3)
+    assert (args.seed, args.hidden_dropout, args.add_bias_linear) == (1234, 0.1, True)
+    warm = parse_arguments([*REQUIRED, "--lr-decay-iters", "50", "--lr-warmup-fraction", "0.1"])
+    assert warm.lr_warmup_iters == 5
+    swiglu = parse_arguments([*REQUIRED, "--swiglu", "--num-query-groups", "2"])
+    assert swiglu.ffn_hidden_size == 128
+    assert swiglu.group_query_attention
+
+
+def test_every_field_has_a_flag_a_yaml_key_and_a_row() -> None:
+    actions = {action.dest: action for action in build_parser()._actions}
+    table = markdown_tables()
+    for item in fields(TrainingArguments):
+        assert item.name in actions
+        assert any(f"`{flag}" in table for flag in _flags(item.name))
+    assert len(fields(TrainingArguments)) == sum(len(fields(group)) for group in GROUPS)
+    assert len(table.splitlines()) == len(fields(TrainingArguments)) + 5 * len(GROUPS) - 1
+
+
+def _flags(name: str) -> list[str]:
+    actions = build_parser()._actions
+    return [flag for action in actions if action.dest == name for flag in action.option_strings]
+
+
+def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
+    first = _yaml(
+        tmp_path,
+        "model:\n  swiglu: true\n  num_layers: 7\n  add-bias-linear: false\nlr: 1e-4\nseed: 1\n",
+    )
+    second = tmp_path / "second.yaml"
+    second.write_text("seed: 2\nqk-layernorm: false\ndata-path: [a]\n")
+    argv = [*REQUIRED[2:], "--lr", "5e-4", "--config", str(second), "--no-swiglu"]
+    args = parse_arguments([*first, *argv])
+    assert (args.num_layers, args.lr, args.seed) == (7, 5e-4, 2)
+    assert (args.swiglu, args.add_bias_linear, args.qk_layernorm) == (False, False, False)
+    assert args.data_path == ("prefix",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hdp-token-per-rank: 5\n", "unknown key 'hdp-token-per-rank': did you mean 'hdp-tokens-"),
+        ("model:\n  num_layer: 5\n", "unknown key 'num_layer': did you mean 'num-layers'"),
+        ("xyzzy: 5\n", "unknown key 'xyzzy': see --help"),
+        ("help: true\n", "unknown key 'help'"),
+        ("num-layers: many\n", "num-layers: found 'many', expected a value of type int"),
+        ("num-layers: true\n", "num-layers: found True, expected a value of type int"),
+        ("num-layers:\n", "num-layers: found None, expected a value of type int"),
+        ("num-layers: [1, 2]\n", "num-layers: found a list, expected one int"),
+        ("swiglu: 1\n", "swiglu: found 1, expected true or false"),
+        ("hdp-strategy: best\n", "hdp-strategy: found 'best', expected auto or static or naive"),
+        ("a:\n  seed: 1\nb:\n  seed: 2\n", "'seed' repeats 'seed'"),
+        ("swiglu: true\nno-swiglu: true\n", "'no-swiglu' repeats 'swiglu'"),
+        ("- 1\n", "found a list, expected keys and values"),
+        ("a: [\n", "not valid YAML"),
+        ("config: other.yaml\n", "other.yaml: No such file or directory: give the path"),
+        ("config: run.yaml\n", "leads back to itself"),
+        ("config: 5\n", "found 5, expected a file or a list of files"),
+        ("data:\n  config: other.yaml\n", "'config' stands in a section"),
+    ],
+)
+def test_a_bad_yaml_file_is_named_with_the_remedy(tmp_path, text: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse_arguments([*REQUIRED, *_yaml(tmp_path, text)])
+    assert message in str(error.value)
+    assert "run.yaml" in str(error.value) or "config" in text
+
+
+def test_a_file_names_its_parts(tmp_path) -> None:
+    """Relative to itself; later parts win over earlier ones, the file over its parts."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "base.yaml").write_text("seed: 1\nlr: 1e-4\nmin-lr: 1e-5\nswiglu: true\n")
+    (folder / "first.yaml").write_text("config: base.yaml\nseed: 2\nlr: 2e-4\n")
+    (folder / "second.yaml").write_text("seed: 3\n")
+    run = _yaml(tmp_path, "config: [parts/first.yaml, parts/second.yaml]\nmin-lr: 2e-5\n")
+    args = parse_arguments([*REQUIRED[:-4], "--data-path", "prefix", *run])
+    assert (args.seed, args.lr, args.min_lr, args.swiglu) == (3, 2e-4, 2e-5, True)
+    (folder / "base.yaml").write_text("config: first.yaml\n")
+    with pytest.raises(OptionError, match=r"base\.yaml: config: .*leads back to itself"):
+        parse_arguments([*REQUIRED, *run])
+
+
+def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
+    with pytest.raises(OptionError, match="No such file"):
+        parse_arguments([*REQUIRED, "--config", str(tmp_path / "none.yaml")])
+    assert parse_arguments([*REQUIRED, *_yaml(tmp_path, "")]).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-layer 3", "unknown flag --num-layer: did you mean '--num-layers'"),
+        ("--swiglu stray", "found stray, expected a flag before it"),
+        ("--num-layers x", "--num-layers: invalid int value: 'x'"),
+        ("--num-layers 0", "--num-layers: found 0, expected at least 1"),
+        ("--hidden-dropout 1.5", "--hidden-dropout: found 1.5, expected at most 1"),
+        ("--lr nan", "--lr: found nan, expected at least 0"),
+        ("--hdp-strategy best", "--hdp-strategy: invalid choice: 'best'"),
+        ("--num-attention-heads 5", "not a multiple of --num-attention-heads 5"),
+        ("--num-query-groups 3", "not a multiple of --num-query-groups 3"),
+        ("--tensor-model-parallel-size 3", "must be multiples of --tensor-model-parallel-size 3"),
+        ("--max-position-embeddings 64", "less than --seq-length 128"),
+        ("--bf16 --fp64", "both --bf16 and --fp64"),
+        ("--recompute-method block", "go together"),
+        ("--data-path a b", "found 2 values, expected one prefix"),
+        ("--tokenizer-type TikTokenizer", "goes with --tokenizer-model"),
+        ("--tokenizer-model gpt2", "--tokenizer-type byte goes with no --tokenizer-model"),
+        ("--min-lr 1", "--min-lr 1.0 is greater than --lr 0.001"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "keep one"),
+        ("--lr-warmup-iters 3", "takes 3 steps, expected fewer than --lr-decay-iters (3"),
+        ("--hdp-plot-plan p.png --hdp-plot-step 4", "beyond --train-iters 3"),
+        ("--save-interval 5", "--save-interval needs --save"),
+        ("--hdp-tokens-per-rank 64", "--hdp-tokens-per-rank has no effect without --hybrid"),
+        ("--hdp-trace-steps 1", "--hdp-trace-steps has no effect without --hybrid"),
+        ("--hdp-offload auto", "--hdp-offload auto has no effect with 2 layers on a rank"),
+        ("--hdp-offload auto --num-layers 3", "--hdp-offload has no effect without --hybrid"),
+        (
+            "--hdp-offload auto --num-layers 4 --pipeline-model-parallel-size 2",
+            "--hdp-offload auto has no effect with 2 layers on a rank",
+        ),
+    ],
+)
+def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse_arguments([*REQUIRED, *argv.split()])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        (
+            "--hdp-trace t --hdp-trace-steps 1 --pipeline-model-parallel-size 2 "
+            "--hdp-strategy naive",
+            "--hdp-trace with pipeline stages needs --hdp-strategy auto or",
+        ),
+        ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
+        *(
+            (f"--hdp-trace traces --hdp-trace-steps={text}", f"found {text!r}, expected a step or")
+            for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2")
+        ),
+    ],
+)
+def test_a_bad_range_of_traced_steps_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse_arguments([*REQUIRED, *HDP, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_traced_steps() -> None:
+    flags = ["--hdp-trace", "traces", "--hdp-trace-steps", "2-3"]
+    assert parse_arguments([*REQUIRED, *HDP, *flags]).hdp_trace_steps == "2-3"
+    assert (trace_steps("2-3"), trace_steps("7")) == (range(2, 4), range(7, 8))
+
+
+@pytest.mark.parametrize("index", range(0, len(REQUIRED), 2))
+def test_each_required_flag_is_named_when_missing(index: int) -> None:
+    with pytest.raises(OptionError, match=f"{REQUIRED[index]} is missing"):
+        parse_arguments(REQUIRED[:index] + REQUIRED[index + 2 :])
+
+
+def test_hdp_options_are_checked_together() -> None:
+    args = parse_arguments([*REQUIRED, *HDP])
+    assert args.hdp_strategy == "auto"
+    assert isinstance(args, HdpOptions)
+    bad = {
+        "exactly one": ["--hdp-global-batch-tokens", "100"],
+        "pass --attention-dropout 0": ["--attention-dropout", "0.1"],
+        "--hdp-tokens-per-rank: found 0": ["--hdp-tokens-per-rank", "0"],
+    }
+    for message, flags in bad.items():
+        with pytest.raises(OptionError, match=message):
+            parse_arguments([*REQUIRED, *HDP, *flags])
+    with pytest.raises(OptionError, match="needs --hdp-tokens-per-rank"):
+        parse_arguments([*REQUIRED, "--hybrid-data-parallel"])
+    with pytest.raises(OptionError, match="found neither"):
+        parse_arguments([*REQUIRED, *["--hybrid-data-parallel", "--hdp-tokens-per-rank", "64"]])
+
+
+def test_metrics_need_no_hdp(tmp_path) -> None:
+    args = parse_arguments([*REQUIRED, "--metrics-path", str(tmp_path / "m.jsonl")])
+    assert args.metrics_path == tmp_path / "m.jsonl"
+
+
+def test_the_shipped_configuration_is_valid() -> None:
+    argv = ["--config", str(REPOSITORY / "configs" / "tiny-cpu.yaml"), "--hybrid-data-parallel"]
+    args = parse_arguments([*argv, "--data-path", "prefix"])
+    assert args.hdp_tokens_per_rank
+    assert args.seq_length
+
+
+def test_any_dataclass_and_parser_can_be_used(tmp_path) -> None:
+    @dataclass(frozen=True)
+    class Knobs:
+        """Knobs."""
+
+        ratios: tuple[float, ...] = option((), help="Shares of 100%.")
+        fast: bool = option(True, off_flag="--slow", help="Take care.")
+
+    parser = OptionParser()
+    add_options(parser, Knobs)
+    path = tmp_path / "k.yaml"
+    path.write_text("ratios: [1, -2.5]\nslow: true\n")
+    assert yaml_to_argv(path, parser) == ["--ratios", "1", "-2.5", "--slow"]
+    knobs = from_namespace(Knobs, parser.parse_args(yaml_to_argv(path, parser)))
+    assert knobs == Knobs(ratios=(1.0, -2.5), fast=False)
+    assert "| `--slow` |  | Take care. |" in markdown_table(Knobs)
+    assert "100%" in parser.format_help()
+
+
+def test_a_field_without_help_is_a_programming_error() -> None:
+    @dataclass(frozen=True)
+    class Bare:
+        size: int = 1
+
+    with pytest.raises(TypeError, match="Bare.size is no option"):
+        add_options(argparse.ArgumentParser(), Bare)
+
+
+def test_options_and_arguments_load_without_torch() -> None:
+    code = "import sys, megatron_hdp.megatron.options.arguments; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)

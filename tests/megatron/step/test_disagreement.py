@@ -1,0 +1,164 @@
+"""A rank that would run something else stops every rank, within seconds and by name."""
+
+import time
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megatron_hdp.megatron.step import hdp_steps, preparation
+from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.options import flag_of
+from megatron_hdp.planner import CostModel
+from megatron_hdp.runtime.health.agreement import DisagreementError
+from megatron_hdp.training import loop
+from megatron_hdp.training.loop import pretrain
+from tests.support.gradients import tiny_arguments, write_corpus
+
+LENGTHS = [1, 2, 30, 100, 64, 65, 7, 130, 129]
+NUM_RANKS = 3
+ODD_RANK = 1
+MOST_SECONDS = 60
+
+
+def arguments(prefix, **overrides):
+    settings = {"seq_length": 130, "max_position_embeddings": 130, "train_iters": 1}
+    return tiny_arguments(prefix, **(settings | overrides))
+
+
+def plan_otherwise(lengths, **kwargs):
+    """A valid plan, not the one that the other ranks make."""
+    return PLAN(lengths, **(kwargs | {"strategy": "naive"}))
+
+
+PLAN = preparation.plan
+
+
+def outcome(run, rank, odd_run, odd_plan):
+    """Body of a rank: what it raised, how long it took, and whether a micro-batch was begun."""
+    is_odd = rank_number() == rank
+    planner = plan_otherwise if odd_plan and is_odd else PLAN
+    started = time.perf_counter()
+    with (
+        mock.patch.object(preparation, "plan", planner),
+        mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,
+    ):
+        try:
+            pretrain(odd_run if is_odd else run)
+            error = None
+        except DisagreementError as found:
+            error = str(found)
+    return error, time.perf_counter() - started, began.called
+
+
+def rank_number():
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def lines_of(error):
+    """The facts that differ, by name."""
+    lines = (line.strip() for line in error.splitlines() if line.startswith("  "))
+    return dict(line.split(": ", 1) for line in lines)
+
+
+def check(run_ranks, run, odd_run, odd_plan=False):
+    """Runs with one odd rank; returns the facts that differ, as every rank named them."""
+    outcomes = run_ranks(NUM_RANKS, outcome, run, ODD_RANK, odd_run, odd_plan)
+    errors = {error for error, _, _ in outcomes}
+    assert len(errors) == 1, errors
+    (error,) = errors
+    assert error is not None, "the ranks ran different things and nobody noticed"
+    assert all(seconds < MOST_SECONDS for _, seconds, _ in outcomes), outcomes
+    assert not any(began for _, _, began in outcomes)
+    assert "expected" in error and "start every rank with the same" in error
+    facts = lines_of(error)
+    for values in facts.values():
+        assert f"on rank {ODD_RANK}" in values and "on ranks 0, 2" in values, values
+    return set(facts)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_corpus(tmp_path, LENGTHS)
+
+
+def test_another_plan(run_ranks, prefix):
+    run = arguments(prefix)
+    assert check(run_ranks, run, run, odd_plan=True) == {"plan"}
+
+
+def test_other_data(run_ranks, prefix, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", [*LENGTHS[:-1], LENGTHS[-1] - 1])
+    facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
+    assert facts == {"corpus", "sequence lengths", "plan"}
+
+
+def test_more_data(run_ranks, prefix, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", [*LENGTHS, *range(5, 15)])
+    facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
+    assert {"corpus", "sequences of the step"} <= facts
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("hdp_tokens_per_rank", 96),
+        ("hybrid_data_parallel", False),
+        ("seed", 7),
+        ("hidden_size", 32),
+        ("lr", 2e-3),
+    ],
+)
+def test_other_flags(run_ranks, prefix, name, value):
+    run = arguments(prefix)
+    assert check(run_ranks, run, replace(run, **{name: value})) == {flag_of(name)}
+
+
+def test_paths_may_differ(run_ranks, prefix, tmp_path):
+    run = arguments(prefix)
+    outcomes = run_ranks(
+        NUM_RANKS, outcome, run, ODD_RANK, replace(run, metrics_path=tmp_path / "m.jsonl"), False
+    )
+    assert [error for error, _, _ in outcomes] == [None] * NUM_RANKS
+
+
+def test_another_cost_model(run_ranks, prefix, tmp_path):
+    path = tmp_path / "cost.json"
+    cost_model = CostModel.from_model_shape(2, 16, 10_000, 64)
+    path.write_bytes(replace(cost_model, a=cost_model.a * 1e3).to_json())
+    run = arguments(prefix)
+    facts = check(run_ranks, run, replace(run, hdp_cost_model=path))
+    assert "cost model" in facts and facts <= {"cost model", "plan"}
+
+
+def test_ranks_that_agree_run(run_ranks, prefix):
+    run = arguments(prefix)
+    outcomes = run_ranks(NUM_RANKS, outcome, run, ODD_RANK, run, False)
+    assert [error for error, _, _ in outcomes] == [None] * NUM_RANKS
+    assert any(began for _, _, began in outcomes)
+
+
+def agree_on_everything(facts, device):
+    return None
+
+
+def outcome_unchecked(*args):
+    """Body of a rank: `outcome` when ranks do not compare what they planned."""
+    with (
+        mock.patch.object(hdp_steps, "require_agreement", agree_on_everything),
+        mock.patch.object(loop, "require_agreement", agree_on_everything),
+    ):
+        return outcome(*args)
+
+
+def test_the_check_fails_when_ranks_do_not_compare(run_ranks, prefix):
+    def unchecked(num_ranks, function, *args):
+        return run_ranks(num_ranks, outcome_unchecked, *args)
+
+    run = arguments(prefix, hdp_strategy="static", hdp_tokens_per_rank=130)  # no rings
+    with pytest.raises(AssertionError, match="nobody noticed"):
+        check(unchecked, run, replace(run, seed=7))

@@ -1,0 +1,225 @@
+"""Offload in whole steps: exact gradients, the bits of a run without it, memory as predicted."""
+
+import contextlib
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_hdp.data import StepSampler, padding_micro_batch
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.step import setup
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.memory.model import MemoryModel
+from megatron_hdp.runtime.timeline import Timeline
+from tests.support.gradients import (
+    VOCABULARY,
+    hdp_step,
+    largest_error,
+    moe_arguments,
+    reference_on_first_rank,
+    tiny_arguments,
+    write_corpus,
+)
+from tests.support.random_plans import random_plan
+
+LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+CAPACITY = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SHARDED_BUCKETS = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 1000,
+}
+LAYOUTS = {  # HDP ranks, layout
+    "plain": (3, {}),
+    "distributed-optimizer": (3, SHARDED_BUCKETS),
+    "selective-recompute": (2, {"recompute_granularity": "selective"}),
+    "full-recompute": (2, FULL_RECOMPUTE),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2-full-recompute": (2, {"pipeline_model_parallel_size": 2} | FULL_RECOMPUTE),
+}
+
+
+def with_and_without(arguments, stay, leave):
+    """Of the first rank: error against one rank alone, whether the bits agree, bytes offloaded."""
+    parallel.initialise(arguments)
+    without, expected = hdp_step(arguments, plan=stay)
+    report, found = hdp_step(arguments, plan=leave)
+    reference = reference_on_first_rank(arguments)
+    if reference is None:
+        return None
+    assert without.offloaded_bytes == without.host_bytes_max == 0
+    same = report.loss == without.loss and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+    assert report.host_bytes_max > 0
+    return largest_error((report.loss, found), reference), same, report.offloaded_bytes
+
+
+def check(run_ranks, arguments, hdp_ranks, world):
+    step = StepSampler(np.array(LENGTHS), seed=arguments.seed, global_batch_size=len(LENGTHS)).step(
+        0
+    )
+    stay, leave = (
+        random_plan(
+            np.array(LENGTHS)[step.sequences],
+            ranks=hdp_ranks,
+            tokens_per_rank=128,
+            seed=3,
+            offload=offload,
+        )
+        for offload in (False, True)
+    )
+    error, same, offloaded_bytes = run_ranks(world, with_and_without, arguments, stay, leave)[0]
+    assert same
+    assert error <= 1e-10
+    assert offloaded_bytes > 1000
+
+
+QUICK = ("plain", "selective-recompute", "tp2-sp", "pp2-full-recompute")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name in LAYOUTS
+    ],
+)
+def test_a_step_with_offload_has_the_bits_of_one_without(run_ranks, tmp_path, layout):
+    hdp_ranks, overrides = LAYOUTS[layout]
+    stages = overrides.get("pipeline_model_parallel_size", 1)
+    world = hdp_ranks * overrides.get("tensor_model_parallel_size", 1) * stages
+    prefix = write_corpus(tmp_path, LENGTHS)
+    settings = CAPACITY | overrides | {"num_layers": 4 * stages}
+    check(run_ranks, tiny_arguments(prefix, **settings), hdp_ranks, world)
+
+
+def test_experts(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    settings = CAPACITY | {"num_layers": 4, "expert_model_parallel_size": 2}
+    check(run_ranks, moe_arguments(prefix, **settings), 2, 2)
+
+
+def planned_offload(arguments):
+    """A step under the strategy's own plan: (bytes offloaded, most micro-batches on a rank)."""
+    parallel.initialise(arguments)
+    report, _ = hdp_step(arguments)
+    return report.offloaded_bytes, report.micro_batches_max
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, stages):
+    """A sequence of twice the capacity of both ranks fits only with offload."""
+    prefix = write_corpus(tmp_path, [300, 20, 30])
+    settings = {
+        "num_layers": 6 * stages,
+        "seq_length": 300,
+        "max_position_embeddings": 300,
+        "hdp_tokens_per_rank": 80,
+        "pipeline_model_parallel_size": stages,
+    }
+    cost = CostModel(
+        a=1e-3, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1.0, num_layers=6
+    )
+    path = tmp_path / "cost.json"
+    path.write_bytes(cost.to_json())
+    arguments = tiny_arguments(prefix, hdp_offload="auto", hdp_cost_model=path, **settings)
+    for offloaded_bytes, micro_batches in run_ranks(2 * stages, planned_offload, arguments):
+        assert offloaded_bytes > 0
+        assert micro_batches > 0
+
+
+def test_a_cost_model_of_other_layers_is_refused(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    path = tmp_path / "cost.json"
+    path.write_bytes(CostModel(a=1.0, b=1.0, kv_bytes_per_token=1).to_json())
+    arguments = tiny_arguments(
+        prefix, hdp_offload="auto", hdp_cost_model=path, **CAPACITY | {"num_layers": 4}
+    )
+    with pytest.raises(Exception, match="says num_layers 1, a rank of this run has 4"):
+        run_ranks(1, planned_offload, arguments)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are still alive, but for those there."""
+
+    def __init__(self, there):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in there)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage):
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address and address not in self._known:
+            self._known[address] = weakref.finalize(storage, self._forget, address, size)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, address, size):
+        del self._known[address]
+        self.now -= size
+
+
+def peaks(arguments, cases):
+    """What a layer keeps of a token, and the peak of a micro-batch of each (tokens, ratio)."""
+    parallel.initialise(arguments)
+    gpt = building.build_gpt(arguments, VOCABULARY)
+    executor = setup.build_executor(arguments, gpt, Timeline())
+    there = [executor.offload.pool.take(1 << 20).slab.memory, *gpt.parameters()]
+    there += [parameter.main_grad for parameter in gpt.parameters()]
+    found = []
+    for tokens, ratio in cases:
+        micro_batch = padding_micro_batch(0, tokens)
+        micro_batch.loss_mask[:] = True
+        with with_ratio(executor, ratio), LiveMemory(there) as memory:
+            executor.run([micro_batch], tokens)
+        found.append((tokens, memory.peak))
+    return executor.activation_bytes_per_token(), found
+
+
+@contextlib.contextmanager
+def with_ratio(executor, ratio):
+    run = executor.offload.micro_batch
+    executor.offload.micro_batch = lambda _: run(ratio)
+    yield
+    executor.offload.micro_batch = run
+
+
+def test_the_memory_model_predicts_the_peak_within_5_percent(run_ranks, tmp_path):
+    """Its coefficients are from small micro-batches without offload."""
+    prefix = write_corpus(tmp_path, [2048])
+    arguments = tiny_arguments(
+        prefix,
+        num_layers=8,
+        hidden_size=64,
+        ffn_hidden_size=160,
+        kv_channels=16,
+        seq_length=2048,
+        max_position_embeddings=2048,
+        hdp_tokens_per_rank=2048,
+    )
+    small = [(128, 0.0), (256, 0.0)]
+    large = [(2048, ratio) for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    per_token, found = run_ranks(1, peaks, arguments, small + large)[0]
+    predicted = MemoryModel.fit(8, per_token, found[:2])
+    for (tokens, ratio), (_, measured) in zip(large, found[2:], strict=True):
+        expected = predicted.peak_bytes(tokens, ratio)
+        assert measured == pytest.approx(expected, rel=0.05), (ratio, measured, expected)
+    assert found[-1][1] < 0.6 * found[2][1]

@@ -1,0 +1,58 @@
+"""The schedule's timers become spans of the right micro-batches, and nothing is left behind."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hdp.megatron.step.schedule_timers import noting_compute
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, RING_WAIT, Timeline
+
+
+def compute(config, name):
+    """As Megatron's schedule does it."""
+    config.timers(name, log_level=2).start()
+    config.timers(name).stop()
+
+
+def test_forwards_and_backwards_are_counted_apart():
+    config, timeline = SimpleNamespace(timers=None), Timeline()
+    timeline.start_recording()
+    with noting_compute(config, timeline, [4, None, 9]):
+        config.timers("forward-backward", log_level=1).start(barrier=True)
+        for name in ("forward", "forward", "backward", "forward", "backward", "backward"):
+            compute(config, f"{name}-compute")
+        config.timers("forward-backward").stop()
+    found = [(span.kind, span.micro_batch) for span in timeline.stop_recording()]
+    assert [m for kind, m in found if kind == FORWARD] == [4, None, 9]
+    assert [m for kind, m in found if kind == BACKWARD] == [4, None, 9]
+    assert [kind for kind, _ in found][2:4] == [BACKWARD, FORWARD]
+    assert config.timers is None
+
+
+def test_what_runs_inside_belongs_to_the_micro_batch():
+    config, timeline = SimpleNamespace(timers=None), Timeline()
+    with noting_compute(config, timeline, [4]):
+        config.timers("forward-compute", log_level=2).start()
+        with timeline.span(RING_WAIT):
+            assert [(kind, m) for kind, _, m in timeline.current()] == [
+                (FORWARD, 4),
+                (RING_WAIT, 4),
+            ]
+        config.timers("forward-compute").stop()
+    assert timeline.totals_s[FORWARD] >= timeline.totals_s[RING_WAIT] > 0
+
+
+def test_an_error_leaves_nothing_open():
+    config, timeline = SimpleNamespace(timers="before"), Timeline()
+    with pytest.raises(KeyError), noting_compute(config, timeline, [4]):
+        config.timers("forward-compute", log_level=2).start()
+        raise KeyError
+    assert timeline.current() == [] and timeline.totals_s[FORWARD] > 0
+    assert config.timers == "before"
+
+
+def test_a_micro_batch_too_many_is_an_error():
+    config = SimpleNamespace(timers=None)
+    with pytest.raises(StopIteration), noting_compute(config, Timeline(), [4]):
+        compute(config, "backward-compute")
+        compute(config, "backward-compute")

@@ -1,0 +1,37 @@
+"""Ranks that disagree stop with a message that says who holds what; they never hang."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.runtime.health.agreement import DisagreementError, fingerprint, require_agreement
+
+BIG = 2**64 - 1
+
+
+def agree(values):
+    facts = {"plan": values[dist.get_rank()], "lengths": BIG}
+    try:
+        require_agreement(facts, torch.device("cpu"))
+    except DisagreementError as error:
+        return str(error)
+    return None
+
+
+def test_equal_values_pass(run_ranks):
+    assert run_ranks(3, agree, [BIG, BIG, BIG]) == [None] * 3
+
+
+@pytest.mark.parametrize("values", [[0, 0, BIG], [5, 6, 5], [2**63, 2**63 - 1, 2**63]])
+def test_one_other_value_stops_every_rank(run_ranks, values):
+    messages = run_ranks(3, agree, values)
+    assert len(set(messages)) == 1
+    assert "plan: " in messages[0] and "lengths" not in messages[0].split("expected")[0]
+    odd = next(rank for rank in range(3) if values.count(values[rank]) == 1)
+    assert f"{values[odd]:#018x} on rank {odd}" in messages[0]
+
+
+def test_fingerprint_tells_parts_apart():
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint(1, 2.5, None) == fingerprint(1, 2.5, None)
+    assert 0 <= fingerprint(b"x") < 2**64

@@ -1,0 +1,226 @@
+"""Heartbeats of several ranks as threads of one process, over one store in memory."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
+from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, RING_WAIT, Timeline
+
+INTERVAL_S = 0.2
+LIMIT_S = 0.6
+LONG_S = 20.0
+
+
+class Rank(threading.Thread):
+    """A rank whose main thread runs `work(rank)` under a heartbeat until `go_on` is set."""
+
+    def __init__(self, number, world_size, store, work, **options):
+        super().__init__(daemon=True)
+        self.number = number
+        self.timeline = Timeline()
+        self.go_on = threading.Event()
+        self.ended = []
+        self.error = None
+        self._work = work
+        self.heartbeat = Heartbeat(
+            self.timeline,
+            store=store,
+            rank=number,
+            world_size=world_size,
+            interval_s=INTERVAL_S,
+            end_process=self._end,
+            **({"stall_timeout_s": LIMIT_S, "slow_timeout_s": LONG_S} | options),
+        )
+
+    def _end(self, text):
+        self.ended.append(text)
+
+    def run(self):
+        try:
+            with self.heartbeat:
+                self.heartbeat.begin_step(1)
+                self.heartbeat.begin_step(2)
+                self._work(self)
+        except (RankFailure, ValueError) as error:
+            self.error = error
+
+
+def wait(rank, kind=RING_WAIT, micro_batch=4):
+    with rank.timeline.span(kind, micro_batch):
+        assert rank.go_on.wait(60)
+
+
+def compute(rank):
+    wait(rank, FORWARD, 3)
+
+
+def get_on(rank):
+    while not rank.go_on.wait(LIMIT_S / 10):
+        with rank.timeline.span(FORWARD, 3):
+            pass
+
+
+@contextmanager
+def job(*work, **options):
+    """Ranks that run these functions; all are told to end on leaving."""
+    store = dist.HashStore()
+    ranks = [Rank(number, len(work), store, one, **options) for number, one in enumerate(work)]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.go_on.set()
+        for rank in ranks:
+            rank.join(30)
+            assert not rank.is_alive()
+    for thread in threading.enumerate():
+        if thread.name.startswith("heartbeat"):
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} is left over"
+
+
+def ended(rank, timeout_s=30):
+    """What the heartbeat said when it ended the rank's process."""
+    deadline = time.monotonic() + timeout_s
+    while not rank.ended:
+        assert time.monotonic() < deadline, "nobody ended this rank"
+        time.sleep(0.01)
+    return rank.ended[0]
+
+
+def still_run(ranks, seconds):
+    time.sleep(seconds)
+    return all(not rank.ended for rank in ranks)
+
+
+def test_a_rank_that_stands_still_is_named_to_all():
+    with job(wait, compute, wait) as ranks:
+        texts = [ended(rank) for rank in ranks]
+    for text in texts:
+        assert "stalled while 2 of 3 ranks wait: rank 1 (host " in text, text
+        assert "in forward of micro-batch 3 of step 2" in text, text
+        assert "get_on" not in text
+    assert any("stack of rank" in text and "go_on.wait" in text for text in texts)
+
+
+def test_a_rank_that_gets_on_is_waited_for():
+    with job(wait, get_on, wait) as ranks:
+        assert still_run(ranks, 3 * LIMIT_S)
+
+
+def test_ranks_that_compute_are_left_alone():
+    with job(compute, compute) as ranks:
+        assert still_run(ranks, 3 * LIMIT_S)
+
+
+def test_saving_a_checkpoint_may_take_longer():
+    def save(rank):
+        with rank.timeline.span(CHECKPOINT):
+            wait(rank)
+
+    with job(save, compute) as ranks:
+        assert still_run(ranks, 3 * LIMIT_S)
+    with job(save, compute, slow_timeout_s=2 * LIMIT_S) as ranks:
+        assert "rank 1 (host " in ended(ranks[0])
+
+
+def test_ranks_that_wait_for_each_other_end():
+    with job(wait, wait) as ranks:
+        assert "all ranks wait for each other: rank 0" in ended(ranks[0])
+        assert "ring wait of micro-batch 4 of step 2" in ended(ranks[1])
+
+
+def test_a_rank_that_falls_silent_is_named():
+    """What a killed or stopped process does; its last word is that it waits."""
+    heard_of = threading.Event()
+
+    def fall_silent(rank):
+        with rank.timeline.span(RING_WAIT):
+            time.sleep(3 * INTERVAL_S)
+            rank.heartbeat._others._exchange = lambda is_last: heard_of.wait(60)
+            assert rank.go_on.wait(60)
+
+    with job(wait, wait, fall_silent) as ranks:
+        texts = [ended(rank) for rank in ranks[:2]]
+        heard_of.set()
+    for text in texts:
+        assert "rank 2 (host " in text and "died or was stopped: no sign of life" in text, text
+        assert "last in ring wait of step 2" in text and "wait for each other" not in text, text
+
+
+def test_a_rank_that_never_came_is_named():
+    rank = Rank(0, 3, dist.HashStore(), wait)
+    rank.start()
+    assert "rank 1 never gave a sign of life; rank 2 never" in ended(rank)
+    rank.go_on.set()
+    rank.join(30)
+
+
+def test_failed_communication_names_the_rank_that_failed():
+    def fail(rank):
+        time.sleep(3 * INTERVAL_S)
+        raise ValueError("planted\nmore")
+
+    def lose_peer(rank):
+        time.sleep(4 * INTERVAL_S)
+        raise ValueError("a ring member did not answer") from RuntimeError("gloo: closed")
+
+    with job(lose_peer, fail, wait) as ranks:
+        assert "rank 1 (host " in ended(ranks[2])
+    assert type(ranks[1].error) is ValueError
+    assert isinstance(ranks[0].error, RankFailure)
+    for text in (str(ranks[0].error), ranks[2].ended[0]):
+        assert "failed: ValueError: planted" in text and "more" not in text
+
+
+def test_failed_communication_names_the_rank_that_left():
+    def leave(rank):
+        return None
+
+    def lose_peer(rank):
+        time.sleep(3 * INTERVAL_S)
+        raise RuntimeError("[gloo/transport] Connection closed by peer")
+
+    with job(lose_peer, leave) as ranks:
+        ranks[0].join(30)
+    assert "rank 1 (host " in str(ranks[0].error) and "has left the job" in str(ranks[0].error)
+
+
+def test_failed_communication_with_all_alive_names_the_rank_that_does_not_wait():
+    def time_out(rank):
+        time.sleep(3 * INTERVAL_S)
+        raise dist.DistBackendError("timed out")
+
+    with job(time_out, compute, wait, stall_timeout_s=LONG_S) as ranks:
+        ranks[0].join(30)
+        assert "rank 1 (host " in ended(ranks[2])
+    assert "stalled while 2 of 3 ranks wait: rank 1 (host " in str(ranks[0].error)
+
+
+def test_leaving_in_order_ends_nobody():
+    def leave(rank):
+        time.sleep(rank.number * 2 * INTERVAL_S)
+
+    with job(leave, leave, leave) as ranks:
+        for rank in ranks:
+            rank.join(30)
+    assert [(rank.ended, rank.error) for rank in ranks] == [([], None)] * 3
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc] Connection closed"), True),
+        (dist.DistNetworkError("reset"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_what_is_an_error_of_communication(error, expected):
+    assert is_communication_error(error) is expected

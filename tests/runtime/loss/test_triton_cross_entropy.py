@@ -1,0 +1,102 @@
+"""The Triton kernels of the fused loss against the plain ones; Triton's interpreter on a CPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hdp.runtime.loss.fused_cross_entropy import TorchRows
+
+ROOT = Path(__file__).parents[3]
+ROWS = 5
+TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"
+)
+
+
+def rows_case(width, dtype, device):
+    """Logits of which one row is large, columns before, in and behind, and weights."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(ROWS, width, generator=generator) * 4
+    logits[1] += 80
+    columns = torch.tensor([0, width - 1, -1, width, -(2**40)])
+    weights = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+    return logits.to(device, dtype), columns.to(device), weights.to(device)
+
+
+def run(rows, logits, columns, weights):
+    """(figures, gradient) of `rows`, the vocabulary being whole."""
+    scores, figures = rows.statistics(logits, columns)
+    log_sums = figures[0] + figures[1].log()
+    rows.gradient(scores, figures, columns, log_sums, weights)
+    return figures, scores
+
+
+def compare(width, dtype, device, rows=None):
+    """The kernels give what the plain version gives in float32."""
+    from megatron_hdp.runtime.loss.triton_cross_entropy import TritonRows
+
+    logits, columns, weights = rows_case(width, dtype, device)
+    expected = run(TorchRows(), logits.to(torch.float32, copy=True), columns, weights)
+    figures, gradient = run(rows or TritonRows(), logits, columns, weights)
+    assert gradient.data_ptr() == logits.data_ptr() and gradient.dtype == dtype
+    torch.testing.assert_close(figures, expected[0], rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(gradient.float(), expected[1], rtol=tolerance, atol=1e-6)
+
+
+def compare_all(device):
+    """Vocabularies below, at and above a block of columns, in every precision."""
+    for dtype in TOLERANCES:
+        for width in (7, 4096, 4097, 10_000):
+            compare(width, dtype, device)
+
+
+def compare_fault():
+    """A version that takes nothing off at the label does not pass."""
+    from megatron_hdp.runtime.loss.triton_cross_entropy import TritonRows
+
+    class LabelForgotten(TritonRows):
+        def gradient(self, scores, figures, columns, log_sums, weights):
+            super().gradient(scores, figures, columns - 10_000, log_sums, weights)
+
+    with pytest.raises(AssertionError, match="not close"):
+        compare(4097, torch.float32, "cpu", LabelForgotten())
+
+
+@pytest.mark.parametrize("call", ["compare_all('cpu')", "compare_fault()"])
+def test_kernels_in_the_interpreter(call):
+    """In a process of its own: Triton decides on import whether to interpret."""
+    code = f"from tests.runtime.loss.test_triton_cross_entropy import *; {call}"
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu():
+    compare_all("cuda")
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_count():
+    from megatron_hdp.runtime.loss.triton_cross_entropy import TritonRows
+
+    width = 2**17
+    num_rows = 2**31 // width + 8
+    logits = torch.zeros(num_rows, width, dtype=torch.bfloat16, device="cuda")
+    logits[-1] = torch.arange(width, device="cuda") % 7
+    columns = torch.full((num_rows,), width - 1, device="cuda")
+    weights = torch.ones(num_rows, device="cuda")
+    last = run(TorchRows(), logits[-1:].float(), columns[-1:], weights[-1:])
+    figures, gradient = run(TritonRows(), logits, columns, weights)
+    torch.testing.assert_close(figures[:, -1:], last[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient[-1:].float(), last[1], rtol=0.01, atol=1e-7)

@@ -1,0 +1,77 @@
+"""Ring attention alone against full attention in float64, forward and backward."""
+
+import pytest
+import torch
+
+from megatron_hdp.runtime.kernels.block import CpuFlashKernel
+from megatron_hdp.runtime.kernels.matmul import MatmulKernel
+from megatron_hdp.runtime.ring.attention import RingAttention
+from megatron_hdp.runtime.ring.layout import TokenLayout
+from tests.support.ring_cases import KV_HEADS, errors_of_part, gloo_comm
+
+HEAD_DIM = 8
+
+
+def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=None):
+    """Largest relative error of (out, dq, dk, dv) over this rank's tokens; (error, bytes sent)."""
+    comm, attend = gloo_comm(), RingAttention(kernel or CpuFlashKernel())
+    errors = errors_of_part(attend, comm, ring, chunks, local_lengths, dtype, head_dim=HEAD_DIM)
+    return max(errors), comm.bytes_sent
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6])
+def test_ring_equals_full_attention(run_ranks, degree):
+    ring = list(range(degree))[::-1]  # ring order is not rank order
+    results = run_ranks(degree, attend_on_one_rank, ring, chunks=[5, 1, 8], local_lengths=[7, 1])
+    assert max(error for error, _ in results) < 1e-13
+    if degree > 1:
+        kv_row_bytes = 2 * KV_HEADS * HEAD_DIM * 8
+        expected = 3 * (degree - 1) * sum((10, 2, 16)) * kv_row_bytes
+        assert [sent for _, sent in results] == [expected] * degree
+
+
+def test_one_ring_sequence_and_a_rank_outside_the_ring(run_ranks):
+    results = run_ranks(4, attend_on_one_rank, [3, 0, 2], chunks=[9], local_lengths=[])
+    assert max(error for error, _ in results) < 1e-13
+
+
+def test_bfloat16_stays_near_float64(run_ranks):
+    results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], dtype=torch.bfloat16)
+    assert 1e-4 < max(error for error, _ in results) < 2e-2
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_the_plain_kernel_is_exact_in_float64(run_ranks, degree):
+    ring = list(range(degree))
+    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1], [7, 1], kernel=MatmulKernel())
+    assert max(error for error, _ in results) < 1e-13
+
+
+class KernelThatForgetsTheMergedLse(CpuFlashKernel):
+    """A planted fault: each block's backward uses its own log-sum-exp."""
+
+    def backward(self, dout, q, k, v, out, lse, q_segments, k_segments, causal, scale):
+        out, lse = self.forward(q, k, v, q_segments, k_segments, causal, scale)
+        return super().backward(dout, q, k, v, out, lse, q_segments, k_segments, causal, scale)
+
+
+def attend_with_a_fault():
+    return attend_on_one_rank([0, 1], [4], [], kernel=KernelThatForgetsTheMergedLse())
+
+
+def test_a_planted_fault_is_seen(run_ranks):
+    assert max(error for error, _ in run_ranks(2, attend_with_a_fault)) > 1e-3
+
+
+def test_layout_refuses_odd_slices_and_rings_of_one():
+    with pytest.raises(ValueError, match="each must be even"):
+        TokenLayout((0, 1), 0, (3,), ())
+    with pytest.raises(ValueError, match="ring of 1 rank"):
+        TokenLayout((0,), 0, (4,), ())
+
+
+def test_tokens_must_match_the_layout():
+    layout = TokenLayout((0,), 0, (), (4,))
+    x = torch.zeros(3, 1, 8)
+    with pytest.raises(ValueError, match="3 tokens were given, the layout has 4"):
+        RingAttention(CpuFlashKernel())(x, x, x, layout, None, 1.0)

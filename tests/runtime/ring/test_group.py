@@ -1,0 +1,150 @@
+"""A ring's group without a communicator: what other libraries do with it, on real gloo ranks."""
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_hdp.runtime.ring.comm import RingComm, new_ring_group
+from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
+
+
+def everyone():
+    return [list(range(dist.get_world_size()))]
+
+
+def hop(group, members, tensor, batched):
+    """One hop of a ring as TransformerEngine's helper does it: even places send first."""
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    following, previous = members[(place + 1) % size], members[place - 1]
+    received = torch.empty_like(tensor)
+    if batched:
+        operations = [
+            dist.P2POp(dist.isend, tensor, following, group),
+            dist.P2POp(dist.irecv, received, previous, group),
+        ]
+        works = dist.batch_isend_irecv(operations if place % 2 == 0 else operations[::-1])
+    elif place % 2 == 0:
+        works = [dist.isend(tensor, following, group), dist.irecv(received, previous, group)]
+    else:
+        works = [dist.irecv(received, previous, group), dist.isend(tensor, following, group)]
+    return works, received
+
+
+def run_rings(rings, num_layers, offset=0):
+    """Body of a rank: each ring of each layer in turn; what arrived and how many bytes left.
+
+    The HDP ranks are the job's ranks from `offset` on.
+    """
+    world = list(range(dist.get_world_size()))
+    groups = [world] if offset == 0 else [world[:offset], world[offset:]]
+    comm = RingComm(new_ring_group(groups))
+    ring_groups = RingGroups(comm)
+    me = dist.get_rank() - offset
+    arrived = []
+    for layer in range(num_layers):
+        for ring in rings:
+            if me not in ring or dist.get_rank() < offset:
+                continue
+            members = [rank + offset for rank in ring]
+            group = ring_groups.of(ring)
+            tensor = torch.tensor([100.0 * layer + me])
+            for number in range(len(ring) - 1):
+                works, tensor = hop(group, members, tensor, batched=bool((layer + number) % 2))
+                for work in works:
+                    work.wait()
+                works[0].wait()  # again, which must not hang
+                arrived.append(tensor.item())
+    return arrived, comm.bytes_sent
+
+
+def expected_of(rank, rings, num_layers):
+    return [
+        100.0 * layer + ring[(ring.index(rank) - number) % len(ring)]
+        for layer in range(num_layers)
+        for ring in rings
+        if rank in ring
+        for number in range(1, len(ring))
+    ]
+
+
+def test_rings_of_every_size_and_order(run_ranks):
+    """Sizes 1 to 5, wrapped and reversed, several after another on the same ranks."""
+    rings = [(0,), (1, 0), (4, 2, 3), (3, 4, 0, 1), (0, 2, 4, 3, 1), (4, 3, 2, 1, 0), (0, 1)]
+    results = run_ranks(5, run_rings, rings, num_layers=6)
+    for rank, (arrived, num_bytes) in enumerate(results):
+        assert arrived == expected_of(rank, rings, 6)
+        assert num_bytes == 4 * len(arrived)
+
+
+def test_ranks_of_the_ring_are_hdp_ranks_not_those_of_the_job(run_ranks):
+    rings = [(0, 1), (2, 0, 1)]
+    results = run_ranks(5, run_rings, rings, num_layers=2, offset=2)
+    assert [arrived for arrived, _ in results[2:]] == [expected_of(r, rings, 2) for r in range(3)]
+
+
+def look_at_a_group():
+    comm = RingComm(new_ring_group(everyone()))
+    ring_groups, rank = RingGroups(comm), dist.get_rank()
+    group = ring_groups.of((1, 2, 0))
+    assert isinstance(group, dist.ProcessGroup)
+    assert (dist.get_world_size(group), group.size()) == (3, 3)
+    assert dist.get_rank(group) == group.rank() == (1, 2, 0).index(rank)
+    assert dist.get_process_group_ranks(group) == [1, 2, 0]
+    assert dist.get_backend(group) == "gloo"
+    assert group.members == [1, 2, 0]
+    group.require_acceptance()
+    with (
+        mock.patch.object(dist, "get_world_size", lambda group: 5),
+        pytest.raises(RuntimeError, match=r"= \(\d, 5, 0\), expected \(\d, 3, 0\)"),
+    ):
+        group.require_acceptance()
+    assert ring_groups.of((1, 2, 0)) is group  # TransformerEngine caches facts by object
+    assert ring_groups.of((2, 0, 1)) is not group
+    assert len(distributed_c10d._world.pg_names) == 4  # the job's, the rings', and two rings
+    started = time.perf_counter()
+    for _ in range(100):
+        RingGroup(comm, (1, 2, 0)).release()
+    seconds_each = (time.perf_counter() - started) / 100
+    ring_groups.close()
+    assert len(distributed_c10d._world.pg_names) == 2
+    return seconds_each
+
+
+def test_a_group_is_one_cheap_object_per_ring(run_ranks):
+    assert min(run_ranks(3, look_at_a_group)) < 2e-3
+
+
+def send_alone():
+    comm = RingComm(new_ring_group(everyone()))
+    group = RingGroup(comm, (0, 1))
+    other = 1 - dist.get_rank()
+    work = dist.isend(torch.zeros(1), other, group)
+    with pytest.raises(RuntimeError, match="waited for a send whose other half was not posted"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="two sends one after the other, expected pairs"):
+        dist.isend(torch.zeros(1), other, group)
+
+
+def test_a_library_that_does_not_pair_is_refused_and_does_not_hang(run_ranks):
+    run_ranks(2, send_alone, timeout_s=60)
+
+
+def run_with_wrong_pairing(rings):
+    """A planted fault: what is received is taken for what is sent."""
+    pair = RingGroup._pair
+
+    def swapped(self, kind, tensor, place):
+        return pair(self, {"send": "receive", "receive": "send"}[kind], tensor, place)
+
+    with mock.patch.object(RingGroup, "_pair", swapped):
+        return run_rings(rings, 1)
+
+
+def test_a_planted_wrong_pairing_is_seen(run_ranks):
+    rings = [(0, 1, 2)]
+    results = run_ranks(3, run_with_wrong_pairing, rings)
+    assert [arrived for arrived, _ in results] != [expected_of(r, rings, 1) for r in range(3)]

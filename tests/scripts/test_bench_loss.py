@@ -1,0 +1,67 @@
+"""The benchmark of the loss: its rows agree, what fails says so, ours must not fail."""
+
+import importlib.util
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "bench_loss.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_loss", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        patch.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_rows_agree_and_the_fused_one_takes_less_memory(bench, monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    case = bench.make_case((512, 16_384, 16), "cpu")  # 32 MiB of logits in two chunks
+    with ExitStack() as stack:
+        rows = bench.make_rows("cpu", stack)
+    bench.measure(rows, case, bench.Budget(60), 1)
+    lines = {line[0]: line[1:] for line in bench.cells(rows, int(case.mask.sum()))}
+    bound, ours, logits = list(lines)[:3]
+    assert (bound, ours) == (bench.BOUND, bench.FUSED)
+    assert lines[ours][-2:] == lines[logits][-2:] and float(lines[ours][-2]) > 5
+    assert float(lines[ours][3]) < 0.6 * float(lines[logits][3])  # GiB
+    assert lines[bench.MEGATRON][0] == "megatron-core is not installed"
+    assert lines[ours][2] == "-"
+
+
+def tiny_case(bench):
+    return bench.Case(*(torch.ones(2, 2, requires_grad=True) for _ in range(2)), None, None)
+
+
+def test_a_row_that_fails_says_so(bench):
+    def out_of_memory(case):
+        raise torch.OutOfMemoryError("17 GiB")
+
+    def broken(case):
+        raise RuntimeError("no such\nkernel")
+
+    rows = [bench.Row(bench.BOUND, lambda case: (case.hidden @ case.weight).sum())]
+    rows += [bench.Row("big", out_of_memory), bench.Row("broken", broken)]
+    rows += [bench.Row(bench.FUSION, broken), bench.Row(bench.MEGATRON, None, problem="not there")]
+    bench.measure(rows, tiny_case(bench), bench.Budget(0), 1)
+    lines = {line[0]: line[1:] for line in bench.cells(rows, 2)}
+    assert lines["big"][0] == "out of memory"
+    assert lines["broken"][0] == "RuntimeError: no such kernel"
+    assert lines[bench.FUSION][0] == "no time left to compile it"
+    assert lines[bench.MEGATRON][0] == "not there" and lines[bench.BOUND][2] == "-"
+
+
+def test_a_failure_of_ours_is_an_error(bench):
+    def broken(case):
+        raise RuntimeError("ours is broken")
+
+    with pytest.raises(RuntimeError, match="ours is broken"):
+        bench.measure([bench.Row(bench.FUSED, broken)], tiny_case(bench), bench.Budget(0), 1)

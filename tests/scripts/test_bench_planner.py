@@ -1,0 +1,115 @@
+"""The benchmark of planners runs, and its tables say what was measured and what was not."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_planner.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_planner", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def rows_of(text, title):
+    section = text.split(f"### {title}\n")[1].split("###")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--cases", "byted-N64-C8K", "--seeds", "2"]
+    command += ["--repeats", "1", "--strategies", "static", "megatron-hybrid-cp", "dp-balance"]
+    command += ["--json", str(tmp_path / "results.json"), "--hybrid-cp-limit", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    header, _, row = rows_of(done.stdout, "Bound / makespan")
+    assert header == ["case", "static", "megatron-hybrid-cp", "dp-balance", "goal"]
+    assert row[0] == "byted-N64-C8K" and row[2] == "-" and row[4] == "mean 0.97, worst 0.95"
+    assert 0 < float(row[1].split()[0]) < float(row[3].split()[0]) <= 1
+    for title in ("Proven bound / makespan", "Efficiency", "Ring traffic", "Planning time"):
+        assert len(rows_of(done.stdout, title)) == 3
+    assert "- megatron-hybrid-cp: 2 of 2 batches, such as byted-N64-C8K, seed 0: not run" in (
+        done.stdout
+    )
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [(one["seed"], one["strategy"]) for one in results] == [
+        (seed, strategy)
+        for seed in (0, 1)
+        for strategy in ("static", "megatron-hybrid-cp", "dp-balance")
+    ]
+    mean = sum(one["bound_share"] for one in results if one["strategy"] == "static") / 2
+    assert row[1].startswith(f"{mean:.3f} (")
+
+
+def test_the_cases_are_those_to_be_reached(bench):
+    names = [case.name for case in bench.all_cases()]
+    assert len(set(names)) == len(names)
+    for ranks in (64, 256, 1024, 4096, 16384):
+        for capacity in ("8K", "32K"):
+            assert {f"github-N{ranks}-C{capacity}", f"byted-N{ranks}-C{capacity}"} <= set(names)
+    assert {"python-N64-C8K", "byted-N512-C8K-32M", "github-N64-C8K-P8"} <= set(names)
+    assert {"byted-N64-C8K-slow", "byted-N64-C8K-slow-offload"} <= set(names)
+
+
+def test_a_case_is_one_batch_a_seed(bench):
+    case = bench.Case("python", 16, 1024, "")
+    lengths = case.request(1).lengths
+    assert 0.9 * 4 * 16 * 1024 < lengths.sum() <= 4 * 16 * 1024
+    assert lengths.max() <= 16 * 1024
+    assert lengths.tolist() == case.request(1).lengths.tolist()
+    assert lengths.tolist() != case.request(2).lengths.tolist()
+    slow = bench.Case("byted", 4, 1024, "", half_speed=True).request(0)
+    assert slow.cost_model.rank_speeds == (0.5, 1.0, 1.0, 1.0)
+
+
+def test_stages_are_measured_against_their_target(bench):
+    case = bench.Case("github", 8, 1024, "0.95", pipeline_stages=2)
+    (result,) = bench.measure(case, 0, ["static"], 2, 0)
+    assert result.bound_share != pytest.approx(result.lower_bound_s / result.makespan_s)
+    text = bench.tables([case], ["static"], [result])
+    assert rows_of(text, "Bound / makespan")[2][0] == "github-N8-C1K-P2"
+
+
+def test_problems_are_marked_and_named(bench):
+    results = [
+        bench.Result("a", 0, "naive", None, 10, 0.5, 0.6, 0.7, 1.0, 0.6, 1e12, 3.0),
+        bench.Result(
+            "a", 1, "naive", "does not fit: 7 tokens", 10, 0.3, 0.2, 0.7, 1.0, 0.2, 3e12, 5.0
+        ),
+        bench.Result("b", 0, "naive", "does not fit: 8 tokens", 10),
+        bench.Result("b", 1, "naive", "another reason", 10),
+    ]
+    cases = [bench.Case("github", 8, 1024, "0.9")]
+    text = bench.tables(cases, ["naive"], results)
+    assert text.splitlines()[-2:] == [
+        "- naive: 2 of 4 batches, such as a, seed 1: does not fit: 7 tokens",
+        "- naive: 1 of 4 batches, such as b, seed 1: another reason",
+    ]
+    assert bench._mean_and_worst(results[:2], "bound_share") == "0.400 (0.200)*"
+    assert bench._mean_and_worst(results[2:], "bound_share") == "-"
+    assert bench._mean(results[:1], "ring_bytes", 1e-12, ",.1f") == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cases", "nothing-*"], "--cases nothing-*: no case has such a name"),
+        (["--seeds", "0"], "--seeds is 0; expected at least 1"),
+        (["--strategies", "best"], "invalid choice: 'best'"),
+    ],
+)
+def test_bad_flags(bench, capsys, arguments, message):
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        bench.main(arguments)
+    assert message in str(raised.value) + capsys.readouterr().err

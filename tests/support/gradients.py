@@ -1,0 +1,282 @@
+"""One HDP step's gradients on real ranks, and those of one rank that saw the whole batch.
+
+The reference shares nothing with the code under test: megatron-core's stock GPTModel with its stock
+attention (and experts) runs every sequence alone, and PyTorch's cross entropy gives the loss. What
+routers add to it is computed from their logits, by the definition.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from megatron.core import parallel_state
+
+from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.initialisation import (
+    global_parameters,
+    initialise_by_name,
+    tensor_group,
+)
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.step import hdp_steps, setup
+from megatron_hdp.runtime.timeline import Timeline
+
+VOCABULARY = 257
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.02,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+def write_corpus(folder, lengths, seed=0, corrupt=()):
+    """Random documents of the given lengths as a .bin/.idx pair; returns the prefix.
+
+    The last token of the `corrupt` ones is outside the vocabulary.
+    """
+    generator = np.random.default_rng(seed)
+    prefix = Path(folder) / "corpus"
+    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+        for i, length in enumerate(lengths):
+            document = generator.integers(0, VOCABULARY, length)
+            if i in corrupt:
+                document[-1] = VOCABULARY
+            writer.add(document)
+    return str(prefix)
+
+
+def tiny_arguments(prefix, **overrides):
+    """A GPT of two small layers in float64, one global batch of everything."""
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "kv_channels": 4,
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "init_method_std": 0.3,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "fp64": True,
+        "train_iters": 20,
+        "lr": 1e-3,
+        "data_path": (prefix,),
+        "split": "1,0,0",
+        "distributed_timeout_minutes": 5,
+        "stall_timeout_seconds": 300.0,
+        "hybrid_data_parallel": True,
+        "hdp_tokens_per_rank": 64,
+        "global_batch_size": len(TokenFile(prefix).lengths),
+        "expert_tensor_parallel_size": overrides.get("tensor_model_parallel_size", 1),
+    }
+    return TrainingArguments(**(settings | overrides))
+
+
+def moe_arguments(prefix, **overrides):
+    """The same with four experts, two of them for a token, and every loss of the router."""
+    return tiny_arguments(prefix, **(EXPERTS | overrides))
+
+
+def hdp_gradients(arguments, *faults, plan=None):
+    """Loss and whole gradients after one HDP step; see `hdp_step`."""
+    report, grads = hdp_step(arguments, *faults, plan=plan)
+    return report.loss, grads
+
+
+def hdp_step(arguments, *faults, plan=None):
+    """Report and whole gradients of one HDP step; what other ranks hold comes to the first one.
+
+    Args:
+        arguments: the run.
+        faults: (target, replacement) pairs to plant, as for `mock.patch`.
+        plan: what to run instead of the strategy's plan.
+    """
+    parallel.set_seeds(arguments.seed)
+    gpt = building.build_gpt(arguments, VOCABULARY)
+    executor = setup.build_executor(arguments, gpt, Timeline())
+    token_file = TokenFile(arguments.data_path[0])
+    cost_model = setup.cost_model_of(arguments, executor)
+    documents = range(len(token_file.lengths))
+    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
+    with ExitStack() as planted:
+        for target, replacement in faults:
+            planted.enter_context(mock.patch(target, replacement))
+        if plan is not None:
+            planted.enter_context(
+                mock.patch("megatron_hdp.megatron.step.preparation.plan", lambda *_, **__: plan)
+            )
+        report = steps.run(0)
+        steps.close()
+    if arguments.use_distributed_optimizer:
+        _gather_shards(gpt)
+    grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
+    grads = _together(grads, parallel_state.get_expert_model_parallel_group())
+    return report, _together(grads, parallel_state.get_pipeline_model_parallel_group())
+
+
+def reference_gradients(arguments):
+    """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
+    parallel.set_seeds(arguments.seed)
+    gpt = building.build_gpt(_stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
+    router_logits = _watch_routers(gpt)
+    token_file = TokenFile(arguments.data_path[0])
+    table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
+    step = StepSampler(
+        table.length, seed=arguments.seed, global_batch_size=arguments.global_batch_size
+    ).step(0)
+    total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    for row in step.sequences.tolist():
+        length = int(table.length[row])
+        document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        if document.max() >= VOCABULARY:
+            continue
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        logits = gpt(document[None], torch.arange(length)[None], mask)[0]
+        total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+        routers = routers + sum(_router_loss(arguments, seen) for seen in router_logits)
+        router_logits.clear()
+        num_loss_tokens += length - 1
+    whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
+    grads = {}
+    for name, p in global_parameters(gpt):
+        (grads[name],) = torch.autograd.grad(whole, p, retain_graph=True)
+    return loss.item(), grads
+
+
+def _watch_routers(gpt):
+    """A list that each router's logits ``[t, E]`` will be added to, differentiable."""
+    seen = []
+
+    def watch(router, inputs, _):
+        seen.append(inputs[0].flatten(0, 1) @ router.weight.t())
+
+    for name, module in gpt.named_modules():
+        if name.endswith("mlp.router"):
+            module.register_forward_hook(watch)
+    return seen
+
+
+def _router_loss(arguments, logits):
+    """Balancing loss and z-loss of one whole sequence at one layer, each times its tokens."""
+    (length, experts), topk = logits.shape, arguments.moe_router_topk
+    probabilities = logits.softmax(-1)
+    chosen = functional.one_hot(logits.topk(topk).indices, experts).sum(1).double()
+    balance = experts * (chosen.mean(0) / topk) @ probabilities.mean(0)
+    z = logits.logsumexp(-1).square().mean()
+    balance_coeff, z_coeff = arguments.moe_aux_loss_coeff, arguments.moe_z_loss_coeff or 0.0
+    return length * (balance_coeff * balance + z_coeff * z)
+
+
+def largest_error(found, expected):
+    """Largest relative error (norm by norm) of the loss and of any parameter's gradient."""
+    (loss, grads), (expected_loss, expected_grads) = found, expected
+    assert grads.keys() == expected_grads.keys()
+    scale = max(grad.norm().item() for grad in expected_grads.values())
+    errors = [abs(loss - expected_loss) / max(abs(expected_loss), 1e-300)]
+    for name, grad in grads.items():
+        norm = max(expected_grads[name].norm().item(), 1e-3 * scale, 1e-300)
+        errors.append((grad - expected_grads[name]).norm().item() / norm)
+    return max(errors)
+
+
+def errors_of(cases, *faults):
+    """Body of a rank: `largest_error` of each case on the first rank, None on the others.
+
+    Args:
+        cases: (arguments, plan) pairs of one model and batch; a plan of None means the strategy's.
+        faults: see `hdp_gradients`.
+    """
+    first, _ = cases[0]
+    parallel.initialise(first)
+    found = [hdp_gradients(arguments, *faults, plan=plan) for arguments, plan in cases]
+    expected = reference_on_first_rank(first)
+    if expected is None:
+        return None
+    return [largest_error(gradients, expected) for gradients in found]
+
+
+def reference_on_first_rank(arguments):
+    """`reference_gradients` after a parallel run; None on the other ranks."""
+    stages, expert_ranks = (
+        arguments.pipeline_model_parallel_size,
+        arguments.expert_model_parallel_size,
+    )
+    if arguments.tensor_model_parallel_size * stages * expert_ranks > 1:
+        parallel.finish()
+        parallel.initialise(_stock(arguments))
+    return reference_gradients(arguments) if dist.get_rank() == 0 else None
+
+
+def _stock(arguments):
+    """Megatron without HDP, parallelism, recomputation and losses of routers.
+
+    The vocabulary is padded alike.
+    """
+    return replace(
+        arguments,
+        hybrid_data_parallel=False,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        pipeline_model_parallel_size=1,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+    )
+
+
+def _gather_shards(gpt):
+    """Completes gradient buckets of which each rank has reduced only its own shard."""
+    for buffer in gpt.buffers + gpt.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def _together(grads, group):
+    """The gradients that the group's ranks hold, on each of them."""
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, grads, group=group)
+    together = {}
+    for held in everyone:
+        for name, grad in held.items():
+            assert name not in together or torch.equal(together[name], grad), f"{name} differs"
+            together[name] = grad
+    return together
+
+
+def _whole(parameter, grad):
+    """A tensor-parallel parameter's gradient put together."""
+    group = tensor_group(parameter)
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return grad.detach().clone()
+    parts = [torch.empty_like(grad, device=compute_device()) for _ in range(group.size())]
+    dist.all_gather(parts, grad.contiguous(), group=group)
+    if parameter.partition_stride == 2:  # SwiGLU: each rank holds a piece of both halves
+        parts = [half for i in range(2) for half in (part.chunk(2)[i] for part in parts)]
+    return torch.cat(parts, dim=parameter.partition_dim)

@@ -1,0 +1,98 @@
+"""Starts a command's ranks as processes of their own, which may die, stop or get signals.
+
+They are forked from the server of tests/support/ranks.py and meet at a port of this machine, as
+ranks that torchrun starts do; rank 0 holds the store. What a process writes goes to a file.
+"""
+
+import os
+import random
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import _context, _server_environment
+
+
+@dataclass
+class Started:
+    """One rank's process."""
+
+    process: ForkServerProcess
+    output: Path
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code, -N for signal N; fails the test if the process is still running."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"still running: {self.text()}"
+        return self.process.exitcode
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        """Returns once the process has written `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text():
+            assert time.monotonic() < deadline and self.process.is_alive(), self.text()
+            time.sleep(0.05)
+
+    def text(self) -> str:
+        """What the process has written to standard output and error."""
+        return self.output.read_text() if self.output.exists() else ""
+
+
+@contextmanager
+def started(
+    num_ranks: int, folder: Path, function: Callable[..., None], *args: Any
+) -> Iterator[list[Started]]:
+    """Processes that call ``function(*args)`` with torchrun's environment; killed on leaving."""
+    port = free_port()
+    ranks: list[Started] = []
+    try:
+        with _server_environment():
+            for rank in range(num_ranks):
+                output = folder / f"output-{rank}-{port}"
+                environment = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                }
+                process = _context.Process(target=_main, args=(output, environment, function, args))
+                process.start()
+                ranks.append(Started(process, output))
+        yield ranks
+    finally:
+        for started_rank in ranks:
+            started_rank.process.kill()
+            started_rank.process.join()
+
+
+def free_port() -> int:
+    """A port below those that connections of other processes are given."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError("found no free port")
+
+
+def _main(
+    output: Path, environment: dict[str, str], function: Callable[..., None], args: Any
+) -> None:
+    import torch
+
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.update(environment)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    function(*args)
