@@ -1,11 +1,14 @@
-"""Fixtures that every test may ask for, and the tests that this machine cannot run."""
+"""Fixtures for every test, which tests go together, and what this machine cannot run."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from tests.support import ranks
+
+_SLOW = "slow tests left out"
 
 
 @pytest.fixture(scope="session")
@@ -15,16 +18,74 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skips the tests marked gpu where there is none."""
+    """Skips the tests marked gpu where there is none; keeps together those that share a fixture."""
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
             item.add_marker(
                 pytest.mark.skip(reason="no NVIDIA GPU: run pytest -m gpu where one is")
             )
+    for item in items:
+        if not item.get_closest_marker("xdist_group") and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def _has_gpu() -> bool:
     import torch  # most tests do without it
 
     return bool(torch.cuda.is_available())
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether the test uses a fixture that its file or folder makes once for several tests."""
+    found = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
+    return any(
+        made.scope in ("module", "package", "session") and made.func.__module__.startswith("tests.")
+        for definitions in found
+        for made in definitions
+        if made.argname != "run_ranks"
+    )
+
+
+class SkippedLine:
+    """The last line of a run: what was not run on this machine, and how to run it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._slow: set[str] = set()
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Notes the long ones; parallel workers all leave out the same."""
+        self._slow |= {item.nodeid for item in items if item.get_closest_marker("slow")}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Of xdist: a worker has ended and says what it left out."""
+        self._slow |= set(getattr(node, "workeroutput", {}).get(_SLOW, ()))
+
+    def pytest_sessionfinish(self) -> None:
+        """Of a worker: tells the controller."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[_SLOW] = sorted(self._slow)
+
+    def pytest_unconfigure(self) -> None:
+        """Writes the line behind pytest's own."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None or hasattr(self._config, "workeroutput"):
+            return
+        skipped = [report.longrepr for report in reporter.stats.get("skipped", ())]
+        reasons = Counter(text[2].removeprefix("Skipped: ") for text in skipped if text)
+        reporter.write_line(line_of(reasons, len(self._slow)))
+
+
+def line_of(reasons: Counter[str], num_slow: int) -> str:
+    """Return the line, the most frequent reasons first; each reason says what would run it."""
+    parts = [f"{count} ({reason})" for reason, count in reasons.most_common()]
+    if num_slow:
+        parts.append(f"{num_slow} (long ones: ./scripts/test.sh --slow)")
+    return "not run: " + ("; ".join(parts) or "nothing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the last line."""
+    config.pluginmanager.register(SkippedLine(config), "skipped-line")

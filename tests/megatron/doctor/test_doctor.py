@@ -102,7 +102,7 @@ def test_a_device_without_attention_is_a_problem(capsys):
     def refuse(device, dtype, head_dim):
         raise ValueError(f"no attention for {dtype} on device '{device}'")
 
-    with mock.patch("megatron_hdp.runtime.attention.selection.select_attention", refuse):
+    with mock.patch("megatron_hdp.runtime.attention.select_attention", refuse):
         assert main(["doctor"]) == 1
     assert "  - no attention for" in capsys.readouterr().out
 

@@ -139,8 +139,8 @@ def nothing(*args):
 
 
 def finalize_with_doubled_experts(self, num_loss_tokens, model, *args, **kwargs):
-    FINALIZE(self, num_loss_tokens, building, *args, **kwargs)
-    for chunk in building:
+    FINALIZE(self, num_loss_tokens, model, *args, **kwargs)
+    for chunk in model:
         for buffer in chunk.expert_parallel_buffers:
             buffer.scale_gradients(2.0)
 
