@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import run_script
 from tests.support.ranks import RankError, RankTimeout
 
 _kept: list[dist.Work] = []  # a send whose handle is dropped never arrives
@@ -103,3 +105,19 @@ def test_a_hang_fails_by_the_deadline_with_stacks_and_leaves_nobody(run_ranks, t
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_a_script_runs_as_if_it_were_started(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "beside = sys.path[0] == os.path.dirname(__file__)\n"
+        "print(__name__, sys.argv[1:], os.environ['COLOUR'], beside)\n"
+        "time.sleep(float(sys.argv[2]))\n"
+        "sys.exit('it ends badly')"
+    )
+    done = run_script(script, "a", "0", COLOUR="red")
+    assert (done.returncode, done.stderr) == (1, "it ends badly\n")
+    assert done.stdout == "__main__ ['a', '0'] red True\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_script(script, "a", "60", timeout_s=0.5, COLOUR="red")

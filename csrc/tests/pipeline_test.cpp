@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "planner/base/sorting.hpp"
+#include "planner/baselines/baselines.hpp"
 #include "planner/pp_balance/fill.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
 #include "planner/pp_balance/rounds.hpp"

@@ -1,5 +1,9 @@
-"""Compiles the planner's own C++ unit tests with the sanitizers and runs them."""
+"""Compiles the planner's own C++ unit tests with the sanitizers and runs them.
 
+Objects stay in the build folder, so that only what has changed is compiled again.
+"""
+
+import hashlib
 import os
 import shutil
 import subprocess
@@ -8,25 +12,38 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[2] / "csrc"
+ROOT = Path(__file__).parents[2]
+CSRC, OBJECTS = ROOT / "csrc", ROOT / "build" / "cpp-tests"
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
+OPTIONS = ["-std=c++17", "-Og", "-g0", "-I", str(CSRC), *WARNINGS, *SANITIZERS]
 
 
 def test_cpp_unit_tests(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler: install g++ to run the planner's C++ tests")
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-    options = ["-std=c++17", "-O1", "-g0", "-I", str(CSRC), *warnings, *sanitizers]
-    sources = sorted([*CSRC.glob("planner/*.cpp"), *CSRC.glob("tests/*.cpp")])
-    objects = [str(tmp_path / f"{source.stem}.o") for source in sources]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    headers = [path.read_bytes() for path in sorted(CSRC.rglob("*.hpp"))]
+    common = hashlib.sha256(b"\0".join([version, *map(str.encode, OPTIONS), *headers]))
+    OBJECTS.mkdir(parents=True, exist_ok=True)
 
-    def compile_one(source: Path, target: str) -> None:
-        subprocess.run([compiler, *options, "-c", str(source), "-o", target], check=True)
+    def compiled(source: Path) -> Path:
+        digest = common.copy()
+        digest.update(source.read_bytes())
+        target = OBJECTS / f"{source.stem}-{digest.hexdigest()[:24]}.o"
+        if not target.exists():
+            new = tmp_path / target.name
+            subprocess.run([compiler, *OPTIONS, "-c", str(source), "-o", str(new)], check=True)
+            shutil.move(new, target)
+        return target
 
+    sources = sorted([*CSRC.glob("planner/**/*.cpp"), *CSRC.glob("tests/*.cpp")])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
+        objects = set(pool.map(compiled, sources))
+    for outdated in set(OBJECTS.glob("*.o")) - objects:
+        outdated.unlink()
     binary = str(tmp_path / "planner_test")
-    subprocess.run([compiler, *sanitizers, *objects, "-o", binary], check=True)
+    subprocess.run([compiler, *SANITIZERS, *map(str, objects), "-o", binary], check=True)
     result = subprocess.run([binary], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

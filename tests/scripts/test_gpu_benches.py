@@ -1,18 +1,17 @@
 """The benchmarks of a GPU run on the CPU, small: each prints its table and says what it ran on."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_script
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("bench_*.py")), ids=lambda path: path.stem)
 def test_a_small_run(script):
-    done = run(script, "--device", "cpu", "--small")
+    done = run_script(script, "--device", "cpu", "--small")
     assert done.returncode == 0, done.stderr
     assert "CPU, 1 thread(s)" in done.stdout
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
@@ -23,16 +22,6 @@ def test_a_small_run(script):
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("bench_*.py")), ids=lambda path: path.stem)
 def test_without_a_gpu_it_says_so(script):
-    done = run(script, CUDA_VISIBLE_DEVICES="")
+    done = run_script(script, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "found no NVIDIA GPU: give --device cpu --small" in done.stderr
-
-
-def run(script, *options, **environment):
-    return subprocess.run(
-        [sys.executable, str(script), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )

@@ -6,8 +6,11 @@ ranks that torchrun starts do; rank 0 holds the store. What a process writes goe
 
 import os
 import random
+import runpy
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -81,6 +84,44 @@ def free_port() -> int:
             if one.connect_ex(("127.0.0.1", port)):
                 return port
     raise RuntimeError("found no free port")
+
+
+def run_script(
+    script: Path, *arguments: str, timeout_s: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python script arguments``, forked from the server so that nothing is imported anew.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran longer than `timeout_s`.
+    """
+    command = [str(script), *arguments]
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        written = [Path(folder, name) for name in ("stdout", "stderr")]
+        with _server_environment():
+            process = _context.Process(target=_script_main, args=(written, environment, command))
+            process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout_s, *map(Path.read_text, written))
+        texts = [path.read_text() for path in written]
+        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+
+def _script_main(written: list[Path], environment: dict[str, str], command: list[str]) -> None:
+    import torch
+
+    for descriptor, path in enumerate(written, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _main(

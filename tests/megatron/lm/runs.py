@@ -33,6 +33,13 @@ ON_CPU = """--distributed-backend gloo --transformer-impl local --no-persist-lay
 --no-gradient-accumulation-fusion --use-cpu-initialization
 --no-create-attention-mask-in-dataloader"""
 HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank"]
+TENSOR = [
+    "--tensor-model-parallel-size",
+    "2",
+    "--sequence-parallel",
+    "--make-vocab-size-divisible-by",
+    "64",
+]
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
 
 
@@ -83,6 +90,8 @@ def drive(folder, plan):
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONWARNINGS": "ignore",
+            # a stock script compiles its dataset helpers for the `python3` that it finds
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         },
         capture_output=True,
         text=True,
@@ -112,3 +121,11 @@ def weights(folder, name, iteration=4):
     dcp_to_torch_save(str(path), str(folder / "whole.pt"))
     state = torch.load(folder / "whole.pt", weights_only=False)
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def require_same(found, expected, *, rel, steps=(1, 2, 3, 4)):
+    """Losses and gradient norms of two runs, the second as long or longer."""
+    for tag in ("lm loss", "grad-norm"):
+        assert sorted(found[tag]) == list(steps)
+        for step, value in found[tag].items():
+            assert value == pytest.approx(expected[tag][step], rel=rel), (tag, step)

@@ -1,6 +1,6 @@
 """What users of Megatron-LM switch on goes together with HDP, on a real checkout.
 
-Needs what test_lm.py needs. Runs start with the same weights where no checkpoint is named.
+Needs what test_training.py needs. Runs start with the same weights where no checkpoint is named.
 """
 
 import importlib.util
@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from megatron_hdp.planner import CostModel
-from tests.megatron.lm.runs import HDP, LENGTHS, MARKS, MODEL, drive, planned, scalars, weights
+from tests.megatron.lm.runs import (
+    HDP,
+    LENGTHS,
+    MARKS,
+    TENSOR,
+    drive,
+    planned,
+    require_same,
+    scalars,
+    weights,
+)
 from tests.support.gradients import write_corpus
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 GPT = """--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
@@ -33,16 +43,6 @@ SHARDED = [
     "--recompute-num-layers",
     "1",
 ]
-TENSOR = [
-    "--tensor-model-parallel-size",
-    "2",
-    "--sequence-parallel",
-    "--make-vocab-size-divisible-by",
-    "64",
-]
-EXPERTS = f"""{MODEL} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss
---moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"""
-APART = [*TENSOR, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 SOON = ["--stall-timeout-seconds", "3"]
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
@@ -82,9 +82,6 @@ def runs(tmp_path_factory):
             run("bf16 two", 2, [*HDP, "160", *half, "--async-save"], save="bf16"),
             run("gpt", 1, [*HDP, "256", "--async-save"], model=GPT, save="gpt"),
             run("gpt stages", 4, [*HDP, "100", *stages], model=GPT, load="gpt"),
-            run("experts", 1, [*HDP, "256"], model=EXPERTS, save="experts"),
-            run("experts one", 1, [*HDP, "256", "--finetune"], model=EXPERTS, load="experts"),
-            run("apart", 4, [*HDP, "256", "--finetune", *APART], model=EXPERTS, load="experts"),
             run("nan", 2, [*HDP, "160"], save="nan", nan_after=16, exits=[16, 16]),
             run("nan again", 2, [*HDP, "160"], load="nan", nan_after=16, exits=[16, 16]),
             run("dead", 2, [*HDP, "160", *SOON], fault="1:3:kill", exits=[3, -9]),
@@ -94,14 +91,6 @@ def runs(tmp_path_factory):
         ],
     )
     return folder
-
-
-def require_same(found, expected, *, rel, steps=(1, 2, 3, 4)):
-    """Losses and gradient norms of two runs, the second as long or longer."""
-    for tag in ("lm loss", "grad-norm"):
-        assert sorted(found[tag]) == list(steps)
-        for step, value in found[tag].items():
-            assert value == pytest.approx(expected[tag][step], rel=rel), (tag, step)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("sharded", (1, 2, 3, 4)), ("tensor", (3, 4))])
@@ -127,15 +116,6 @@ def test_a_tied_model_continues_on_stages_with_offload(runs):
     stages = scalars(runs, "gpt stages")
     require_same(stages, scalars(runs, "gpt"), rel=2e-6, steps=(3, 4))
     assert max(stages["hdp/offloaded-bytes"].values()) > 0
-
-
-def test_experts_across_ranks_are_those_of_one(runs):
-    one, apart = scalars(runs, "experts one"), scalars(runs, "apart")
-    require_same(apart, one, rel=1e-5)
-    for tag in ("seq_load_balancing_loss", "z_loss"):  # as Megatron logs them
-        for step, value in one[tag].items():
-            assert apart[tag][step] == pytest.approx(value, rel=1e-5)
-    assert all(1 <= value < 2 for value in one["seq_load_balancing_loss"].values())
 
 
 def test_our_writers_write(runs):
