@@ -3,8 +3,7 @@
 A field without ``None`` in its type has a value once `parse_arguments` has returned: it is
 required, or derived from others.
 
-Where a name or default differs from Megatron's, the help says so. Running this module prints the
-README's tables of flags.
+Where a name or default differs from Megatron's, the help says so.
 """
 
 from collections.abc import Sequence
@@ -457,7 +456,3 @@ def markdown_tables() -> str:
         f"### {(group.__doc__ or '').rstrip('.')}\n\n{markdown_table(group)}" for group in GROUPS
     ]
     return "\n".join(sections)
-
-
-if __name__ == "__main__":
-    print(markdown_tables(), end="")
