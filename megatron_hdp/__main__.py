@@ -4,6 +4,7 @@ import os
 import sys
 
 from megatron_hdp import plugin
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.options import OptionError
 
 _USAGE = """usage: python -m megatron_hdp run SCRIPT [ARGUMENTS ...]
@@ -13,20 +14,20 @@ arguments behind the script's path are the script's; its own --help lists HDP's 
 
 
 def main(argv: list[str]) -> int:
-    """Runs the script and returns 0; a mistake of the user's is one message and 2."""
+    """Runs the script and returns the exit code; a mistake of the user's is one message."""
     if argv[:1] in (["-h"], ["--help"]):
         print(_USAGE)
-        return 0
+        return ExitCode.DONE
     if len(argv) < 2 or argv[0] != "run":
         print(_USAGE, file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
     try:
         plugin.run(argv[1], argv[2:])
     except (OptionError, plugin.PluginError) as error:  # others keep their traceback
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_hdp: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+        return ExitCode.MISTAKE
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

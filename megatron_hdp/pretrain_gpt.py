@@ -6,13 +6,14 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
+from megatron_hdp.exit_codes import ExitCode
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parses the command line, trains, and returns the exit code.
 
-    A mistake of the user's (a flag, a file, the data) and a loss that is no number are one message
-    without a traceback and 2; one that every rank sees before the job is joined comes from the
-    first rank only. If another rank is to blame, it is 3 and a message that names it.
+    A mistake of the user's that every rank sees before the job is joined is told by the first rank
+    only.
     """
     from megatron_hdp.megatron.options import parse_arguments
     from megatron_hdp.runtime import cuda_connections
@@ -28,12 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         if rank == 0:
             print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return ExitCode.MISTAKE
     if doubt is not None and rank == 0:
         print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel
-    from megatron_hdp.runtime.health import EXIT_CODE, DisagreementError, RankFailure
+    from megatron_hdp.runtime.health import DisagreementError, RankFailure
     from megatron_hdp.training.loop import pretrain
 
     try:
@@ -42,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         parallel.leave_job()
     except (ValueError, FileNotFoundError, DisagreementError) as error:
         print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return ExitCode.MISTAKE
     except RankFailure as error:
         print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        return EXIT_CODE
-    return 0
+        return ExitCode.BLAMES_ANOTHER
+    return ExitCode.DONE
 
 
 def run() -> NoReturn:
@@ -58,14 +59,14 @@ def run() -> NoReturn:
     code = main()
     if code:
         _leave(code)
-    sys.exit(0)
+    sys.exit(ExitCode.DONE)
 
 
 def _leave_after_exception(
     kind: type[BaseException], error: BaseException, stack: TracebackType | None
 ) -> None:
     traceback.print_exception(kind, error, stack)
-    _leave(1)
+    _leave(ExitCode.FAILED)
 
 
 def _leave(code: int) -> NoReturn:

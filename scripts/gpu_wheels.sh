@@ -3,7 +3,7 @@
 #
 #   ./scripts/gpu_wheels.sh FOLDER [PYTHON_VERSION]      3.12 unless given
 #
-# torch and numpy are not among them: the machine has its own. See README.md, "On a GPU".
+# torch and numpy are not among them: the machine has its own. See docs/gpu.md.
 set -euo pipefail
 [[ $# -ge 1 && $1 != -* ]] || { sed -n 2,6p "$0" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -4,6 +4,8 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from megatron_hdp.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     from megatron_hdp.cli.checking import Finding
 
@@ -72,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         vocab_size=arguments.vocab_size,
     )
     print(check_report.as_json(finding) if arguments.json else check_report.as_text(finding))
-    return 0 if finding.is_sound else 1
+    return ExitCode.DONE if finding.is_sound else ExitCode.FAILED
 
 
 def memory_bytes(option: str, text: str) -> float:

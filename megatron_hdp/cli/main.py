@@ -10,25 +10,27 @@ from collections.abc import Sequence
 
 from megatron_hdp import __version__
 from megatron_hdp.cli import check, doctor, plan, preprocess
+from megatron_hdp.exit_codes import ExitCode
 
 _SUBCOMMANDS = (preprocess, plan, check, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0 for success, 2 for a user's mistake."""
-    arguments = _build_parser().parse_args(argv)
+    """Run one subcommand and return its exit code."""
+    arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except (ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
         print(f"megatron-hdp {arguments.subcommand}: error: {reason}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
     except KeyboardInterrupt:
         print(f"megatron-hdp {arguments.subcommand}: interrupted", file=sys.stderr)
-        return 130
+        return ExitCode.INTERRUPTED
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's parser, one of each subcommand below it."""
     parser = argparse.ArgumentParser(
         prog="megatron-hdp", description="Tools of hybrid data parallelism for Megatron-Core."
     )

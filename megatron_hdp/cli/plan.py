@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from megatron_hdp.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     from megatron_hdp.cli.planning import Outcome, Request
     from megatron_hdp.planner import CostModel
@@ -146,7 +148,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print(plan_report.summary(chosen, costs_of))
     _write(arguments, chosen, request)
-    return 0
+    return ExitCode.DONE
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

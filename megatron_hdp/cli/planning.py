@@ -31,7 +31,7 @@ _MAX_REASON = 300  # characters
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to plan: the arguments of :func:`megatron_hdp.planner.plan` without the strategy."""
+    """What to plan: the arguments of ``megatron_hdp.planner.plan`` without the strategy."""
 
     lengths: npt.NDArray[np.int64]
     ranks: int

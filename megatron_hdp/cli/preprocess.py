@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.documents import find_files, read_documents
+from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from megatron_hdp.data import Tokenizer
@@ -67,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 "documents): nothing was written"
             )
     _print_summary(prefix, len(files), num_empty)
-    return 0
+    return ExitCode.DONE
 
 
 def _write(

@@ -54,9 +54,11 @@ class FlatPlan:
     """
 
     num_ranks: int
+    """HDP ranks."""
     tokens_per_rank: int
     """Capacity C."""
     strategy: str
+    """What made it."""
     lengths: NDArray[np.int64]
     """Tokens of each sequence of the global batch."""
     rank_offsets: NDArray[np.int64]
@@ -75,8 +77,7 @@ class FlatPlan:
     slice_multiple: int = 1
     """A chunk of a sequence is padded to a multiple of this."""
     summary: Mapping[str, float] = field(default_factory=dict)
-    """Figures for people: makespan_s, lower_bound_s, efficiency, planning_ms, ring_tokens,
-    max_tokens_on_a_rank."""
+    """Figures for people, by the names of ``serialisation.SUMMARY_KEYS``."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():

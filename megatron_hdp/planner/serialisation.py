@@ -1,7 +1,7 @@
 """The plan as JSON, version 1: the form for people and tools."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,39 @@ from megatron_hdp.planner.flat_plan import FlatPlan
 
 VERSION = 1
 
-_REQUIRED = {"num_ranks", "tokens_per_rank", "strategy", "sequence_lengths", "micro_batches"}
-_OPTIONAL = {"version", "slice_multiple", "summary"}
-_MICRO_BATCH_REQUIRED = {"ranks", "sequences", "offload_ratio"}
-_MICRO_BATCH_OPTIONAL = {"local"}
+PLAN_KEYS = {
+    "version": "Of this format: 1.",
+    "num_ranks": "HDP ranks.",
+    "tokens_per_rank": "Capacity C: tokens that a rank holds in one micro-batch.",
+    "strategy": "What made the plan.",
+    "slice_multiple": "A chunk of a sequence is padded to a multiple of this; 1 if left out.",
+    "sequence_lengths": "Tokens of each sequence of the global batch; a sequence's number is its "
+    "place here, from 0.",
+    "micro_batches": "All micro-batches in one global launch order.",
+    "summary": "Figures for people; may be left out, and the fingerprint leaves it out.",
+}
+"""What the keys of a plan mean."""
+
+MICRO_BATCH_KEYS = {
+    "ranks": "HDP ranks in ring order.",
+    "sequences": "Numbers of the sequences that are sharded over all of these ranks.",
+    "local": "Whole sequences on one member: their numbers, by its rank; may be left out.",
+    "offload_ratio": "Share of the activations that goes to host memory, 0 to 1.",
+}
+"""What the keys of a micro-batch mean."""
+
+SUMMARY_KEYS = {
+    "makespan_s": "Seconds until the last rank is done, by the cost model.",
+    "lower_bound_s": "No plan takes less: total compute over all ranks' speed, or the longest "
+    "sequence's own time.",
+    "efficiency": "Total compute / ranks / makespan.",
+    "planning_ms": "What planning took.",
+    "ring_tokens": "Tokens that cross from one rank to the next in the forward pass, in all.",
+    "max_tokens_on_a_rank": "Padded tokens of the fullest rank in its fullest micro-batch.",
+}
+"""What the figures of a summary mean."""
+
+_OPTIONAL = {"slice_multiple", "summary", "local"}
 
 
 def to_json(plan: FlatPlan) -> bytes:
@@ -59,7 +88,7 @@ def fields_from_json(text: bytes | str) -> dict[str, Any]:
             f"plan: version is {data.get('version')!r}; expected {VERSION}: make the plan again "
             "with this release"
         )
-    _check_keys("plan", data, _REQUIRED, _OPTIONAL)
+    _check_keys("plan", data, PLAN_KEYS)
     return {
         "num_ranks": _positive("num_ranks", data["num_ranks"]),
         "tokens_per_rank": _positive("tokens_per_rank", data["tokens_per_rank"]),
@@ -78,7 +107,7 @@ def _micro_batches(items: Any) -> dict[str, Any]:
     for m, item in enumerate(items):
         where = f"micro_batches[{m}]"
         _check_object(where, item)
-        _check_keys(where, item, _MICRO_BATCH_REQUIRED, _MICRO_BATCH_OPTIONAL)
+        _check_keys(where, item, MICRO_BATCH_KEYS)
         rings.append(_integers(f"{where}.ranks", item["ranks"], np.int32))
         sharded.append(_integers(f"{where}.sequences", item["sequences"]))
         pairs = _local_pairs(f"{where}.local", item.get("local", {}))
@@ -154,13 +183,13 @@ def _check_object(where: str, value: Any) -> None:
         raise ValueError(f"plan: {where} is {_kind(value)}; expected an object")
 
 
-def _check_keys(where: str, data: dict[str, Any], required: set[str], optional: set[str]) -> None:
-    missing = sorted(required - data.keys())
+def _check_keys(where: str, data: dict[str, Any], known: Mapping[str, str]) -> None:
+    missing = sorted(known.keys() - _OPTIONAL - data.keys())
     if missing:
         raise ValueError(f"plan: {where} lacks the key {missing[0]!r}")
-    unknown = sorted(data.keys() - required - optional)
+    unknown = sorted(data.keys() - known.keys())
     if unknown:
-        expected = ", ".join(sorted(required | optional))
+        expected = ", ".join(sorted(known))
         raise ValueError(f"plan: {where} has the unknown key {unknown[0]!r}; expected {expected}")
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.ray_launch.cluster import WARNINGS, ray_node, wait_until_head_is_gone
 from megatron_hdp.ray_launch.watching import report, watch
 
@@ -29,7 +30,7 @@ _GRACE_S = 60.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job, or one node's part of it, and returns its exit code."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     # until the launcher listens; what it starts inherits this
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     try:
@@ -43,16 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.node_rank == 0:
                 return _launch(options, address)
             wait_until_head_is_gone(address, process)
-            return 0
+            return ExitCode.DONE
     except ValueError as error:
         print(f"ray_launch: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return ExitCode.MISTAKE
     except (OSError, RuntimeError) as error:  # TimeoutError and ConnectionError among them
         print(f"ray_launch: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return ExitCode.FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the launcher's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hdp.ray_launch",
         description="Starts a job's ranks by Ray, one actor a node.",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MISTAKE, RAISED, BLAMES_ANOTHER = 2, 1, 3  # exit codes of the training command
+from megatron_hdp.exit_codes import ExitCode
 
 
 class Fleet(Protocol):
@@ -43,9 +43,10 @@ class Ended:
         """
         codes = list(self.failed.values())
         if not codes:
-            return 0
-        others = [code for code in codes if code not in (MISTAKE, RAISED, BLAMES_ANOTHER)]
-        code = next(c for c in (MISTAKE, RAISED, *others, BLAMES_ANOTHER) if c in codes)
+            return ExitCode.DONE
+        first, last = (ExitCode.MISTAKE, ExitCode.FAILED), (ExitCode.BLAMES_ANOTHER,)
+        others = [code for code in codes if code not in first + last]
+        code = next(c for c in (*first, *others, *last) if c in codes)
         return 128 - code if code < 0 else code
 
 

@@ -22,19 +22,26 @@ class StepMetrics(StepFigures):
     """One step as it is logged: what it did, how long it took, what the optimizer did with it."""
 
     step: int
+    """Number of the step, from 1."""
     grad_norm: float
+    """Norm of the gradient before clipping."""
     learning_rate: float
+    """What the optimizer used."""
     consumed_sequences: int
-    """Sequences consumed since the start of training, this step's included."""
+    """Sequences since the start of training, this step's included."""
     consumed_tokens: int
     """Tokens of those sequences."""
     seconds: float
+    """The step: planning that was waited for, forward, backward, sync, optimizer."""
     tokens_per_second: float
+    """Of the whole job."""
     model_flops_per_second: float
-    """What the model needs for the batch (`ModelFlops`) by the time the step took; whole job."""
+    """FLOP/s of the whole job: what the model needs for the batch, by ``seconds``. Sums of L and of
+    L^2 / 2 (causal), backward = 2 x forward, no padding, no recomputation."""
     model_flops_per_second_per_rank: float
+    """The same per rank; the log's ``throughput per GPU (TFLOP/s/GPU)``."""
     validation_loss: float | None = None
-    """Only on steps that ended with an evaluation."""
+    """Nats; only on steps that ended with an evaluation."""
 
     @classmethod
     def of_report(

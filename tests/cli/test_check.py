@@ -22,7 +22,7 @@ from megatron_hdp.planner.memory.gpu import (
 from megatron_hdp.planner.models import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-README = (CONFIGS.parent / "README.md").read_text()
+PAGE = (CONFIGS.parent / "docs" / "configurations.md").read_text()
 PAPER_GPUS = {
     "llama-7b": 1024,
     "llama-13b": 2048,
@@ -69,8 +69,8 @@ def with_lines(tmp_path, *lines):
 
 
 def assert_row(model, context, found):
-    """The README's table says what was found."""
-    (row,) = (line for line in README.splitlines() if line.startswith(f"| {model} |"))
+    """The table of docs/configurations.md says what was found."""
+    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {model} |"))
     _, gpus, degrees, tokens, most_gb, *steps = (cell.strip() for cell in row.split("|")[1:-1])
     job, step = found.job, found.step
     assert gpus == f"{job.num_gpus:,}"

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_hdp import __version__
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.doctor.surroundings import (
     PackageCheck,
     apex_advice,
@@ -183,7 +184,7 @@ def run_doctor(as_json: bool) -> int:
         warnings.simplefilter("ignore")  # Megatron's imports warn of what the table below says
         diagnosis = diagnose()
     print(json.dumps(asdict(diagnosis), indent=2) if as_json else _text(diagnosis))
-    return 1 if diagnosis.problems else 0
+    return ExitCode.FAILED if diagnosis.problems else ExitCode.DONE
 
 
 def diagnose() -> Diagnosis:

@@ -10,7 +10,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_hdp.runtime.health import EXIT_CODE, Heartbeat, RankFailure
+from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.runtime.health import Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 
 _SHARE = 0.9  # of Megatron's time-out, so that heartbeats come before its communicators end
@@ -20,7 +21,7 @@ class LmJob:
     """One call of ``pretrain()`` in this process; a context manager around it.
 
     Until `begin` nothing happens. From then on a rank that dies, fails or stands still ends the
-    job: every other rank's process prints who is to blame and ends with `EXIT_CODE`.
+    job: every other rank's process prints who is to blame and ends with `BLAMES_ANOTHER`.
     """
 
     def __init__(self) -> None:
@@ -82,4 +83,5 @@ class LmJob:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(EXIT_CODE)  # closing communicators would wait for the other ranks
+            # Closing communicators would wait for the other ranks.
+            os._exit(ExitCode.BLAMES_ANOTHER)

@@ -14,22 +14,23 @@ class StepFigures:
     """Figures of one step over all ranks; those of HDP are None without it."""
 
     loss: float
-    """Mean over the global batch's loss tokens."""
+    """Nats: mean over the loss tokens of the global batch."""
     tokens: int
-    """Tokens of the global batch, padding not counted: the sum of its sequences' lengths."""
+    """Tokens of the global batch; padding and corrupt documents are not counted."""
     loss_tokens: int
-    """Tokens of the global batch that carry loss."""
+    """Those of them that carry loss."""
     sequences: int
+    """Sequences of the global batch."""
     planned_efficiency: float | None = None
-    """What the plan promises: (total compute time / ranks) / makespan."""
+    """What the plan promises: total compute / ranks / makespan."""
     measured_efficiency: float | None = None
-    """The same from clocks: (time not spent waiting for others / ranks) / makespan."""
+    """The same by clocks: mean time not spent waiting for others / makespan."""
     makespan_s: float | None = None
-    """From the start of the step until the last rank reached gradient sync."""
+    """Seconds from the start of the step until the last rank reaches gradient sync."""
     idle_share_max: float | None = None
     """Share of the makespan in which the idlest rank waited for others or was done."""
     idle_share_mean: float | None = None
-    """Mean of it over ranks: 1 - measured efficiency."""
+    """Mean of it over ranks: 1 - ``measured_efficiency``."""
     ring_wait_s: float | None = None
     """Seconds waiting for ring members, mean over ranks."""
     pipeline_wait_s: float | None = None
@@ -37,22 +38,24 @@ class StepFigures:
     sync_s: float | None = None
     """Seconds of gradient sync, waiting for the last rank included, mean over ranks."""
     ring_bytes: int | None = None
-    """Bytes that all ranks sent around rings."""
+    """Bytes that all ranks sent around rings, forward and backward."""
     offloaded_bytes: int | None = None
-    """Activations that waited in host memory, over all ranks."""
+    """Bytes of activations, of all ranks, that waited in host memory."""
     host_bytes_max: int | None = None
-    """Host memory that a rank holds for them, at most."""
+    """Bytes of host memory held for them by the rank that holds the most."""
     planning_ms: float | None = None
-    """The planner's own time."""
+    """Milliseconds: the planner's own time."""
     planning_exposed_ms: float | None = None
-    """Time that the slowest rank waited for planning and reading; the rest was hidden."""
+    """Milliseconds that the slowest rank waited for planning and reading; the rest was hidden
+    behind the step before."""
     skipped_documents: int | None = None
     """Corrupt documents skipped since the start of the run."""
     planner_failures: int | None = None
     """Steps since the start of the run that fell back to the static plan."""
     micro_batches_min: int | None = None
-    """Least number of micro-batches on a rank."""
+    """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
+    """Micro-batches of the rank that ran the most."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from megatron_hdp.runtime.health.agreement import (
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt
 from megatron_hdp.runtime.health.children import bound_to_this_process
-from megatron_hdp.runtime.health.heartbeat import EXIT_CODE, Heartbeat, RankFailure
+from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure
 from megatron_hdp.runtime.health.signals import StopSignals
 
 __all__ = [
     "DisagreementError",
-    "EXIT_CODE",
     "Heartbeat",
     "RankFailure",
     "StopSignals",

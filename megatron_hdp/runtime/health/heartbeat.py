@@ -18,11 +18,10 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
 from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, WAITS, Timeline
-
-EXIT_CODE = 3  # of a process that ends because of another rank
 
 # In heartbeats:
 _SILENCE = 3  # what a living rank may miss
@@ -46,7 +45,8 @@ class Heartbeat:
       failed communication, `RankFailure` is raised from it, which names the rank to blame.
     - If the thread waits for other ranks longer than `stall_timeout_s` while a rank is dead, or
       does one thing for as long, or all ranks wait, the process prints who is to blame and the
-      thread's stack, and ends with `EXIT_CODE`. Likewise if another rank has failed.
+      thread's stack, and ends with `ExitCode.BLAMES_ANOTHER`.
+      Likewise if another rank has failed.
 
     Waiting counts where the timeline says so and inside torch.distributed's own calls. Before the
     second step, and while a checkpoint is saved or loaded, `slow_timeout_s` holds if it is longer.
@@ -264,4 +264,4 @@ def _first_line(error: BaseException) -> str:
 def _end_process(text: str) -> None:
     """Says why and ends the process at once: closing communicators would wait for other ranks."""
     os.write(2, f"{text}\n".encode())  # not through sys.stderr, which the main thread may hold
-    os._exit(EXIT_CODE)
+    os._exit(ExitCode.BLAMES_ANOTHER)

@@ -1,7 +1,7 @@
 """A stock Megatron-LM checkout trains with HDP; its loop, checkpoints and logs stay its own.
 
-Needs MEGATRON_LM_PATH and what that checkout's pretrain_gpt.py imports (README, "A stock
-Megatron-LM checkout").
+Needs MEGATRON_LM_PATH and what that checkout's pretrain_gpt.py imports (docs/megatron-lm.md,
+"What the checkout needs").
 """
 
 import json

@@ -1,0 +1,227 @@
+"""Tables of the Reference, written from the declarations in the code.
+
+``python docs/_ext/declarations.py NAME`` prints one of them. On a page of the site the comment
+``<!-- declared: NAME -->`` stands for it.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+Row = tuple[str, ...]
+
+
+class UndeclaredError(Exception):
+    """A declaration lacks its meaning, or a page asks for a table that there is not."""
+
+
+def table(header: Row, rows: Iterable[Row]) -> str:
+    """A Markdown table."""
+    lines = [header, tuple("---" for _ in header), *rows]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
+
+
+def code(text: object) -> str:
+    """The text as code."""
+    return f"`{text}`"
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """The docstring under each field of a class, or member of an enumeration, its bases' too.
+
+    Raises:
+        UndeclaredError: one has none.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base) or issubclass(base, IntEnum) and base is not IntEnum:
+            found |= _own_meanings(base)
+    names = list(cls.__members__) if issubclass(cls, IntEnum) else _field_names(cls)
+    for name in names:
+        if not found.get(name):
+            raise UndeclaredError(
+                f"{cls.__module__}.{cls.__name__}.{name} has no docstring below it"
+            )
+    return {name: found[name] for name in names}
+
+
+def _field_names(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]
+
+
+def _own_meanings(cls: type) -> dict[str, str]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for declared, below in zip(tree.body, tree.body[1:], strict=False):
+        target = declared.targets[0] if isinstance(declared, ast.Assign) else None
+        target = declared.target if isinstance(declared, ast.AnnAssign) else target
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(target, ast.Name) and is_text:
+            found[target.id] = _markdown(str(below.value.value))
+    return found
+
+
+def _markdown(text: str) -> str:
+    """The text of a docstring with code as Markdown has it."""
+    return re.sub(r"``?([^`]+)``?", r"`\1`", inspect.cleandoc(text))
+
+
+def flags() -> str:
+    """Flags of training, one section a group."""
+    from megatron_hdp.megatron.options import markdown_tables
+
+    return markdown_tables()
+
+
+def subcommands() -> str:
+    """Arguments of each ``megatron-hdp`` command, one section a command."""
+    from megatron_hdp.cli.main import build_parser
+
+    parser = build_parser()
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    helps = {one.dest: one.help for one in action._choices_actions}
+    return "\n".join(
+        f"### megatron-hdp {name}\n\nTo {helps[name]}:\n\n{_table_of_parser(one)}"
+        for name, one in action.choices.items()
+    )
+
+
+def ray_launch() -> str:
+    """Arguments of the launcher by Ray."""
+    from megatron_hdp.ray_launch.__main__ import build_parser
+
+    return _table_of_parser(build_parser())
+
+
+def _table_of_parser(parser: argparse.ArgumentParser) -> str:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        if not action.help:
+            raise UndeclaredError(f"{parser.prog}: {action.dest} has no help")
+        name = action.option_strings[0] if action.option_strings else action.dest
+        value = "|".join(action.choices) if action.choices else action.metavar or ""
+        if action.option_strings and action.nargs != 0 and not value:
+            value = action.dest.upper()
+        required = "required" if action.required and action.nargs != argparse.REMAINDER else ""
+        rows.append((code(f"{name} {value}".strip()), required, action.help))
+    return table(("argument", "", "meaning"), rows)
+
+
+def plugin_flags() -> str:
+    """The flags that a Megatron-LM checkout gets."""
+    from megatron_hdp.megatron.lm.options import add_flags
+
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    names = [code(one.option_strings[0]) for one in parser._actions if one.help != "==SUPPRESS=="]
+    return ", ".join(names) + ".\n"
+
+
+def refused() -> str:
+    """What HDP refuses of Megatron-LM's flags."""
+    from megatron_hdp.megatron.lm.options import REFUSED
+    from megatron_hdp.options import flag_of
+
+    rows = [
+        (code(flag_of(name)), code(only) if only else "not given", why)
+        for name, (only, why) in REFUSED.items()
+    ]
+    return table(("flag", "HDP needs", "because"), rows)
+
+
+def metrics() -> str:
+    """Keys of a step's metrics."""
+    from megatron_hdp.training.metrics import StepMetrics
+
+    return _key_table(meanings(StepMetrics))
+
+
+def _key_table(keys: Mapping[str, str]) -> str:
+    return table(("key", "meaning"), [(code(key), meaning) for key, meaning in keys.items()])
+
+
+def plan_keys() -> str:
+    """Keys of ``plan.json``."""
+    from megatron_hdp.planner import serialisation as of
+
+    parts = [
+        ("", of.PLAN_KEYS),
+        ("A micro-batch:\n\n", of.MICRO_BATCH_KEYS),
+        ("The summary:\n\n", of.SUMMARY_KEYS),
+    ]
+    return "\n".join(f"{before}{_key_table(keys)}" for before, keys in parts)
+
+
+def cost_model() -> str:
+    """Coefficients of a cost model."""
+    from megatron_hdp.planner import CostModel
+
+    defaults = {item.name: item.default for item in dataclasses.fields(CostModel)}
+    rows = []
+    for name, meaning in meanings(CostModel).items():
+        default = defaults[name]
+        shown = "required" if default is dataclasses.MISSING else code(_shown(default))
+        rows.append((code(name), shown, meaning))
+    return table(("key", "default", "meaning"), rows)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if value == () else value)
+
+
+def exit_codes() -> str:
+    """Exit codes of the commands."""
+    from megatron_hdp.exit_codes import ExitCode
+
+    rows = [(code(ExitCode[name].value), text) for name, text in meanings(ExitCode).items()]
+    return table(("exit code", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "flags": flags,
+    "subcommands": subcommands,
+    "ray-launch": ray_launch,
+    "plugin-flags": plugin_flags,
+    "refused": refused,
+    "metrics": metrics,
+    "plan": plan_keys,
+    "cost-model": cost_model,
+    "exit-codes": exit_codes,
+}
+
+_MARK = re.compile(r"^<!-- declared: (\S+) -->$", re.MULTILINE)
+
+
+def filled_in(page: str) -> str:
+    """The page with each table in the place of its comment.
+
+    Raises:
+        UndeclaredError: there is no such table.
+    """
+
+    def made(mark: re.Match[str]) -> str:
+        if mark[1] not in TABLES:
+            raise UndeclaredError(f"found {mark[0]}, expected one of {', '.join(TABLES)}")
+        return TABLES[mark[1]]()
+
+    return _MARK.sub(made, page)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    if sys.argv[1:2] and sys.argv[1] in TABLES:
+        print(TABLES[sys.argv[1]](), end="")
+    else:
+        sys.exit(f"usage: declarations.py {'|'.join(TABLES)}")

@@ -1,0 +1,20 @@
+"""What an exit code says: one declaration for commands, for what starts them, and for the docs."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command, or a rank of a job, has ended."""
+
+    DONE = 0
+    """Done; also after SIGTERM or SIGUSR1, once the step has run and is saved."""
+    FAILED = 1
+    """A rank raised an exception, whose traceback stands in its log; `megatron-hdp check` refuses a
+    configuration; `megatron-hdp doctor` finds that training cannot run."""
+    MISTAKE = 2
+    """A flag, a file or the data is wrong, or the loss is NaN or infinite: one message without a
+    traceback, and starting again would end likewise."""
+    BLAMES_ANOTHER = 3
+    """Another rank died, failed or stands still; the message says which one."""
+    INTERRUPTED = 130
+    """Ctrl-C ended a `megatron-hdp` command."""

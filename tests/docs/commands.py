@@ -1,0 +1,128 @@
+"""Which test runs each command that the docs show."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Here:
+    """tests/docs/test_commands.py runs it as it stands there, by the function of this name."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another test runs it, perhaps with other figures; some need what not every machine has."""
+
+    test: str
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class NotHere:
+    """No test runs it."""
+
+    why: str
+
+
+CI = Elsewhere(".ci/run")
+TRAINS = Here("train")
+COMMAND = Here("command")
+IN_A_CHECKOUT = "megatron_lm"
+TRAIN = (
+    "torchrun --nproc-per-node {} -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
+    "--hybrid-data-parallel --data-path data/corpus {}"
+)
+SAVING = "--save checkpoints --load checkpoints --save-interval 2"
+
+COMMANDS = {
+    "./scripts/quickstart.sh": Elsewhere("tests/scripts/test_quickstart.py::test_quickstart"),
+    "./scripts/test.sh": CI,
+    "./scripts/docs.sh": CI,
+    "./scripts/test.sh --slow": NotHere("hours; the same script as without the flag"),
+    "./scripts/test.sh tests/planner -x": NotHere("the same script on some of the tests"),
+    "python -m pip install '.[plot,tensorboard]'": NotHere(
+        "it would install over what is tested; scripts/_env.sh installs the same before CI's tests"
+    ),
+    "megatron-hdp doctor": Elsewhere(
+        "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
+    ),
+    "cd Megatron-LM; megatron-hdp doctor": Elsewhere(
+        "tests/megatron/lm/test_diagnosis.py::test_every_patch_is_listed_with_its_reason"
+    ),
+    "megatron-hdp preprocess --input corpus.jsonl --tokenizer byte --output-prefix data/corpus": (
+        COMMAND
+    ),
+    "megatron-hdp plan --lengths data/corpus.idx --ranks 16 --tokens-per-rank 8192 "
+    "--max-length 65536": COMMAND,
+    "megatron-hdp plan --lengths docs/example-lengths.txt --ranks 16 --tokens-per-rank 8192": (
+        COMMAND
+    ),
+    "megatron-hdp plan --lengths docs/example-lengths.txt --ranks 16 --tokens-per-rank 8192 "
+    "--output plan.json --plot plan.png --trace trace.json": COMMAND,
+    "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
+        COMMAND
+    ),
+    "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
+    TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
+    TRAIN.format(8, "--pipeline-model-parallel-size 2"): TRAINS,
+    TRAIN.format(4, f"--metrics-path metrics.jsonl {SAVING} --async-save"): TRAINS,
+    TRAIN.format(6, f"--metrics-path metrics.jsonl {SAVING}"): TRAINS,
+    "torchrun --nproc-per-node 2 -m megatron_hdp.pretrain_gpt --hybrid-data-parallel "
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 4096 "
+    "--attention-dropout 0 --hidden-dropout 0 --train-iters 6 --lr 1e-3 --data-path corpus "
+    "--split 1,0,0 --global-batch-size 3000 --hdp-tokens-per-rank 8192 --metrics-path m.jsonl": (
+        TRAINS
+    ),
+    "python -m torch.distributed.run --nproc-per-node N -m megatron_hdp.pretrain_gpt "
+    "--config configs/tiny-cpu.yaml --hybrid-data-parallel --hdp-cost-model "
+    "configs/tiny-cpu-cost-model.json --data-path runs/quickstart/data/stdlib --train-iters 6 "
+    "--hdp-tokens-per-rank C --hdp-strategy static|auto --metrics-path ...": Elsewhere(
+        "tests/scripts/test_quickstart.py::test_quickstart"
+    ),
+    "torchrun --nproc-per-node 8 -m megatron_hdp run pretrain_gpt.py --hybrid-data-parallel "
+    "--hdp-tokens-per-rank 8192 --global-batch-size 512 --attention-dropout 0 "
+    "--data-path data/corpus ...": Elsewhere(
+        "tests/megatron/lm/test_training.py::test_any_number_of_ranks_gives_the_losses_of_one",
+        needs=IN_A_CHECKOUT,
+    ),
+    "git apply --unidiff-zero .../patches/megatron-lm/core_v0.19.0.patch": Elsewhere(
+        "tests/megatron/lm/test_patch_files.py::test_it_applies_and_activates_first_of_all",
+        needs=IN_A_CHECKOUT,
+    ),
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --hybrid-data-parallel "
+    "--hdp-tokens-per-rank 8192 ...": Elsewhere(
+        "tests/megatron/lm/test_training.py::test_a_patched_checkout_is_the_same_run",
+        needs=IN_A_CHECKOUT,
+    ),
+    "python scripts/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
+        "tests/scripts/test_plot_trace.py::test_a_picture"
+    ),
+    "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/pretrain.sbatch": Here("dry_run"),
+    "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/pretrain.sbatch --data-path data/corpus": (
+        Elsewhere(
+            "tests/slurm/test_pretrain_on_slurm.py::test_a_warning_saves_and_queues_again",
+            needs="slow",
+        )
+    ),
+    "RAY_ADDRESS=10.0.0.7:6379 python -m megatron_hdp.ray_launch --nodes 2 --ranks-per-node 8 "
+    "--logs logs -m megatron_hdp.pretrain_gpt --hybrid-data-parallel --config my.yaml "
+    "--save checkpoints --load checkpoints": Elsewhere(
+        "tests/ray_launch/test_main.py::test_a_cluster_that_runs_already_is_used_and_left",
+        needs="slow",
+    ),
+    "./scripts/gpu_wheels.sh wheels": NotHere("it downloads wheels of another platform"),
+    "./scripts/gpu_check.sh --wheels wheels": Elsewhere(
+        "tests/scripts/test_gpu_check.py::test_wheels_are_taken_without_an_index"
+    ),
+    "./scripts/gpu_check.sh --cpu": Elsewhere(
+        "tests/scripts/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
+    ),
+    "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
+        "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
+    ),
+    "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
+        "tests/scripts/test_gpu_benches.py::test_a_small_run"
+    ),
+}
+"""Every command on every page, on one line."""
