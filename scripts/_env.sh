@@ -4,13 +4,28 @@
 #   an active environment    (venv or conda) is used when its python has torch
 #   otherwise                .venv is made with Python 3.11 or newer
 #   TORCH_INDEX_URL=...      where .venv gets torch, such as https://download.pytorch.org/whl/cpu
+#
+# What pip and the compiler say is in build/install.log.
 
+INSTALL_LOG=build/install.log
 TORCH_REQUIREMENT="torch==2.13.0"
 EXTRAS="test,plot,tensorboard"
 
 die() {
     echo "error: $*" >&2
     exit 1
+}
+
+logged() { # what, command...: its output goes to the log, and the log's end is shown if it fails
+    local what=$1
+    shift
+    echo "  $what"
+    echo "== $*" >>"$INSTALL_LOG"
+    "$@" >>"$INSTALL_LOG" 2>&1 || {
+        tail -n 20 "$INSTALL_LOG" >&2
+        die "$what: the installation failed, see the lines above; all of them are in" \
+            "$PWD/$INSTALL_LOG"
+    }
 }
 
 is_python() { # interpreter: is it Python 3.11 or newer?
@@ -87,15 +102,20 @@ PY
 install_package() {
     local stamp=$1 digest=$2 pip
     pip=("$PYTHON" -m pip --disable-pip-version-check)
+    mkdir -p "$(dirname "$INSTALL_LOG")"
+    : >"$INSTALL_LOG"
     "${pip[@]}" --version >/dev/null 2>&1 || die "$PYTHON has no pip: add it (uv pip install pip)"
     check_build_tools "$PYTHON"
     if [[ -n ${MAY_INSTALL_TORCH:-} ]] && ! has_torch "$PYTHON"; then
-        "${pip[@]}" install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH_REQUIREMENT"
+        logged "$TORCH_REQUIREMENT" \
+            "${pip[@]}" install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
+            "$TORCH_REQUIREMENT"
     fi
     # Without build isolation the compiler's work is not done in a second environment, and nothing
     # is downloaded when everything is there.
-    "${pip[@]}" install --quiet 'setuptools>=77' 'pybind11>=2.13'
-    "${pip[@]}" install --progress-bar off --no-build-isolation -e ".[$EXTRAS]"
+    logged "tools that build it" "${pip[@]}" install 'setuptools>=77' 'pybind11>=2.13'
+    logged "megatron_hdp: its dependencies, its C++ planner" \
+        "${pip[@]}" install --no-build-isolation -e ".[$EXTRAS]"
     mkdir -p "$(dirname "$stamp")"
     echo "$digest" >"$stamp"
 }
@@ -107,10 +127,12 @@ ensure_environment() {
     [[ -w $(dirname "$stamp") ]] || stamp=$ROOT/build/.megatron-hdp
     digest=$(source_digest)
     if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]] || ! "$PYTHON" -c 'import megatron_hdp.planner'; then
-        echo "installing megatron_hdp into $("$PYTHON" -c 'import sys; print(sys.prefix)')"
+        echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)')," \
+            "minutes the first time; what pip says is in $INSTALL_LOG"
         install_package "$stamp" "$digest"
         "$PYTHON" -c 'import megatron_hdp.planner' ||
-            die "the planner does not load after its installation: see the lines above"
+            die "the planner does not load after its installation: see the lines above and" \
+                "$PWD/$INSTALL_LOG"
     fi
 }
 

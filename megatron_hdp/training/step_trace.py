@@ -53,10 +53,12 @@ class RankSpans:
     spans: list[Span]
     left_out_s: dict[str, float]
     """Seconds of waits too short to be among the spans, by kind."""
+    cpu_s: float
+    """CPU time of its process, all threads."""
 
     @classmethod
     def of_rank(
-        cls, place: RankPlace, clock: str, started_s: float, spans: list[Span]
+        cls, place: RankPlace, clock: str, started_s: float, spans: list[Span], cpu_s: float
     ) -> RankSpans:
         """Keeps of a step's spans what can be seen in a picture of it."""
         end_s = max((span.end_s for span in spans), default=started_s)
@@ -68,7 +70,7 @@ class RankSpans:
                 kept.append(span)
             else:
                 left_out_s[span.kind] += duration_s
-        return cls(place, clock, started_s, kept, dict(left_out_s))
+        return cls(place, clock, started_s, kept, dict(left_out_s), cpu_s)
 
     @property
     def compute_s(self) -> float:
@@ -152,6 +154,7 @@ def step_facts(ranks: Sequence[RankSpans], evaluation: Evaluation) -> dict[str, 
         "predicted_makespan_s": evaluation.makespan_s,
         "predicted_efficiency": evaluation.efficiency,
         "waits_too_short_to_draw_s": dict(left_out_s),
+        "cpu_s": sum(rank.cpu_s for rank in ranks),
     }
 
 

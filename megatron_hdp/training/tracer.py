@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class StepTracer:
         self._steps = trace_steps(steps)
         self._traced = traced
         self._events: list[Event] = []
+        self._cpu_began_s = 0.0  # of this process
         self._began_s: float | None = None  # the first traced step, on the first rank's clock
         if dist.get_rank() == 0:
             try:
@@ -49,14 +51,16 @@ class StepTracer:
         """Call before a step runs."""
         if step in self._steps:
             self._traced.executor.timeline.start_recording()
+            self._cpu_began_s = time.process_time()
 
     def end(self, step: int) -> None:
         """Call when it has run and has been timed: gathers from all ranks and writes."""
         if step not in self._steps:
             return
+        cpu_s = time.process_time() - self._cpu_began_s
         timeline = self._traced.executor.timeline
         mine = RankSpans.of_rank(
-            self._traced.place, _clock(), timeline.started_s, timeline.stop_recording()
+            self._traced.place, _clock(), timeline.started_s, timeline.stop_recording(), cpu_s
         )
         first = dist.get_rank() == 0
         ranks: list[RankSpans] | None = [mine] * dist.get_world_size() if first else None

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hdp.planner import plan
+
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts" / "quickstart"))
+import capacity  # noqa: E402
+
+CONTEXT, CAPACITY = 8192, 2048  # of configs/tiny-cpu.yaml
 
 
 def run_quickstart(folder, *flags, **environment):
@@ -22,27 +28,75 @@ def run_quickstart(folder, *flags, **environment):
     )
 
 
-@pytest.mark.timeout(600)
-def test_quickstart(tmp_path):
-    smaller = ["--hdp-global-batch-tokens", "16384", "--hdp-tokens-per-rank", "4096"]
-    result = run_quickstart(tmp_path, *smaller, STEPS="2", NPROC="2")
+def trained(folder, num_ranks, num_steps):
+    """What a quickstart with small steps prints and both of its runs' metrics."""
+    environment = {"STEPS": str(num_steps), "NPROC": str(num_ranks)}
+    result = run_quickstart(folder, "--hdp-global-batch-tokens", "16384", **environment)
     assert result.returncode == 0, result.stdout + result.stderr
-    for line in (
-        "loss, step 2",
-        "tokens/s",
-        "ring traffic",
-        "measured efficiency",
-        "micro-batches",
-    ):
-        assert line in result.stdout, result.stdout
-    runs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("static", "hdp")]
+    runs = [(folder / name / "metrics.jsonl").read_text() for name in ("static", "hdp")]
     static, hdp = ([json.loads(line) for line in run.splitlines()] for run in runs)
-    assert [step["step"] for step in hdp] == [1, 2]
+    assert [step["step"] for step in hdp] == list(range(1, num_steps + 1))
     for a, b in zip(static, hdp, strict=True):
         assert abs(a["loss"] / b["loss"] - 1) < 1e-5
         assert a["ring_bytes"] >= b["ring_bytes"] >= 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (tmp_path / "data").iterdir()} == {"stdlib.bin", "stdlib.idx"}
+    assert (folder / "measured.png").read_bytes().startswith(b"\x89PNG")
+    return result.stdout, static, hdp
+
+
+@pytest.mark.timeout(600)
+def test_quickstart(tmp_path):
+    output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=2)
+    for line in (
+        "== ranks: 2 of 4096 tokens",
+        "the static mesh took",
+        " x as fast",
+        "ring traffic (MB)",
+        "measured efficiency",
+        "What bounds the gain: ",
+        f": {tmp_path}/measured.png",
+    ):
+        assert line in " ".join(output.split()), output
+    assert sum(step["ring_bytes"] for step in hdp) < sum(step["ring_bytes"] for step in static)
+    names = ["data", "hdp", "measured.png", "static"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_other_numbers_of_ranks(tmp_path, num_ranks):
+    output, _, _ = trained(tmp_path, num_ranks, num_steps=1)
+    assert ("nothing to balance" in output) == (num_ranks == 1)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_the_capacity_is_the_least_that_holds_the_longest_sequence(num_ranks, capsys):
+    capacity.main(str(num_ranks), str(ROOT / "configs/tiny-cpu.yaml"))
+    tokens = int(capsys.readouterr().out)
+
+    def static_plan(tokens_per_rank):
+        lengths = [CONTEXT, CONTEXT - 1, 100]
+        return plan(lengths, ranks=num_ranks, tokens_per_rank=tokens_per_rank, strategy="static")
+
+    static_plan(tokens).validate()
+    if tokens > CAPACITY:
+        with pytest.raises(ValueError, match=f"{CONTEXT}|8,192"):
+            static_plan(tokens - 1)
+    assert tokens == {1: 8192, 2: 4096, 3: 2732}.get(num_ranks, CAPACITY)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        *(("NPROC", value, "1 to 8 ranks") for value in ("0", "9", "16", "-1", "four", "2.5")),
+        *(("STEPS", value, "a number of steps, 1 to 9999") for value in ("0", "many")),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_one_line(tmp_path, variable, value, expected):
+    result = run_quickstart(tmp_path, **{variable: value})
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == f"error: {variable}={value}: expected {expected}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):

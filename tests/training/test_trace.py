@@ -1,6 +1,7 @@
 """A trace of real ranks: every micro-batch where the plan has it, waits in their lanes, totals."""
 
 import json
+import os
 from collections import Counter, defaultdict
 from dataclasses import replace
 from unittest import mock
@@ -250,6 +251,7 @@ def test_totals_are_those_of_the_metrics(traced):
         assert facts["measured_compute_s"] <= busy_s < NUM_RANKS * makespan_s
         last_sync = max(b["ts"] for b in trace.lane(step, SYNC)) - trace.steps()[step]["ts"]
         assert makespan_s <= last_sync / MICROSECONDS + 1e-3
+        assert 0 < facts["cpu_s"] < os.cpu_count() * (metrics[step].seconds + 0.1)
 
 
 def test_the_plan_is_laid_over_it(traced):
@@ -288,7 +290,7 @@ def ranks_of_two_machines():
             Span(BACKWARD, zero + 3, zero + 5, 0),
             Span(SYNC, zero + 5, zero + 6, None),
         ]
-        ranks.append(RankSpans.of_rank(place_of(h, s, t), machine, started, spans))
+        ranks.append(RankSpans.of_rank(place_of(h, s, t), machine, started, spans, 0.5))
     return plan, evaluate(plan, COST, 2), ranks
 
 
@@ -337,13 +339,15 @@ def test_copies_have_lanes_of_their_own():
     events = step_events(with_copies(ranks), plan, evaluation, 7, 0.0)
     copies = [(names[1][e["tid"]], e["dur"]) for e in events if e["name"].startswith("copy")]
     assert Counter(copies) == {(TO_HOST, 1e6): 8, (TO_DEVICE, 2e6): 8}
-    assert step_facts(with_copies(ranks), evaluation) == step_facts(ranks, evaluation)
+    facts = step_facts(ranks, evaluation)
+    assert step_facts(with_copies(ranks), evaluation) == facts
+    assert facts["cpu_s"] == len(ranks) * 0.5
 
 
 def test_short_waits_are_summed_not_drawn():
     spans = [Span(FORWARD, 0.0, 1.0, 0)]
     spans += [Span(RING_WAIT, 0.5, 0.50001, 0)] * 3 + [Span(RING_WAIT, 0.6, 0.7, 0)]
-    rank = RankSpans.of_rank(place_of(0, 0, 0), "a", 0.0, spans)
+    rank = RankSpans.of_rank(place_of(0, 0, 0), "a", 0.0, spans, 0.9)
     assert len(rank.spans) == 2
     assert rank.left_out_s == {RING_WAIT: pytest.approx(3e-5)}
     assert rank.compute_s == pytest.approx(1.0 - 0.1 - 3e-5)

@@ -1,0 +1,151 @@
+"""What a run measured, step by step: its metrics, and where each rank's time went.
+
+Read from ``metrics.jsonl`` (``--metrics-path``) and the trace of all steps (``--hdp-trace``).
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+_COMPUTE, _RING_WAIT, _SYNC, _OPTIMIZER = "compute", "ring wait", "gradient sync", "optimizer step"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some time of one rank, in seconds since the step began."""
+
+    start_s: float
+    end_s: float
+    degree: int = 1
+    """Ranks that share the micro-batch."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where one rank's time went in a step."""
+
+    compute: tuple[Stretch, ...]
+    """Forwards and backwards, the waits for ring members inside them included."""
+    waits: tuple[Stretch, ...]
+    """For ring members, and in the end for the last rank; none overlaps another."""
+    sync: tuple[Stretch, ...]
+    """Gradients reduced, without waiting for the last rank; the optimizer's step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run."""
+
+    metrics: dict[str, Any]
+    """Of `megatron_hdp.training.metrics.StepMetrics`."""
+    traced_s: float
+    """From its first micro-batch to its end."""
+    cpu_s: float
+    """CPU time of all ranks together."""
+    ranks: tuple[RankTime, ...]
+
+    @property
+    def number(self) -> int:
+        """Counted from 1."""
+        return int(self.metrics["step"])
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return float(self.metrics["seconds"])
+
+    @property
+    def largest_degree(self) -> int:
+        """Of its rings; the static mesh has no other."""
+        return max((one.degree for rank in self.ranks for one in rank.compute), default=1)
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the ranks' time that they waited for each other."""
+        waited_s = sum(one.seconds for rank in self.ranks for one in rank.waits)
+        return waited_s / (self.traced_s * len(self.ranks))
+
+    def busy_share(self, cores: int) -> float:
+        """Share of the time of the cores that ranks can use in which they used them."""
+        return self.cpu_s / (min(cores, len(self.ranks)) * self.seconds)
+
+
+def read_run(folder: Path) -> list[Step]:
+    """Return the steps of ``FOLDER/metrics.jsonl`` and of the only trace in ``FOLDER/trace``.
+
+    Raises:
+        ValueError: there is no step, or the trace is not one of the same steps.
+    """
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    if not records:
+        raise ValueError(f"{path}: found no step, expected one JSON object a line: run it again")
+    traces = sorted((folder / "trace").glob("*.json"))
+    if len(traces) != 1:
+        raise ValueError(f"{folder / 'trace'}: found {len(traces)} traces, expected one")
+    traced = _read_trace(traces[0])
+    numbers = [record["step"] for record in records]
+    if sorted(traced) != numbers:
+        raise ValueError(f"{traces[0]}: found the steps {sorted(traced)}, expected {numbers}")
+    return [Step(record, *traced[record["step"]]) for record in records]
+
+
+def median_step(static: Sequence[Step], hdp: Sequence[Step]) -> int:
+    """Return the place of the step whose speed-up is the median, the lower one of an even number.
+
+    Both runs train on the same sequences in a step, so its times compare.
+    """
+    speedups = [a.seconds / b.seconds for a, b in zip(static, hdp, strict=True)]
+    return speedups.index(median_low(speedups))
+
+
+def _read_trace(path: Path) -> dict[int, tuple[float, float, tuple[RankTime, ...]]]:
+    """Return of every step its time, its CPU time and each rank's time."""
+    events = json.loads(path.read_bytes())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    missing = {_COMPUTE, _RING_WAIT, _SYNC, _OPTIMIZER, "steps"} - set(lanes.values())
+    if missing:
+        raise ValueError(f"{path}: found no lane {sorted(missing)}, expected a trace of a job")
+    bars = [(lanes[e["tid"]], e) for e in events if e["ph"] == "X"]
+    steps = {}
+    for whole in (bar for lane, bar in bars if lane == "steps"):
+        first, last = whole["ts"], whole["ts"] + whole["dur"]
+        mine = [(lane, bar) for lane, bar in bars if first <= bar["ts"] <= last]
+        ranks = _ranks(mine, first)
+        steps[int(whole["name"].split()[1])] = whole["dur"] / 1e6, whole["args"]["cpu_s"], ranks
+    return steps
+
+
+def _ranks(bars: Sequence[tuple[str, dict[str, Any]]], first: float) -> tuple[RankTime, ...]:
+    stretches: dict[int, dict[str, list[Stretch]]] = {}
+    for lane, bar in bars:
+        if lane in (_COMPUTE, _RING_WAIT, _SYNC, _OPTIMIZER):
+            start_s, degree = (bar["ts"] - first) / 1e6, bar["args"].get("degree", 1)
+            stretch = Stretch(start_s, start_s + bar["dur"] / 1e6, degree)
+            stretches.setdefault(bar["pid"], {}).setdefault(lane, []).append(stretch)
+    by_rank = [stretches[process] for process in sorted(stretches)]
+    all_there_s = max(_starts(rank.get(_SYNC, ()) for rank in by_rank), default=0.0)
+    return tuple(_rank_time(rank, all_there_s) for rank in by_rank)
+
+
+def _starts(syncs: Iterable[Sequence[Stretch]]) -> list[float]:
+    return [sync[0].start_s for sync in syncs if sync]
+
+
+def _rank_time(lanes: dict[str, list[Stretch]], all_there_s: float) -> RankTime:
+    """A rank's time; before `all_there_s` gradient sync is waiting for the last rank."""
+    waits, sync = list(lanes.get(_RING_WAIT, ())), list(lanes.get(_OPTIMIZER, ()))
+    for one in lanes.get(_SYNC, ()):
+        if one.start_s < all_there_s:
+            waits.append(Stretch(one.start_s, min(one.end_s, all_there_s)))
+        if one.end_s > all_there_s:
+            sync.append(Stretch(max(one.start_s, all_there_s), one.end_s))
+    return RankTime(tuple(lanes.get(_COMPUTE, ())), tuple(waits), tuple(sync))
