@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         *{"megatron/model", "megatron/optimizer", "megatron/step"},
         *{"planner", "data", "runtime"},
     },
-    "megatron/doctor": {"megatron", "megatron/cpu", "megatron/lm", "runtime"},
+    "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "training"},
@@ -165,7 +165,8 @@ def _module(path: Path) -> str:
 
 def _module_graph() -> dict[str, set[str]]:
     """What each module imports of the package; a package stands for its ``__init__``."""
-    modules = {_module(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py*")}
+    sources = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]
+    modules = {_module(path).removesuffix(".__init__"): path for path in sources}
     graph = {}
     for module, path in modules.items():
         named = (name for _, name in _imports(ast.parse(path.read_text()), _module(path)))

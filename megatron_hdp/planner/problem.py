@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_hdp.planner import _core
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
+from megatron_hdp.planner.extension import _core
 
 OFFLOAD = ("auto", "off")
 

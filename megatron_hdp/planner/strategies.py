@@ -7,9 +7,9 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from megatron_hdp.planner import _core
 from megatron_hdp.planner.bounds import pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from megatron_hdp.planner.types import Plan
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import _core
+from megatron_hdp.planner.extension import _core
 
 ARGUMENTS = {
     "activation_bytes_per_token": 0.0,

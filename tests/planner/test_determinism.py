@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import _core
+from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES, fixed_problems
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import CostModel, _core, plan
+from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES
 from tests.planner.test_binding import ARGUMENTS

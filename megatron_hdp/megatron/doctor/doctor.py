@@ -190,11 +190,7 @@ def run_doctor(as_json: bool) -> int:
 def diagnose() -> Diagnosis:
     """Looks at this machine and at what is installed on it; changes nothing."""
     problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
-    if not _importable("megatron_hdp.planner._core"):
-        problems.append(
-            "the compiled planner does not import: build it with `pip install .` (or `pip install "
-            "-e . --no-build-isolation` in a checkout), which needs a C++17 compiler"
-        )
+    problems += _planner_problems()
     has_torch = _importable("torch")
     problems += network_problems()
     num_gpus = 0
@@ -280,6 +276,14 @@ def _importable(module: str) -> bool:
 
 def _advice(module: str) -> str:
     return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
+
+
+def _planner_problems() -> list[str]:
+    try:
+        importlib.import_module("megatron_hdp.planner")
+    except ImportError as error:
+        return [str(error)]
+    return []
 
 
 def _device() -> tuple[str, int]:

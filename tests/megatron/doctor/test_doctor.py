@@ -1,6 +1,7 @@
 """The doctor: finds what is there, says what to do about what is not, and exits accordingly."""
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -74,11 +75,14 @@ def test_a_missing_seam_is_a_problem_with_a_remedy(capsys, monkeypatch, seam, ex
     assert "training cannot run" in text
 
 
-def test_a_planner_that_is_not_built_is_a_problem(capsys):
-    with without("megatron_hdp.planner._core"):
-        assert main(["doctor", "--json"]) == 1
+def test_a_planner_that_is_not_built_is_a_problem(capsys, monkeypatch):
+    names = [name for name in sys.modules if name.startswith("megatron_hdp.planner")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron_hdp.planner._core", None)
+    assert main(["doctor", "--json"]) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert "compiled planner" in problem and "pip install" in problem
+    assert "needs its compiled planner" in problem and "-m pip install -e" in problem
 
 
 def test_without_megatron_one_line_says_so(capsys):
