@@ -15,9 +15,11 @@ def main(argv: list[str] | None = None) -> int:
     A mistake of the user's that every rank sees before the job is joined is told by the first rank
     only.
     """
+    from megatron_hdp.megatron import known_warnings
     from megatron_hdp.megatron.options import parse_arguments
     from megatron_hdp.runtime import cuda_connections
 
+    known_warnings.leave_out()
     rank = int(os.environ.get("RANK", "0"))
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)

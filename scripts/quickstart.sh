@@ -22,9 +22,6 @@ mkdir -p "$folder/data"
 
 export OMP_NUM_THREADS=1
 export CUDA_VISIBLE_DEVICES="" # the comparison is made on CPUs, on every machine
-# What megatron-core tells every rank about GPU libraries
-PYTHONWARNINGS="ignore:Transformer Engine and Apex,ignore:Apex is not installed"
-export PYTHONWARNINGS="$PYTHONWARNINGS,ignore:full scope is deprecated"
 
 train() { # name, strategy, flags...
     local name=$1 strategy=$2
