@@ -28,6 +28,7 @@ from megatron_hdp.megatron.doctor.surroundings import (
     network_problems,
     version_of,
 )
+from megatron_hdp.megatron.lm import checkout
 from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
 
 if TYPE_CHECKING:
@@ -69,8 +70,10 @@ class Diagnosis:
     attention_refused: dict[str, str]
     """Kernels that would have been preferred, and why they are not taken."""
     seams: tuple[SeamCheck, ...]
+    megatron_lm: checkout.Checkout | None
+    """That a run finds."""
     patches: tuple[PatchCheck, ...] | None
-    """Those of the plugin for a Megatron-LM checkout; None where there is none to look at."""
+    """Those of the plugin for that Megatron-LM; None where there is none."""
     optional_packages: tuple[PackageCheck, ...]
     advice: tuple[str, ...]
     """What to do about things that are not as they could be; training runs without."""
@@ -188,7 +191,12 @@ def run_doctor(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at this machine and at what is installed on it; changes nothing."""
+    """Looks at this machine and at what a run that starts here finds on it; changes nothing."""
+    with checkout.current_folder_first():
+        return _diagnose()
+
+
+def _diagnose() -> Diagnosis:
     problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
     problems += _planner_problems()
     has_torch = _importable("torch")
@@ -205,12 +213,12 @@ def diagnose() -> Diagnosis:
         kernel, refused, problem = _attention(shim_applies)
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
-    patches = None
+    found = patches = None
     if _importable("megatron.core"):
         from megatron_hdp.megatron.cpu.gpu_gaps import GAPS
         from megatron_hdp.megatron.lm.diagnosis import check_patches
 
-        patches = check_patches()
+        found, patches = checkout.find(), check_patches()
         gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
     advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches))
@@ -224,6 +232,7 @@ def diagnose() -> Diagnosis:
         attention_kernel=kernel,
         attention_refused=refused,
         seams=seams,
+        megatron_lm=found,
         patches=patches,
         optional_packages=check_packages(),
         advice=tuple(line for line in advice if line is not None),
@@ -343,7 +352,7 @@ def _text(diagnosis: Diagnosis) -> str:
         suffix = f"({check.seam.parameter}=...)" if check.seam.parameter else ""
         lines.append(f"  {'MISSING' if check.problem else 'ok':8}{check.seam.target}{suffix}")
         lines.append(f"{'':10}{check.seam.why}")
-    lines += ["", *_patch_lines(diagnosis.patches)]
+    lines += ["", *_megatron_lm_lines(diagnosis.megatron_lm, diagnosis.patches or ())]
     if diagnosis.cpu_shim_applies:
         lines += ["", "without a GPU a run redirects, until it ends:"]
         lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
@@ -367,13 +376,24 @@ def _text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _patch_lines(patches: tuple[PatchCheck, ...] | None) -> list[str]:
-    if patches is None:
+def _megatron_lm_lines(
+    found: checkout.Checkout | None, patches: tuple[PatchCheck, ...]
+) -> list[str]:
+    if found is None:
         return [
             "no Megatron-LM here for `python -m megatron_hdp run`: start in its checkout, or put "
             "that on PYTHONPATH"
         ]
-    lines = ["patches that `python -m megatron_hdp run` puts into this Megatron-LM:"]
+    where = (
+        "the current folder: a run of its pretrain_gpt.py finds it, from any folder"
+        if found.is_current
+        else "on Python's path: a run finds it unless its script stands beside another one"
+    )
+    lines = [
+        f"{'Megatron-LM':18} {found.folder} ({found.release})",
+        f"{'':18} {where}",
+        "patches that `python -m megatron_hdp run` puts into this Megatron-LM:",
+    ]
     for check in patches:
         lines.append(f"  {'MISFIT' if check.problem else 'ok':8}{check.target}")
         lines.append(f"{'':10}{check.problem or check.why}")

@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.cpu import shim
+from megatron_hdp.megatron.doctor.doctor import _megatron_lm_lines
+from megatron_hdp.megatron.lm.checkout import Checkout, current_folder_first, find
 from megatron_hdp.megatron.lm.diagnosis import check_patches
 from megatron_hdp.megatron.lm.patches import PATCHES
 from megatron_hdp.megatron.lm.releases import installed_release
@@ -21,9 +24,11 @@ DOCTOR = "import sys; from megatron_hdp.cli.main import main; sys.exit(main(['do
 
 
 def doctor(folder, *flags):
-    path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
+    """The command as its console script runs it: in `folder`, which Python does not look into."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-c", DOCTOR.format(list(flags))],
+        [sys.executable, "-P", "-c", DOCTOR.format(list(flags))],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
@@ -59,7 +64,10 @@ def test_without_a_checkout_it_says_where_to_start(capsys):
 def test_every_patch_is_listed_with_its_reason(tmp_path, changed, misfit):
     done = doctor(fake_megatron_lm.write(tmp_path, **changed), "--json")
     assert done.returncode == 0, done.stderr  # our own command can train
-    patches = json.loads(done.stdout)["patches"]
+    found = json.loads(done.stdout)
+    release = installed_release()
+    assert found["megatron_lm"] == {"folder": str(tmp_path), "release": release, "is_current": True}
+    patches = found["patches"]
     assert [patch["target"] for patch in patches] == [
         patch.target for patch in PATCHES.of(installed_release())
     ]
@@ -68,3 +76,27 @@ def test_every_patch_is_listed_with_its_reason(tmp_path, changed, misfit):
     for name, problem in problems.items():
         assert (problem is None) == (name not in misfit), (name, problem)
         assert misfit.get(name, "") in (problem or "")
+
+
+def test_the_current_folder_goes_before_pythons_path(tmp_path, monkeypatch):
+    here, other = (fake_megatron_lm.write(tmp_path / name) for name in ("here", "other"))
+    monkeypatch.syspath_prepend(str(other))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert found_by_doctor() == Checkout(str(other), installed_release(), is_current=False)
+    monkeypatch.chdir(here)
+    assert found_by_doctor() == Checkout(str(here), installed_release(), is_current=True)
+    assert sys.path == before
+
+
+def found_by_doctor():
+    with current_folder_first():
+        return find()
+
+
+def test_the_text_says_which_one_and_who_finds_it():
+    there = Checkout("/lm", "0.19.1", is_current=True)
+    text = "\n".join(_megatron_lm_lines(there, ()))
+    assert "/lm (0.19.1)\n" in text and "the current folder: a run of its pretrain_gpt" in text
+    text = "\n".join(_megatron_lm_lines(replace(there, is_current=False), ()))
+    assert "on Python's path: a run finds it unless" in text
