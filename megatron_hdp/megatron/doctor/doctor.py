@@ -334,7 +334,8 @@ def _patch_advice(patches: tuple[PatchCheck, ...] | None) -> str | None:
         return None
     return (
         f"{misfits} patches do not fit this Megatron-LM, so `python -m megatron_hdp run` refuses "
-        "it: git checkout a release that the README's table of supported versions names"
+        "it: install what is missing there, or git checkout a release that the README's table of "
+        "supported versions names"
     )
 
 

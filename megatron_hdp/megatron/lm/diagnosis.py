@@ -38,7 +38,6 @@ def check_patches() -> tuple[PatchCheck, ...] | None:
 
 
 def _compare(release: str) -> tuple[PatchCheck, ...]:
-    if release not in PATCHES.releases:
-        (unknown,) = PATCHES.problems(release)
-        return tuple(PatchCheck(p.target, p.why, unknown) for p in PATCHES.patches)
-    return tuple(PatchCheck(p.target, p.why, p.problem(release)) for p in PATCHES.of(release))
+    patches = PATCHES.of(release) or PATCHES.patches
+    whole = PATCHES.problem_of_all(release)
+    return tuple(PatchCheck(p.target, p.why, whole or p.problem(release)) for p in patches)

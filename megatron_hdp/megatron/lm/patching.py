@@ -46,6 +46,17 @@ class Patch:
         """What its owner calls it."""
         return self.target.split(":")[1].split(".")[-1]
 
+    def missing_package(self) -> str | None:
+        """A package that the target's module imports and that is not installed; None if none."""
+        try:
+            importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            package = str(error.name).split(".")[0]
+            return None if package == self.module.split(".")[0] else package
+        except ImportError:
+            pass  # `problem` tells it
+        return None
+
     def owner(self) -> Any:
         """The module or class that has the target, once its module was imported.
 
@@ -120,10 +131,19 @@ class PatchSet:
         """The patches that a release needs."""
         return [patch for patch in self.patches if release in patch.parameters]
 
+    def problem_of_all(self, release: str) -> str | None:
+        """What keeps every patch from being applied to a release; None if nothing does."""
+        if release not in self.releases:
+            return f"found megatron-core {release}, expected one of {', '.join(self.releases)}"
+        if missing := sorted({p for patch in self.of(release) if (p := patch.missing_package())}):
+            names = " ".join(missing)
+            return f"found no package {names}, which Megatron imports there: pip install {names}"
+        return None
+
     def problems(self, release: str) -> list[str]:
         """What keeps the patches from being applied to a release; empty if nothing does."""
-        if release not in self.releases:
-            return [f"found megatron-core {release}, expected one of {', '.join(self.releases)}"]
+        if whole := self.problem_of_all(release):
+            return [whole]
         return [text for patch in self.of(release) if (text := patch.problem(release)) is not None]
 
     def apply(self, release: str) -> None:
@@ -144,7 +164,8 @@ class PatchSet:
             listed = "\n  ".join(problems)
             raise PatchError(
                 f"nothing was patched, as this Megatron is not the one that was expected:\n  "
-                f"{listed}\nInstall a release that the README's table of supported versions names"
+                f"{listed}\nInstall what is missing, or a release that the README's table of "
+                "supported versions names"
             )
         try:
             for patch in self.of(release):

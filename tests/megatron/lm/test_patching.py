@@ -113,6 +113,18 @@ def test_one_patch_that_does_not_fit_keeps_all_out(library, target, others, mess
     assert library.subtract is original and not patches.is_applied
 
 
+def test_a_package_that_megatron_lacks_is_named_once(library, tmp_path, monkeypatch):
+    """Its absence says nothing of the release."""
+    (tmp_path / "fake_needy.py").write_text("import fake_six.moves\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needy = [patch("fake_needy:add"), patch("fake_needy:subtract")]
+    patches = PatchSet([patch("fake_library:add"), *needy], (RELEASE,))
+    expected = "found no package fake_six, which Megatron imports there: pip install fake_six"
+    assert patches.problems(RELEASE) == [expected]
+    with pytest.raises(PatchError, match=expected):
+        patches.apply(RELEASE)
+
+
 def test_each_release_has_its_own_signature_or_does_without(library):
     record = patch("fake_library:add", parameters={RELEASE: ("x", "y"), "3.0": ("z",)})
     both = patch("fake_library:subtract", parameters=dict.fromkeys(("1.0", "2.0"), ("x", "y")))
