@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},
-        *{"megatron/model", "megatron/optimizer", "megatron/step"},
+        *{"megatron/model", "megatron/optimizer", "megatron/checkpoint", "megatron/step"},
         *{"planner", "data", "runtime"},
     },
     "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},

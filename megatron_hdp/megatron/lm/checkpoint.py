@@ -1,4 +1,4 @@
-"""What HDP adds to Megatron-LM's checkpoints: the order of the data, and torch's Adam.
+"""What HDP adds to Megatron-LM's checkpoints: order of the data, torch's Adam, writers that end.
 
 Megatron saves its arguments in every checkpoint and compares some of them when it loads one. The
 order of the data and the tokens consumed so far lie among them.
@@ -7,16 +7,21 @@ order of the data and the tokens consumed so far lie among them.
 from __future__ import annotations
 
 import argparse
+import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_hdp.data import DataOrder, TokenFile, split_documents
 from megatron_hdp.megatron import step
+from megatron_hdp.megatron.checkpoint import write_results
 from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.options import OptionError
+from megatron_hdp.runtime.health import bound_to_this_process
 
 _ORDER = "hdp_data_order"
 _TOKENS = "hdp_consumed_tokens"
@@ -40,6 +45,18 @@ def loading(optimizer: Any) -> Iterator[None]:
         yield
         return
     with torch_adam.restorable(optimizer):
+        yield
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Within the block, what Megatron starts to write a checkpoint ends with this process.
+
+    Its writers report through a file. So there is no server process for their reports, a second
+    copy of the script that Megatron spawns, ends by SIGTERM and lets print its stack.
+    """
+    report = Path(tempfile.gettempdir(), f"hdp-checkpoint-report-{uuid.uuid4().hex}")
+    with write_results.through(write_results.ResultsFile(report)), bound_to_this_process():
         yield
 
 

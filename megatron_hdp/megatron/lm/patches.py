@@ -102,7 +102,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             "megatron.training.checkpointing:save_checkpoint",
-            "heartbeats allow it the time that it takes",
+            "heartbeats allow it the time that it takes, and its writers end with their rank",
             ANY,
             replacements.save,
         ),

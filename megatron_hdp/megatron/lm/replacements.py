@@ -151,12 +151,14 @@ def _timed(step: Function) -> Function:
 
 
 def save(original: Function) -> Function:
-    """Saving, noted for the heartbeats."""
+    """Saving, noted for the heartbeats, by writers that end with this process."""
 
     def save_checkpoint(*positional: Any, **named: Any) -> Any:
         if _run is None:
             return original(*positional, **named)
-        with _job.saving():
+        from megatron_hdp.megatron.lm import checkpoint
+
+        with _job.saving(), checkpoint.saving():
             return original(*positional, **named)
 
     return save_checkpoint

@@ -1,11 +1,20 @@
 """Whether a run may go on from Megatron-LM's checkpoint: only in the order that it began with."""
 
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
+import psutil
 import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_hdp.megatron.lm import checkpoint
+from megatron_hdp.megatron.cpu import shim
+from megatron_hdp.megatron.lm import checkpoint, replacements
+from megatron_hdp.megatron.releases import own_checkpoint_writer
 from tests.support.gradients import tiny_arguments, write_corpus
 
 
@@ -56,3 +65,32 @@ def test_tokens_are_counted_on():
     assert [checkpoint.count_tokens(first, 5), checkpoint.count_tokens(first, 6)] == [5, 11]
     checkpoint.restore_tokens(second, first)
     assert checkpoint.count_tokens(second, 1) == 12
+
+
+def save_and_load(folder, reports, is_async):
+    """Body of a rank: a save under HDP; returns what it leaves, and what was saved."""
+    shim.apply()
+    tempfile.tempdir = str(reports)
+    job = SimpleNamespace(saving=nullcontext)
+    with mock.patch.multiple(replacements, _run=object(), _job=job):
+        request = replacements.save(dist_checkpointing.save)(
+            {"weights": ShardedTensor.from_rank_offsets("weights", torch.arange(5.0))},
+            str(folder),
+            async_sharded_save=is_async,
+            **own_checkpoint_writer(),
+        )
+        if is_async:
+            request.execute_sync()
+    left = [str(one) for one in (*psutil.Process().children(), *reports.iterdir())]
+    empty = ShardedTensor.from_rank_offsets("weights", torch.zeros(5))
+    loaded = dist_checkpointing.load({"weights": empty}, str(folder))
+    return left, loaded["weights"].tolist()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_saving_leaves_no_process_and_no_file(run_ranks, tmp_path, is_async):
+    """A process would print its stack at the rank's end, and outlive a rank that is killed."""
+    folder, reports = tmp_path / "checkpoint", tmp_path / "reports"
+    folder.mkdir(), reports.mkdir()
+    ((left, weights),) = run_ranks(1, save_and_load, folder, reports, is_async)
+    assert left == [] and weights == [0, 1, 2, 3, 4]
