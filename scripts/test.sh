@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Checks style and types, then runs the tests: ./scripts/test.sh [--slow] [arguments of pytest]
+#
+#   WORKERS=2    tests that run at a time (default: 2; 0: one after the other, which -x and --pdb want)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -13,4 +15,5 @@ export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest ${selection[@]+"${selection[@]}"} "$@"
+"$PYTHON" -m pytest --numprocesses "${WORKERS:-2}" --dist loadgroup \
+    ${selection[@]+"${selection[@]}"} "$@"
