@@ -16,6 +16,7 @@ logging.getLogger("megatron").setLevel(logging.WARNING)  # not what it finds whe
 
 project = "megatron_hdp"
 author = "The megatron_hdp authors"
+copyright = f"{author}, Apache-2.0"
 release = version = megatron_hdp.__version__
 html_title = f"megatron_hdp {release}"
 
@@ -26,12 +27,15 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 highlight_language = "text"
+smartquotes = False  # two dashes begin a flag
 
 myst_heading_anchors = 3
+add_module_names = False
+toc_object_entries = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!megatron_hdp\.).*"),  # other packages
-    ("py:.*", r".*\.(_\w+|T|Item)"),  # private names and type variables
+    ("py:.*", r".*\._\w+(\.\w+)?|.*\.(T|Item)"),  # private names and type variables
 ]
 
 autodoc_member_order = "bysource"

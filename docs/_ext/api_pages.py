@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -37,7 +38,7 @@ def page(package: str) -> str:
     if offered := _offered(found):
         parts.append(f"It offers {', '.join(offered)}.")
     for one in pkgutil.iter_modules(found.__path__):
-        if not one.ispkg:
+        if not one.ispkg and not re.match("_[^_]", one.name):
             parts += [_heading(one.name, "-"), _module(f"{package}.{one.name}")]
     return "\n\n".join(parts) + "\n"
 

@@ -111,12 +111,14 @@ def _table_of_parser(parser: argparse.ArgumentParser) -> str:
         if not action.help:
             raise UndeclaredError(f"{parser.prog}: {action.dest} has no help")
         name = action.option_strings[0] if action.option_strings else action.dest
-        value = "|".join(action.choices) if action.choices else action.metavar or ""
-        if action.option_strings and action.nargs != 0 and not value:
-            value = action.dest.upper()
-        required = "required" if action.required and action.nargs != argparse.REMAINDER else ""
-        rows.append((code(f"{name} {value}".strip()), required, action.help))
-    return table(("argument", "", "meaning"), rows)
+        value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+        usage = code(f"{name} {value}".strip() if action.option_strings else name)
+        if action.choices:
+            usage = " ".join(map(code, (name, *action.choices)))
+        required = action.required and action.nargs != argparse.REMAINDER
+        meaning = f"{action.help}; required" if required else action.help
+        rows.append((usage, meaning))
+    return table(("argument", "meaning"), rows)
 
 
 def plugin_flags() -> str:
@@ -172,9 +174,10 @@ def cost_model() -> str:
     rows = []
     for name, meaning in meanings(CostModel).items():
         default = defaults[name]
-        shown = "required" if default is dataclasses.MISSING else code(_shown(default))
-        rows.append((code(name), shown, meaning))
-    return table(("key", "default", "meaning"), rows)
+        is_required = default is dataclasses.MISSING
+        shown = "Required." if is_required else f"Default: {code(_shown(default))}."
+        rows.append((code(name), f"{meaning} {shown}"))
+    return table(("key", "meaning"), rows)
 
 
 def _shown(value: Any) -> str:
@@ -214,9 +217,16 @@ def filled_in(page: str) -> str:
     def made(mark: re.Match[str]) -> str:
         if mark[1] not in TABLES:
             raise UndeclaredError(f"found {mark[0]}, expected one of {', '.join(TABLES)}")
-        return TABLES[mark[1]]()
+        return _flags_as_code(TABLES[mark[1]]())
 
     return _MARK.sub(made, page)
+
+
+def _flags_as_code(text: str) -> str:
+    """The text with each flag that is not code yet as code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"(?<![\w-])--\w[\w-]*", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 if __name__ == "__main__":

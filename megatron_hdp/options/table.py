@@ -4,19 +4,17 @@ from megatron_hdp.options.declaration import declared, flag_of, metavar, switche
 
 
 def markdown_table(cls: type) -> str:
-    """Return the Markdown table of the flags and YAML keys that dataclass ``cls`` declares."""
-    lines = ["| flag | YAML key | default | meaning |", "|---|---|---|---|"]
+    """Return the Markdown table of the flags that dataclass ``cls`` declares."""
+    lines = ["| flag, or key in YAML | meaning |", "|---|---|"]
     for item, kind in declared(cls):
-        flag = flag_of(item.name)
-        key = flag.removeprefix("--")
+        flag, default = flag_of(item.name), ""
         if kind is bool:
-            on_flag, off_flag = switches(item)
-            flag, default = (off_flag, "") if item.default else (on_flag, "")
-            key += ": false" if item.default else ": true"
+            usage = f"`{switches(item)[bool(item.default)]}`"
         else:
-            shown = "|".join(item.metadata["choices"]) or metavar(item, kind)
-            flag = f"{flag} {shown}".replace("|", "\\|")
-            default = "" if item.default in (None, ()) else f"`{item.default}`"
-        default = "required" if item.metadata["required"] else default
-        lines.append(f"| `{flag}` | `{key}` | {default} | {item.metadata['help']} |")
+            choices = item.metadata["choices"]
+            usage = " ".join(f"`{one}`" for one in (flag, *choices)) if choices else ""
+            usage = usage or f"`{flag} {metavar(item, kind)}`".replace("|", "\\|")
+            default = "" if item.default in (None, ()) else f" Default: `{item.default}`."
+        default = " Required." if item.metadata["required"] else default
+        lines.append(f"| {usage} | {item.metadata['help']}{default} |")
     return "\n".join(lines) + "\n"

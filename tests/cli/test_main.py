@@ -61,12 +61,10 @@ def test_wrong_flags_exit_with_2(arguments, capsys):
 
 
 def test_doctor_hands_over_its_exit_code(monkeypatch):
-    class Doctor:
-        @staticmethod
-        def run_doctor(as_json):
-            return 7 if as_json else 3
+    def run_doctor(as_json):
+        return 7 if as_json else 3
 
-    monkeypatch.setitem(sys.modules, "megatron_hdp.megatron.doctor.doctor", Doctor)
+    monkeypatch.setattr("megatron_hdp.megatron.doctor.run_doctor", run_doctor)
     assert main(["doctor"]) == 3
     assert main(["doctor", "--json"]) == 7
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Here:
-    """tests/docs/test_commands.py runs it as it stands there, by the function of this name."""
+    """tests/docs/test_commands.py runs it; of training, slow tests do, others try the flags."""
 
     how: str
 

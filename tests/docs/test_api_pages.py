@@ -16,6 +16,7 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "house"
     (folder / "room").mkdir(parents=True)
     (folder / "__init__.py").write_text('"""A house."""\n')
+    (folder / "_hidden.py").write_text("import nothing_of_the_kind\n")
     (folder / "lonely.py").write_text("import ray_of_nobody\n")
     (folder / "room" / "__init__.py").write_text(
         'from house.room.chair import Chair\n__all__ = ["Chair", "COUNT"]\nCOUNT = 1\n'

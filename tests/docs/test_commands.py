@@ -158,15 +158,9 @@ def losses(path, argv):
         return [(metrics.step, metrics.loss) for metrics in pretrain(parse_arguments(argv))]
 
 
-def test_the_training_command_trains(run_ranks, folder):
-    """The README's, on ranks as it stands there but for the size of the run."""
-    (first,) = (command for command in shown("train") if command.page == "README.md")
-    assert [step for step, _ in trained(first, folder, run_ranks)] == [1, 2]
-
-
 @pytest.mark.slow
-def test_all_training_commands_train(run_ranks, folder):
-    """One after the other: the layouts have one curve, and a resumed run goes on."""
+def test_training_commands_train(run_ranks, folder):
+    """On ranks, one after the other, smaller: layouts share a curve, a resumed run goes on."""
     *of_train, of_its_own = sorted(shown("train"), key=lambda one: "tiny-cpu" not in one.text)
     runs = [trained(command, folder, run_ranks) for command in of_train]
     plain, pipelined, saving, resumed = (dict(run) for run in runs)

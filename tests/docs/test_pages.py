@@ -105,5 +105,5 @@ def test_no_page_holds_both_sides_of_a_merge():
 def test_ci_makes_the_site_and_runs_the_tests():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert "./scripts/docs.sh" in lines
-    assert lines[-1] == "exec ./scripts/test.sh"  # its last line is pytest's
+    assert "./scripts/test.sh" in lines[-1]  # so that CI's last line is pytest's
     assert Path(ROOT, "scripts/docs.sh").stat().st_mode & 0o100

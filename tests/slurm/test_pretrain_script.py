@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.ray_launch.__main__ import _parser as launcher_parser
+from megatron_hdp.ray_launch.__main__ import build_parser as launcher_parser
 from tests.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
