@@ -6,6 +6,7 @@ import sys
 from megatron_hdp import plugin
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.options import OptionError
+from megatron_hdp.processes import launcher
 
 _USAGE = """usage: python -m megatron_hdp run SCRIPT [ARGUMENTS ...]
 
@@ -21,6 +22,7 @@ def main(argv: list[str]) -> int:
     if len(argv) < 2 or argv[0] != "run":
         print(_USAGE, file=sys.stderr)
         return ExitCode.MISTAKE
+    launcher.end_with_launcher()
     try:
         plugin.run(argv[1], argv[2:])
     except (OptionError, plugin.PluginError) as error:  # others keep their traceback

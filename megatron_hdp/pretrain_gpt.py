@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.processes import launcher
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,6 +58,7 @@ def run() -> NoReturn:
 
     A process that failed ends at once: closing its communicators would wait for the other ranks.
     """
+    launcher.end_with_launcher()
     sys.excepthook = _leave_after_exception
     code = main()
     if code:

@@ -19,6 +19,7 @@ MAX_LINES, MAX_FILES = 500, 16
 ROOMS: dict[str, set[str]] = {
     "options": set(),
     "exit_codes": set(),
+    "processes": set(),
     "planner": set(),
     "planner/memory": set(),
     "data": {"planner"},
@@ -56,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }
-BELOW_ALL = {"options", "exit_codes", "__init__"}
+BELOW_ALL = {"options", "exit_codes", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
@@ -289,7 +290,11 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "unwanted"),
-    [("megatron_hdp", {"torch", "megatron", "numpy"}), ("megatron_hdp.planner", {"torch"})],
+    [
+        ("megatron_hdp", {"torch", "megatron", "numpy"}),
+        ("megatron_hdp.planner", {"torch"}),
+        ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
+    ],
 )
 def test_importing_it_does_not_load(module: str, unwanted: set[str]) -> None:
     code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_hdp.processes import launcher
+
 _START_RANK = str(Path(__file__).with_name("start_rank.py"))
 
 
@@ -30,7 +32,10 @@ class Placement:
     """The file that they write to; None for this process's own output."""
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """The variables by which torch.distributed finds its place, named as torchrun does."""
+        """The variables by which torch.distributed finds its place, named as torchrun does.
+
+        One more tells our commands that they end with this process.
+        """
         return {
             "RANK": str(self.node * self.ranks_per_node + local_rank),
             "LOCAL_RANK": str(local_rank),
@@ -40,6 +45,7 @@ class Placement:
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(self.master_port),
+            launcher.MARK: "ray_launch",
         }
 
 

@@ -1,16 +1,18 @@
 """Turns itself into a rank: a process that a warning does not end before it listens.
 
-Called by its path, without the package: ``python start_rank.py PARENT COMMAND...``. What Ray's
-processes block (see `cluster`) is open again, warnings are ignored until the rank listens, and the
-rank ends with the process that started it (on Linux).
+Called by its path, without other packages: ``python -S start_rank.py PARENT COMMAND...``. What
+Ray's processes block (see `cluster`) is open again, warnings are ignored until the rank listens,
+and the rank ends with the process that started it (on Linux; elsewhere our commands see to it).
 """
 
-import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that comes when the parent ends
+sys.path[0] = str(Path(__file__).parents[2])
+
+from megatron_hdp.processes import end_with_parent  # noqa: E402
 
 
 def main(parent: int, command: list[str]) -> None:
@@ -18,10 +20,7 @@ def main(parent: int, command: list[str]) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the signal was asked for
-        os._exit(1)
+    end_with_parent(parent)
     os.execv(command[0], command)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_hdp.cli.main import build_parser
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.lm.options import REFUSED
-from megatron_hdp.megatron.options import arguments
+from megatron_hdp.megatron.options import parsing
 from megatron_hdp.options import flag_of, option
 from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.serialisation import MICRO_BATCH_KEYS, PLAN_KEYS, SUMMARY_KEYS
@@ -37,7 +37,7 @@ def rows(page, first_cell):
 
 def undeclared_flags(page):
     """Flags of training that the page lacks."""
-    actions = arguments.build_parser()._actions
+    actions = parsing.build_parser()._actions
     shown = [one.option_strings[0] for one in actions if one.help not in (None, "==SUPPRESS==")]
     return [flag for flag in shown if flag not in ("-h", "--config") and not rows(page, flag)]
 
@@ -58,7 +58,7 @@ def test_every_flag_has_its_row(page, monkeypatch):
 
         one_more: int = option(1, help="One more.")
 
-    monkeypatch.setattr(arguments, "GROUPS", (*arguments.GROUPS, MoreOptions))
+    monkeypatch.setattr(parsing, "GROUPS", (*parsing.GROUPS, MoreOptions))
     assert undeclared_flags(page) == ["--one-more"]
     assert undeclared_flags(declarations.filled_in(REFERENCE)) == []
 

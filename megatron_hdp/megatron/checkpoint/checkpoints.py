@@ -37,7 +37,7 @@ from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.releases import own_checkpoint_writer
-from megatron_hdp.runtime.health import bound_to_this_process
+from megatron_hdp.processes import bound_to_this_process
 
 _POLL_S = 0.05
 _VERSION = 1

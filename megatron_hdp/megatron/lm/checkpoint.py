@@ -21,7 +21,7 @@ from megatron_hdp.megatron.checkpoint import write_results
 from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.options import OptionError
-from megatron_hdp.runtime.health import bound_to_this_process
+from megatron_hdp.processes import bound_to_this_process
 
 _ORDER = "hdp_data_order"
 _TOKENS = "hdp_consumed_tokens"

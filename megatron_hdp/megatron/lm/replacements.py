@@ -15,6 +15,7 @@ from typing import Any
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm import options
 from megatron_hdp.megatron.lm.patching import Function
+from megatron_hdp.processes import launcher
 
 _job: Any = None
 """The `LmJob` of this process while ``pretrain()`` runs."""
@@ -55,6 +56,7 @@ def validate(original: Function) -> Function:
     def validate_args(args: Any, defaults: Any = None) -> Any:
         options.check(args)
         if args.hybrid_data_parallel:
+            launcher.end_with_launcher()  # a patched script has not done it yet
             options.settle(args)
         validated = original(args, defaults or {})
         if args.hybrid_data_parallel:

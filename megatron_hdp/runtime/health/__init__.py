@@ -7,7 +7,6 @@ from megatron_hdp.runtime.health.agreement import (
     require_agreement,
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt
-from megatron_hdp.runtime.health.children import bound_to_this_process
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure
 from megatron_hdp.runtime.health.signals import StopSignals
 
@@ -16,7 +15,6 @@ __all__ = [
     "Heartbeat",
     "RankFailure",
     "StopSignals",
-    "bound_to_this_process",
     "fingerprint",
     "largest",
     "require_agreement",

@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import os, sys, time
 from contextlib import nullcontext
-from megatron_hdp.runtime.health.children import bound_to_this_process
+from megatron_hdp.processes.children import bound_to_this_process
 
 with bound_to_this_process() if sys.argv[1] == "bound" else nullcontext():
     if os.fork() == 0 and os.fork() == 0:

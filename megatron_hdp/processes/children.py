@@ -1,4 +1,4 @@
-"""Processes that this one forks end with it, so that none outlives a rank that is killed."""
+"""Processes end with the one that started them, so that none outlives a rank that is killed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,31 @@ def bound_to_this_process() -> Iterator[None]:
         _bound = before
 
 
+def end_with_parent(parent: int) -> bool:
+    """This process gets SIGKILL when its parent ends, the thread of it that started this process.
+
+    Args:
+        parent: its process id; if that has ended already, so does this process.
+
+    Returns:
+        False on other systems than Linux, where nothing happens.
+    """
+    if _libc is None:
+        return False
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the signal was asked for
+        os._exit(1)
+    return True
+
+
 def _before_fork() -> None:
     global _parent
     _parent = os.getpid()
 
 
 def _in_child() -> None:
-    if not _bound or _libc is None:
-        return
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _parent:  # it ended before the signal was asked for
-        os._exit(1)
+    if _bound:
+        end_with_parent(_parent)
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -1,0 +1,128 @@
+"""A rank ends with the process that launched it; what a user starts by hand does not."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import free_port
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = {
+    "own": "-m megatron_hdp.pretrain_gpt --num-layers 1 --hidden-size 8 --num-attention-heads 1 "
+    "--seq-length 8 --train-iters 1 --lr 1 --data-path nowhere --global-batch-size 1",
+    "plugin": "-m megatron_hdp run script.py",
+}
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+TORCH = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"  # an import takes long
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+def is_running(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def outlives_its_launcher(folder, command, environment, for_s=10.0):
+    """Whether the rank still runs `for_s` after its launcher was killed, while it imports torch."""
+    (folder / "torch.py").write_text(TORCH)
+    (folder / "script.py").touch()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, sys.executable, *command],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": ""} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    rank = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        assert rank.ppid() == launcher.pid
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + for_s
+        while is_running(rank) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return is_running(rank)
+    finally:
+        launcher.stdout.close()
+        if is_running(rank):
+            rank.kill()
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="here a thread looks, see below")
+
+
+@on_linux
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_rank_ends_with_torchrun_while_it_imports(tmp_path, command):
+    assert not outlives_its_launcher(tmp_path, COMMANDS[command].split(), TORCHRUN)
+
+
+def test_what_a_user_starts_outlives_the_shell(tmp_path):
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert outlives_its_launcher(tmp_path, COMMANDS["own"].split(), environment, for_s=0.5)
+
+
+ELSEWHERE = """
+from megatron_hdp.runtime.health import children, launcher
+children._libc, launcher._CHECK_S = None, 0.05
+launcher.end_with_launcher()
+launcher.end_with_launcher()
+import threading
+assert [one.name for one in threading.enumerate()].count("launcher-watch") == 1
+import torch
+"""
+
+
+def test_elsewhere_a_thread_looks(tmp_path):
+    command = ["-c", ELSEWHERE]
+    assert not outlives_its_launcher(tmp_path, command, {"MEGATRON_HDP_LAUNCHED": "ray_launch"})
+
+
+def started_after_torchrun(port, node="0"):
+    """A rank whose torchrun listened at `port` of its first node."""
+    program = """
+from megatron_hdp.processes.launcher import end_with_launcher
+end_with_launcher()
+print("goes on")
+"""
+    environment = TORCHRUN | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": "5",
+        "GROUP_RANK": node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(ROOT), "PATH": ""} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_torchrun_that_died_before_its_rank_ran():
+    port = free_port()
+    done = started_after_torchrun(port)
+    assert (done.returncode, done.stdout) == (1, "")
+    expected = "megatron_hdp: rank 5 ends: torchrun, which started it, is gone\n"
+    assert done.stderr == expected
+    assert started_after_torchrun(port, node="1").stdout == "goes on\n"  # it listens elsewhere
+    with socket.create_server(("127.0.0.1", port)):
+        assert started_after_torchrun(port).stdout == "goes on\n"
+
+
+@on_linux
+def test_the_parent_that_was_gone_already():
+    program = (
+        "import os; from megatron_hdp.processes.children import end_with_parent;"
+        "end_with_parent(os.getppid() + 1); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"")
