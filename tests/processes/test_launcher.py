@@ -70,7 +70,7 @@ def test_what_a_user_starts_outlives_the_shell(tmp_path):
 
 
 ELSEWHERE = """
-from megatron_hdp.runtime.health import children, launcher
+from megatron_hdp.processes import children, launcher
 children._libc, launcher._CHECK_S = None, 0.05
 launcher.end_with_launcher()
 launcher.end_with_launcher()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -147,8 +148,10 @@ def test_an_interface_that_is_not_there_is_a_problem(capsys, monkeypatch):
 
 
 def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
-    from megatron_hdp.megatron.lm import diagnosis
+    from megatron_hdp.megatron.lm import checkout, diagnosis
 
+    found = checkout.Checkout(Path("/there"), "core_v0.16.1", is_current=True)
+    monkeypatch.setattr(checkout, "find", lambda: found)
     checks = (diagnosis.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
     monkeypatch.setattr(diagnosis, "check_patches", lambda: checks)
     assert main(["doctor"]) == 0
