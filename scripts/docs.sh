@@ -13,8 +13,9 @@ PY
 }
 
 if ! "$PYTHON" -c 'import furo, myst_parser, sphinx' 2>/dev/null; then
-    echo "installing what the docs need"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -r <(extra_docs)
+    extra_docs >build/docs-requirements.txt
+    logged "what the docs need" "$PYTHON" -m pip --disable-pip-version-check install \
+        -r build/docs-requirements.txt
 fi
 
 export PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 # megatron-core warns of GPU libraries on import

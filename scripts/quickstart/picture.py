@@ -26,7 +26,7 @@ def draw(runs: Runs, title: str) -> Figure:
     degrees = [bar.degree for step in runs.values() for rank in step.ranks for bar in rank.compute]
     num_ranks = max(len(step.ranks) for step in runs.values())
     palette = Palette.of_degrees(np.array(degrees), num_ranks)
-    figure = Figure(figsize=(11.0, 2.0 + 0.52 * num_ranks), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11.0, 2.2 + 0.52 * num_ranks), dpi=120, layout="constrained")
     rows = figure.subplots(len(runs), 2, sharex="col", squeeze=False, width_ratios=(6, 1))
     for (times, traffic), (name, step) in zip(rows, runs.items(), strict=True):
         _draw_ranks(times, step, palette)
@@ -40,7 +40,7 @@ def draw(runs: Runs, title: str) -> Figure:
     rows[-1, 0].set_xlabel("seconds since the step began")
     rows[-1, 1].set_xlabel("MB")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.legend(handles=_legend(palette), loc="outside lower left", ncols=6, fontsize=9)
+    figure.legend(handles=_legend(palette), loc="outside lower left", ncols=3, fontsize=9)
     return figure
 
 
