@@ -4,12 +4,13 @@
 #   an active environment    (venv or conda) is used when its python has torch
 #   otherwise                .venv is made with Python 3.11 or newer
 #   TORCH_INDEX_URL=...      where .venv gets torch, such as https://download.pytorch.org/whl/cpu
+#   EXTRAS=test,plot,...     extras of pyproject.toml to install
 #
 # What pip and the compiler say is in build/install.log.
 
 INSTALL_LOG=build/install.log
 TORCH_REQUIREMENT="torch==2.13.0"
-EXTRAS="test,plot,tensorboard"
+EXTRAS=${EXTRAS:-test,plot,tensorboard}
 
 die() {
     echo "error: $*" >&2
@@ -90,9 +91,9 @@ choose_python() {
 }
 
 source_digest() { # changes when the package has to be installed again
-    "$PYTHON" - <<'PY'
+    "$PYTHON" - "$EXTRAS" <<'PY'
 import hashlib, pathlib, sys
-digest = hashlib.sha256(sys.executable.encode())
+digest = hashlib.sha256("\0".join([sys.executable, *sys.argv[1:]]).encode())
 for path in [pathlib.Path("pyproject.toml"), pathlib.Path("setup.py"), *sorted(pathlib.Path("csrc").rglob("*.[ch]pp"))]:
     digest.update(str(path).encode() + path.read_bytes())
 print(digest.hexdigest())
