@@ -3,30 +3,32 @@
 The first node holds the head, the others join it and leave when it is gone. `ray start --block`
 and all that it starts have SIGTERM and SIGUSR1 blocked: Slurm sends its warnings to every process
 of a job's step, and a raylet that heard one would end, and its ranks with it. Nothing is stopped by
-name (``ray stop`` would end other jobs' clusters on the node, too), only what was started here.
+name (``ray stop`` would end other jobs' clusters on the node, too), only what was started here. If
+this process is killed, so is `ray start` (on Linux), which takes along what it started.
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType
 
 import psutil
 
+from megatron_hdp.ray_launch.folder import folder_of_job
 from megatron_hdp.ray_launch.node_ranks import free_port
+from megatron_hdp.runtime.health.children import end_with_parent
 
 WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
 START_S = 300.0
 _LOOK_S = 2.0
 _LOOKS = 3  # so many in a row that fail, and the head is gone
 _OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
-_LONGEST_FOLDER = 50  # characters; the names of sockets below it have an end at 107
 
 
 @contextmanager
@@ -42,15 +44,33 @@ def ray_node(address: str, node: int) -> Iterator["subprocess.Popen[bytes]"]:
     """
     if node > 0:
         _wait_for_head(address)
-    folder = tempfile.mkdtemp(prefix="hdp-ray-", dir=_short_folder())
-    process = subprocess.Popen(start_command(address, node, folder), stdin=subprocess.DEVNULL)
-    try:
-        if node == 0:
-            _wait_for_head(address, process)
-        yield process
-    finally:
-        _kill(process)
-        shutil.rmtree(folder, ignore_errors=True)
+    with _hang_up_raises(), folder_of_job() as (folder, lock):
+        process = subprocess.Popen(
+            start_command(address, node, folder),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(lock,),
+            preexec_fn=partial(end_with_parent, os.getpid()),
+        )
+        try:
+            if node == 0:
+                _wait_for_head(address, process)
+            yield process
+        finally:
+            _kill(process)
+
+
+@contextmanager
+def _hang_up_raises() -> Iterator[None]:
+    """Within the block SIGHUP, unless it is ignored, ends this process in order."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    with ExitStack() as stack:
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, leave)
+            stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+        yield
 
 
 def start_command(address: str, node: int, folder: str) -> list[str]:
@@ -116,11 +136,6 @@ def _answers(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _short_folder() -> str:
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+from unittest.mock import DEFAULT
 
 import psutil
 import pytest
 
+from megatron_hdp.megatron.lm import replacements
 from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -126,3 +130,17 @@ def test_the_parent_that_was_gone_already():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_patched_script_asks_when_its_flags_are_known(is_on):
+    """Whoever started the script imported Megatron before the plugin had a word."""
+    calls = []
+    args = SimpleNamespace(hybrid_data_parallel=is_on)
+    with (
+        mock.patch.object(replacements.launcher, "end_with_launcher", lambda: calls.append(1)),
+        mock.patch.multiple(replacements.options, check=DEFAULT, settle=DEFAULT),
+        mock.patch.object(replacements.options, "check_derived"),
+    ):
+        assert replacements.validate(lambda args, defaults: args)(args) is args
+    assert calls == [1] * is_on

@@ -1,5 +1,6 @@
 """A node's part of a Ray cluster, with a stand-in for ``ray start``: up, watched, ended whole."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,8 +140,35 @@ def test_ray_knows_these_options():
         scripts.start.make_context("start", words[words.index("start") + 1 :])
 
 
-def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: "/" + "x" * 60)
-    assert cluster._short_folder() == "/tmp"
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: "/scratch")
-    assert cluster._short_folder() == "/scratch"
+NODE = """
+import signal, sys, time
+from megatron_hdp.ray_launch import cluster
+signal.pthread_sigmask(signal.SIG_BLOCK, cluster.WARNINGS)
+with cluster.ray_node(sys.argv[1], 0) as process:
+    print(process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGKILL])
+def test_ray_ends_with_the_launcher_however_that_ends(stand_in, monkeypatch, how):
+    """And its folder goes at every end but by SIGKILL."""
+    monkeypatch.setenv("TMPDIR", str(stand_in))  # too long a name: /tmp
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{stand_in / 'packages'}:{root}")
+    command = [sys.executable, "-c", NODE, f"127.0.0.1:{free_port()}"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    ray = psutil.Process(int(launcher.stdout.readline()))
+    tree = [ray, *ray.children(recursive=True)]
+    folder = Path(next(w for w in ray.cmdline() if "--temp-dir" in w).partition("=")[2])
+    try:
+        launcher.send_signal(how)
+        launcher.wait(10)
+        psutil.wait_procs(tree[:1] if how == signal.SIGKILL else tree, timeout=10)
+        assert not is_alive(ray) and folder.exists() == (how == signal.SIGKILL)
+    finally:
+        for one in tree:
+            if is_alive(one):
+                one.kill()
+        launcher.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""A job's folder for Ray's temporary files: locked while the job lives, removed when it is dead.
+
+A job removes its own folder at its end. One that is killed cannot, so the next start on the same
+host does: of folders that this user made here, those whose lock nobody holds any more.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "hdp-ray-"
+_LOCK = "host"  # the locked file, which holds the host's name: folders may be seen by several
+_LONGEST_PARENT = 50  # characters; the names of sockets below it have an end at 107
+
+
+@contextmanager
+def folder_of_job() -> Iterator[tuple[str, int]]:
+    """A new folder, until the block is left; those of dead jobs are removed first.
+
+    Yields:
+        Its path, and the open file of its lock. The job counts as alive as long as any process has
+        that open: hand it to those that use the folder.
+    """
+    parent = Path(_short_folder())
+    for folder in parent.glob(f"{_PREFIX}*"):
+        _remove_if_dead(folder)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    lock = _lock(folder)
+    try:
+        yield str(folder), lock
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _short_folder() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_PARENT else "/tmp"
+
+
+def _lock(folder: Path) -> int:
+    """Locks the folder; who sees the file under its name finds it locked."""
+    unnamed = folder / f"{_LOCK}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(lock, socket.gethostname().encode())
+    os.rename(unnamed, folder / _LOCK)
+    return lock
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Removes the folder of a job of this user on this host, unless that lives or is not known."""
+    with suppress(OSError):  # not ours to read, gone by now, or its job lives
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
+                return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)

@@ -1,0 +1,104 @@
+"""What dead jobs left in the folder for temporary files goes; what lives or is not ours stays."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megatron_hdp.ray_launch import folder as folders
+from megatron_hdp.ray_launch.folder import folder_of_job
+
+ROOT = Path(__file__).parents[2]
+JOB = """
+import os, sys, time
+from megatron_hdp.ray_launch.folder import folder_of_job
+with folder_of_job() as (folder, lock):
+    if sys.argv[1] == "helped" and os.fork() == 0:  # shares the lock
+        time.sleep(60)
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """An empty folder for temporary files with a short name."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(short)
+
+
+def job(how="alone"):
+    """A job in a process group of its own, and its folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOB, how],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def kill(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_folder_is_there_in_the_block_only(temporary):
+    with pytest.raises(RuntimeError), folder_of_job() as (folder, _):
+        assert Path(folder).parent == temporary and Path(folder).is_dir()
+        raise RuntimeError
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_job_goes_at_the_next_start(temporary):
+    (killed, dead), (lives, living) = job(), job("helped")
+    (dead / "session").mkdir()
+    (dead / "session/log").touch()
+    try:
+        kill(killed)
+        assert dead.exists()
+        with folder_of_job():
+            assert not dead.exists() and living.exists()
+        kill(lives)
+        with folder_of_job():
+            assert living.exists()  # whoever shares the lock still works there
+    finally:
+        os.killpg(lives.pid, signal.SIGKILL)
+
+
+def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
+    kept = [temporary / name for name in ("hdp-ray-unlocked", "hdp-ray-elsewhere", "other")]
+    for folder in kept:
+        folder.mkdir()
+    (kept[1] / "host").write_text("another-host")
+    (kept[2] / "host").write_text(socket.gethostname())
+    (temporary / "hdp-ray-link").symlink_to(kept[2])
+    with folder_of_job():
+        assert all(folder.exists() for folder in kept)
+    ours = temporary / "hdp-ray-ours"
+    ours.mkdir()
+    (ours / "host").write_text(socket.gethostname())
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with folder_of_job():
+        assert ours.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with folder_of_job():
+        assert not ours.exists()
+
+
+def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/" + "x" * 60)
+    assert folders._short_folder() == "/tmp"
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/scratch")
+    assert folders._short_folder() == "/scratch"
