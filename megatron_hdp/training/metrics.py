@@ -1,7 +1,8 @@
 """What a step measured: one JSON object a step in a file, one line in the log, TensorBoard scalars.
 
 A file continues across a restart: lines of steps that will run again are dropped, so it never holds
-a step twice.
+a step twice. A step whose evaluation comes later is written at once like all others, with room
+for what the evaluation will find, so that its line can be completed in place.
 """
 
 import math
@@ -15,6 +16,8 @@ from typing import IO, Any, Self
 import orjson
 
 from megatron_hdp.megatron.step import StepFigures, StepReport
+
+_ROOM = 64  # bytes: a validation loss instead of null, or its name among those not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +98,48 @@ class MetricsLogger:
             None if tensorboard_dir is None else _tensorboard_writer(tensorboard_dir, first_step)
         )
         self._file: IO[bytes] | None = None
+        self._latest = 0, 0  # where the latest line begins, and how long it may be
         self._writer: Any = None
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step and flush it."""
+    def write(self, metrics: StepMetrics, *, is_whole: bool = True) -> None:
+        """Append one step and flush it.
+
+        Args:
+            metrics: of the step.
+            is_whole: False if `complete` follows.
+        """
         if self._file is None and self._path is not None:
             self._file = _new_file(self._path, self._earlier_lines)
         if self._writer is None and self._new_writer is not None:
             self._writer = self._new_writer()
         if self._file is not None:
-            self._file.write(metrics.to_json() + b"\n")
-            self._file.flush()
-        if self._writer is not None:
-            for key, value in asdict(metrics).items():
-                if value is not None and key != "step":
-                    self._writer.add_scalar(key.replace("_", "-"), value, metrics.step)
-            self._writer.flush()
+            line = metrics.to_json()
+            self._latest = self._file.seek(0, os.SEEK_END), len(line) + (0 if is_whole else _ROOM)
+            self._put(line)
+        self._add_scalars({key: v for key, v in asdict(metrics).items() if key != "step"}, metrics)
+
+    def complete(self, metrics: StepMetrics) -> None:
+        """Write the latest step's metrics again, now with its validation loss, in their place."""
+        if self._file is not None:
+            self._put(metrics.to_json())
+        self._add_scalars({"validation_loss": metrics.validation_loss}, metrics)
+
+    def _put(self, line: bytes) -> None:
+        """Write the latest step's line at its place, in one go, padded to the room that it has."""
+        assert self._file is not None
+        begin, room = self._latest
+        assert len(line) <= room, (line, room)
+        self._file.seek(begin)
+        self._file.write(line.ljust(room) + b"\n")
+        self._file.flush()
+
+    def _add_scalars(self, values: dict[str, float | None], metrics: StepMetrics) -> None:
+        if self._writer is None:
+            return
+        for key, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(key.replace("_", "-"), value, metrics.step)
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the files."""
@@ -186,12 +215,12 @@ def _steps_before(first_step: int, path: Path) -> bytes:
 
 
 def _new_file(path: Path, content: bytes) -> IO[bytes]:
-    """Replace the file by one of `content` and open that for appending."""
+    """Replace the file by one of `content` and open that for writing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content)
     os.replace(temporary, path)
-    return path.open("ab")
+    return path.open("r+b")
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> Callable[[], Any]:

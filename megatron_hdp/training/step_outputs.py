@@ -5,6 +5,7 @@ The same for this package's own loop and for Megatron-LM's, which writes its log
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class StepOutputs:
             arguments.tensorboard_dir if self._writes else None,
             first_step=first_step,
         )
+        self._to_validate: StepMetrics | None = None
         self._tracer = None
         if arguments.hdp_trace is not None and arguments.hdp_trace_steps is not None:
             assert isinstance(steps, HdpSteps), "tracing without HDP is refused with the flags"
@@ -60,11 +62,14 @@ class StepOutputs:
             title = f"step {step}: {arguments.hdp_strategy}"
             self._steps.draw_plan(Path(arguments.hdp_plot_plan), title)
 
-    def write(self, report: StepReport, **figures: Any) -> StepMetrics:
+    def write(
+        self, report: StepReport, *, validation_follows: bool = False, **figures: Any
+    ) -> StepMetrics:
         """Writes the metrics of a step that has ended, and returns them.
 
         Args:
             report: what it did.
+            validation_follows: whether `add_validation_loss` will complete them.
             figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
         """
         metrics = StepMetrics.of_report(
@@ -73,8 +78,15 @@ class StepOutputs:
             num_ranks=dist.get_world_size(),
             **figures,
         )
-        self._logger.write(metrics)
+        self._logger.write(metrics, is_whole=not validation_follows)
+        self._to_validate = metrics if validation_follows else None
         return metrics
+
+    def add_validation_loss(self, loss: float) -> None:
+        """Completes the latest step's metrics, once, if that was said when they were written."""
+        if self._to_validate is not None:
+            self._logger.complete(replace(self._to_validate, validation_loss=loss))
+            self._to_validate = None
 
     def close(self) -> None:
         """No step follows."""

@@ -94,6 +94,27 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path) -> None:
     assert path.read_text() == "precious\n"
 
 
+@pytest.mark.parametrize("loss", [2.25, 1.0000000000000002e-300, math.nan])
+def test_a_line_is_completed_in_its_place(tmp_path, loss) -> None:
+    """Whenever the process is killed, the step is there; who reads along sees whole lines only."""
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsLogger(path)) as logger:
+        logger.write(replace(STEP, step=1))
+        logger.write(replace(STEP, step=2, loss=math.nan), is_whole=False)
+        before = path.read_bytes()
+        assert _steps(path) == [1, 2] and json.loads(before.splitlines()[1])["loss"] is None
+        logger.complete(replace(STEP, step=2, loss=math.nan, validation_loss=loss))
+        assert len(path.read_bytes()) == len(before)
+        logger.write(replace(STEP, step=3))
+    _write(path, [4], first_step=4)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    found = [line["validation_loss"] for line in lines]
+    assert found == [None, None if math.isnan(loss) else loss, None, None]
+    non_finite = ["loss", "validation_loss"] if math.isnan(loss) else ["loss"]
+    assert lines[1]["non_finite"] == non_finite
+
+
 def test_nan_is_null_and_named() -> None:
     record = json.loads(replace(STEP, loss=math.nan, grad_norm=math.inf).to_json())
     assert record["loss"] is None

@@ -48,8 +48,12 @@ class StepOutputs(Protocol):
         """It has ended and been timed, the optimizer's step included."""
         ...
 
-    def write(self, report: StepReport, **figures: Any) -> Any:
+    def write(self, report: StepReport, *, validation_follows: bool = False, **figures: Any) -> Any:
         """Writes the metrics of a step that has ended."""
+        ...
+
+    def add_validation_loss(self, loss: float) -> None:
+        """Completes the metrics of the latest step, if they wait for that."""
         ...
 
     def close(self) -> None:
@@ -89,6 +93,7 @@ class LmRun:
         self._router_losses: RouterLosses | None = None
         self._began_at = 0.0
         self._num_tested = 0
+        self._validated: list[StepReport] = []
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._steps: dict[str, HdpSteps] = {}
@@ -141,6 +146,8 @@ class LmRun:
             self.log.add(report)
         elif split == "test":
             self._num_tested = report.consumed_after
+        else:
+            self._add_validation(report)
         assert self._executor is not None
         ranks = self._executor.place.num_hdp_ranks
         sums = torch.tensor(
@@ -173,6 +180,7 @@ class LmRun:
         self._outputs.end_step(step)
         self._outputs.write(
             report,
+            validation_follows=self._is_validated(step),
             step=step,
             seconds=seconds,
             grad_norm=float(grad_norm or 0.0),
@@ -195,10 +203,27 @@ class LmRun:
             self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
             self._router_losses = RouterLosses(model)
         assert self._router_losses is not None
+        self._validated.clear()
         self._job.begin_step(step)
         self._router_losses.begin_step()
         self._outputs.begin_step(step)
         self._began_at = time.perf_counter()
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether Megatron's loop evaluates after a step; it logs the step before."""
+        args = self.args
+        return bool(args.do_valid and args.eval_interval and step % args.eval_interval == 0)
+
+    def _add_validation(self, report: StepReport) -> None:
+        """Notes a batch of an evaluation; the last one completes the metrics of the step before."""
+        self._validated.append(report)
+        if len(self._validated) < self.args.eval_iters:
+            return
+        tokens = sum(one.loss_tokens for one in self._validated)
+        loss = sum(one.loss * one.loss_tokens for one in self._validated) / max(tokens, 1)
+        self._validated.clear()
+        if self._outputs is not None:
+            self._outputs.add_validation_loss(loss)
 
     def _position(self, split: str) -> int:
         if split == "test":

@@ -123,6 +123,10 @@ def test_our_writers_write(runs):
     loss = scalars(runs, "sharded")["lm loss"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]  # the last two by the resumed run
     assert [line["loss"] for line in lines] == pytest.approx([loss[step] for step in (1, 2, 3, 4)])
+    validated = scalars(runs, "sharded")["lm loss validation"]
+    assert [line["validation_loss"] for line in lines] == pytest.approx(
+        [None, validated[2], None, validated[4]]
+    )
     tokens = [line["tokens"] for line in lines]
     assert [line["consumed_tokens"] for line in lines] == [sum(tokens[: i + 1]) for i in range(4)]
     events = json.loads((runs / "trace" / "steps-2-3.json").read_text())["traceEvents"]
