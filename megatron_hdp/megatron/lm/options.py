@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "moe_enable_routing_replay": (False, _EXPERTS),
     "moe_use_upcycling": (False, _EXPERTS),
     "moe_latent_size": (None, _EXPERTS),
+    "moe_use_legacy_grouped_gemm": (False, "HDP knows experts with weights of their own"),
     "overlap_moe_expert_parallel_comm": (False, _SHAPES),
     "cuda_graph_impl": ("none", _SHAPES),
     "enable_cuda_graph": (False, _SHAPES),
@@ -188,6 +189,30 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--data-path: found {len(args.data_path or ())} values, expected one prefix: "
             f"{_DOCUMENTS}, mixtures are not supported"
+        )
+    if getattr(args, "moe_grouped_gemm", False):
+        _check_grouped_gemm(args.transformer_impl)
+
+
+def _check_grouped_gemm(transformer_impl: str) -> None:
+    """Refuses it where Megatron would take no grouped kernel, or one that HDP does not know.
+
+    Without TransformerEngine's, Megatron 0.16 wants another package at the model's construction,
+    later releases run experts one by one and do not say so.
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
+
+    found = None
+    if transformer_impl != "transformer_engine":
+        found = f"--transformer-impl {transformer_impl}"
+    elif TEColumnParallelGroupedLinear is None:
+        found = "no TransformerEngine that has it"
+    if found is not None:
+        raise OptionError(
+            f"--moe-grouped-gemm: found {found}, expected TransformerEngine's grouped kernel, the "
+            "one that HDP knows: pip install 'megatron-hdp[gpu]' and --transformer-impl "
+            "transformer_engine, or leave the flag out; experts then run one by one, with the same "
+            "result"
         )
 
 

@@ -160,6 +160,10 @@ class HdpRouter(TopKRouter):
         return bool(self.training) and torch.is_grad_enabled()
 
 
+# TransformerEngine's is known by its name: Megatron may not have it
+_EXPERTS = ("SequentialMLP", "TEGroupedMLP")
+
+
 class HdpMoeTransformerLayer(TransformerLayer):
     """Megatron's layer, which hands the micro-batch on to its router as well."""
 
@@ -168,13 +172,18 @@ class HdpMoeTransformerLayer(TransformerLayer):
         """Makes a layer with experts that Megatron has built one of this class.
 
         Raises:
-            ValueError: it is not the layer, or not the router, that HDP knows.
+            ValueError: it is not the layer, the router or the kind of experts that HDP knows.
         """
-        router = stock.mlp.router
-        if type(stock) is not TransformerLayer or type(router) is not TopKRouter:
+        router, experts = stock.mlp.router, type(stock.mlp.experts).__name__
+        if (
+            type(stock) is not TransformerLayer
+            or type(router) is not TopKRouter
+            or experts not in _EXPERTS
+        ):
             raise ValueError(
-                "hybrid data parallelism knows experts in TransformerLayer with TopKRouter, layer "
-                f"{stock.layer_number} is {type(stock).__name__} with {type(router).__name__}"
+                f"hybrid data parallelism knows {' or '.join(_EXPERTS)} in TransformerLayer with "
+                f"TopKRouter, layer {stock.layer_number} has {experts} in {type(stock).__name__} "
+                f"with {type(router).__name__}"
             )
         stock.__class__ = cls
         HdpRouter.adopt(router)

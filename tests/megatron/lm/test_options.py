@@ -60,6 +60,7 @@ LACKING = {
     "logits_save_dir": ("0.16", "0.17", "0.18"),
     "moe_expert_rank_capacity_factor": ("0.16", "0.17"),
     "moe_paged_stash": ("0.16", "0.17"),
+    "moe_use_legacy_grouped_gemm": ("0.17", "0.18", "0.19"),
     "optimizer_cuda_graph": ("0.16",),
     "step_batch_size_schedule": ("0.16", "0.17"),
     "tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
@@ -142,6 +143,32 @@ def test_everything_on_the_list_is_refused(name):
 def test_refusals_together(flags, megatrons, message):
     with pytest.raises(OptionError, match=message):
         options.check(parsed(*flags, **megatrons))
+
+
+TE = "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear"
+
+
+@pytest.mark.parametrize(
+    ("impl", "kernel", "found"),
+    [
+        ("local", object, "--transformer-impl local"),
+        ("inference_optimized", object, "--transformer-impl inference_optimized"),
+        ("transformer_engine", None, "no TransformerEngine that has it"),
+        ("transformer_engine", object, None),
+    ],
+)
+def test_grouped_experts_need_transformer_engines_kernel(monkeypatch, impl, kernel, found):
+    monkeypatch.setattr(TE, kernel)
+    args = {"moe_grouped_gemm": True, "transformer_impl": impl}
+    options.check(parsed(**args))  # Megatron's own business without HDP
+    options.check(parsed(*ON, **(args | {"moe_grouped_gemm": False})))
+    if found is None:
+        options.check(parsed(*ON, **args))
+        return
+    with pytest.raises(OptionError) as info:
+        options.check(parsed(*ON, **args))
+    expected = f"--moe-grouped-gemm: found {found}, expected TransformerEngine's grouped kernel"
+    assert str(info.value).startswith(expected) and "pip install" in str(info.value)
 
 
 EXPERTS = {
