@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.processes.children import end_with_parent
 
 MARK = "MEGATRON_HDP_LAUNCHED"
@@ -74,4 +75,4 @@ def _watch(launcher: int) -> None:
 def _end(why: str) -> None:
     rank = os.environ.get("RANK", "?")
     os.write(2, f"megatron_hdp: rank {rank} ends: {why}\n".encode())
-    os._exit(1)
+    os._exit(ExitCode.FAILED)

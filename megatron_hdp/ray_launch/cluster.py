@@ -20,9 +20,9 @@ from types import FrameType
 
 import psutil
 
+from megatron_hdp.processes import end_with_parent
 from megatron_hdp.ray_launch.folder import folder_of_job
 from megatron_hdp.ray_launch.node_ranks import free_port
-from megatron_hdp.runtime.health.children import end_with_parent
 
 WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
 START_S = 300.0
