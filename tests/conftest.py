@@ -17,6 +17,7 @@ def run_ranks() -> Callable[..., list[Any]]:
     return ranks.run_ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Skips the tests marked gpu where there is none; keeps together those that share a fixture."""
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
