@@ -80,6 +80,7 @@ def test_every_patch_is_listed_with_its_reason(tmp_path, changed, misfit):
 
 def test_the_current_folder_goes_before_pythons_path(tmp_path, monkeypatch):
     here, other = (fake_megatron_lm.write(tmp_path / name) for name in ("here", "other"))
+    monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
     monkeypatch.syspath_prepend(str(other))
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
