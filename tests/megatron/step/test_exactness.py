@@ -71,7 +71,7 @@ def check(run_ranks, batch):
     assert max(errors) <= TOLERANCE, errors
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=batches())
 def test_gradients_equal_one_rank_over_the_whole_batch(run_ranks, batch):
     check(run_ranks, batch)
