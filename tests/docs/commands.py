@@ -74,12 +74,6 @@ COMMANDS = {
     "--split 1,0,0 --global-batch-size 3000 --hdp-tokens-per-rank 8192 --metrics-path m.jsonl": (
         TRAINS
     ),
-    "python -m torch.distributed.run --nproc-per-node N -m megatron_hdp.pretrain_gpt "
-    "--config configs/tiny-cpu.yaml --hybrid-data-parallel --hdp-cost-model "
-    "configs/tiny-cpu-cost-model.json --data-path runs/quickstart/data/stdlib --train-iters 6 "
-    "--hdp-tokens-per-rank C --hdp-strategy static|auto --metrics-path ...": Elsewhere(
-        "tests/scripts/test_quickstart.py::test_quickstart"
-    ),
     "torchrun --nproc-per-node 8 -m megatron_hdp run pretrain_gpt.py --hybrid-data-parallel "
     "--hdp-tokens-per-rank 8192 --global-batch-size 512 --attention-dropout 0 "
     "--data-path data/corpus ...": Elsewhere(
