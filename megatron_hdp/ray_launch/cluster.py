@@ -27,6 +27,7 @@ from megatron_hdp.ray_launch.node_ranks import free_port
 WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
 START_S = 300.0
 _LOOK_S = 2.0
+_END_S = 10.0  # in which what was killed is gone
 _LOOKS = 3  # so many in a row that fail, and the head is gone
 _OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
 
@@ -140,6 +141,7 @@ def _answers(address: str) -> bool:
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     """Ends `ray start` and all below it; what blocks SIGTERM cannot be asked."""
+    tree: list[psutil.Process] = []
     with suppress(psutil.Error):
         tree = psutil.Process(process.pid).children(recursive=True)
         for one in tree:
@@ -147,3 +149,12 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
                 one.kill()
     process.kill()
     process.wait()
+    deadline = time.monotonic() + _END_S
+    while any(map(_runs, tree)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a killed process keeps its ports for a moment
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
