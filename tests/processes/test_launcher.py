@@ -15,7 +15,7 @@ import pytest
 from megatron_hdp.megatron.lm import replacements
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "own": "-m megatron_hdp.pretrain_gpt --num-layers 1 --hidden-size 8 --num-attention-heads 1 "
     "--seq-length 8 --train-iters 1 --lr 1 --data-path nowhere --global-batch-size 1",
