@@ -66,7 +66,10 @@ def be_rank(rank, stage, argv, reached):
         pretrain_gpt.run()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(one, marks=pytest.mark.slow) if one == "saving" else one for one in STAGES],
+)
 def test_nothing_outlives_a_launcher_that_is_killed(folder, stage):  # noqa: F811
     reached = folder / "reached"
     reached.mkdir()
