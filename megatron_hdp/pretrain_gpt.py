@@ -1,13 +1,15 @@
 """``torchrun ... -m megatron_hdp.pretrain_gpt``: trains a GPT, with or without HDP."""
 
+import errno
 import os
 import sys
 import traceback
-from types import TracebackType
 from typing import NoReturn
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.processes import launcher
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_hdp.runtime import cuda_connections
 
     known_warnings.leave_out()
-    rank = int(os.environ.get("RANK", "0"))
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         doubt = cuda_connections.prepare(
@@ -30,10 +31,10 @@ def main(argv: list[str] | None = None) -> int:
             hybrid_data_parallel=arguments.hybrid_data_parallel,
         )
     except ValueError as error:
-        if rank == 0:
-            print(f"pretrain_gpt: error: {error}", file=sys.stderr, flush=True)
+        if _rank() == "0":
+            _say(f"error: {error}")
         return ExitCode.MISTAKE
-    if doubt is not None and rank == 0:
+    if doubt is not None and _rank() == "0":
         print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel
@@ -44,11 +45,16 @@ def main(argv: list[str] | None = None) -> int:
         parallel.join_job(arguments)
         pretrain(arguments)
         parallel.leave_job()
-    except (ValueError, FileNotFoundError, DisagreementError) as error:
-        print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    except (ValueError, DisagreementError) as error:
+        _say(f"error on rank {_rank()}: {error}")
+        return ExitCode.MISTAKE
+    except OSError as error:
+        if error.filename is None and error.errno not in _FULL:  # of a connection, perhaps
+            raise
+        _say(f"error on rank {_rank()}: {error}")
         return ExitCode.MISTAKE
     except RankFailure as error:
-        print(f"pretrain_gpt: error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        _say(f"error on rank {_rank()}: {error}")
         return ExitCode.BLAMES_ANOTHER
     return ExitCode.DONE
 
@@ -57,26 +63,41 @@ def run() -> NoReturn:
     """Runs `main` and ends this process with its exit code.
 
     A process that failed ends at once: closing its communicators would wait for the other ranks.
+    What it says does not go through ``sys.excepthook``, which torch.distributed replaces by one
+    that holds the words back until a hook returns.
     """
     launcher.end_with_launcher()
-    sys.excepthook = _leave_after_exception
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        _say(f"rank {_rank()} was interrupted before training began")
+        code = ExitCode.INTERRUPTED
+    except Exception as error:
+        lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
+        sys.stderr.write("".join(f"[rank{_rank()}]: {line}" for line in lines))
+        _tell_torchrun(error)
+        code = ExitCode.FAILED
     if code:
-        _leave(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(ExitCode.DONE)
 
 
-def _leave_after_exception(
-    kind: type[BaseException], error: BaseException, stack: TracebackType | None
-) -> None:
-    traceback.print_exception(kind, error, stack)
-    _leave(ExitCode.FAILED)
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _tell_torchrun(error: Exception) -> None:
+    """For its summary, which names the root cause; it listens where it set this variable."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _say(text: str) -> None:
+    print(f"pretrain_gpt: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

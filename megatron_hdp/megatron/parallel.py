@@ -21,6 +21,8 @@ from megatron_hdp.runtime.ring import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
 
 _NCCL_MARGIN_MINUTES = 2
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_PLACE = (*_NUMBERS, "MASTER_ADDR")
 
 
 def compute_device() -> torch.device:
@@ -34,22 +36,57 @@ def join_job(arguments: TrainingArguments) -> None:
     """Joins the job that torchrun started, or started again; `leave_job` undoes it.
 
     Raises:
-        ValueError: there is no GPU for this rank, or none can do what is asked for.
+        ValueError: the environment names no place in a job; the job's store is not to be had; a
+            rank does not come; there is no GPU for this rank, or none can do what is asked for.
     """
+    _require_place()
     device = compute_device()
     if device.type == "cuda":
         _require_gpu(device, arguments)
         torch.cuda.set_device(device)
-    timeout = timedelta(minutes=communication_minutes(arguments))
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
+    minutes = communication_minutes(arguments)
+    timeout = timedelta(minutes=minutes)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = store_of_attempt(store, rank, world_size)
+    except dist.DistError as error:
+        raise ValueError(
+            f"ranks do not find together at MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT="
+            f"{os.environ['MASTER_PORT']}: {_first_line(error)}. Expected that rank 0 can listen "
+            "there, on a port that is free, and that all WORLD_SIZE="
+            f"{os.environ['WORLD_SIZE']} ranks come within {minutes} minutes "
+            "(--distributed-timeout-minutes)"
+        ) from error
     dist.init_process_group(
         backend=_backend(arguments.distributed_backend, device),
-        store=store_of_attempt(store, rank, world_size),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
+
+
+def _require_place() -> None:
+    """Refuses an environment that does not say where this process stands in a job."""
+    found = {name: os.environ.get(name) for name in _PLACE}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"found no {', '.join(missing)} in the environment, which say where a rank stands in "
+            "its job: start it by torchrun, for example\n  torchrun --nproc-per-node 4 -m "
+            "megatron_hdp.pretrain_gpt ..."
+        )
+    numbers = [found[name] or "" for name in _NUMBERS]
+    if not all(number.isdecimal() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
+        raise ValueError(
+            f"found {', '.join(f'{name}={found[name]}' for name in _NUMBERS)} in the environment, "
+            "expected numbers with RANK < WORLD_SIZE, as torchrun sets them"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def communication_minutes(arguments: TrainingArguments) -> int:

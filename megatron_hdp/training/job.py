@@ -37,6 +37,13 @@ class Steps(Protocol):
         """Runs the step that begins after `consumed` sequences."""
         ...
 
+    def non_finite_gradients(self) -> tuple[str, ...]:
+        """Micro-batches of the latest step that gave NaN or infinite gradients, where one can tell.
+
+        Every rank must call it.
+        """
+        ...
+
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan."""
         ...

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint import Progress
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import NonFiniteLossError, StepReport
+from megatron_hdp.megatron.step import NonFiniteError, StepReport, non_finite_parameters
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
-from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
+from megatron_hdp.runtime.timeline import AGREEMENT, CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.job import Job, build_job
 from megatron_hdp.training.metrics import StepMetrics, log_line
 from megatron_hdp.training.step_outputs import StepOutputs
@@ -26,19 +27,22 @@ from megatron_hdp.training.step_outputs import StepOutputs
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     """Trains as `arguments` say, in a job that was joined; returns every step's metrics.
 
-    SIGTERM or SIGUSR1 to any rank ends it after the step, with a checkpoint.
+    SIGTERM, SIGUSR1 or Ctrl-C to any rank ends it after the step, with a checkpoint; before the
+    first step, without one.
 
     Raises:
-        NonFiniteLossError: the loss is NaN or infinite; on every rank, weights as before the step.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, with weights as
+            before the step.
         RankFailure: communication failed; names the rank to blame.
     """
-    timeline = Timeline()
+    timeline, signals = Timeline(), StopSignals()
     heartbeat = Heartbeat.of_job(
         timeline,
         stall_timeout_s=arguments.stall_timeout_seconds,
         slow_timeout_s=60.0 * arguments.distributed_timeout_minutes,
+        asked_to_end=signals.received,
     )
-    with StopSignals() as signals, heartbeat:  # a signal must not cut short who is to blame
+    with signals, heartbeat:  # a signal must not cut short who is to blame
         with timeline.span(START):
             _require_same_arguments(arguments)
             parallel.initialise(arguments)
@@ -63,7 +67,9 @@ def _train(
         closing(job),
         closing(StepOutputs(arguments, job.training, job.vocab_size, first_step)) as outputs,
     ):
-        stop = None
+        stop = signals.agreed(parallel.compute_device())
+        if stop is not None:
+            parallel.say(f"{stop.name} received: the job ends before its first step")
         while progress.iteration < arguments.train_iters and stop is None:
             heartbeat.begin_step(progress.iteration + 1)
             metrics, progress = _train_step(job, outputs, progress)
@@ -92,7 +98,8 @@ def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[Ste
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
     report = job.training.run(progress.consumed_sequences)
-    _require_finite(report, f"step {step}")
+    _require_finite_loss(report, f"step {step}")
+    _require_finite_gradients(job, report, step)
     learning_rate = job.optimizer.param_groups[0]["lr"]
     with job.timeline.span(OPTIMIZER):
         _, grad_norm, _ = job.optimizer.step()
@@ -121,7 +128,7 @@ def _validate(job: Job, step: int) -> float | None:
     consumed, loss_sum, loss_tokens = 0, 0.0, 0
     for batch in range(arguments.eval_iters):
         report = job.validation.run(consumed, forward_only=True)
-        _require_finite(report, f"batch {batch + 1} of the validation after step {step}")
+        _require_finite_loss(report, f"batch {batch + 1} of the validation after step {step}")
         consumed = report.consumed_after
         loss_sum += report.loss * report.loss_tokens
         loss_tokens += report.loss_tokens
@@ -129,15 +136,33 @@ def _validate(job: Job, step: int) -> float | None:
     return loss_sum / max(loss_tokens, 1)
 
 
-def _require_finite(report: StepReport, what: str) -> None:
+def _require_finite_loss(report: StepReport, what: str) -> None:
     """Raises on every rank if the loss is NaN or infinite, before anything comes of it."""
     if report.non_finite or not math.isfinite(report.loss):
-        where = "\n  ".join(["", *report.non_finite])
-        raise NonFiniteLossError(
-            f"the loss of {what} is {report.loss}, expected a finite number. The job stops "
-            "and saves nothing: look at these documents, or go on from the last checkpoint with a "
-            f"lower --lr{where}"
-        )
+        raise _non_finite(f"the loss of {what} is {report.loss}", report.non_finite)
+
+
+def _require_finite_gradients(job: Job, report: StepReport, step: int) -> None:
+    """Raises on every rank if a gradient is NaN or infinite, before the optimizer sees it."""
+    with job.timeline.noted(AGREEMENT):
+        parameters = non_finite_parameters(job.model)
+        if not parameters:
+            return
+        where = job.training.non_finite_gradients()
+    raise _non_finite(
+        f"the gradient of step {step}, whose loss is {report.loss}, is NaN or infinite, first in "
+        f"{', '.join(parameters)}",
+        where,
+    )
+
+
+def _non_finite(what: str, where: Sequence[str]) -> NonFiniteError:
+    remedy = "go on from the last checkpoint with a lower --lr"
+    if where:
+        remedy = "\n  ".join([f"look at these documents, or {remedy}", *where])
+    return NonFiniteError(
+        f"{what}: expected finite numbers. The job stops and saves nothing: {remedy}"
+    )
 
 
 def _save_if_due(job: Job, progress: Progress, stop: signal.Signals | None) -> None:

@@ -7,7 +7,8 @@ for what the evaluation will find, so that its line can be completed in place.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import orjson
 
 from megatron_hdp.megatron.step import StepFigures, StepReport
 
+_BEGINNING = b'{"'  # of a step's line
 _ROOM = 64  # bytes: a validation loss instead of null, or its name among those not finite
 
 
@@ -107,9 +109,13 @@ class MetricsLogger:
         Args:
             metrics: of the step.
             is_whole: False if `complete` follows.
+
+        Raises:
+            ValueError: the file cannot be written; names it.
         """
         if self._file is None and self._path is not None:
-            self._file = _new_file(self._path, self._earlier_lines)
+            with _writing(self._path):
+                self._file = _new_file(self._path, self._earlier_lines)
         if self._writer is None and self._new_writer is not None:
             self._writer = self._new_writer()
         if self._file is not None:
@@ -126,12 +132,13 @@ class MetricsLogger:
 
     def _put(self, line: bytes) -> None:
         """Write the latest step's line at its place, in one go, padded to the room that it has."""
-        assert self._file is not None
+        assert self._file is not None and self._path is not None
         begin, room = self._latest
         assert len(line) <= room, (line, room)
-        self._file.seek(begin)
-        self._file.write(line.ljust(room) + b"\n")
-        self._file.flush()
+        with _writing(self._path):
+            self._file.seek(begin)
+            self._file.write(line.ljust(room) + b"\n")
+            self._file.flush()
 
     def _add_scalars(self, values: dict[str, float | None], metrics: StepMetrics) -> None:
         if self._writer is None:
@@ -142,9 +149,10 @@ class MetricsLogger:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what one could not take was said before."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
         if self._writer is not None:
             self._writer.close()
 
@@ -200,18 +208,51 @@ def _is_non_finite(value: float | None) -> bool:
 
 
 def _steps_before(first_step: int, path: Path) -> bytes:
-    """Return the file without the steps that will be written again and a last line cut short."""
+    """Return the file without the steps that will be written again and a last line cut short.
+
+    Blank lines go, too, and what a disk that lost power holds instead of text.
+    """
     if not path.exists():
+        _require_place(path)
         return b""
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
+    if path.is_dir():
+        raise ValueError(f"--metrics-path {path}: found a folder, expected the name of a file")
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip(b" \t\r\0")]
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if orjson.loads(line)["step"] < first_step:
+                kept.append(line + b"\n")
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            is_half = isinstance(error, orjson.JSONDecodeError) and line.startswith(_BEGINNING)
+            if is_half and number == len(lines):
+                break
+            raise ValueError(
+                f"--metrics-path {path}: found lines that are no step's metrics, expected a file "
+                "of this program: move it away or give another path"
+            ) from None
+    return b"".join(kept)
+
+
+def _require_place(path: Path) -> None:
+    """Refuses a path that no file can be made at; makes nothing."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "a folder that cannot be written" if folder.is_dir() else "no folder"
+        raise ValueError(f"--metrics-path {path}: {folder} is {what}: give another path")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        kept = [line for line in lines if orjson.loads(line)["step"] < first_step]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        yield
+    except OSError as error:
         raise ValueError(
-            f"--metrics-path {path}: found lines that are no step's metrics, expected a file of "
-            "this program: move it away or give another path"
-        ) from None
-    return b"".join(line + b"\n" for line in kept)
+            f"--metrics-path {path} cannot be written ({error.strerror}): make room, or give "
+            "another path; checkpoints stay as they are"
+        ) from error
 
 
 def _new_file(path: Path, content: bytes) -> IO[bytes]:

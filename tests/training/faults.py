@@ -1,4 +1,4 @@
-"""The training command with a fault planted in one rank, in the middle of one step's forward.
+"""The training command with a fault planted in one rank, in a step's forward or at the start.
 
 ``python -m tests.training.faults RANK:STEP:FAULT [flags]`` runs it as a process of its own.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_hdp import pretrain_gpt
+from megatron_hdp.megatron import parallel
 from megatron_hdp.runtime.health.heartbeat import Heartbeat
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 
@@ -53,30 +54,44 @@ def planted(fault: str, marker: Path | None = None) -> Iterator[None]:
     """Within the block, the process meets a fault.
 
     Args:
-        fault: ``rank:step:name``; the first call of the attention kernel in that step acts.
+        fault: ``rank:step:name``; the first call of the attention kernel in that step acts, for
+            step 0 what makes the process groups.
         marker: a file made when the fault acts; where it is already, nothing happens.
     """
     rank, step, name = fault.split(":")
     armed, acted_before = False, marker is not None and marker.exists()
     begin_step, forward = Heartbeat.begin_step, CpuFlashKernel.forward
+    initialise = parallel.initialise
 
-    def arm(self, number):
+    def arm(number):
         nonlocal armed
         armed = number == int(step) and os.environ["RANK"] == rank
+
+    def arm_and_begin(self, number):
+        arm(number)
         begin_step(self, number)
 
-    def act(*args):
+    def act():
         nonlocal armed
         if armed and not acted_before:
             armed = name == "slow"  # which acts in every call
             if marker is not None:
                 marker.touch()
             FAULTS[name]()
+
+    def act_and_start(arguments):
+        arm(0)
+        act()
+        return initialise(arguments)
+
+    def act_and_compute(*args):
+        act()
         return forward(*args)
 
     with (
-        mock.patch.object(Heartbeat, "begin_step", arm),
-        mock.patch.object(CpuFlashKernel, "forward", act),
+        mock.patch.object(Heartbeat, "begin_step", arm_and_begin),
+        mock.patch.object(CpuFlashKernel, "forward", act_and_compute),
+        mock.patch.object(parallel, "initialise", act_and_start),
     ):
         yield
 

@@ -5,6 +5,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -86,12 +87,45 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path) -> None:
     assert _steps(path) == [1, 2, 3]
 
 
-def test_a_file_of_something_else_is_not_overwritten(tmp_path) -> None:
+@pytest.mark.parametrize("end", [b"\n", b" \n\n", b"\r\n", b"\0\0\0", b'{"step": 3, "lo\n'])
+def test_blank_lines_and_half_ones_are_dropped(tmp_path, end) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, [1, 2])
+    path.write_bytes(b"\n" + path.read_bytes() + end)
+    _write(path, [3], first_step=3)
+    assert _steps(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["precious\n", "precious", '{"step": 1}\n{"a": 2}\n', "[1]\n"])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path, text) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("precious\n")
+    path.write_text(text)
     with pytest.raises(ValueError, match="move it away"):
-        MetricsLogger(path)
-    assert path.read_text() == "precious\n"
+        MetricsLogger(path, first_step=5)
+    assert path.read_text() == text
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for path, reason in (
+        (tmp_path, "found a folder"),
+        (tmp_path / "file" / "metrics.jsonl", "is no folder"),
+        (tmp_path / "file" / "deep" / "metrics.jsonl", "is no folder"),
+    ):
+        with pytest.raises(ValueError, match=reason) as caught:
+            MetricsLogger(path)
+        assert f"--metrics-path {path}" in str(caught.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_disk_is_named(tmp_path) -> None:
+    with (
+        mock.patch("megatron_hdp.training.metrics._new_file", lambda *_: open("/dev/full", "r+b")),
+        closing(MetricsLogger(tmp_path / "metrics.jsonl")) as logger,
+        pytest.raises(ValueError, match=r"metrics\.jsonl cannot be written \(No space left"),
+    ):
+        logger.write(STEP)
 
 
 @pytest.mark.parametrize("loss", [2.25, 1.0000000000000002e-300, math.nan])

@@ -1,4 +1,4 @@
-"""A loss that is no number stops every rank before weights change and says where it is from."""
+"""A loss or gradient that is no number stops every rank before weights change, and is traced."""
 
 import re
 import time
@@ -11,7 +11,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
-from megatron_hdp.megatron.step.non_finite import NonFiniteLossError
+from megatron_hdp.megatron.step.non_finite import NonFiniteError
 from megatron_hdp.training import job, loop
 from tests.support.gradients import tiny_arguments
 
@@ -49,10 +49,11 @@ def arguments(prefix, tmp_path, **overrides):
     return tiny_arguments(prefix, **(settings | overrides))
 
 
-def outcome(run, poisoned_rank, value):
+def outcome(run, poisoned_rank, value, poison_gradient=None):
     """Body of a rank: message, seconds, whether weights are unchanged, saves.
 
-    `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone.
+    `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone;
+    `poison_gradient`, called with the model, plants what it likes.
     """
     models, build = [], job.build_gpt
     weights = []
@@ -62,11 +63,15 @@ def outcome(run, poisoned_rank, value):
         models.append(model)
         is_poisoned = torch.distributed.get_rank() == poisoned_rank
         with torch.no_grad():
-            embedding = model.module.embedding.word_embeddings.weight
-            if poisoned_rank is None:
+            embedding = first_parameter(model.module)
+            if value is None:
+                pass
+            elif poisoned_rank is None:
                 embedding[POISON] = value
             elif is_poisoned:
                 embedding[:] = value
+        if poison_gradient is not None:
+            poison_gradient(model.module)
         return model
 
     train_step = loop._train_step
@@ -84,13 +89,17 @@ def outcome(run, poisoned_rank, value):
         try:
             loop.pretrain(run)
             message = None
-        except NonFiniteLossError as error:
+        except NonFiniteError as error:
             message = str(error)
     same = all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(weights, models[0].parameters(), strict=True)
     )
     return message, time.perf_counter() - started, same, save.call_count
+
+
+def first_parameter(model):
+    return next(model.parameters())  # the embedding's, on the first stage
 
 
 LINE = r"rank (\d+): micro-batch (\d+) has loss (\S+); sequences (.*) \(documents (.*) of the token"
@@ -139,6 +148,83 @@ def test_validation_stops_too(run_ranks, prefix, tmp_path):
     assert re.search(LINE, message), message
 
 
+def poison_gradient_of_a_token(model):
+    """The gradient of the micro-batches that hold the token is NaN; their loss is not."""
+
+    def forward(module, args, kwargs, output):
+        if (kwargs["input_ids"] == POISON).any() and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+
+    model.embedding.register_forward_hook(forward, with_kwargs=True)
+
+
+def poison_gradient_behind_the_layers(model):
+    def forward(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient / 0)
+
+    if model.post_process:
+        model.decoder.register_forward_hook(forward)
+
+
+def overflow_one_weight(model):
+    """No micro-batch's gradient is infinite where it reaches the embedding."""
+    model.decoder.layers[0].mlp.linear_fc1.weight.register_hook(lambda gradient: gradient * 1e200)
+
+
+def make_one_weight_huge(model):
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.register_hook(lambda gradient: gradient.sign() * 1e30)
+
+
+GRADIENT_LINE = LINE.replace("has loss", "has a gradient of norm")
+
+
+def test_the_micro_batches_of_a_gradient_are_named(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path)
+    results = run_ranks(3, outcome, run, None, None, poison_gradient_of_a_token)
+    ((message, *_),) = {(message,) for message, *_ in results}
+    assert re.search(r"the gradient of step \d, whose loss is \d\.\d+, is NaN or infinite", message)
+    assert "first in embedding.word_embeddings.weight (rank 0): expected" in message
+    lines = re.findall(GRADIENT_LINE, message)
+    assert len({micro_batch for _, micro_batch, *_ in lines}) == 1, message
+    for _, _, value, _, documents in lines:
+        assert value == "nan" and POISONED in map(int, documents.split(", "))
+    step = int(re.search(r"step (\d)", message)[1])
+    assert all(same and saves == step - 1 for _, _, same, saves in results)
+
+
+def test_a_gradient_of_a_later_stage_is_known_on_the_first(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path, pipeline_model_parallel_size=2, hdp_tokens_per_rank=100)
+    plant = poison_gradient_behind_the_layers
+    for message, _, same, saves in run_ranks(2, outcome, run, None, None, plant):
+        assert "embedding.word_embeddings.weight (rank 0), " in message, message
+        assert {rank for rank, *_ in re.findall(GRADIENT_LINE, message)} == {"0"}, message
+        assert same and saves == 0
+
+
+def test_a_gradient_that_overflows_in_one_weight_alone(run_ranks, prefix, tmp_path):
+    settings = {"fp64": False, "use_distributed_optimizer": True, "hdp_tokens_per_rank": 100}
+    run = arguments(prefix, tmp_path, **settings)
+    for message, _, same, saves in run_ranks(2, outcome, run, None, None, overflow_one_weight):
+        assert "first in decoder.layers.0.mlp.linear_fc1.weight (rank 0): expected" in message
+        assert "saves nothing: go on from the last checkpoint" in message
+        assert same and saves == 0
+
+
+def test_a_norm_that_overflows_is_no_fault(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path, fp64=False, hdp_tokens_per_rank=100, train_iters=1)
+    ((message, *_),) = run_ranks(1, outcome, run, None, None, make_one_weight_huge)
+    assert message is None
+
+
+def test_a_gradient_without_hdp(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tmp_path, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
+    run = replace(run, seq_length=40, global_batch_size=8, fp64=False)
+    ((message, _, same, _),) = run_ranks(1, outcome, run, None, None, overflow_one_weight)
+    assert "the gradient of step 1" in message and same
+
+
 def test_without_hdp_it_stops_too(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
     run = replace(run, seq_length=40, global_batch_size=8, fp64=False)
@@ -154,6 +240,6 @@ def code_of_the_command(run):
     with (
         mock.patch("megatron_hdp.megatron.options.parse_arguments", return_value=run),
         mock.patch("megatron_hdp.megatron.parallel.join_job"),  # the fixture joined it
-        mock.patch("megatron_hdp.training.loop.pretrain", side_effect=NonFiniteLossError("x")),
+        mock.patch("megatron_hdp.training.loop.pretrain", side_effect=NonFiniteError("x")),
     ):
         return pretrain_gpt.main([])

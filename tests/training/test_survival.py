@@ -97,6 +97,23 @@ def test_a_rank_that_is_stopped_is_named(folder):
     assert any("stack of rank" in text and "comm.py" in text for text in texts), texts
 
 
+@pytest.mark.parametrize(
+    "is_told", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["told", "by-itself"]
+)
+def test_a_rank_that_dies_at_the_start_is_named(folder, is_told):
+    """The others wait for it to make groups. A launcher that notices asks them to end."""
+    with started(RANKS, folder, train, "1:0:kill", flags(folder), folder / "acted") as ranks:
+        assert ranks[1].wait(START_S) == -signal.SIGKILL
+        others = ranks[0], ranks[2]
+        if is_told:
+            for one in others:
+                os.kill(one.process.pid, signal.SIGTERM)
+        codes = [one.wait(20 if is_told else 100) for one in others]
+        assert codes == [3, 3], [one.text() for one in others]
+        for one in others:
+            assert "rank 1 (host " in one.text() and "died or was stopped" in one.text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1:3:kill", "1:3:stand-still"])
 def test_a_pipeline_stage_is_named(folder, fault):
@@ -185,14 +202,14 @@ def test_a_signal_without_a_place_to_save_is_said(folder):
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_ends_after_it(folder):
+def test_a_signal_before_the_first_step(folder):
     run = flags(folder, hdp_tokens_per_rank=100, save=folder / "checkpoints", train_iters=10_000)
     with started(1, folder, train, "0:0:none", run) as ranks:
         ranks[0].wait_for("sequences to train on", START_S)
         os.kill(ranks[0].process.pid, signal.SIGTERM)
         assert ranks[0].wait(START_S) == 0, ranks[0].text()
-        assert "SIGTERM received: the job ends after iteration" in ranks[0].text()
-    assert (folder / "checkpoints/latest_checkpointed_iteration.txt").exists()
+        assert "SIGTERM received: the job ends before its first step" in ranks[0].text()
+    assert not (folder / "checkpoints/latest_checkpointed_iteration.txt").exists()
 
 
 def torchrun(folder, fault, argv, *options, once=None):

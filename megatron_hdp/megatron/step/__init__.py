@@ -2,7 +2,7 @@
 
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order, sequence_table
-from megatron_hdp.megatron.step.non_finite import NonFiniteLossError
+from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
 from megatron_hdp.megatron.step.report import StepFigures, StepReport
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
@@ -10,7 +10,7 @@ from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 __all__ = [
     "HdpExecutor",
     "HdpSteps",
-    "NonFiniteLossError",
+    "NonFiniteError",
     "StepFigures",
     "StepReport",
     "StockSteps",
@@ -18,5 +18,6 @@ __all__ = [
     "build_executor",
     "cost_model_of",
     "data_order",
+    "non_finite_parameters",
     "sequence_table",
 ]

@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_hdp.data import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.megatron.step.non_finite import norm
 from megatron_hdp.megatron.step.schedule_timers import noting_compute
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import token_sum_loss
@@ -83,6 +84,12 @@ class HdpExecutor:
             self.layers, compute_device(), model.parameters, timeline=self.timeline
         )
         self._losses: list[torch.Tensor] = []
+        self.gradient_norms: list[torch.Tensor] = []
+        """Of the latest step, on the first stage, for each micro-batch: norm of the gradient that
+        reached the embedding. Nothing waits for them."""
+        if place.is_first_stage:
+            embedding = get_attr_wrapped_model(model, "embedding")
+            embedding.register_forward_hook(self._watch_gradient)
         self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(model)
         if not config.calculate_per_token_loss:
@@ -114,7 +121,7 @@ class HdpExecutor:
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
         self.timeline.reset()
-        self._losses = []
+        self._losses, self.gradient_norms = [], []
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
         indices = [one.index for one in micro_batches]
         with (
@@ -241,6 +248,11 @@ class HdpExecutor:
             loss = token_sum_loss(output, labels, loss_mask, group if group.size() > 1 else None)
         self._losses.append(loss.detach())
         return loss, loss_mask.sum().to(torch.int), {}
+
+    def _watch_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
+        """Backward follows in the order of forward, so norms stand in that of micro-batches."""
+        if embedded.requires_grad:
+            embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
 
     def _finalize(
         self, num_loss_tokens: int, model: list[Any], num_tokens: Any = None, **kwargs: Any

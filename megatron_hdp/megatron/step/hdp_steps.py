@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -201,7 +202,7 @@ class HdpSteps:
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
-        non_finite = self._non_finite(prepared, outcome)
+        non_finite = self._non_finite(prepared, "loss", outcome.losses)
         lengths = self.table.length[trained]
         num_loss_tokens = int(self.table.num_labels[trained].sum())
         with self._agreement():
@@ -253,14 +254,26 @@ class HdpSteps:
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
 
-    def _non_finite(self, prepared: PreparedStep, outcome: RankOutcome) -> list[NonFinite]:
-        """This rank's micro-batches whose loss is NaN or infinite."""
+    def non_finite_gradients(self) -> tuple[str, ...]:
+        """Names the latest step's micro-batches whose gradient was not finite at the embedding.
+
+        None where a gradient became so in sums of a layer alone. Every rank must call this.
+        """
+        assert self.latest is not None, "no step has run"
+        norms = [norm.item() for norm in self.executor.gradient_norms]
+        return gather_words(self._non_finite(self.latest, "a gradient of norm", norms))
+
+    def _non_finite(
+        self, prepared: PreparedStep, name: str, values: Sequence[float]
+    ) -> list[NonFinite]:
+        """This rank's micro-batches of which `name`'s value, given in order, is not finite."""
         found = []
-        for micro_batch, loss in zip(prepared.micro_batches, outcome.losses, strict=False):
-            if not math.isfinite(loss):
+        for micro_batch, value in zip(prepared.micro_batches, values, strict=False):
+            if not math.isfinite(value):
+                what = f"{name} {value}"
                 rows = micro_batch.sequence_ids
                 documents = tuple(self.table.document[list(rows)].tolist())
-                found.append(NonFinite(micro_batch.index, loss, rows, documents))
+                found.append(NonFinite(micro_batch.index, what, rows, documents))
         return found
 
     def describe(self, use: str) -> str:

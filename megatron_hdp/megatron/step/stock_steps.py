@@ -108,6 +108,10 @@ class StockSteps:
             micro_batches_max=self.num_micro_batches,
         )
 
+    def non_finite_gradients(self) -> tuple[str, ...]:
+        """No micro-batch can be told."""
+        return ()
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -24,7 +24,10 @@ from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, WAITS, Timeline
 
 # In heartbeats:
-_SILENCE = 3  # what a living rank may miss
+_SILENCE = 3  # what a living rank may miss while another one waits too long for it
+_LONGER = 10  # while a rank waits that was asked to end: perhaps its launcher has lost another one
+_LONGEST = 60  # while a rank waits at all: what loads a library lets no heartbeat through
+_PATIENCE = 10  # for how long a rank waits before it wants to know who lives
 _GRACE = 2  # how long a rank may go on after another has failed: it may be about to say the same
 _EXPLANATION = 8  # how long failed communication may remain without an explanation
 _BEATS_PER_SECOND = 1000  # what the job's store shall have to take from all ranks together
@@ -43,10 +46,11 @@ class Heartbeat:
 
     - If an exception leaves the block, the other ranks are told, and end within seconds. If it is
       failed communication, `RankFailure` is raised from it, which names the rank to blame.
-    - If the thread waits for other ranks longer than `stall_timeout_s` while a rank is dead, or
-      does one thing for as long, or all ranks wait, the process prints who is to blame and the
-      thread's stack, and ends with `ExitCode.BLAMES_ANOTHER`.
-      Likewise if another rank has failed.
+    - If the thread waits for other ranks longer than `stall_timeout_s` while a rank does one thing
+      for as long, or all ranks wait, the process prints who is to blame and the thread's stack, and
+      ends with `ExitCode.BLAMES_ANOTHER`. Likewise if it waits while a rank is dead, within a
+      minute; once this process was asked to end, as launchers do that have lost a rank, within
+      seconds. Likewise if another rank has failed.
 
     Waiting counts where the timeline says so and inside torch.distributed's own calls. Before the
     second step, and while a checkpoint is saved or loaded, `slow_timeout_s` holds if it is longer.
@@ -61,6 +65,7 @@ class Heartbeat:
         store: the job's store, through a connection that nothing else uses.
         rank: this rank.
         world_size: ranks of the job.
+        asked_to_end: whether a signal asks this process to end.
         interval_s: seconds between heartbeats.
         end_process: called with a message to end the process.
     """
@@ -74,6 +79,7 @@ class Heartbeat:
         store: dist.Store,
         rank: int,
         world_size: int,
+        asked_to_end: Callable[[], bool] = lambda: False,
         interval_s: float | None = None,
         end_process: Callable[[str], None] | None = None,
     ) -> None:
@@ -83,6 +89,7 @@ class Heartbeat:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._asked_to_end = asked_to_end
         self._interval_s = interval_s or max(1.0, world_size / _BEATS_PER_SECOND)
         self._end_process = end_process or _end_process
         self._host = socket.gethostname()
@@ -96,7 +103,12 @@ class Heartbeat:
 
     @classmethod
     def of_job(
-        cls, timeline: Timeline, *, stall_timeout_s: float, slow_timeout_s: float
+        cls,
+        timeline: Timeline,
+        *,
+        stall_timeout_s: float,
+        slow_timeout_s: float,
+        asked_to_end: Callable[[], bool] = lambda: False,
     ) -> Heartbeat:
         """The heartbeat of this rank of torch.distributed's default group, over its store."""
         return cls(
@@ -106,6 +118,7 @@ class Heartbeat:
             store=distributed_c10d._get_default_store().clone(),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
+            asked_to_end=asked_to_end,
         )
 
     def begin_step(self, step: int) -> None:
@@ -187,14 +200,27 @@ class Heartbeat:
             return failure if now - self._others.failed_at > grace_s else None
         limit_s = self._limit_s()
         is_stuck = status.waits and status.still_s >= limit_s
-        self._others.want_everyone(is_stuck)
-        reason = self._missing() or self._stalled(limit_s) if is_stuck else None
+        silence = self._suspicious_silence(status, is_stuck)
+        self._others.want_everyone(silence is not None)
+        reason = None if silence is None else self._missing(silence)
+        if reason is None and is_stuck:
+            reason = self._stalled(limit_s)
         if reason is None:
             return None
         self._tell(reason)
         stack = "".join(traceback.format_stack(sys._current_frames()[self._watched]))
         waited = f"has waited {status.still_s:.0f} s for other ranks"
         return f"{waited}: {reason}\nstack of rank {self._rank}, which waits:\n{stack}"
+
+    def _suspicious_silence(self, status: Status, is_stuck: bool) -> int | None:
+        """Heartbeats that a rank must have missed to be taken for dead; None: nobody looks."""
+        if is_stuck:
+            return _SILENCE
+        if status.waits and self._asked_to_end():
+            has_something_to_save = self._steps_begun > 0
+            return _LONGER if has_something_to_save else _SILENCE
+        is_long = status.waits and status.still_s >= _PATIENCE * self._interval_s
+        return _LONGEST if is_long else None
 
     def _limit_s(self) -> float:
         unhurried = any(kind in _UNHURRIED for kind, _, _ in self._timeline.current())
@@ -217,9 +243,9 @@ class Heartbeat:
         self._tell(reason)
         return reason
 
-    def _missing(self) -> str | None:
+    def _missing(self, silence: int = _SILENCE) -> str | None:
         """Names ranks that died, stopped or left, the one that holds the store among them."""
-        silence_s = _SILENCE * self._interval_s
+        silence_s = silence * self._interval_s
         everyone = self._others.everyone()
         missing = missing_ranks(everyone, silence_s) if everyone else None
         return self._others.trouble(silence_s) or missing

@@ -1,30 +1,48 @@
-"""SIGTERM and SIGUSR1 ask a job to end after its step: noted when they come, agreed on by ranks."""
+"""SIGTERM, SIGUSR1 and Ctrl-C ask a job to end after its step: noted at once, agreed on later."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.runtime.health.agreement import largest
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_SAME_PRESS_S = 1.0  # a launcher in the same terminal passes the Ctrl-C on that ranks got already
 
 
 class StopSignals:
     """While entered, these signals are noted instead of ending the process.
 
     A context manager of the process's main thread; leaving it restores what was there before. A
-    signal may come any number of times, and to any rank.
+    signal may come any number of times, and to any rank; but a second Ctrl-C ends this process at
+    once, with `ExitCode.INTERRUPTED`. Signals are known as they come, to a thread of their own: the
+    main thread may be in the middle of a call that lets no Python run.
     """
 
     def __init__(self) -> None:
         self._received = 0
+        self._interrupted_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_fd_before = -1
 
     def __enter__(self) -> StopSignals:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
+        self._thread.start()
+        self._wakeup_fd_before = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -37,9 +55,14 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler not of Python's
+        signal.set_wakeup_fd(self._wakeup_fd_before)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+    def received(self) -> bool:
+        """Whether one has come to this process."""
+        return self._received != 0
 
     def agreed(self, device: torch.device) -> signal.Signals | None:
         """A signal that some rank has received, the same on every rank, or None.
@@ -51,3 +74,34 @@ class StopSignals:
         """
         (number,) = largest([self._received], device)
         return signal.Signals(number) if number else None
+
+    def _listen(self) -> None:
+        while numbers := self._reader.recv(64):  # what C's handler wrote: a byte a signal
+            for number in numbers:
+                self._count(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def _count(self, number: int) -> None:
+        if number not in SIGNALS:
+            return  # of another handler in this process
+        self._received = number
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif now - self._interrupted_at > _SAME_PRESS_S:
+            os.write(2, b"interrupted a second time: ends at once, saves nothing more\n")
+            os._exit(ExitCode.INTERRUPTED)
+
+
+def _in_child() -> None:
+    """A helper forked from this process must not write its own signals into this one's socket."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(getattr(handler, "__self__", None), StopSignals):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_in_child)
