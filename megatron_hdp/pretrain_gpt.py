@@ -75,7 +75,10 @@ def run() -> NoReturn:
     except Exception as error:
         lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
         sys.stderr.write("".join(f"[rank{_rank()}]: {line}" for line in lines))
-        _tell_torchrun(error)
+        if "torch" in sys.modules:
+            from megatron_hdp.runtime.health import tell_torchrun
+
+            tell_torchrun(error)
         code = ExitCode.FAILED
     if code:
         sys.stdout.flush()
@@ -86,14 +89,6 @@ def run() -> NoReturn:
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
-
-
-def _tell_torchrun(error: Exception) -> None:
-    """For its summary, which names the root cause; it listens where it set this variable."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
 
 
 def _say(text: str) -> None:

@@ -212,14 +212,14 @@ def test_a_signal_before_the_first_step(folder):
     assert not (folder / "checkpoints/latest_checkpointed_iteration.txt").exists()
 
 
-def torchrun(folder, fault, argv, *options, once=None):
+def torchrun(folder, fault, argv, *options, once=None, num_ranks=RANKS):
     """torchrun with the fault, as a process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if once is not None:
         environment["FAULT_ONCE"] = str(once)
     return subprocess.Popen(
         [
-            *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)],
+            *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)],
             *["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options],
             *["-m", "tests.training.faults", fault, *argv],
         ],
@@ -228,6 +228,17 @@ def torchrun(folder, fault, argv, *options, once=None):
         stdout=(folder / "torchrun.log").open("w"),
         stderr=subprocess.STDOUT,
     )
+
+
+def test_an_exception_is_printed_under_torchrun(folder):
+    """Whose excepthook it would have been lost in; torchrun's summary has it, too."""
+    run = flags(folder, hdp_tokens_per_rank=100)
+    job = torchrun(folder, "0:1:fail", run, num_ranks=1)
+    assert job.wait(START_S) == 1
+    log = (folder / "torchrun.log").read_text()
+    assert "[rank0]: Traceback (most recent call last):\n[rank0]:   File " in log, log
+    assert "[rank0]: RuntimeError: planted\n[rank0]: second line\n" in log, log
+    assert "RuntimeError: planted" in log[log.index("Root Cause") :], log
 
 
 @pytest.mark.slow
@@ -262,7 +273,11 @@ def test_torchrun_restarts_from_the_checkpoint(folder, fault):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number, options",
-    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"))],
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")),
+    ],
 )
 def test_torchrun_passes_a_signal_on(folder, number, options):
     """torchrun itself ends with 1, its workers with 0."""
@@ -276,7 +291,7 @@ def test_torchrun_passes_a_signal_on(folder, number, options):
     job.send_signal(number)
     assert job.wait(60) == 1
     assert f"{number.name} received: the job ends after iteration" in log.read_text()
-    assert "error on rank" not in log.read_text()
+    assert "error on rank" not in log.read_text() and "[rank" not in log.read_text()
     assert (save / "latest_checkpointed_iteration.txt").exists()
 
 

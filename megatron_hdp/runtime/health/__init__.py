@@ -8,6 +8,7 @@ from megatron_hdp.runtime.health.agreement import (
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure
+from megatron_hdp.runtime.health.root_cause import tell_torchrun
 from megatron_hdp.runtime.health.signals import StopSignals
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "largest",
     "require_agreement",
     "store_of_attempt",
+    "tell_torchrun",
 ]
