@@ -7,14 +7,14 @@ class ExitCode(IntEnum):
     """How a command, or a rank of a job, has ended."""
 
     DONE = 0
-    """Done; also after SIGTERM or SIGUSR1, once the step has run and is saved."""
+    """Done; also after SIGTERM, SIGUSR1 or Ctrl-C, once the step has run and is saved."""
     FAILED = 1
     """A rank raised an exception, whose traceback stands in its log; `megatron-hdp check` refuses a
     configuration; `megatron-hdp doctor` finds that training cannot run."""
     MISTAKE = 2
-    """A flag, a file or the data is wrong, or the loss is NaN or infinite: one message without a
-    traceback, and starting again would end likewise."""
+    """A flag, a file or the data is wrong, or a loss or gradient is NaN or infinite: one message
+    without a traceback, and starting again would end likewise."""
     BLAMES_ANOTHER = 3
     """Another rank died, failed or stands still; the message says which one."""
     INTERRUPTED = 130
-    """Ctrl-C ended a `megatron-hdp` command."""
+    """Ctrl-C ended a `megatron-hdp` command, or a second one a rank."""

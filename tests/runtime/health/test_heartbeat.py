@@ -136,22 +136,45 @@ def test_ranks_that_wait_for_each_other_end():
         assert "ring wait of micro-batch 4 of step 2" in ended(ranks[1])
 
 
-def test_a_rank_that_falls_silent_is_named():
+heard_of = threading.Event()
+
+
+def fall_silent(rank):
     """What a killed or stopped process does; its last word is that it waits."""
-    heard_of = threading.Event()
+    heard_of.clear()
+    with rank.timeline.span(RING_WAIT):
+        time.sleep(3 * INTERVAL_S)
+        rank.heartbeat._others._exchange = lambda is_last: heard_of.wait(60)
+        assert rank.go_on.wait(60)
 
-    def fall_silent(rank):
-        with rank.timeline.span(RING_WAIT):
-            time.sleep(3 * INTERVAL_S)
-            rank.heartbeat._others._exchange = lambda is_last: heard_of.wait(60)
-            assert rank.go_on.wait(60)
 
+def test_a_rank_that_falls_silent_is_named():
     with job(wait, wait, fall_silent) as ranks:
         texts = [ended(rank) for rank in ranks[:2]]
         heard_of.set()
     for text in texts:
         assert "rank 2 (host " in text and "died or was stopped: no sign of life" in text, text
         assert "last in ring wait of step 2" in text and "wait for each other" not in text, text
+
+
+def test_a_rank_that_was_asked_to_end_looks_for_dead_ones():
+    """Launchers ask the others when they have lost a rank; no stall needs to pass."""
+    patient = {"stall_timeout_s": LONG_S}
+    with job(wait, wait, fall_silent, asked_to_end=lambda: True, **patient) as ranks:
+        texts = [ended(rank) for rank in ranks[:2]]
+        heard_of.set()
+    for text in texts:
+        assert "rank 2 (host " in text and "died or was stopped" in text, text
+    with job(wait, wait, fall_silent, **patient) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
+        heard_of.set()
+
+
+def test_a_job_of_living_ranks_that_was_asked_to_end_goes_on():
+    """Until its step has run and is saved."""
+    patient = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
+    with job(wait, compute, wait, **patient) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
 
 
 def test_a_rank_that_never_came_is_named():
