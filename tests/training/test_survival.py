@@ -201,13 +201,10 @@ def test_a_signal_without_a_place_to_save_is_said(folder):
         assert "ends after iteration 2, without --save, nothing is saved" in ranks[0].text()
 
 
-@pytest.mark.slow
-def test_a_signal_before_the_first_step(folder):
-    run = flags(folder, hdp_tokens_per_rank=100, save=folder / "checkpoints", train_iters=10_000)
-    with started(1, folder, train, "0:0:none", run) as ranks:
-        ranks[0].wait_for("sequences to train on", START_S)
-        os.kill(ranks[0].process.pid, signal.SIGTERM)
-        assert ranks[0].wait(START_S) == 0, ranks[0].text()
+def test_a_signal_before_the_first_step_ends_all(folder):
+    run = flags(folder, hdp_tokens_per_rank=50, save=folder / "checkpoints")
+    with started(2, folder, train, "1:0:SIGTERM", run) as ranks:
+        assert [one.wait(START_S) for one in ranks] == [0, 0], ranks[0].text()
         assert "SIGTERM received: the job ends before its first step" in ranks[0].text()
     assert not (folder / "checkpoints/latest_checkpointed_iteration.txt").exists()
 
