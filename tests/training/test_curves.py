@@ -1,4 +1,4 @@
-"""Twenty steps of training: one loss curve, whatever the ranks, the strategy and the capacity."""
+"""Twelve steps of training: one loss curve, whatever the ranks, the strategy and the capacity."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
-STEPS = 20
+STEPS = 12
 LONGEST = 60
 STRATEGIES = ("static", "naive", "dp-balance")
 TEXT = Path(__file__).read_bytes()
