@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import fields
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.checkpoint import Progress
+from megatron_hdp.megatron.checkpoint.state import Progress
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import NonFiniteLossError, StepReport
 from megatron_hdp.options import flag_of
@@ -38,12 +38,14 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
         stall_timeout_s=arguments.stall_timeout_seconds,
         slow_timeout_s=60.0 * arguments.distributed_timeout_minutes,
     )
-    with StopSignals() as signals, heartbeat:  # a signal must not cut short who is to blame
+    # a signal must not cut short who is to blame
+    with StopSignals() as signals, heartbeat, ExitStack() as ending:
         with timeline.span(START):
             _require_same_arguments(arguments)
             parallel.initialise(arguments)
             parallel.set_seeds(arguments.seed)
             job = build_job(arguments, timeline)
+            ending.enter_context(closing(job.checkpoints))
             progress = job.checkpoints.load()
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):

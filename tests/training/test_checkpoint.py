@@ -210,11 +210,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path)
 
 def see_a_folder(folder):
     """Body of a rank: the message of the check; the last rank sees another disk."""
-    from megatron_hdp.megatron.checkpoint.checkpoints import _require_shared
+    from megatron_hdp.megatron.checkpoint.together import require_shared
 
     elsewhere = dist.get_rank() == dist.get_world_size() - 1
     try:
-        _require_shared(folder / "nowhere" if elsewhere else folder, "--save")
+        require_shared(folder / "nowhere" if elsewhere else folder, "--save")
     except ValueError as error:
         return str(error)
 
