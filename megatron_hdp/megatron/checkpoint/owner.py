@@ -265,13 +265,18 @@ def _read(path: Path) -> bytes | None:
 
 def _make(folder: Path) -> list[Path]:
     """Makes a folder; returns those that were not there, the innermost last."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)][::-1]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        _remove_empty(missing)
+        raise
     return missing
 
 
 def _remove_empty(folders: list[Path]) -> None:
     for folder in reversed(folders):
-        if not folder.is_dir() or any(folder.iterdir()):
-            return
-        folder.rmdir()
+        if os.path.isdir(folder):
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
