@@ -51,7 +51,7 @@ class Checkpoints:
         self._arguments = arguments
         self._state = state
         self._say = say
-        self._folder = None if arguments.save is None else RunFolder(arguments.save)
+        self._folder = None if arguments.save is None else RunFolder(arguments.save, say)
         self._latest = 0  # iteration that was saved or loaded last
         # Megatron's writer for a single save forks this process, which suits the CPU; the one that
         # it keeps for all saves wants a GPU, and with CUDA nothing should fork.

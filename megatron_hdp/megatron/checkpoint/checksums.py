@@ -44,7 +44,9 @@ class FileSum:
         return cls(num_bytes, digest.hexdigest())
 
 
-def write_and_sum(write: Callable[..., None], folder: Path, rank: int, *args: Any) -> None:
+def write_and_sum(
+    write: Callable[..., None], folder: Path, rank: int, *args: Any, **kwargs: Any
+) -> None:
     """Lets Megatron write a rank's files, and leaves their checksums for `take_part`.
 
     A function of the module, because Megatron may hand it to a process that it spawns.
@@ -54,8 +56,9 @@ def write_and_sum(write: Callable[..., None], folder: Path, rank: int, *args: An
         folder: of the checkpoint.
         rank: whose files they are; their names begin with it.
         args: of `write`.
+        kwargs: of `write`.
     """
-    write(*args)
+    write(*args, **kwargs)
     try:
         part = {path.name: FileSum.of_file(path) for path in sorted(folder.glob(f"__{rank}_*"))}
         _part(folder, rank).write_text(_as_json(part))

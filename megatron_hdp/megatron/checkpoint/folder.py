@@ -98,26 +98,26 @@ class CheckpointFolder:
         return partial
 
     def probe(self) -> None:
-        """Makes and removes files of names as long as those of a checkpoint.
+        """Makes and removes a file of as long a name as any here.
 
         Raises:
             OSError: that is not possible here.
         """
         partial = _partial(self._named(0))
         partial.mkdir()
-        (partial / "__1000000_1.distcp").touch()
-        (self.path / _next(TRACKER)).touch()
-        (self.path / _next(TRACKER)).unlink()
+        (partial / _next(TRACKER)).touch()
         _remove(partial)
 
     def clear(self) -> None:
-        """Removes what kills have left behind."""
+        """Removes what kills have left behind, and puts back what was about to be replaced."""
         self._require_owned()
         for leftover in self.path.glob("*.partial-*"):
             _remove(leftover)
         for replaced in self.path.glob("iter_*.replaced"):
             if replaced.with_suffix("").exists():
                 _remove(replaced)
+            else:
+                os.replace(replaced, replaced.with_suffix(""))
 
     def discard(self, partial: Path) -> None:
         """Removes what `begin` gave, unless it is published."""

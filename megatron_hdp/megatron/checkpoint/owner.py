@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ _COUNT = "%020d\n"
 _TELL_S = 1.0
 _LOOK_S = 0.25
 _SILENCE_S = 20.0  # a file system that is busy with a checkpoint may be slow to show a count
-_SAME_JOB_S = 60.0  # how long ranks of a restarted job may take to end
+_SAME_JOB_S = 40.0  # for the ranks of a restarted job to end; less than a collective may wait
 _RELEASE_S = 5.0  # what a file system that hangs may cost at the end
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
@@ -80,6 +80,7 @@ class Ownership:
 
     Args:
         folder: made if it is not there, and then removed by `release` if nothing was saved.
+        say: prints one line, if this takes a while.
         silence_s: how long an owner on another host must stand still to count as gone.
         same_job_s: how long a living owner of the same job, which was started again, is waited for.
 
@@ -89,9 +90,15 @@ class Ownership:
     """
 
     def __init__(
-        self, folder: Path, *, silence_s: float = _SILENCE_S, same_job_s: float = _SAME_JOB_S
+        self,
+        folder: Path,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        silence_s: float = _SILENCE_S,
+        same_job_s: float = _SAME_JOB_S,
     ) -> None:
         self._folder = folder
+        self._say = say
         self._silence_s = silence_s
         self._same_job_s = same_job_s
         self._me = Process.this()
@@ -167,6 +174,7 @@ class Ownership:
         """
         began = time.monotonic()
         looked_at: tuple[int, bytes] | None = None
+        is_told = False
         unchanged = 0  # looks; so a time in which this process or its file system stood counts not
         while True:
             numbers = self._numbers()
@@ -192,6 +200,9 @@ class Ownership:
                     f"{self._folder} belongs to another job that runs: {owner}. Two jobs would mix "
                     "their checkpoints: end that one first, or give another --save"
                 )
+            if not is_told:
+                self._say(f"{self._folder}: waiting for the end of {owner or 'an unknown owner'}")
+                is_told = True
             time.sleep(_LOOK_S)
 
     def _is_restarted(self, owner: Process | None, began: float) -> bool:

@@ -6,6 +6,7 @@ that it was resumed from, which ``--ckpt-step`` gave up, or of which a kill left
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
@@ -17,10 +18,12 @@ class RunFolder:
 
     Args:
         path: of the folder.
+        say: prints one line.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path = path
+        self._say = say
         self._folder = CheckpointFolder(path, self._require_owned)
         self._owner: Ownership | None = None
         self._may_replace: set[int] = set()
@@ -33,7 +36,7 @@ class RunFolder:
             ValueError: a job that lives owns it, or its tracker is damaged.
             OSError: it cannot be written.
         """
-        self._owner = Ownership(self.path)
+        self._owner = Ownership(self.path, self._say)
         self._folder.clear()
         self._folder.probe()
 

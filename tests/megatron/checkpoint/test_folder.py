@@ -168,7 +168,10 @@ def test_what_a_later_save_leaves_over_is_removed_by_the_next(tmp_path):
     write(folder, 1, "x")
     (tmp_path / "iter_0000001.replaced").mkdir()
     write(folder, 2, "x")
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.replaced")  # a kill in between
+    folder.clear()
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", TRACKER}
+    assert (folder.find(1) / "common.pt").read_text() == "x"
 
 
 def test_a_missing_checkpoint_is_named_with_those_that_are_there(tmp_path):

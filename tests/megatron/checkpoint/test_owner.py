@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -99,10 +100,11 @@ def test_an_id_that_another_process_has_by_now_does_not_count(tmp_path):
 @pytest.mark.parametrize("text", [None, "", "{", "[]"], ids=["whole", "empty", "cut", "other"])
 def test_silence_elsewhere_is_waited_for(tmp_path, text):
     write_record(tmp_path, 3, text, **ELSEWHERE)
-    began = time.monotonic()
-    one = Ownership(tmp_path, **SHORT)
+    began, lines = time.monotonic(), []
+    one = Ownership(tmp_path, lines.append, **SHORT)
     assert time.monotonic() - began >= SHORT["silence_s"]
     assert records(tmp_path) == ["owner-4.json"]
+    assert len(lines) == 1 and ("on n7" if text is None else "unknown owner") in lines[0]
     one.release()
 
 
@@ -266,3 +268,57 @@ def test_a_folder_that_cannot_be_made_or_written_leaves_nothing(tmp_path):
     with full, pytest.raises(OSError, match="No space left"):
         Ownership(tmp_path / "new")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def take_turns(scratch, seed, faulty):
+    """A job that starts again and again, and is alone in the folder whenever it owns it."""
+    if faulty:
+        Process.has_ended = lambda self: True
+    draw, mine = random.Random(seed), scratch / f"inside-{os.getpid()}"
+    while True:
+        try:
+            one = Ownership(scratch / "checkpoints", silence_s=60.0)
+        except ValueError:
+            time.sleep(draw.uniform(0.0, 0.01))
+            continue
+        for other in scratch.glob("inside-*"):
+            if owner._started(int(other.name.removeprefix("inside-"))) is not None:
+                (scratch / f"violation-{os.getpid()}-{other.name}").touch()
+        mine.touch()
+        time.sleep(draw.uniform(0.0, 0.02))
+        one.require()
+        mine.unlink()
+        one.release()
+        with (scratch / "turns").open("a") as file:
+            file.write("1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("faulty, seconds", [(False, 20), (True, 5)], ids=["right", "faulty"])
+def test_starts_ends_and_kills_at_any_moment(tmp_path, faulty, seconds):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    draw, kills = random.Random(seed), 0
+
+    def start():
+        job = fork.Process(target=take_turns, args=(tmp_path, draw.randrange(10**6), faulty))
+        job.start()
+        return job
+
+    jobs = [start() for _ in range(6)]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(draw.uniform(0.0, 0.1))
+        number = draw.randrange(len(jobs))
+        jobs[number].kill()
+        jobs[number].join()
+        jobs[number] = start()
+        kills += 1
+    for job in jobs:
+        job.kill()
+        job.join()
+    turns = (tmp_path / "turns").stat().st_size if (tmp_path / "turns").exists() else 0
+    print(f"{turns} turns, {kills} kills")
+    assert bool(list(tmp_path.glob("violation-*"))) == faulty
+    assert kills > 20 and (faulty or turns > 50)

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(folder):
-    run = RunFolder(folder)
+    run = RunFolder(folder, print)
     run.take()
     yield run
     run.give_up()
@@ -77,17 +77,27 @@ def test_what_dead_runs_left_goes_at_the_start(folder):
     (folder / "iter_0000008.partial-abc").mkdir()
     (folder / "iter_0000008.partial-abc" / "big").write_text("x")
     (folder / "iter_0000004.replaced").mkdir()
-    run = RunFolder(folder)
+    run = RunFolder(folder, print)
     run.take()
     run.give_up()
     assert names(folder) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
+
+
+def test_a_kill_before_the_first_tracker_is_not_forgotten_at_the_start(tmp_path):
+    path = tmp_path / "checkpoints"
+    write(CheckpointFolder(path), 2, "new")
+    (path / TRACKER).rename(path / f"{TRACKER}.tmp")
+    run = RunFolder(path, print)
+    run.take()
+    assert CheckpointFolder(path).latest() == 2
+    run.give_up()
 
 
 def test_what_a_living_run_writes_is_not_touched(run, folder):
     run.begin_at(CheckpointFolder(folder).find(6))
     partial = run.begin(8)
     with pytest.raises(ValueError, match="belongs to another job"):
-        RunFolder(folder).take()
+        RunFolder(folder, print).take()
     assert partial.is_dir()
 
 
@@ -100,7 +110,7 @@ def test_a_save_that_fails_leaves_nothing(run, folder):
 
 
 def test_giving_up_removes_what_is_being_written(folder):
-    run = RunFolder(folder)
+    run = RunFolder(folder, print)
     run.take()
     run.begin_at(CheckpointFolder(folder).find(6))
     run.begin(8)
@@ -113,7 +123,7 @@ def test_a_garbage_tracker_is_named_at_the_start(tmp_path, text):
     path = tmp_path / "checkpoints"
     path.mkdir()
     (path / TRACKER).write_bytes(text.encode(errors="surrogateescape"))
-    run = RunFolder(path)
+    run = RunFolder(path, print)
     run.take()
     with pytest.raises(ValueError, match=f"{TRACKER}: found .*expected the number"):
         run.begin_at(None)
@@ -125,12 +135,12 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
         mock.patch("os.open", mock.Mock(side_effect=OSError(30, "Read-only file system"))),
         pytest.raises(OSError, match="Read-only"),
     ):
-        RunFolder(tmp_path / "checkpoints").take()
+        RunFolder(tmp_path / "checkpoints", print).take()
     too_long = tmp_path
     while len(os.fsencode(too_long)) < 4040:
         too_long = too_long / ("d" * min(200, 4060 - len(os.fsencode(too_long))))
     with pytest.raises(OSError, match="too long"):
-        RunFolder(too_long).take()
+        RunFolder(too_long, print).take()
 
 
 def test_who_was_followed_by_another_job_publishes_nothing(run, folder):
