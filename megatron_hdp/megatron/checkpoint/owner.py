@@ -135,8 +135,13 @@ class Ownership:
             "own --save"
         )
 
-    def release(self) -> bool:
-        """Gives the folder up; False if the file system does not answer in time."""
+    def release(self, last: Callable[[], None] = lambda: None) -> bool:
+        """Gives the folder up; False if the file system does not answer in time.
+
+        Args:
+            last: what is still to be done in the folder.
+        """
+        self._last = last
         self._stop.set()
         self._thread.join(_RELEASE_S)
         return not self._thread.is_alive()
@@ -225,10 +230,13 @@ class Ownership:
                 os.fsync(self._file)
             except OSError:
                 continue
-        if self._is_mine():
-            self._record(self._number).unlink(missing_ok=True)
-            _remove_empty(self._made)
-        os.close(self._file)
+        try:
+            self._last()
+        finally:
+            if self._is_mine():
+                self._record(self._number).unlink(missing_ok=True)
+                _remove_empty(self._made)
+            os.close(self._file)
 
     def _is_mine(self) -> bool:
         found = Process.in_record(_read(self._record(self._number)) or b"")

@@ -109,8 +109,8 @@ class RunFolder:
     def give_up(self) -> None:
         """Ends the ownership; what is being written is removed."""
         if self._owner is not None:
-            self.discard()
-            self._owner.release()
+            if not self._owner.release(self.discard):
+                self._say(f"{self.path}: the file system does not answer, this job's record stays")
             self._owner = None
 
     def _require_owned(self) -> None:

@@ -245,9 +245,10 @@ def test_a_file_system_that_hangs_does_not_hold_the_end_up(tmp_path, monkeypatch
     monkeypatch.setattr(owner, "_RELEASE_S", 0.3)
     hanging, goes_on = threading.Event(), threading.Event()
 
-    def pwrite(*_):
-        hanging.set()
-        goes_on.wait(30)
+    def pwrite(file, *_):
+        if file == one._file:
+            hanging.set()
+            goes_on.wait(30)
 
     one = Ownership(tmp_path)
     with mock.patch("os.pwrite", pwrite):

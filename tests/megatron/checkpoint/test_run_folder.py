@@ -1,10 +1,12 @@
 """What a run finds in its folder at the start, and which checkpoints it may replace."""
 
 import os
+import threading
 from unittest import mock
 
 import pytest
 
+from megatron_hdp.megatron.checkpoint import owner
 from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
 from tests.megatron.checkpoint.test_folder import content, write
@@ -109,6 +111,18 @@ def test_a_save_that_fails_leaves_nothing(run, folder):
     assert not [name for name in names(folder) if "partial" in name]
 
 
+def test_a_file_system_that_hangs_at_the_end_is_said(folder, monkeypatch, capsys):
+    monkeypatch.setattr(owner, "_RELEASE_S", 0.2)
+    run = RunFolder(folder, print)
+    run.take()
+    run.begin(8)
+    goes_on = threading.Event()
+    with mock.patch.object(CheckpointFolder, "discard", lambda *_: goes_on.wait(30)):
+        run.give_up()
+        assert "does not answer" in capsys.readouterr().out
+        goes_on.set()
+
+
 def test_giving_up_removes_what_is_being_written(folder):
     run = RunFolder(folder, print)
     run.take()
@@ -139,8 +153,10 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):
     too_long = tmp_path
     while len(os.fsencode(too_long)) < 4040:
         too_long = too_long / ("d" * min(200, 4060 - len(os.fsencode(too_long))))
+    run = RunFolder(too_long, print)
     with pytest.raises(OSError, match="too long"):
-        RunFolder(too_long, print).take()
+        run.take()
+    run.give_up()
 
 
 def test_who_was_followed_by_another_job_publishes_nothing(run, folder):
