@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,9 +91,9 @@ class Checkpoints:
         self.wait()
         folder, iteration = self._folder, progress.iteration
         require_finite(self._state.model.module, iteration)
-        written = on_first_rank(partial(folder.begin, iteration))
-        require_shared(written, "--save")
         with self._whole_or_nothing():
+            written = on_first_rank(partial(folder.begin, iteration))
+            require_shared(written, "--save")
             request = self._request(progress, written)
             request.add_finalize_fn(partial(self._publish, folder, written, iteration))
             self._latest = iteration
@@ -171,8 +172,7 @@ class Checkpoints:
             get_default_save_sharded_strategy(),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
-        results = write_results.ResultsFile(written / f"results-{dist.get_rank()}")
-        with write_results.through(results):
+        with write_results.through_a_file():
             request = dist_checkpointing.save(
                 self._state.content(progress),
                 str(written),
@@ -203,19 +203,28 @@ class Checkpoints:
         try:
             yield
         except BaseException as error:
-            if self._folder is not None and dist.get_rank() == 0:
-                self._folder.discard()
-            if isinstance(error, CheckpointException):
-                reason = on_first_rank(partial(_reason_of, error))
-                raise ValueError(
-                    f"the checkpoint of iteration {self._latest} could not be saved: {reason}: "
-                    "nothing of it is left, those before it are as they were: make room in the "
-                    "folder of --save, or give another one"
-                ) from error
-            raise
+            try:
+                if isinstance(error, CheckpointException):
+                    reason = on_first_rank(partial(self._reason_of, error))
+                    raise self._not_saved(reason) from error
+                if isinstance(error, OSError):  # of this rank alone: the others hear of its end
+                    raise self._not_saved(str(error)) from error
+                raise
+            finally:
+                if self._folder is not None and dist.get_rank() == 0:
+                    self._folder.discard()
 
+    def _not_saved(self, reason: str) -> ValueError:
+        return ValueError(
+            f"the checkpoint of iteration {self._latest} could not be saved: {reason}: nothing of "
+            "it is left, those before it are as they were: make room in the folder of --save, or "
+            "give another one"
+        )
 
-def _reason_of(error: CheckpointException) -> str:
-    """What a rank's writer met; known on the first rank."""
-    failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
-    return " ".join(failures[0].split()) if failures else "a writer failed"
+    def _reason_of(self, error: CheckpointException) -> str:
+        """What a rank's writer met; known on the first rank."""
+        assert self._folder is not None
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+        free = shutil.disk_usage(self._folder.path).free
+        reason = " ".join(failures[0].split()) if failures else "a writer failed"
+        return f"{reason} ({free:,} bytes were free)"

@@ -6,11 +6,14 @@ that it was resumed from, which ``--ckpt-step`` gave up, or of which a kill left
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.owner import Ownership
+
+_ROOM_BYTES = 1 << 20
 
 
 class RunFolder:
@@ -86,6 +89,7 @@ class RunFolder:
         """
         self._require_free(iteration)
         self._begun = self._folder.begin(iteration)
+        _require_room(self._begun)
         return self._begun
 
     def publish(self, written: Path, iteration: int) -> None:
@@ -124,3 +128,23 @@ class RunFolder:
                 "saved and does not come from, expected none: it is kept and this one is not "
                 "saved: give another --save, or continue that one with --load"
             )
+
+
+def _require_room(folder: Path) -> None:
+    """Meets a full disk before Megatron does: its first rank writes a file while the others wait.
+
+    Raises:
+        ValueError: there is no room even for that file.
+    """
+    path = folder / "room"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"--save {folder.parent}: found {error.strerror}, expected room for a checkpoint: make "
+            "room, or give another folder"
+        ) from error
+    path.unlink()
