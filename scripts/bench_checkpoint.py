@@ -97,20 +97,23 @@ def _measure(job: Job, folder: Path, rounds: int) -> None:
             files = sorted(place.glob("*/*"), key=lambda path: path.stat().st_size)
             num_bytes, largest = sum(path.stat().st_size for path in files), files[-1]
             if with_sums:
-                rate = largest.stat().st_size / _time(lambda path=largest: FileSum.of_file(path))  # type: ignore[misc]
-                seconds["GB/s"].append(rate / 1e9)
+                speed = largest.stat().st_size / _time(lambda path=largest: FileSum.of_file(path))  # type: ignore[misc]
+                seconds["GB/s"].append(speed / 1e9)
             dist.barrier()
             if parallel.is_first_rank():
                 shutil.rmtree(place)
     parallel.say(f"{num_bytes / 1e9:.2f} GB, {dist.get_world_size()} ranks, {rounds} rounds")
+    rate = statistics.median(seconds["GB/s"]) * 1e9
+    alone = num_bytes / dist.get_world_size() / rate
     for what in ("save", "load"):
         plain, summed = (seconds[f"{what}, {how}"] for how in ("without", "with checksums"))
         share = statistics.median(one / two for one, two in zip(summed, plain, strict=True)) - 1
         parallel.say(
             f"{what}: {statistics.median(plain):.3f} s without, {statistics.median(summed):.3f} s "
-            f"with checksums, {share:+.1%} (median of rounds)"
+            f"with checksums, {share:+.1%} (median of rounds); summing alone is "
+            f"{alone / statistics.median(plain):.1%}"
         )
-    parallel.say(f"summing a file: {statistics.median(seconds['GB/s']):.1f} GB/s a rank")
+    parallel.say(f"summing a file: {rate / 1e9:.1f} GB/s a rank, {alone:.3f} s for its share")
 
 
 def _checkpoints(job: Job, arguments: TrainingArguments) -> Checkpoints:
