@@ -10,7 +10,8 @@ class ExitCode(IntEnum):
     """Done; also after SIGTERM, SIGUSR1 or Ctrl-C, once the step has run and is saved."""
     FAILED = 1
     """A rank raised an exception, whose traceback stands in its log; `megatron-hdp check` refuses a
-    configuration; `megatron-hdp doctor` finds that training cannot run."""
+    configuration; `megatron-hdp doctor` finds that training cannot run; `megatron-hdp verify` finds
+    a damaged checkpoint."""
     MISTAKE = 2
     """A flag, a file or the data is wrong, or a loss or gradient is NaN or infinite: one message
     without a traceback, and starting again would end likewise."""

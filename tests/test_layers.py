@@ -61,12 +61,13 @@ BELOW_ALL = {"options", "exit_codes", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
-# Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm and
-# megatron/cpu are named one by one: importing all of them would import Megatron too early.
+# Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm,
+# megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
+# Megatron too early, or where it is not needed.
 FACES = {
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
-    *{"megatron/optimizer", "megatron/checkpoint", "megatron/step", "megatron/doctor"},
+    *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -1,1 +1,1 @@
-"""``megatron-hdp``: plan, check, preprocess, doctor."""
+"""``megatron-hdp``: plan, check, preprocess, doctor, verify."""

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_hdp import __version__
-from megatron_hdp.cli import check, doctor, plan, preprocess
+from megatron_hdp.cli import check, doctor, plan, preprocess, verify
 from megatron_hdp.exit_codes import ExitCode
 
-_SUBCOMMANDS = (preprocess, plan, check, doctor)
+_SUBCOMMANDS = (preprocess, plan, check, doctor, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

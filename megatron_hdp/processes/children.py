@@ -6,27 +6,43 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import spawn
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that comes when the parent ends
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _bound = False
 _parent = 0
 
+# What a spawned interpreter runs first; nothing of ours may be on its path yet. What it forks is
+# bound to it, too.
+_BOND = """\
+import ctypes, os
+_prctl = ctypes.CDLL(None).prctl
+_prctl({option}, {number})
+os.getppid() == {parent} or os._exit(1)
+os.register_at_fork(after_in_child=lambda: _prctl({option}, {number}))
+"""
+
 
 @contextmanager
 def bound_to_this_process() -> Iterator[None]:
-    """What is forked in the block, and what that forks, gets SIGKILL when its parent ends.
+    """What is forked or spawned in the block, and what that forks, is killed when its parent ends.
 
     Must be entered by the main thread. Other systems than Linux leave such processes alone.
     """
     global _bound
     before, _bound = _bound, True
+    command_line = spawn.get_command_line
+    if _libc is not None:
+        spawn.get_command_line = _with_bond(command_line)
     try:
         yield
     finally:
         _bound = before
+        spawn.get_command_line = command_line
 
 
 def end_with_parent(parent: int) -> bool:
@@ -44,6 +60,22 @@ def end_with_parent(parent: int) -> bool:
     if os.getppid() != parent:  # it ended before the signal was asked for
         os._exit(1)
     return True
+
+
+def _with_bond(command_line: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """What multiprocessing starts an interpreter with, and the bond before it."""
+
+    def bound(**kwargs: Any) -> list[str]:
+        command = command_line(**kwargs)
+        if "-c" in command:  # else a frozen program, which starts itself
+            program = command.index("-c") + 1
+            bond = _BOND.format(
+                option=_PR_SET_PDEATHSIG, number=int(signal.SIGKILL), parent=os.getpid()
+            )
+            command[program] = bond + command[program]
+        return command
+
+    return bound
 
 
 def _before_fork() -> None:

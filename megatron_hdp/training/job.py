@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.checkpoint import Checkpoints, TrainingState
+from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
+from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments
@@ -92,7 +93,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         training, validation = _hdp_steps(arguments, model, tokenizer, timeline)
     else:
         training, validation = _stock_steps(arguments, model, tokenizer)
-    state = TrainingState(model, optimizer, scheduler)
+    state = TrainingState(arguments, training.order, model, optimizer, scheduler)
     return Job(
         arguments=arguments,
         timeline=timeline,
@@ -101,7 +102,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         scheduler=scheduler,
         training=training,
         validation=validation,
-        checkpoints=Checkpoints(arguments, state, training.order, parallel.say),
+        checkpoints=Checkpoints(arguments, state, parallel.say),
         vocab_size=tokenizer.vocab_size,
     )
 

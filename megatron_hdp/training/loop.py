@@ -9,11 +9,11 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import fields
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.checkpoint import Progress
+from megatron_hdp.megatron.checkpoint.state import Progress
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import NonFiniteError, StepReport, non_finite_parameters
 from megatron_hdp.options import flag_of
@@ -42,12 +42,14 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
         slow_timeout_s=60.0 * arguments.distributed_timeout_minutes,
         asked_to_end=signals.received,
     )
-    with signals, heartbeat:  # a signal must not cut short who is to blame
+    # a signal must not cut short who is to blame
+    with signals, heartbeat, ExitStack() as ending:
         with timeline.span(START):
             _require_same_arguments(arguments)
             parallel.initialise(arguments)
             parallel.set_seeds(arguments.seed)
             job = build_job(arguments, timeline)
+            ending.enter_context(closing(job.checkpoints))
             progress = job.checkpoints.load()
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):

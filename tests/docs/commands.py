@@ -64,6 +64,12 @@ COMMANDS = {
         COMMAND
     ),
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
+    "megatron-hdp verify checkpoints": Elsewhere(
+        "tests/cli/test_verify.py::test_the_latest_is_damaged"
+    ),
+    "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
+        "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
+    ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(8, "--pipeline-model-parallel-size 2"): TRAINS,
     TRAIN.format(4, f"--metrics-path metrics.jsonl {SAVING} --async-save"): TRAINS,

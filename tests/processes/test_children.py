@@ -1,4 +1,4 @@
-"""A forked process ends with its parent, and so does what it forks itself."""
+"""A forked or spawned process ends with its parent, and so does what it forks itself."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-PROGRAM = """
+FORKS = """
 import os, sys, time
 from contextlib import nullcontext
 from megatron_hdp.processes.children import bound_to_this_process
@@ -21,12 +21,24 @@ with bound_to_this_process() if sys.argv[1] == "bound" else nullcontext():
 time.sleep(60)
 """
 
+SPAWNS = """
+import multiprocessing, sys, time
+from contextlib import nullcontext
+from megatron_hdp.processes.children import bound_to_this_process
+
+code = "import os, time; os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+with bound_to_this_process() if sys.argv[1] == "bound" else nullcontext():
+    multiprocessing.get_context("spawn").Process(target=exec, args=(code,)).start()
+time.sleep(60)
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 @pytest.mark.parametrize("how, survives", [("bound", False), ("free", True)])
-def test_a_grandchild(how, survives):
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", PROGRAM, how]
+@pytest.mark.parametrize("program", [FORKS, SPAWNS], ids=["forked", "spawned"])
+def test_a_grandchild(how, survives, program):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program, how]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
     grandchild = psutil.Process(int(parent.stdout.readline()))
     child = grandchild.parent()

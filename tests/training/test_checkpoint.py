@@ -210,11 +210,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path)
 
 def see_a_folder(folder):
     """Body of a rank: the message of the check; the last rank sees another disk."""
-    from megatron_hdp.megatron.checkpoint.checkpoints import _require_shared
+    from megatron_hdp.megatron.checkpoint.together import require_shared
 
     elsewhere = dist.get_rank() == dist.get_world_size() - 1
     try:
-        _require_shared(folder / "nowhere" if elsewhere else folder, "--save")
+        require_shared(folder / "nowhere" if elsewhere else folder, "--save")
     except ValueError as error:
         return str(error)
 
@@ -226,8 +226,11 @@ def test_a_folder_that_ranks_do_not_share_stops_all(run_ranks, tmp_path):
 
 def curve_on_a_full_disk(arguments):
     """Body of a rank: `curve`, with writers that get no space."""
+    fsync_there = os.fsync
 
-    def fsync(_):
+    def fsync(descriptor):
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
+            return fsync_there(descriptor)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch("os.fsync", fsync):
@@ -242,8 +245,10 @@ def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
     copy = shutil.copytree(folder, tmp_path / "copy")
     failing = replace(whole, load=copy, save=copy, save_interval=1, async_save=async_save)
     # from 0.17 on Megatron logs the reason and hands on the error's class alone
-    with pytest.raises(RankError, match="No space left on device|OSError"):
+    reason = "ValueError: the checkpoint of iteration 4 could not be saved: .*({})"
+    with pytest.raises(RankError, match=reason.format("No space left on device|OSError")):
         run_ranks(1, curve_on_a_full_disk, failing)
+    assert not list(copy.glob("*.partial-*")) and not list(copy.glob("owner-*"))
     assert CheckpointFolder(copy).latest() == 3
     found = run_ranks(1, curve, replace(whole, load=copy))[0]
     assert largest_difference(found, expected[3:]) <= 1e-12

@@ -164,6 +164,28 @@ def test_bad_data_is_refused(run_ranks, folder, case):
     check_refused(code, error, folder, *expected)
 
 
+def no_place_to_save(folder, case):
+    """A value of --save that is of no use, and what is said of it."""
+    place = folder / "place"
+    if case == "file":
+        place.write_text("")
+        return place, ("File exists", "--save needs a folder")
+    if case == "too-long":
+        return folder / "out" / ("x" * 300), ("File name too long", "--save needs a folder")
+    place.mkdir()
+    (place / "latest_checkpointed_iteration.txt").write_text("garbage")
+    return place, ("latest_checkpointed_iteration.txt: found 'garbage', expected the number",)
+
+
+@pytest.mark.parametrize("case", ["file", "too-long", "garbage-tracker"])
+def test_a_place_that_cannot_take_checkpoints_is_refused_before_training(run_ranks, folder, case):
+    save, expected = no_place_to_save(folder, case)
+    answers = run_ranks(2, entry, flags(folder, save=save))
+    for code, output, error in answers:
+        check_refused(code, error, folder, *expected)
+        assert "iteration" not in output.replace("iterations", "")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
 def test_a_sequence_that_fits_on_no_number_of_ranks_is_refused(

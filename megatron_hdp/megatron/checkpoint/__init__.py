@@ -1,9 +1,5 @@
-"""Checkpoints of our own command: what they hold, and when one becomes visible."""
+"""Checkpoints of our own command: what they hold, when one is visible, whether it is sound.
 
-from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints, Progress, TrainingState
-
-__all__ = [
-    "Checkpoints",
-    "Progress",
-    "TrainingState",
-]
+Modules are named one by one: those of the folder (`folder`, `checksums`, `verification`, `owner`)
+load neither torch nor Megatron, so that ``megatron-hdp verify`` starts at once.
+"""

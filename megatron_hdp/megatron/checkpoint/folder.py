@@ -4,18 +4,25 @@
     latest_checkpointed_iteration.txt   which one is the latest, Megatron's name
     iter_0000020.partial-9f31c2e0/      being written, or left behind by a kill
     iter_0000010.replaced/              the whole one that a new iter_0000010 is about to replace
+    latest_checkpointed_iteration.txt.tmp       what the tracker is about to become
 
-Every change of what a reader sees is one rename. Only one rank may change the folder.
+Every change of what a reader sees is one rename. Only one rank may change the folder, of the run
+that owns it (`owner`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+
+_NAME = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class CheckpointFolder:
@@ -23,27 +30,46 @@ class CheckpointFolder:
 
     Args:
         path: made when the first checkpoint is begun.
+        require_owned: called before anything in the folder changes; raises if this run may not.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, require_owned: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self._require_owned = require_owned
+
+    @staticmethod
+    def iteration_of(place: Path) -> int:
+        """The iteration of a checkpoint that `find` gave."""
+        name = _NAME.fullmatch(place.name)
+        assert name is not None, place
+        return int(name[1])
+
+    def iterations(self) -> list[int]:
+        """Those that have a whole checkpoint, in ascending order."""
+        found = (_NAME.fullmatch(path.name) for path in self.path.glob("iter_*"))
+        return sorted({int(name[1]) for name in found if name})
 
     def latest(self) -> int | None:
-        """The iteration that the tracker names; None where there is no tracker yet.
+        """The iteration that the tracker names; None where nothing was saved yet.
 
         Raises:
-            ValueError: the tracker holds no iteration.
+            ValueError: the tracker holds no iteration, or is gone while checkpoints are there.
         """
-        tracker = self.path / TRACKER
-        if not tracker.exists():
+        tracker, next_one = self.path / TRACKER, self.path / _next(TRACKER)
+        for path in (tracker, next_one, tracker):  # the last: a writer renamed the second meanwhile
+            text = _text_of(path)
+            if path == next_one and text is not None:  # a kill before the tracker was there
+                if _NUMBER.fullmatch(text) and int(text) in self.iterations():
+                    return int(text)
+            elif text is not None:
+                return self._iteration_in(tracker, text)
+        held = self.iterations()
+        if not held:
             return None
-        text = tracker.read_text().strip()
-        if not text.isdecimal():
-            raise ValueError(
-                f"{tracker}: found {text!r}, expected the number of an iteration: write the one "
-                f"to load ({self._held()})"
-            )
-        return int(text)
+        raise ValueError(
+            f"{tracker}: found no such file, expected one that names the latest checkpoint "
+            f"({self._held()}): add --ckpt-step {held[-1]}, or write that number into the file"
+        )
 
     def find(self, iteration: int) -> Path:
         """The whole checkpoint of an iteration.
@@ -63,45 +89,83 @@ class CheckpointFolder:
     def begin(self, iteration: int) -> Path:
         """An empty folder to write into, under a name that no reader and no earlier run looks at.
 
-        What kills have left behind is removed. The name is new each time, because writers of a
-        killed run may live on for a while.
+        The name is new each time, because writers of a killed run may live on for a while.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for leftover in self.path.glob("*.partial-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # such a writer may add a file meanwhile
+        self.clear()
         partial = _partial(self._named(iteration))
         partial.mkdir()
         return partial
 
+    def probe(self) -> None:
+        """Makes and removes a file of as long a name as any here.
+
+        Raises:
+            OSError: that is not possible here.
+        """
+        partial = _partial(self._named(0))
+        partial.mkdir()
+        (partial / _next(TRACKER)).touch()
+        _remove(partial)
+
+    def clear(self) -> None:
+        """Removes what kills have left behind, and puts back what was about to be replaced."""
+        self._require_owned()
+        for leftover in self.path.glob("*.partial-*"):
+            _remove(leftover)
+        for replaced in self.path.glob("iter_*.replaced"):
+            if replaced.with_suffix("").exists():
+                _remove(replaced)
+            else:
+                os.replace(replaced, replaced.with_suffix(""))
+
+    def discard(self, partial: Path) -> None:
+        """Removes what `begin` gave, unless it is published."""
+        _remove(partial)
+
     def publish(self, partial: Path, iteration: int) -> None:
         """Turns what `begin` gave into the latest checkpoint; on disk when this returns."""
-        whole = self._named(iteration)
-        replaced = _replaced(whole)
+        whole, tracker = self._named(iteration), self.path / TRACKER
+        replaced, next_one = _replaced(whole), self.path / _next(TRACKER)
         _sync_to_disk(partial)
+        _write(next_one, str(iteration))
+        self._require_owned()
         if whole.exists():
             _remove(replaced)
             os.replace(whole, replaced)
         os.replace(partial, whole)
-        self._write_tracker(iteration)
-        _remove(replaced)
-
-    def _write_tracker(self, iteration: int) -> None:
-        tracker = self.path / TRACKER
-        temporary = tracker.with_name(tracker.name + ".tmp")
-        with temporary.open("w") as file:
-            file.write(str(iteration))
-            file.flush()
-            os.fsync(file.fileno())
         _sync_entries(self.path)  # the checkpoint is on disk before the tracker names it
-        os.replace(temporary, tracker)
+        self._require_owned()
+        os.replace(next_one, tracker)
         _sync_entries(self.path)
+        _remove(replaced)
 
     def _named(self, iteration: int) -> Path:
         return self.path / f"iter_{iteration:07d}"
 
+    def _iteration_in(self, tracker: Path, text: str) -> int:
+        if not _NUMBER.fullmatch(text):
+            raise ValueError(
+                f"{tracker}: found {text[:60]!r}, expected the number of an iteration: write the "
+                f"one to load, or give --ckpt-step ({self._held()})"
+            )
+        return int(text)
+
     def _held(self) -> str:
-        names = sorted(path.name for path in self.path.glob("iter_*") if path.suffix == "")
+        names = [self._named(iteration).name for iteration in self.iterations()]
         return f"it holds {', '.join(names)}" if names else "it holds none"
+
+
+def _text_of(path: Path) -> str | None:
+    """What a small file holds, bytes that are no text included; None if there is no such file."""
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _next(name: str) -> str:
+    return f"{name}.tmp"
 
 
 def _partial(whole: Path) -> Path:
@@ -113,11 +177,20 @@ def _replaced(whole: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a whole checkpoint; readers never see a part of it."""
-    if folder.exists():
-        doomed = _partial(folder)
+    """Removes a folder of the run; neither readers nor writers that still live see a part of it."""
+    doomed = folder.with_name(f"{folder.name.split('.')[0]}.partial-{secrets.token_hex(4)}")
+    try:
         os.replace(folder, doomed)
-        shutil.rmtree(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)  # a writer with an open file may be in the way
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_to_disk(folder: Path) -> None:

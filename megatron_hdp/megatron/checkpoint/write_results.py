@@ -2,7 +2,8 @@
 
 Megatron keeps a server process on every rank for that. It outlives a rank that is killed, and holds
 the job's output open for ever. So, while Megatron's writer is set up, it is given this queue
-instead of its own.
+instead of its own. The file lies in the host's folder for temporary files: the disk that the
+checkpoint goes to may be full, which is then what there is to report.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +24,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 class ResultsFile:
     """A queue of at most one item between a process and those that it starts.
 
-    Args:
-        path: in a folder that exists; taken off the disk together with the item.
+    The file is taken off the disk together with the item.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
+        name = f"hdp-checkpoint-report-{uuid.uuid4().hex}"
+        self._path = Path(tempfile.gettempdir(), name)
 
     def put(self, item: Any) -> None:
         """Makes `item` visible as a whole."""
@@ -48,10 +51,10 @@ class ResultsFile:
 
 
 @contextmanager
-def through(results: ResultsFile) -> Iterator[None]:
-    """Within the block, a writer of Megatron's that is set up reports to `results`."""
+def through_a_file() -> Iterator[None]:
+    """Within the block, a writer of Megatron's that is set up reports through a file of its own."""
     original = filesystem_async._results_queue  # None until Megatron starts its server
-    filesystem_async._results_queue = results
+    filesystem_async._results_queue = ResultsFile()
     try:
         yield
     finally:

@@ -7,12 +7,9 @@ order of the data and the tokens consumed so far lie among them.
 from __future__ import annotations
 
 import argparse
-import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_hdp.data import DataOrder, TokenFile, split_documents
@@ -55,8 +52,7 @@ def saving() -> Iterator[None]:
     Its writers report through a file. So there is no server process for their reports, a second
     copy of the script that Megatron spawns, ends by SIGTERM and lets print its stack.
     """
-    report = Path(tempfile.gettempdir(), f"hdp-checkpoint-report-{uuid.uuid4().hex}")
-    with write_results.through(write_results.ResultsFile(report)), bound_to_this_process():
+    with write_results.through_a_file(), bound_to_this_process():
         yield
 
 

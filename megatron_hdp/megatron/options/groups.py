@@ -219,6 +219,11 @@ class RunOptions:
     save: Path | None = option(None, metavar="DIR", help="Save checkpoints into this folder.")
     save_interval: int | None = option(None, minimum=1, help="Steps between checkpoints.")
     async_save: bool = option(False, help="Train on while a checkpoint is being written.")
+    checkpoint_checksums: bool = option(
+        True,
+        help="Write no checksums with a checkpoint, and compare none when one is loaded (not in "
+        "Megatron).",
+    )
     load: Path | None = option(
         None, metavar="DIR", help="Resume from this folder; start anew while it holds nothing."
     )

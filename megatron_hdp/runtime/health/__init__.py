@@ -7,7 +7,11 @@ from megatron_hdp.runtime.health.agreement import (
     require_agreement,
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt
-from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure
+from megatron_hdp.runtime.health.heartbeat import (
+    Heartbeat,
+    RankFailure,
+    is_communication_error,
+)
 from megatron_hdp.runtime.health.root_cause import tell_torchrun
 from megatron_hdp.runtime.health.signals import StopSignals
 
@@ -17,6 +21,7 @@ __all__ = [
     "RankFailure",
     "StopSignals",
     "fingerprint",
+    "is_communication_error",
     "largest",
     "require_agreement",
     "store_of_attempt",

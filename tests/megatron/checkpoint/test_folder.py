@@ -107,6 +107,18 @@ def test_a_kill_leaves_the_old_or_the_new_checkpoint(tmp_path, earlier):
     assert found[0] == {"old"} and found[-1] == {"new"}
 
 
+def test_a_kill_in_the_first_save_leaves_nothing_or_the_checkpoint(tmp_path):
+    found = []
+    for line in range(10_000):
+        folder = CheckpointFolder(tmp_path / str(line))
+        killed = killed_at_line(line, lambda folder=folder: write(folder, 2, "new"))
+        found.append(None if folder.latest() is None else content(folder))
+        if not killed:
+            break
+    assert found[0] is None and found[-1] == {"new"}
+    assert all(texts in (None, {"new"}) for texts in found)
+
+
 def test_two_kills_while_the_same_step_is_replaced(tmp_path):
     """The second run dies too, at any line, after the first died between its two renames."""
     for line in range(10_000):
@@ -139,6 +151,27 @@ def test_a_writer_of_a_killed_run_is_not_in_the_way(tmp_path):
 
 def test_nothing_saved_yet(tmp_path):
     assert CheckpointFolder(tmp_path / "nowhere").latest() is None
+
+
+def test_a_lost_tracker_is_refused_with_what_is_there(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (2, 3):
+        write(folder, iteration, "x")
+    (tmp_path / TRACKER).unlink()
+    with pytest.raises(ValueError, match=r"iter_0000002, iter_0000003\): add --ckpt-step 3"):
+        folder.latest()
+    assert folder.find(3).is_dir()
+
+
+def test_what_a_later_save_leaves_over_is_removed_by_the_next(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 1, "x")
+    (tmp_path / "iter_0000001.replaced").mkdir()
+    write(folder, 2, "x")
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.replaced")  # a kill in between
+    folder.clear()
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", TRACKER}
+    assert (folder.find(1) / "common.pt").read_text() == "x"
 
 
 def test_a_missing_checkpoint_is_named_with_those_that_are_there(tmp_path):

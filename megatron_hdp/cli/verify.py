@@ -1,0 +1,106 @@
+"""``megatron-hdp verify``: which checkpoints of a folder are good, and which one to go on from."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_hdp.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.checkpoint.verification import Finding
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="check a folder of checkpoints, and say which one to go on from",
+        description="Reads every file of every checkpoint. Exit code 0: all are good, and the "
+        "tracker file names the latest; 1: not so.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --save")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for tools")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import orjson
+
+    from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+    from megatron_hdp.megatron.checkpoint.verification import verify
+
+    folder: Path = arguments.folder
+    checkpoints = CheckpointFolder(folder)
+    iterations = checkpoints.iterations()
+    if not iterations:
+        found = "no such folder" if not folder.is_dir() else "no folder iter_... in it"
+        raise ValueError(
+            f"{folder}: found {found}, expected checkpoints: give the folder of --save"
+        )
+    named, trouble = None, None
+    try:
+        named = checkpoints.latest()
+        if named not in iterations:
+            trouble = f"the tracker file names iteration {named}, which is not there"
+    except ValueError as error:
+        trouble = str(error)
+
+    findings = []
+    for iteration in iterations:
+        findings.append(verify(checkpoints.find(iteration), iteration))
+        if not arguments.json:
+            print(_line(findings[-1]), flush=True)
+    best = latest_good(findings, named)
+    if arguments.json:
+        report = {
+            "folder": str(folder),
+            "tracker": named,
+            "trouble": trouble,
+            "latest_good": best,
+            "checkpoints": [asdict(one) | {"is_good": one.is_good} for one in findings],
+        }
+        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print(*_verdict(folder, best, named, trouble), sep="\n")
+    is_fine = trouble is None and all(one.is_good for one in findings)
+    return ExitCode.DONE if is_fine else ExitCode.FAILED
+
+
+def latest_good(findings: Sequence["Finding"], named: int | None) -> int | None:
+    """Return the iteration to go on from, None if there is none.
+
+    What is later than the one that the tracker names was given up, unless nothing else is good.
+
+    Args:
+        findings: of all checkpoints, the oldest first.
+        named: the iteration that the tracker names, if it names one.
+    """
+    good = [one.iteration for one in findings if one.is_good]
+    kept = [iteration for iteration in good if named is None or iteration <= named]
+    return max(kept or good, default=None)
+
+
+def _line(finding: "Finding") -> str:
+    size = f"{finding.num_bytes / 1e6:,.1f} MB"
+    notes = [] if finding.has_checksums else ["without checksums, as far as its own files tell"]
+    if finding.added_files:
+        notes.append(f"not saved with it: {', '.join(finding.added_files)}")
+    about = "; ".join([size, *notes])
+    verdict = "good   " if finding.is_good else "damaged"
+    return "\n".join(
+        [
+            f"iteration {finding.iteration:<9,} {verdict}  {about}",
+            *(f"    {fault}" for fault in finding.faults),
+        ]
+    )
+
+
+def _verdict(folder: Path, best: int | None, named: int | None, trouble: str | None) -> list[str]:
+    lines = [] if trouble is None else [trouble]
+    if best is None:
+        return [*lines, "none is good: start anew with another --save"]
+    if best == named:
+        return [*lines, f"the latest good one is iteration {best}: --load {folder} takes it"]
+    return [*lines, f"the latest good one is iteration {best}: --load {folder} --ckpt-step {best}"]

@@ -1,0 +1,150 @@
+"""The folder that a run saves into: its own, of no other job, and with no other run's checkpoints.
+
+A run replaces a checkpoint only if it comes from the same folder: one that is later than the one
+that it was resumed from, which ``--ckpt-step`` gave up, or of which a kill left the tracker behind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+from megatron_hdp.megatron.checkpoint.owner import Ownership
+
+_ROOM_BYTES = 1 << 20
+
+
+class RunFolder:
+    """Checkpoints of one run by iteration; used on the first rank alone.
+
+    Args:
+        path: of the folder.
+        say: prints one line.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path = path
+        self._say = say
+        self._folder = CheckpointFolder(path, self._require_owned)
+        self._owner: Ownership | None = None
+        self._may_replace: set[int] = set()
+        self._begun: Path | None = None
+
+    def take(self) -> None:
+        """Makes this process the folder's owner and removes what dead runs have left half-written.
+
+        Raises:
+            ValueError: a job that lives owns it, or its tracker is damaged.
+            OSError: it cannot be written.
+        """
+        self._owner = Ownership(self.path, self._say)
+        self._folder.clear()
+        self._folder.probe()
+
+    def begin_at(self, source: Path | None) -> str | None:
+        """Notes where the run begins.
+
+        Args:
+            source: the checkpoint that it continues; None if it begins anew.
+
+        Returns:
+            what to tell the user.
+
+        Raises:
+            ValueError: the folder holds later checkpoints of another run, or a damaged tracker.
+        """
+        iteration = 0 if source is None else CheckpointFolder.iteration_of(source)
+        later = [one for one in self._folder.iterations() if one > iteration]
+        if source is not None and self.holds(source):
+            self._may_replace = set(later)
+            if not later:
+                return None
+            return (
+                f"{self.path} holds later checkpoints ({', '.join(map(str, later))}): each is "
+                f"replaced when this run, which goes on from {iteration}, saves that iteration"
+            )
+        if later:
+            raise ValueError(
+                f"--save {self.path} holds checkpoints that this run does not come from and would "
+                f"replace (found iterations {', '.join(map(str, later))}, expected none above "
+                f"{iteration}): add --load {self.path} to continue them (with --ckpt-step N: the "
+                "one of iteration N), or give another --save"
+            )
+        self._folder.latest()
+        return None
+
+    def holds(self, source: Path) -> bool:
+        """Whether a checkpoint lies in this folder."""
+        return self.path.resolve() == source.parent.resolve()
+
+    def begin(self, iteration: int) -> Path:
+        """An empty folder to write into.
+
+        Raises:
+            ValueError: there is another run's checkpoint of this iteration, or the folder belongs
+                to another job by now.
+            OSError: it cannot be written.
+        """
+        self._require_free(iteration)
+        self._begun = self._folder.begin(iteration)
+        _require_room(self._begun)
+        return self._begun
+
+    def publish(self, written: Path, iteration: int) -> None:
+        """Turns what `begin` gave into the latest checkpoint.
+
+        Raises:
+            ValueError: see `begin`.
+            OSError: see `begin`.
+        """
+        self._require_free(iteration)
+        self._folder.publish(written, iteration)
+        self._may_replace.discard(iteration)
+        self._begun = None
+
+    def discard(self) -> None:
+        """Removes what is being written."""
+        if self._begun is not None:
+            self._folder.discard(self._begun)
+            self._begun = None
+
+    def give_up(self) -> None:
+        """Ends the ownership; what is being written is removed."""
+        if self._owner is not None:
+            if not self._owner.release(self.discard):
+                self._say(f"{self.path}: the file system does not answer, this job's record stays")
+            self._owner = None
+
+    def _require_owned(self) -> None:
+        assert self._owner is not None, "load() comes first: it takes the folder"
+        self._owner.require()
+
+    def _require_free(self, iteration: int) -> None:
+        if iteration in self._folder.iterations() and iteration not in self._may_replace:
+            raise ValueError(
+                f"{self.path} holds a checkpoint of iteration {iteration} that this run has not "
+                "saved and does not come from, expected none: it is kept and this one is not "
+                "saved: give another --save, or continue that one with --load"
+            )
+
+
+def _require_room(folder: Path) -> None:
+    """Meets a full disk before Megatron does: its first rank writes a file while the others wait.
+
+    Raises:
+        ValueError: there is no room even for that file.
+    """
+    path = folder / "room"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"--save {folder.parent}: found {error.strerror}, expected room for a checkpoint: make "
+            "room, or give another folder"
+        ) from error
+    path.unlink()

@@ -1,0 +1,199 @@
+"""What a checkpoint holds of a run, how it is put back, and which runs may not continue it.
+
+Held: weights, optimizer, learning-rate schedule, how far training has come, and what decides the
+order of the data. Nothing is held per rank, so a run continues on another number of ranks. Dropout
+under HDP is a function of seed, data position and rank, made anew at every step, so no state of a
+random generator is held; a run without HDP keeps Megatron's generators (`rng_state`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_hdp.data import DataOrder
+from megatron_hdp.megatron.checkpoint import reading, rng_state
+from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
+from megatron_hdp.megatron.options import TrainingArguments
+
+_VERSION = 1
+_OURS = "megatron_hdp"  # the entry of a checkpoint that is not Megatron's
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come; the same on every rank."""
+
+    iteration: int = 0
+    consumed_sequences: int = 0
+    consumed_tokens: int = 0
+
+
+class TrainingState:
+    """What a checkpoint restores.
+
+    Args:
+        arguments: of the run.
+        order: what decides the order of the data.
+        model: as the optimizer trains it.
+        optimizer: its optimizer.
+        scheduler: the learning rate's.
+    """
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        order: DataOrder,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self._arguments = arguments
+        self._order = order
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def content(self, progress: Progress) -> dict[str, Any]:
+        """All of it, as Megatron saves it."""
+        content = self._sharded_state(is_loading=False)
+        content["scheduler"] = self.scheduler.state_dict()
+        content[_OURS] = {
+            "version": _VERSION,
+            "progress": asdict(progress),
+            "order": asdict(self._order),
+            "epoch": progress.consumed_sequences // self._order.num_sequences,
+            "optimizer": self._optimizer_kind(),
+        }
+        if not self._order.hybrid_data_parallel:
+            content["rng_state"] = rng_state.sharded()
+        return content
+
+    def load_weights(self, source: Path) -> None:
+        """Restores the weights alone.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+        """
+        state = reading.read({"model": self._sharded_weights()}, source)
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.reload_model_params()
+
+    def resume(self, source: Path) -> Progress:
+        """Restores all that the arguments do not leave out; returns how far training had come.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or this run cannot continue it; says why.
+        """
+        arguments = self._arguments
+        common = reading.read_common(source)
+        ours = _require_ours(common, source)
+        self._order.require_same(DataOrder(**ours["order"]), str(source))
+        self._require_same_schedule(common["scheduler"], source)
+        progress = Progress(**ours["progress"])
+        content = {"model": self._sharded_weights()}
+        with ExitStack() as stack:
+            if arguments.load_optim:
+                self._require_same_optimizer(ours["optimizer"], source)
+                stack.enter_context(torch_adam.restorable(self.optimizer))
+                content = self._sharded_state(is_loading=True)
+            if arguments.load_rng and not self._order.hybrid_data_parallel:
+                content["rng_state"] = rng_state.sharded()
+            content = reading.read(content, source)
+            self.model.module.load_state_dict(content["model"])
+            if arguments.load_optim:
+                state = laid_out(content["optimizer"], common["optimizer"], self.optimizer)
+                self._use_own_settings(state)
+                self.optimizer.load_state_dict(state)
+            else:
+                self.optimizer.reload_model_params()
+        self.scheduler.load_state_dict(common["scheduler"])
+        if "rng_state" in content:
+            rng_state.restore(content["rng_state"])
+        return progress
+
+    def _use_own_settings(self, state: dict[Any, Any]) -> None:
+        """Puts this command's flags in place of the settings that the optimizer's `state` holds.
+
+        Before it is loaded: from 0.19 on Megatron tells groups of parameters apart by them.
+        """
+        arguments = self._arguments
+        for group in settings(state):
+            group["max_lr"], group["min_lr"] = arguments.lr, arguments.min_lr
+            group["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+            group["eps"] = arguments.adam_eps
+
+    def _require_same_schedule(self, saved: dict[str, Any], source: Path) -> None:
+        """Refuses what Megatron's scheduler would only assert."""
+        if self._arguments.override_opt_param_scheduler:
+            return
+        mine = self.scheduler.state_dict()
+        flags = {
+            "max_lr": "--lr",
+            "min_lr": "--min-lr",
+            "lr_warmup_steps": "--lr-warmup-iters",
+            "lr_decay_steps": "--lr-decay-iters (default: --train-iters)",
+            "lr_decay_style": "--lr-decay-style",
+            "start_wd": "--weight-decay",
+        }
+        differences = [
+            f"{flag}: found {mine[key]}, expected {saved[key]}"
+            for key, flag in flags.items()
+            if mine[key] != saved[key]
+        ]
+        if differences:
+            raise ValueError(
+                f"{source} was saved under another schedule: {'; '.join(differences)}. Give those, "
+                "or add --override-opt-param-scheduler to continue under the new one"
+            )
+
+    def _optimizer_kind(self) -> dict[str, Any]:
+        arguments = self._arguments
+        precision = "bf16" if arguments.bf16 else "fp64" if arguments.fp64 else "fp32"
+        return {"distributed": arguments.use_distributed_optimizer, "precision": precision}
+
+    def _require_same_optimizer(self, saved: dict[str, Any], source: Path) -> None:
+        mine = self._optimizer_kind()
+        if mine != saved:
+            raise ValueError(
+                f"{source} holds the state of another kind of optimizer: found {mine}, expected "
+                f"{saved} (--use-distributed-optimizer, --bf16): give the flags it was saved with, "
+                "or add --no-load-optim to continue with fresh optimizer state"
+            )
+
+    def _sharded_weights(self) -> dict[str, Any]:
+        return dict(self.model.module.sharded_state_dict(metadata=_metadata()))
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        weights = self._sharded_weights()
+        optimizer = self.optimizer.sharded_state_dict(
+            weights, is_loading=is_loading, metadata=_metadata()
+        )
+        return {"model": weights, "optimizer": optimizer}
+
+
+def _metadata() -> dict[str, Any]:
+    """How Megatron lays a checkpoint out: by parameter, so that any other layout can load it."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _require_ours(common: dict[str, Any], source: Path) -> dict[str, Any]:
+    ours: dict[str, Any] = common.get(_OURS, {})
+    if ours.get("version") != _VERSION:
+        raise ValueError(
+            f"{source} holds no data state of version {_VERSION} (found {ours.get('version')}), so "
+            "where to continue is unknown: add --finetune to start at step 0 from its weights alone"
+        )
+    return ours

@@ -1,0 +1,130 @@
+"""Whether a checkpoint is what was saved: no file is missing, added, shorter, longer or changed.
+
+One with checksums is compared with them; of an older one, `structure` tells what can be told.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_hdp.megatron.checkpoint.checksums import SUMS, FileSum, read_sums
+
+_THREADS = 8
+
+
+class Inventory(Protocol):
+    """What is known of a checkpoint's files without reading all of them."""
+
+    has_checksums: bool
+    sizes: dict[str, int]
+    """Bytes of each file whose content can be checked."""
+
+    def outer_faults(self) -> list[str]:
+        """What names, sizes and small files show."""
+        ...
+
+    def added_files(self) -> list[str]:
+        """Names of files that were not saved with the checkpoint; they harm nothing."""
+        ...
+
+    def fault_of(self, name: str) -> str | None:
+        """What is wrong with the content of a file, which is read whole; None if nothing is."""
+        ...
+
+
+class SummedFiles:
+    """A checkpoint with checksums."""
+
+    has_checksums = True
+
+    def __init__(self, folder: Path, sums: dict[str, FileSum]) -> None:
+        self._folder = folder
+        self._sums = sums
+        self.sizes = {name: one.num_bytes for name, one in sums.items()}
+
+    def outer_faults(self) -> list[str]:
+        """Files that are missing or of another size."""
+        faults = []
+        for name, num_bytes in self.sizes.items():
+            path = self._folder / name
+            if not path.is_file():
+                faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
+            elif (found := path.stat().st_size) != num_bytes:
+                faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
+        return faults
+
+    def added_files(self) -> list[str]:
+        """Files that have no checksum."""
+        names = {path.name for path in self._folder.iterdir()}
+        return sorted(names - {SUMS, *self.sizes})
+
+    def fault_of(self, name: str) -> str | None:
+        """Whether the file is the one that was summed."""
+        path, expected = self._folder / name, self._sums[name]
+        try:
+            found = FileSum.of_file(path)
+        except OSError as error:
+            return f"{path}: found {error.strerror}, expected {expected.num_bytes:,} bytes"
+        if found == expected:
+            return None
+        return f"{path}: found the XXH3 {found.xxh3}, expected {expected.xxh3}"
+
+
+def inventory(folder: Path) -> Inventory:
+    """What is known of the files of the checkpoint in `folder`.
+
+    Raises:
+        ValueError: the list of checksums is damaged.
+    """
+    sums = read_sums(folder)
+    if sums is not None:
+        return SummedFiles(folder, sums)
+    from megatron_hdp.megatron.checkpoint.structure import Structure  # needs torch
+
+    return Structure(folder)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one checkpoint."""
+
+    iteration: int
+    num_bytes: int
+    has_checksums: bool
+    faults: tuple[str, ...]
+    """Why it cannot be loaded; nothing of a good one."""
+    added_files: tuple[str, ...]
+    """Names of files that were not saved with it; they harm nothing."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it can be loaded, as far as its files tell."""
+        return not self.faults
+
+
+def verify(place: Path, iteration: int) -> Finding:
+    """Reads a whole checkpoint.
+
+    Args:
+        place: its folder.
+        iteration: its number.
+    """
+    num_bytes = sum(path.stat().st_size for path in place.iterdir() if path.is_file())
+    try:
+        files = inventory(place)
+    except ValueError as error:
+        return Finding(iteration, num_bytes, True, (str(error),), ())
+    faults = files.outer_faults()
+    if not faults:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            faults = [fault for fault in pool.map(files.fault_of, files.sizes) if fault]
+    added = tuple(files.added_files())
+    return Finding(iteration, num_bytes, files.has_checksums, tuple(faults), added)
+
+
+def share_of(sizes: dict[str, int], rank: int, num_ranks: int) -> list[str]:
+    """The files that a rank checks: each file is one rank's, and all have about equally much."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))[rank::num_ranks]
