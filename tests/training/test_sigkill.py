@@ -22,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
 from megatron_hdp.options import flag_of
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import write_corpus
@@ -40,6 +41,7 @@ def train(arguments, folder, writing_in_place):
         if writing_in_place:
             planted.enter_context(mock.patch.object(CheckpointFolder, "begin", begin_in_place))
             planted.enter_context(mock.patch.object(CheckpointFolder, "publish", _nothing))
+            planted.enter_context(mock.patch.object(RunFolder, "_require_free", _nothing))
         pretrain(arguments)
 
 
