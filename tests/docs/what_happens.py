@@ -1,0 +1,103 @@
+"""Which tests show what the table in docs/failures.md says, row by row."""
+
+SURVIVAL = "tests/training/test_survival.py::"
+ERRORS = "tests/training/test_pretrain_errors.py::"
+MISHAPS = "tests/training/test_mishaps.py::"
+DAMAGED = "tests/training/test_damaged_checkpoint.py::"
+CHECKPOINT = "tests/training/test_checkpoint.py::"
+RUN_FOLDER = "tests/megatron/checkpoint/test_run_folder.py::"
+
+SHOWN_BY = {
+    "a flag, a file or the data is wrong": (
+        f"{ERRORS}test_a_bad_flag_is_refused",
+        f"{ERRORS}test_bad_data_is_refused",
+    ),
+    "a process was not started as a rank, or its job's port is in use": (
+        "tests/megatron/test_joining.py::test_without_torchrun_it_says_how_to_start",
+        "tests/megatron/test_joining.py::test_a_port_in_use_is_named",
+    ),
+    "ranks got different flags, data or cost models": (
+        "tests/megatron/step/test_disagreement.py::test_other_data",
+        "tests/megatron/step/test_disagreement.py::test_other_flags",
+        "tests/megatron/step/test_disagreement.py::test_another_cost_model",
+    ),
+    "a rank dies": (f"{SURVIVAL}test_a_rank_that_is_killed_is_named",),
+    "a rank dies before the first step": (
+        f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
+    ),
+    "a rank raises an exception": (
+        f"{SURVIVAL}test_an_exception_on_one_rank_ends_all",
+        f"{SURVIVAL}test_an_exception_is_printed_under_torchrun",
+    ),
+    "a rank stands still, or all ranks wait for each other": (
+        f"{SURVIVAL}test_a_rank_that_stands_still_is_named_and_ends_too",
+        "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",
+    ),
+    "torchrun is killed": (
+        "tests/training/test_launcher_killed.py::test_nothing_outlives_a_launcher_that_is_killed",
+    ),
+    "the loss is NaN or infinite": (
+        "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
+    ),
+    "a gradient is NaN or infinite": (
+        "tests/training/test_non_finite.py::test_the_micro_batches_of_a_gradient_are_named",
+        "tests/training/test_non_finite.py::test_a_gradient_that_overflows_in_one_weight_alone",
+    ),
+    "SIGTERM, SIGUSR1 or Ctrl-C to any rank": (
+        f"{SURVIVAL}test_a_signal_to_one_rank_saves_and_ends_all",
+        f"{SURVIVAL}test_torchrun_passes_a_signal_on",
+    ),
+    "the same before the first step": (f"{SURVIVAL}test_a_signal_before_the_first_step_ends_all",),
+    "Ctrl-C a second time": (
+        "tests/runtime/health/test_signals.py::test_a_second_interrupt_ends_the_process",
+    ),
+    "a document is corrupt": (
+        f"{MISHAPS}test_corrupt_documents_are_skipped_alike_on_any_ranks",
+        f"{MISHAPS}test_too_many_corrupt_documents_in_a_row",
+    ),
+    "the planner fails": (
+        f"{MISHAPS}test_a_failing_planner_costs_balance_only",
+        f"{MISHAPS}test_a_planner_that_fails_twice_in_a_row_is_fatal",
+    ),
+    "a `.bin` is cut while training reads it": (
+        "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",
+    ),
+    "a `.bin` differs between ranks, or from the one that a resumed run had": (
+        "tests/megatron/step/test_disagreement.py::test_other_data",
+        "tests/training/test_changed_data.py::test_another_bin_under_the_same_idx_is_not_resumed",
+    ),
+    "the metrics file cannot be written": (
+        "tests/training/test_metrics.py::test_a_path_that_cannot_be_written_is_refused_at_once",
+        "tests/training/test_metrics.py::test_a_full_disk_is_named",
+    ),
+    "`--save` cannot be written": (
+        f"{ERRORS}test_a_place_that_cannot_take_checkpoints_is_refused_before_training",
+    ),
+    "the disk is full while saving": (
+        f"{CHECKPOINT}test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint",
+    ),
+    "a weight is NaN or infinite when it is to be saved": (
+        f"{DAMAGED}test_weights_that_are_not_finite_are_not_saved",
+    ),
+    "the job is killed while it saves": (
+        "tests/megatron/checkpoint/test_folder.py::test_a_kill_leaves_the_old_or_the_new_checkpoint",
+        "tests/training/test_killed_saves.py::test_a_kill_at_every_change",
+    ),
+    "a checkpoint is damaged": (
+        f"{DAMAGED}test_a_damaged_file_is_named_on_every_rank",
+        "tests/cli/test_verify.py::test_the_latest_is_damaged",
+    ),
+    "the file that names the latest checkpoint is lost or garbage": (
+        f"{DAMAGED}test_a_lost_tracker_is_no_new_beginning",
+        f"{RUN_FOLDER}test_a_garbage_tracker_is_named_at_the_start",
+    ),
+    "`--save` holds another run's checkpoints": (
+        f"{RUN_FOLDER}test_a_new_run_is_refused_by_a_folder_that_holds_another",
+    ),
+    "another job saves into the same folder": (
+        f"{DAMAGED}test_a_second_job_is_refused_before_it_trains",
+    ),
+    "a job was suspended, and another one has taken its folder over": (
+        f"{RUN_FOLDER}test_who_was_followed_by_another_job_publishes_nothing",
+    ),
+}
