@@ -2,6 +2,8 @@
 
 import math
 
+from megatron_hdp.cli.text_files import numbered_lines, shown
+
 
 def read_speeds(path: str, ranks: int) -> tuple[float, ...]:
     """Return the speed of each rank, 1 being a rank as the cost model describes it.
@@ -9,13 +11,7 @@ def read_speeds(path: str, ranks: int) -> tuple[float, ...]:
     Raises:
         ValueError: a line is no positive number (named), or there is not one line a rank.
     """
-    speeds = []
-    with open(path, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            text = line.strip()
-            if not text:
-                continue
-            speeds.append(_speed(text, f"{path}, line {number}"))
+    speeds = [_speed(text, f"{path}, line {number}") for number, text in numbered_lines(path)]
     if len(speeds) != ranks:
         raise ValueError(
             f"{path} has {len(speeds):,} speeds, expected one a line for each of --ranks {ranks:,}"
@@ -30,7 +26,7 @@ def _speed(text: str, where: str) -> float:
         speed = math.nan
     if not (math.isfinite(speed) and speed > 0):
         raise ValueError(
-            f"{where}: found {text[:60]!r}, expected the speed of one rank, a number above 0 "
+            f"{where}: found {shown(text)}, expected the speed of one rank, a number above 0 "
             "(1 for a rank of full speed)"
         )
     return speed

@@ -8,6 +8,13 @@ from megatron_hdp.options.declaration import OptionError, check_values, flag_of,
 
 _MOST_TOKENS = 2**40  # the planner's limit
 
+PLANNER_FLAGS = {
+    "tokens_per_rank": "--hdp-tokens-per-rank",
+    "max_length": "--seq-length",
+    'offload="auto"': "--hdp-offload auto",
+}
+"""Training's flags by the arguments that the planner's messages name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HdpOptions:

@@ -62,7 +62,7 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64
   }
   if (std::isfinite(limit_s) && simulate(problem, plan).makespan_s > limit_s) return std::nullopt;
 
-  BestFit packing(problem.tokens_per_rank);
+  BestFitDecreasing packing(problem.tokens_per_rank);
   std::vector<std::vector<int64_t>> bins;
   for (; next != order.end(); ++next) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];

@@ -1,5 +1,8 @@
 #include "planner/baselines/packing.hpp"
 
+#include <algorithm>
+#include <functional>
+
 namespace hdp {
 
 int64_t BestFit::place(int64_t tokens) {
@@ -13,6 +16,32 @@ int64_t BestFit::place(int64_t tokens) {
   entry.value().first -= tokens;
   if (entry.value().first > 0) open_.insert(std::move(entry));
   return bin;
+}
+
+int64_t BestFitDecreasing::place(int64_t tokens) {
+  while (!asleep_.empty() && asleep_.front().first >= tokens) {
+    std::pop_heap(asleep_.begin(), asleep_.end());
+    awake_.push_back(asleep_.back());
+    std::push_heap(awake_.begin(), awake_.end(), std::greater<>());
+    asleep_.pop_back();
+  }
+  Entry entry{capacity_, num_bins_};
+  if (awake_.empty()) {
+    ++num_bins_;
+  } else {
+    std::pop_heap(awake_.begin(), awake_.end(), std::greater<>());
+    entry = awake_.back();
+    awake_.pop_back();
+  }
+  entry.first -= tokens;
+  if (entry.first >= tokens) {
+    awake_.push_back(entry);
+    std::push_heap(awake_.begin(), awake_.end(), std::greater<>());
+  } else if (entry.first > 0) {
+    asleep_.push_back(entry);
+    std::push_heap(asleep_.begin(), asleep_.end());
+  }
+  return entry.second;
 }
 
 }  // namespace hdp

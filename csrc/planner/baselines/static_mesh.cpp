@@ -18,7 +18,7 @@ Plan static_mesh(const Problem& problem) {
     throw std::invalid_argument("static: a context of " + std::to_string(problem.max_length) +
                                 " tokens does not fit on " + std::to_string(problem.num_ranks) +
                                 " ranks at " + std::to_string(problem.tokens_per_rank) +
-                                " tokens each: raise --hdp-tokens-per-rank or add ranks");
+                                " tokens each: raise tokens_per_rank or add ranks");
   }
   std::vector<std::vector<int64_t>> bins;
   BestFit packing(problem.tokens_per_rank);

@@ -6,6 +6,7 @@
 
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/baselines/packing.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
 
 namespace hdp {
@@ -62,44 +63,17 @@ class GapFiller {
   std::set<std::pair<double, std::size_t>> left_;  // (seconds left, gap)
 };
 
-// The room in the micro-batches of one rank, filled best fit.
-class Packing {
- public:
-  explicit Packing(int64_t capacity) : capacity_(capacity) {}
-
-  std::size_t num_bins() const { return room_.size(); }
-
-  bool fits(int64_t tokens) const { return fullest(tokens) < room_.size(); }
-
-  // The bin that takes an item.
-  std::size_t place(int64_t tokens) {
-    const std::size_t bin = fullest(tokens);
-    if (bin == room_.size()) room_.push_back(std::max(capacity_, tokens));
-    room_[bin] -= tokens;
-    return bin;
-  }
-
- private:
-  // The bin with the least room for so many tokens; the number of bins if none has it.
-  std::size_t fullest(int64_t tokens) const {
-    std::size_t found = room_.size();
-    for (std::size_t bin = 0; bin < room_.size(); ++bin) {
-      if (room_[bin] >= tokens && (found == room_.size() || room_[bin] < room_[found])) found = bin;
-    }
-    return found;
-  }
-
-  int64_t capacity_;
-  std::vector<int64_t> room_;
-};
-
 // Gives each sequence to a rank that ends early with it, a new micro-batch's g counted.
 class Leveller {
  public:
   Leveller(const Problem& problem, const std::vector<double>& clocks, int64_t capacity)
-      : problem_(problem), heap_(clocks), packings_(clocks.size(), Packing(capacity)) {}
+      : problem_(problem),
+        heap_(clocks),
+        packings_(clocks.size(), BestFitDecreasing(capacity)),
+        bins_(clocks.size()) {}
 
-  void place(const Short& item) {
+  // The bin, numbered over all ranks, that takes the sequence; none is longer than the one before.
+  int32_t place(const Short& item) {
     const bool first_is_best = problem_.cost.g == 0 && problem_.speeds.empty();
     std::size_t best = 0;
     double best_end = end(item, 0);
@@ -112,46 +86,61 @@ class Leveller {
       }
     }
     const auto rank = static_cast<std::size_t>(heap_.rank(best));
-    placed_.push_back({item.id, rank, packings_[rank].place(item.tokens)});
+    const auto bin = static_cast<std::size_t>(packings_[rank].place(item.tokens));
+    if (bin == bins_[rank].size()) {
+      bins_[rank].push_back(static_cast<int32_t>(sizes_.size()));
+      sizes_.push_back(0);
+    }
     heap_.advance(best, best_end);
+    ++sizes_[static_cast<std::size_t>(bins_[rank][bin])];
+    return bins_[rank][bin];
   }
 
-  // Every rank's first micro-batch, then every rank's second, and so on.
-  std::vector<Bins> rounds() const {
+  // Micro-batches of a rank that has the most.
+  std::size_t num_rounds() const {
     std::size_t most = 0;
-    for (const Packing& packing : packings_) most = std::max(most, packing.num_bins());
-    std::vector<Bins> rounds(most);
-    for (std::size_t i = 0; i < most; ++i) rounds[i].resize(packings_.size());
-    for (const Placed& placed : placed_) rounds[placed.bin][placed.rank].push_back(placed.id);
-    return rounds;
+    for (const auto& bins : bins_) most = std::max(most, bins.size());
+    return most;
+  }
+
+  // Adds every rank's micro-batch of that number, with room for its sequences.
+  void add_round(std::size_t round, Plan& plan) {
+    begins_.resize(sizes_.size());
+    for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
+      if (round >= bins_[rank].size()) continue;
+      const auto bin = static_cast<std::size_t>(bins_[rank][round]);
+      begins_[bin] = plan.sequences.size();
+      plan.add_room(static_cast<int32_t>(rank), sizes_[bin]);
+    }
+  }
+
+  // Puts a sequence where its bin has room; all rounds have been added.
+  void put(int64_t id, int32_t bin, Plan& plan) {
+    plan.sequences[begins_[static_cast<std::size_t>(bin)]++] = id;
   }
 
   std::size_t fewest_bins() const {
-    std::size_t fewest = packings_.front().num_bins();
-    for (const Packing& packing : packings_) fewest = std::min(fewest, packing.num_bins());
+    std::size_t fewest = bins_.front().size();
+    for (const auto& bins : bins_) fewest = std::min(fewest, bins.size());
     return fewest;
   }
 
  private:
   static constexpr std::size_t kTries = 31;  // the first five layers of the heap
 
-  struct Placed {
-    int64_t id = 0;
-    std::size_t rank = 0;
-    std::size_t bin = 0;
-  };
-
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
-    const Packing& packing = packings_[static_cast<std::size_t>(rank)];
+    const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
     const double g = problem_.cost.g == 0 || packing.fits(item.tokens) ? 0 : problem_.cost.g;
     return heap_.clock(place) + (item.compute_s + g) / problem_.speed(rank);
   }
 
   const Problem& problem_;
   ClockHeap heap_;
-  std::vector<Packing> packings_;
-  std::vector<Placed> placed_;
+  std::vector<BestFitDecreasing> packings_;  // by rank
+  std::vector<std::vector<int32_t>> bins_;   // of each rank, numbered over all ranks
+  std::vector<int64_t> sizes_;               // sequences of each bin
+  std::vector<std::size_t> begins_;          // where a bin's next sequence goes in the plan
 };
 
 void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap_bins, Plan& plan) {
@@ -169,32 +158,33 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
   }
 }
 
-void add_round(const Bins& round, Plan& plan) {
-  for (std::size_t rank = 0; rank < round.size(); ++rank) {
-    if (!round[rank].empty()) plan.add({static_cast<int32_t>(rank)}, round[rank]);
-  }
-}
-
 }  // namespace
 
-Plan place_shorts(const Batch& batch, const RingSchedule& schedule,
-                  const std::vector<std::size_t>& shorts, const ShortsStyle& style) {
+Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
+                  const ShortsStyle& style) {
+  constexpr int32_t kInGap = -1;
   const Problem& problem = batch.problem;
   GapFiller gaps(problem, schedule.gaps);
   const double room = style.room * static_cast<double>(problem.tokens_per_rank);
   Leveller leveller(problem, schedule.clocks, static_cast<int64_t>(room));
-  for (const std::size_t place : shorts) {
+  std::vector<int32_t> bins;  // of each short sequence
+  bins.reserve(batch.order.size());
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
     const Short item{batch.order[place], batch.compute_s[place],
                      slice_tokens(batch.length(place), 1, problem.slice_multiple)};
-    if (!gaps.place(item)) leveller.place(item);
+    bins.push_back(gaps.place(item) ? kInGap : leveller.place(item));
   }
   Plan plan;
   const auto lead = static_cast<std::size_t>(style.lead);
   if (leveller.fewest_bins() < lead) return plan;
-  const std::vector<Bins> rounds = leveller.rounds();
-  for (std::size_t i = 0; i < lead; ++i) add_round(rounds[i], plan);
+  plan.sequences.reserve(schedule.places.size() + bins.size());
+  for (std::size_t i = 0; i < lead; ++i) leveller.add_round(i, plan);
   add_rings(batch, schedule, gaps.bins(), plan);
-  for (std::size_t i = lead; i < rounds.size(); ++i) add_round(rounds[i], plan);
+  for (std::size_t i = lead; i < leveller.num_rounds(); ++i) leveller.add_round(i, plan);
+  auto bin = bins.begin();
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1), ++bin) {
+    if (*bin != kInGap) leveller.put(batch.order[place], *bin, plan);
+  }
   return plan;
 }
 

@@ -75,6 +75,17 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   return may_share(problem, length, least, degree) ? degree : least;
 }
 
+// Appends the balanced degrees of the places that have none yet; equal lengths have equal ones.
+void append_balanced(const Batch& batch, const Nesting& nesting, double longest_s,
+                     Degrees& degrees) {
+  int64_t length = 0;
+  for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
+    const bool again = batch.length(place) == length;
+    length = batch.length(place);
+    degrees.push_back(again ? degrees.back() : balanced_degree(batch, nesting, place, longest_s));
+  }
+}
+
 // The greatest degree that nests and hides the traffic; 0 if there is none.
 int64_t widest_nested(const Batch& batch, const Nesting& nesting, std::size_t place) {
   const Problem& problem = batch.problem;
@@ -95,9 +106,7 @@ bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t de
 Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {
   Degrees degrees;
   degrees.reserve(batch.num_big);
-  for (std::size_t place = 0; place < batch.num_big; ++place) {
-    degrees.push_back(balanced_degree(batch, nesting, place, longest_s));
-  }
+  append_balanced(batch, nesting, longest_s, degrees);
   return degrees;
 }
 
@@ -118,9 +127,7 @@ Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_
     left_s -= longest_s;
   }
   if (!(left_s > 0)) return {};
-  for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
-    degrees.push_back(balanced_degree(batch, nesting, place, share * left_s));
-  }
+  append_balanced(batch, nesting, share * left_s, degrees);
   return degrees;
 }
 
