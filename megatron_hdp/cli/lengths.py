@@ -1,9 +1,10 @@
 """The sequence lengths of a global batch: from a text file, an ``.idx`` or one of the presets."""
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.text_files import lines_of, pieces, shown
+from megatron_hdp.cli.numbers import lines_of, pieces, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     Int64Array = npt.NDArray[np.int64]
 
 PRESET = "preset:"
+_PLAIN = re.compile(r"[0-9\n]*+")
 _PRESET_CAPACITIES = 4  # a preset's global batch, in capacities of all ranks together
 
 
@@ -86,7 +88,7 @@ def read_lengths(path: str) -> "Int64Array":
     return lengths
 
 
-def _parsed(path: str, first: int, piece: bytes) -> "Int64Array":
+def _parsed(path: str, first: int, piece: str) -> "Int64Array":
     """The lengths in a piece of the file that begins with line ``first``.
 
     Millions of plain lines are read at once. Any other line, and a number that has no place in 64
@@ -94,7 +96,7 @@ def _parsed(path: str, first: int, piece: bytes) -> "Int64Array":
     """
     import numpy as np
 
-    if not piece.translate(None, b"0123456789\n") and not piece.isspace():
+    if _PLAIN.fullmatch(piece) and not piece.isspace():
         lengths = np.fromstring(piece, dtype=np.int64, sep="\n")  # too large a number saturates
         if len(lengths) and 0 < lengths.min() <= lengths.max() < 2**63 - 1:
             return lengths

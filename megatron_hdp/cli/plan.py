@@ -5,7 +5,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.ranges import check_range
+from megatron_hdp.cli.numbers import check_range
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
     """The cost model with the ranks' speeds and nodes, and what it stands for, in words."""
     from megatron_hdp.cli.models import describe, find_model
-    from megatron_hdp.cli.speeds import read_speeds
+    from megatron_hdp.cli.numbers import read_speeds
     from megatron_hdp.planner import CostModel
 
     if arguments.cost_model and arguments.model:

@@ -139,7 +139,8 @@ def _check_members(plan: FlatPlan, run: slice) -> None:
     there, local_owner = _entries(plan.local_offsets, run)
     ranks = plan.local_ranks[there].astype(np.int64)
     stray = (ranks < 0) | (ranks >= plan.num_ranks)
-    stray |= ~np.isin(local_owner * plan.num_ranks + ranks, members)
+    keys = local_owner * plan.num_ranks + ranks
+    stray |= members.take(np.searchsorted(members, keys), mode="clip") != keys
     if stray.any():
         at = _first(stray)
         raise PlanError(

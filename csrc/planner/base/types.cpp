@@ -16,8 +16,8 @@ void Plan::add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sha
   offload_ratios.push_back(offload_ratio);
 }
 
-void Plan::add_room(int32_t rank, int64_t num_sequences) {
-  ranks.push_back(rank);
+void Plan::add_room(const std::vector<int32_t>& ring, int64_t num_sequences) {
+  ranks.insert(ranks.end(), ring.begin(), ring.end());
   rank_offsets.push_back(static_cast<int64_t>(ranks.size()));
   sequences.resize(sequences.size() + static_cast<std::size_t>(num_sequences));
   sequence_offsets.push_back(static_cast<int64_t>(sequences.size()));

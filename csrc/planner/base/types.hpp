@@ -60,8 +60,8 @@ struct Plan {
   void add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
            const std::vector<Local>& locals = {}, double offload_ratio = 0);
 
-  // Appends a micro-batch of one rank, whose sequences are put into `sequences` later.
-  void add_room(int32_t rank, int64_t num_sequences);
+  // Appends a micro-batch whose sequences are put into `sequences` later.
+  void add_room(const std::vector<int32_t>& ring, int64_t num_sequences);
 };
 
 }  // namespace hdp

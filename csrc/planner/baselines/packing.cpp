@@ -44,4 +44,21 @@ int64_t BestFitDecreasing::place(int64_t tokens) {
   return entry.second;
 }
 
+void Packed::add(int64_t bin) {
+  if (bin == num_bins()) sizes_.push_back(0);
+  ++sizes_[static_cast<std::size_t>(bin)];
+  bins_.push_back(static_cast<int32_t>(bin));
+}
+
+void Packed::open(int64_t bin, const std::vector<int32_t>& ring, Plan& plan) {
+  ends_.resize(sizes_.size());
+  ends_[static_cast<std::size_t>(bin)] = static_cast<int64_t>(plan.sequences.size());
+  plan.add_room(ring, sizes_[static_cast<std::size_t>(bin)]);
+}
+
+void Packed::put(int64_t id, Plan& plan) {
+  int64_t& end = ends_[static_cast<std::size_t>(bins_[next_++])];
+  plan.sequences[static_cast<std::size_t>(end++)] = id;
+}
+
 }  // namespace hdp

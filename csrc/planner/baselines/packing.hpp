@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "planner/base/types.hpp"
+
 namespace hdp {
 
 // Items in any order.
@@ -48,6 +50,29 @@ class BestFitDecreasing {
   int64_t num_bins_ = 0;
   std::vector<Entry> awake_;   // a heap, the least room first
   std::vector<Entry> asleep_;  // a heap, the most room first
+};
+
+// Which items are in which bin, and bins as micro-batches: without a list for each, as there may be
+// millions of both.
+class Packed {
+ public:
+  int64_t num_bins() const { return static_cast<int64_t>(sizes_.size()); }
+
+  // Notes the bin of the next item; a new bin has the number num_bins().
+  void add(int64_t bin);
+
+  // Appends the bin to the plan, with room for its items.
+  void open(int64_t bin, const std::vector<int32_t>& ring, Plan& plan);
+
+  // Puts the next item into the room of its bin. All bins are open, and the items come again in the
+  // order in which they were noted.
+  void put(int64_t id, Plan& plan);
+
+ private:
+  std::vector<int32_t> bins_;   // of each item
+  std::vector<int64_t> sizes_;  // items of each bin
+  std::vector<int64_t> ends_;   // where a bin's next item goes in the plan
+  std::size_t next_ = 0;
 };
 
 }  // namespace hdp

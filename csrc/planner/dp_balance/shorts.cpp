@@ -72,8 +72,8 @@ class Leveller {
         packings_(clocks.size(), BestFitDecreasing(capacity)),
         bins_(clocks.size()) {}
 
-  // The bin, numbered over all ranks, that takes the sequence; none is longer than the one before.
-  int32_t place(const Short& item) {
+  // Takes the sequence; none is longer than the one before.
+  void place(const Short& item) {
     const bool first_is_best = problem_.cost.g == 0 && problem_.speeds.empty();
     std::size_t best = 0;
     double best_end = end(item, 0);
@@ -87,13 +87,9 @@ class Leveller {
     }
     const auto rank = static_cast<std::size_t>(heap_.rank(best));
     const auto bin = static_cast<std::size_t>(packings_[rank].place(item.tokens));
-    if (bin == bins_[rank].size()) {
-      bins_[rank].push_back(static_cast<int32_t>(sizes_.size()));
-      sizes_.push_back(0);
-    }
+    if (bin == bins_[rank].size()) bins_[rank].push_back(packed_.num_bins());
+    packed_.add(bins_[rank][bin]);
     heap_.advance(best, best_end);
-    ++sizes_[static_cast<std::size_t>(bins_[rank][bin])];
-    return bins_[rank][bin];
   }
 
   // Micro-batches of a rank that has the most.
@@ -105,19 +101,14 @@ class Leveller {
 
   // Adds every rank's micro-batch of that number, with room for its sequences.
   void add_round(std::size_t round, Plan& plan) {
-    begins_.resize(sizes_.size());
     for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
       if (round >= bins_[rank].size()) continue;
-      const auto bin = static_cast<std::size_t>(bins_[rank][round]);
-      begins_[bin] = plan.sequences.size();
-      plan.add_room(static_cast<int32_t>(rank), sizes_[bin]);
+      packed_.open(bins_[rank][round], {static_cast<int32_t>(rank)}, plan);
     }
   }
 
-  // Puts a sequence where its bin has room; all rounds have been added.
-  void put(int64_t id, int32_t bin, Plan& plan) {
-    plan.sequences[begins_[static_cast<std::size_t>(bin)]++] = id;
-  }
+  // Puts the next sequence where its micro-batch has room, in the order of place().
+  void put(int64_t id, Plan& plan) { packed_.put(id, plan); }
 
   std::size_t fewest_bins() const {
     std::size_t fewest = bins_.front().size();
@@ -138,9 +129,8 @@ class Leveller {
   const Problem& problem_;
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank
-  std::vector<std::vector<int32_t>> bins_;   // of each rank, numbered over all ranks
-  std::vector<int64_t> sizes_;               // sequences of each bin
-  std::vector<std::size_t> begins_;          // where a bin's next sequence goes in the plan
+  std::vector<std::vector<int64_t>> bins_;   // of each rank, numbered over all ranks
+  Packed packed_;
 };
 
 void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap_bins, Plan& plan) {
@@ -162,28 +152,26 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
 
 Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
                   const ShortsStyle& style) {
-  constexpr int32_t kInGap = -1;
   const Problem& problem = batch.problem;
   GapFiller gaps(problem, schedule.gaps);
   const double room = style.room * static_cast<double>(problem.tokens_per_rank);
   Leveller leveller(problem, schedule.clocks, static_cast<int64_t>(room));
-  std::vector<int32_t> bins;  // of each short sequence
-  bins.reserve(batch.order.size());
+  std::vector<bool> in_gap(shorts.size());
   for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
-    const Short item{batch.order[place], batch.compute_s[place],
+    const Short item{batch.order[place], batch.compute_s(place),
                      slice_tokens(batch.length(place), 1, problem.slice_multiple)};
-    bins.push_back(gaps.place(item) ? kInGap : leveller.place(item));
+    in_gap[place] = gaps.place(item);
+    if (!in_gap[place]) leveller.place(item);
   }
   Plan plan;
   const auto lead = static_cast<std::size_t>(style.lead);
   if (leveller.fewest_bins() < lead) return plan;
-  plan.sequences.reserve(schedule.places.size() + bins.size());
+  plan.sequences.reserve(shorts.size());
   for (std::size_t i = 0; i < lead; ++i) leveller.add_round(i, plan);
   add_rings(batch, schedule, gaps.bins(), plan);
   for (std::size_t i = lead; i < leveller.num_rounds(); ++i) leveller.add_round(i, plan);
-  auto bin = bins.begin();
-  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1), ++bin) {
-    if (*bin != kInGap) leveller.put(batch.order[place], *bin, plan);
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
+    if (!in_gap[place]) leveller.put(batch.order[place], plan);
   }
   return plan;
 }

@@ -48,7 +48,7 @@ int64_t convenient_degree(const Batch& batch, const Nesting& nesting, std::size_
   if (above > 0) return above;
   const int64_t below = greatest_nested(nesting, (wanted + 1) / 2, wanted - 1);
   const bool fits = below > 1 && below >= batch.least[place] &&
-                    batch.compute_s[place] <= static_cast<double>(below) * batch.share_s;
+                    batch.compute_s(place) <= static_cast<double>(below) * batch.share_s;
   return fits ? below : wanted;
 }
 
@@ -63,7 +63,7 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
-  const double parts = std::ceil(batch.compute_s[place] / longest_s);
+  const double parts = std::ceil(batch.compute_s(place) / longest_s);
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
   const bool many = parts >= static_cast<double>(useful) || exposed > hidden;
@@ -121,7 +121,7 @@ Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_
       const int64_t degree = widest_nested(batch, nesting, place);
       if (degree < 2 || degree > room) break;
       room -= degree;
-      longest_s = std::max(longest_s, batch.compute_s[place] / static_cast<double>(degree));
+      longest_s = std::max(longest_s, batch.compute_s(place) / static_cast<double>(degree));
       degrees.push_back(degree);
     }
     left_s -= longest_s;

@@ -14,14 +14,13 @@ SpareRoom::SpareRoom(const Batch& batch, PlaceSet shorts)
 bool SpareRoom::place_longest(Member& member, int64_t longest) {
   const int64_t multiple = batch_.problem.slice_multiple;
   const int64_t limit = std::min(longest, member.room / multiple * multiple);
-  const auto first = std::partition_point(
-      batch_.order.begin(), batch_.order.end(),
-      [&](int64_t id) { return batch_.problem.lengths[static_cast<std::size_t>(id)] > limit; });
-  const std::size_t place = shorts_.next(static_cast<std::size_t>(first - batch_.order.begin()));
+  const auto first = std::partition_point(batch_.lengths.begin(), batch_.lengths.end(),
+                                          [&](int64_t length) { return length > limit; });
+  const std::size_t place = shorts_.next(static_cast<std::size_t>(first - batch_.lengths.begin()));
   if (place == shorts_.size()) return false;
   shorts_.erase(place);
   member.room -= slice_tokens(batch_.length(place), 1, multiple);
-  member.seconds += batch_.compute_s[place];
+  member.seconds += batch_.compute_s(place);
   member.sequences.push_back(batch_.order[place]);
   return true;
 }
