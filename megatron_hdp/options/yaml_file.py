@@ -167,6 +167,8 @@ def _arguments(
     if isinstance(value, yaml.SequenceNode):
         if action.nargs is None:
             raise ValueError(f"found a list, expected one {_type_name(action)}")
+        if not value.value:
+            raise ValueError(f"found an empty list, expected at least one {_type_name(action)}")
         return [flag, *(_one_of_many(action, part) for part in value.value)]
     if action.nargs is None:
         return [f"{flag}={_checked(action, value)}"]

@@ -129,6 +129,7 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("save: true\n", "save: found 'true', expected a value of type path"),
         ('save: "a\\0b"\n', "save: found 'a\\x00b', expected a value of type path"),
         ("data-path: [--seed, '5']\n", "found '--seed', which begins like a flag"),
+        ("data-path: []\n", "data-path: found an empty list, expected at least one str"),
         ("data-path: [[a]]\n", "data-path: found a list, expected a value of type str"),
         ("[a, b]: 1\n", "line 1: found a list as a key, expected a flag's name"),
         ("a: &a {lr: 1}\nb: *a\n", "'b' repeats another section by an alias"),
