@@ -2,8 +2,10 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "planner/planner.hpp"
@@ -32,12 +34,19 @@ std::vector<double> to_speeds(const py::array& array) {
   return {values.data(), values.data() + values.size()};
 }
 
+// Hands the values over without a copy; nobody may change them.
 template <typename T>
-py::array_t<T> to_numpy(const std::vector<T>& values) {
-  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+py::array_t<T> to_numpy(std::vector<T>& values) {
+  auto owned = std::make_unique<std::vector<T>>(std::move(values));
+  const py::capsule owner(owned.get(),
+                          [](void* kept) { delete static_cast<std::vector<T>*>(kept); });
+  const std::vector<T>& kept = *owned.release();
+  py::array_t<T> array(static_cast<py::ssize_t>(kept.size()), kept.data(), owner);
+  array.attr("setflags")(py::arg("write") = false);
+  return array;
 }
 
-py::dict to_dict(const hdp::Answer& answer) {
+py::dict to_dict(hdp::Answer& answer) {
   py::dict result;
   result["rank_offsets"] = to_numpy(answer.plan.rank_offsets);
   result["ranks"] = to_numpy(answer.plan.ranks);

@@ -18,4 +18,4 @@ class ExitCode(IntEnum):
     BLAMES_ANOTHER = 3
     """Another rank died, failed or stands still; the message says which one."""
     INTERRUPTED = 130
-    """Ctrl-C ended a `megatron-hdp` command, or a second one a rank."""
+    """Ctrl-C, SIGTERM or SIGHUP ended a `megatron-hdp` command; a second Ctrl-C a rank."""

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks style and types, then runs the tests: ./scripts/test.sh [--slow] [arguments of pytest]
 #
-#   WORKERS=2    tests that run at a time (default: 2; 0: one after the other, which -x and --pdb want)
+#   WORKERS=3    tests that run at a time, many of which wait (0: one after the other, which -x and
+#                --pdb want)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -15,5 +16,5 @@ export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest --numprocesses "${WORKERS:-2}" --dist loadgroup \
+"$PYTHON" -m pytest --numprocesses "${WORKERS:-3}" --dist loadgroup \
     ${selection[@]+"${selection[@]}"} "$@"

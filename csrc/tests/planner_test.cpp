@@ -1,10 +1,15 @@
 // Unit tests of the planner's parts; prints each failed check and returns how many failed.
 #include "planner/planner.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <functional>
+#include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
@@ -19,6 +24,7 @@
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/free_ranks.hpp"
 #include "planner/rings/node_ranks.hpp"
+#include "planner/rings/place_set.hpp"
 #include "planner/rings/rings.hpp"
 #include "planner/rings/spare_room.hpp"
 #include "planner/schedule/schedule.hpp"
@@ -77,9 +83,50 @@ void test_packing() {
   CHECK(packing.place(7) == 1);
   CHECK(packing.place(3) == 1);  // fills bin 1 exactly rather than bin 0
   CHECK(packing.place(2) == 0);
-  CHECK(packing.fits(2) && !packing.fits(3));
   CHECK(packing.place(10) == 2);
   CHECK(packing.num_bins() == 3);
+}
+
+// Items that shrink find the same bins in both packings, over and below the capacity.
+void test_packing_of_shrinking_items() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    const int64_t capacity = 1 + static_cast<int64_t>(random() % 50);
+    std::vector<int64_t> items(random() % 300);
+    for (int64_t& item : items) item = 1 + static_cast<int64_t>(random() % 60);
+    std::sort(items.begin(), items.end(), std::greater<>());
+    hdp::BestFit any(capacity);
+    hdp::BestFitDecreasing shrinking(capacity);
+    for (const int64_t item : items) {
+      const bool fits = shrinking.fits(item);
+      const int64_t bins = shrinking.num_bins();
+      CHECK(shrinking.place(item) == any.place(item));
+      CHECK(fits == (shrinking.num_bins() == bins));
+    }
+    CHECK(shrinking.num_bins() == any.num_bins());
+  }
+}
+
+void test_place_set() {
+  std::mt19937 random(8);
+  for (const std::size_t size : {0, 1, 63, 64, 65, 5000, 300000}) {
+    hdp::PlaceSet places(size);
+    std::set<std::size_t> expected;
+    for (int i = 0; size > 0 && i < 2000; ++i) {
+      const std::size_t place = random() % size;
+      if (random() % 3 > 0) {
+        places.insert(place);
+        expected.insert(place);
+      } else {
+        places.erase(place);
+        expected.erase(place);
+      }
+      const std::size_t from = random() % (size + 1);
+      const auto next = expected.lower_bound(from);
+      CHECK(places.next(from) == (next == expected.end() ? size : *next));
+    }
+    CHECK(places.next(size) == size && places.size() == size);
+  }
 }
 
 void test_cost_model() {
@@ -279,7 +326,8 @@ void test_spare_room() {
   CHECK(locals.size() == 2 && locals[0].rank == 5 && locals[1].rank == 6);
   CHECK((locals[0].sequences == std::vector<int64_t>{1}));
   CHECK((locals[1].sequences == std::vector<int64_t>{2}));
-  CHECK((room.remaining() == std::vector<std::size_t>{3, 4}));
+  const hdp::PlaceSet left = room.take_remaining();
+  CHECK(left.next(0) == 3 && left.next(4) == 4 && left.next(5) == left.size());
 }
 
 void test_schedule() {
@@ -315,7 +363,7 @@ void test_errors() {
   CHECK(message(problem({}, 2, 10)) == "there are 0 sequences; expected at least 1");
   CHECK(message(problem({3, 1000}, 8, 100)) ==
         "sequence 1 of the batch has 1,000 tokens and needs 10 ranks at 100 tokens each; there are "
-        "8: raise --hdp-tokens-per-rank or add ranks");
+        "8: raise tokens_per_rank or add ranks");
   CHECK(message(problem({3}, 8, 0)).find("tokens per rank is 0") == 0);
 }
 
@@ -324,6 +372,8 @@ void test_errors() {
 int main() {
   test_slices();
   test_packing();
+  test_packing_of_shrinking_items();
+  test_place_set();
   test_cost_model();
   test_sorting();
   test_clock_heap();

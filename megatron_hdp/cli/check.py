@@ -4,6 +4,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from megatron_hdp.cli.numbers import check_range
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -57,12 +58,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import check_report
     from megatron_hdp.cli.checking import check
 
-    if arguments.gpus < 1:
-        raise ValueError(f"--gpus is {arguments.gpus}; expected at least 1")
-    if arguments.vocab_size is not None and arguments.vocab_size < 1:
-        raise ValueError(f"--vocab-size is {arguments.vocab_size}; expected at least 1")
-    if arguments.gpus_per_node < 1:
-        raise ValueError(f"--gpus-per-node is {arguments.gpus_per_node}; expected at least 1")
+    check_range("--gpus", arguments.gpus, 1, 2**20)
+    check_range("--vocab-size", arguments.vocab_size, 1, 2**31 - 1)
+    check_range("--gpus-per-node", arguments.gpus_per_node, 1, 2**20)
     host_memory = arguments.host_memory
     finding: Finding = check(
         arguments.configs,
@@ -83,7 +81,7 @@ def memory_bytes(option: str, text: str) -> float:
     Raises:
         ValueError: no such size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(TB|TiB|GB|GiB|MiB)", text)
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(TB|TiB|GB|GiB|MiB)", text)
     if not found or not float(found[1]):
         raise ValueError(
             f"{option} is {text!r}; expected a size like 80GB, 79.6GiB, 81559MiB or 2TB"

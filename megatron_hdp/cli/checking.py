@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.check_plan import PlannedStep, cost_model_of, plan_longest, plan_step
 from megatron_hdp.megatron.options import parse_arguments
-from megatron_hdp.options import OptionError
+from megatron_hdp.options import PLANNER_FLAGS, OptionError
+from megatron_hdp.planner import told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
@@ -172,9 +173,10 @@ def _degrees(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
 
 def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str) -> None:
     try:
-        cost_model = cost_model_of(arguments, job)
-        plan_longest(arguments, job, cost_model)
-        found.step = plan_step(arguments, job, cost_model, preset)
+        with told_as(PLANNER_FLAGS):
+            cost_model = cost_model_of(arguments, job)
+            plan_longest(arguments, job, cost_model)
+            found.step = plan_step(arguments, job, cost_model, preset)
     except ValueError as error:
         found.refusals.append(
             f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"

@@ -6,6 +6,15 @@ import os
 from collections.abc import Iterator, Sequence
 
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+_HEAD_BYTES = 8192
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 
 
 def find_files(inputs: Sequence[str], glob: str) -> list[str]:
@@ -36,14 +45,33 @@ def read_documents(path: str, json_key: str | None) -> Iterator[tuple[bytes, int
     value under the key (``text`` by default) is the document; any other file is one document.
 
     Raises:
-        ValueError: a line is no JSON object with a string under the key; names file and line.
+        ValueError: the file is compressed or binary, or a line is no JSON object with a string
+            under the key; names file and line.
     """
+    _require_text(path)
     if json_key is not None or path.endswith(_JSON_LINES_SUFFIXES):
         yield from _read_json_lines(path, json_key or "text")
         return
     with open(path, "rb") as stream:
         raw = stream.read()
     yield raw, len(raw)
+
+
+def _require_text(path: str) -> None:
+    """Refuse what begins like a compressed file or holds a zero byte, as no UTF-8 text does."""
+    with open(path, "rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise ValueError(
+                f"{path} is compressed ({name}), expected text: decompress it, or leave it out "
+                "with --glob"
+            )
+    if b"\0" in head:
+        raise ValueError(
+            f"{path} is binary (byte {head.index(0)} is zero), expected UTF-8 text: convert it, or "
+            "leave it out with --glob"
+        )
 
 
 def _walk(folder: str, glob: str) -> Iterator[str]:
@@ -62,7 +90,7 @@ def _read_json_lines(path: str, key: str) -> Iterator[tuple[bytes, int]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: expected one JSON object, found {_excerpt(line)} "
                     f"({error})"

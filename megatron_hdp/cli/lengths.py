@@ -1,7 +1,10 @@
 """The sequence lengths of a global batch: from a text file, an ``.idx`` or one of the presets."""
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_hdp.cli.numbers import lines_of, pieces, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -10,6 +13,7 @@ if TYPE_CHECKING:
     Int64Array = npt.NDArray[np.int64]
 
 PRESET = "preset:"
+_PLAIN = re.compile(r"[0-9\n]*+")
 _PRESET_CAPACITIES = 4  # a preset's global batch, in capacities of all ranks together
 
 
@@ -77,26 +81,36 @@ def read_lengths(path: str) -> "Int64Array":
         lengths = read_document_index(path).lengths
         lengths = lengths[lengths > 0]
     else:
-        lengths = np.array(_parse_lines(path), dtype=np.int64)
+        lengths = np.concatenate([_parsed(path, *piece) for piece in pieces(path)])
     if len(lengths) == 0:
         raise ValueError(f"{path} has no sequence length, expected one positive integer a line")
+    lengths.setflags(write=False)  # so that a plan of millions shares it
     return lengths
 
 
-def _parse_lines(path: str) -> list[int]:
-    lengths = []
-    with open(path, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            text = line.strip()
-            if not text:
-                continue
-            if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 2**63:
-                raise ValueError(
-                    f"{path}, line {number}: found {text[:60]!r}, expected the length of one "
-                    "sequence, an integer of at least 1"
-                )
-            lengths.append(int(text))
-    return lengths
+def _parsed(path: str, first: int, piece: str) -> "Int64Array":
+    """The lengths in a piece of the file that begins with line ``first``.
+
+    Millions of plain lines are read at once. Any other line, and a number that has no place in 64
+    bits, sends the piece line by line.
+    """
+    import numpy as np
+
+    if _PLAIN.fullmatch(piece) and not piece.isspace():
+        lengths = np.fromstring(piece, dtype=np.int64, sep="\n")  # too large a number saturates
+        if len(lengths) and 0 < lengths.min() <= lengths.max() < 2**63 - 1:
+            return lengths
+    return np.array([_length(path, *line) for line in lines_of(first, piece)], dtype=np.int64)
+
+
+def _length(path: str, number: int, text: str) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) < 1000
+    if not is_number or not 0 < int(text) < 2**63:
+        raise ValueError(
+            f"{path}, line {number}: found {shown(text)}, expected the length of one sequence, an "
+            "integer of at least 1"
+        )
+    return int(text)
 
 
 def _draw(name: str, num_tokens: int, max_length: int, seed: int) -> Batch:

@@ -5,8 +5,11 @@ when they run, so that help is immediate and planning never loads torch.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_hdp import __version__
 from megatron_hdp.cli import check, doctor, plan, preprocess, verify
@@ -19,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        with _ends_by_signals():
+            return int(arguments.run(arguments))
     except (ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
         print(f"megatron-hdp {arguments.subcommand}: error: {reason}", file=sys.stderr)
@@ -27,6 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"megatron-hdp {arguments.subcommand}: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+@contextmanager
+def _ends_by_signals() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP do what Ctrl-C does, so that nothing half is left."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python hears signals there alone
+    changed = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import os
 from typing import TYPE_CHECKING
 
+from megatron_hdp.cli.numbers import check_range
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli.lengths import batch_of
 
     _check_numbers(arguments)
+    _check_files(arguments)
     batch = batch_of(
         arguments.lengths,
         ranks=arguments.ranks,
@@ -152,26 +155,44 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    least = {
-        "--ranks": 1,
-        "--tokens-per-rank": 1,
-        "--global-batch-tokens": 1,
-        "--max-length": 1,
-        "--pipeline-stages": 1,
-        "--ranks-per-node": 1,
-        "--effort": 1,
-        "--seed": 0,
+    ranges = {
+        "--ranks": (1, 2**20),
+        "--tokens-per-rank": (1, 2**40),
+        "--global-batch-tokens": (1, 2**60),
+        "--max-length": (1, 2**40),
+        "--pipeline-stages": (1, 1024),
+        "--ranks-per-node": (1, 2**20),
+        "--effort": (1, 10**6),
+        "--seed": (0, 2**64 - 1),
     }
-    for flag, minimum in least.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and value < minimum:
-            raise ValueError(f"{flag} is {value}; expected at least {minimum}")
+    for flag, (least, most) in ranges.items():
+        check_range(
+            flag, getattr(arguments, flag.removeprefix("--").replace("-", "_")), least, most
+        )
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse to write one file over another, or over what is read."""
+    written = {"--output": arguments.output, "--plot": arguments.plot, "--trace": arguments.trace}
+    read = {
+        "--lengths": arguments.lengths,
+        "--model": arguments.model,
+        "--cost-model": arguments.cost_model,
+        "--rank-speeds": arguments.rank_speeds,
+    }
+    seen: dict[str, str] = {os.path.realpath(path): flag for flag, path in read.items() if path}
+    for flag, path in written.items():
+        if not path:
+            continue
+        if other := seen.get(os.path.realpath(path)):
+            raise ValueError(f"{flag} {path} is the file of {other} as well: give another name")
+        seen[os.path.realpath(path)] = flag
 
 
 def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
     """The cost model with the ranks' speeds and nodes, and what it stands for, in words."""
     from megatron_hdp.cli.models import describe, find_model
-    from megatron_hdp.cli.speeds import read_speeds
+    from megatron_hdp.cli.numbers import read_speeds
     from megatron_hdp.planner import CostModel
 
     if arguments.cost_model and arguments.model:
@@ -196,10 +217,13 @@ def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:
     """Write the files that were asked for."""
+    from megatron_hdp.simulator.files import complete_file
+
     made, evaluation = chosen.plan, chosen.evaluation
     assert made is not None and evaluation is not None
     if arguments.output:
-        made.save(arguments.output)
+        with complete_file(arguments.output) as temporary:
+            made.save(temporary)
         print(f"plan written to {arguments.output}")
     if arguments.plot:
         if arguments.plot.endswith(".html"):

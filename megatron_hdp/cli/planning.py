@@ -17,6 +17,7 @@ from megatron_hdp.planner import (
     evaluate,
     plan,
     tight_bound_s,
+    told_as,
 )
 
 HYBRID_CP = "megatron-hybrid-cp"
@@ -27,6 +28,11 @@ MAX_HYBRID_CP_SEQUENCES = 20_000
 """Up to which a comparison runs Megatron's scheduler: half a minute, growing as the square."""
 
 _MAX_REASON = 300  # characters
+_FLAGS = {
+    "tokens_per_rank": "--tokens-per-rank",
+    "max_length": "--max-length",
+    'offload="auto"': "--offload auto",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +80,8 @@ def plan_with(strategy: str, request: Request) -> Plan:
         ValueError: this strategy has no plan for the request.
     """
     if strategy != HYBRID_CP:
-        return plan(request.lengths, strategy=strategy, **request.arguments)
+        with told_as(_FLAGS):
+            return plan(request.lengths, strategy=strategy, **request.arguments)
     if request.pipeline_stages > 1:
         raise ValueError(
             f"strategy {HYBRID_CP} knows no pipelines: leave out --pipeline-stages "

@@ -50,7 +50,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    prefix = arguments.output_prefix
+    _check_prefix(prefix)
     files = find_files(arguments.input, arguments.glob)
+    _require_other_output(files, prefix)
 
     from megatron_hdp.data import build_tokenizer
 
@@ -59,7 +62,6 @@ def _run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         from megatron_hdp.megatron.indexed_writer import IndexedWriter
 
-    prefix = arguments.output_prefix
     with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
         num_empty = _write(writer, files, tokenizer, arguments.json_key, arguments.append_eod)
         if writer.num_documents == 0:
@@ -69,6 +71,29 @@ def _run(arguments: argparse.Namespace) -> int:
             )
     _print_summary(prefix, len(files), num_empty)
     return ExitCode.DONE
+
+
+def _check_prefix(prefix: str) -> None:
+    """Refuse a prefix that names no file: what it gave would begin with a dot."""
+    name = os.path.basename(prefix)
+    if name in ("", os.curdir, os.pardir):
+        example = os.path.join(prefix if name == "" else f"{prefix}/", "corpus")
+        raise ValueError(
+            f"--output-prefix {prefix!r} names no file, expected a path that .bin and .idx can be "
+            f"added to, like {example}"
+        )
+
+
+def _require_other_output(files: list[str], prefix: str) -> None:
+    """Refuse to read what would be overwritten."""
+    outputs = [prefix + suffix for suffix in (".bin", ".idx")]
+    for output in filter(os.path.exists, outputs):
+        for path in files:
+            if os.path.samefile(path, output):
+                raise ValueError(
+                    f"--input {path} is what --output-prefix {prefix} would overwrite: give "
+                    "another prefix, or leave it out with --glob"
+                )
 
 
 def _write(

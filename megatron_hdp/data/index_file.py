@@ -17,6 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
+_MOST_BYTES = 2**62  # of a .bin: sums with a sequence's bytes stay in 64 bits
 _HEADER = struct.Struct("<9sQBQQ")
 _REBUILD = "build the pair again with `megatron-hdp preprocess`"
 _DTYPE_OF_CODE: dict[int, npt.DTypeLike] = {
@@ -66,6 +67,7 @@ def read_document_index(path: str | os.PathLike[str]) -> DocumentIndex:
         )
     dtype, sequence_lengths, pointers, borders = _read_arrays(path)
     _check_borders(path, sequence_lengths, borders)
+    _check_pointers(path, pointers, sequence_lengths, dtype)
     ends = pointers + sequence_lengths * dtype.itemsize
     _check_contiguous(path, pointers, ends, borders)
     return DocumentIndex(
@@ -105,15 +107,26 @@ def _read_arrays(path: str) -> tuple[np.dtype[np.generic], Int64Array, Int64Arra
             f"{path} has {size:,} bytes, its header promises {expected:,} ({num_sequences:,} "
             f"sequences, {num_borders:,} document borders): the file is truncated; {_REBUILD}"
         )
-    raw = np.memmap(path, mode="r", dtype=np.uint8)
-    lengths_end = _HEADER.size + 4 * num_sequences
-    pointers_end = lengths_end + 8 * num_sequences
-    return (
-        np.dtype(_DTYPE_OF_CODE[code]),
-        raw[_HEADER.size : lengths_end].view("<i4").astype(np.int64),
-        raw[lengths_end:pointers_end].view("<i8").astype(np.int64),
-        raw[pointers_end:expected].view("<i8").astype(np.int64),
-    )
+    return np.dtype(_DTYPE_OF_CODE[code]), *_read_columns(path, num_sequences, num_borders)
+
+
+def _read_columns(
+    path: str, num_sequences: int, num_borders: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return lengths, pointers and borders; read, for a file that shrinks kills who maps it."""
+    columns = []
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(_HEADER.size)
+        for dtype, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
+            column = np.fromfile(stream, dtype=dtype, count=count)
+            if len(column) < count:
+                raise TokenFileError(
+                    f"{path} ended at byte {stream.tell():,} while it was read, although it had "
+                    "more when it was opened: something changes it; wait until it is complete"
+                )
+            columns.append(column.astype(np.int64, copy=False))
+    lengths, pointers, borders = columns
+    return lengths, pointers, borders
 
 
 def _check_borders(path: str, sequence_lengths: Int64Array, borders: Int64Array) -> None:
@@ -136,15 +149,39 @@ def _check_borders(path: str, sequence_lengths: Int64Array, borders: Int64Array)
         )
 
 
+def _check_pointers(
+    path: str, pointers: Int64Array, sequence_lengths: Int64Array, dtype: np.dtype[np.generic]
+) -> None:
+    """Check that sequences lie in whole tokens, each by itself or just where another one lies."""
+    num_bytes = sequence_lengths * dtype.itemsize
+    wrong = (pointers < 0) | (pointers > _MOST_BYTES) | (pointers % dtype.itemsize != 0)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise TokenFileError(
+            f"{path} has the byte pointer {pointers[first]} for sequence {first}, expected a "
+            f"multiple of {dtype.itemsize} (bytes of a token) from 0 to {_MOST_BYTES}: the file is "
+            f"damaged; {_REBUILD}"
+        )
+    filled = np.flatnonzero(num_bytes)
+    starts, ends = pointers[filled], (pointers + num_bytes)[filled]
+    if np.any(starts[1:] < ends[:-1]):  # else they rise, as those that Megatron writes
+        order = np.argsort(starts, kind="stable")
+        filled, starts, ends = filled[order], starts[order], ends[order]
+    is_again = (starts[1:] == starts[:-1]) & (ends[1:] == ends[:-1])  # repeated on purpose
+    overlaps = (starts[1:] < ends[:-1]) & ~is_again
+    if overlaps.any():
+        first = int(np.argmax(overlaps))
+        raise TokenFileError(
+            f"{path}: sequence {filled[first + 1]} begins at byte {starts[first + 1]:,}, inside "
+            f"sequence {filled[first]}, which ends at byte {ends[first]:,}: the file is damaged; "
+            f"{_REBUILD}"
+        )
+
+
 def _check_contiguous(
     path: str, pointers: Int64Array, ends: Int64Array, borders: Int64Array
 ) -> None:
-    """Check that sequences lie inside the ``.bin`` and that those of one document touch."""
-    if len(pointers) and pointers.min() < 0:
-        raise TokenFileError(
-            f"{path} has a negative byte pointer ({pointers.min()}), expected 0 or more: "
-            f"the file is damaged; {_REBUILD}"
-        )
+    """Check that the sequences of one document touch."""
     jumps = np.flatnonzero(pointers[1:] != ends[:-1]) + 1
     inside = jumps[borders[np.searchsorted(borders, jumps)] != jumps]
     if len(inside):

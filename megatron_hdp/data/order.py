@@ -9,6 +9,7 @@ _FLAGS = {
     "long_sequence": "--hdp-long-sequence",
     "num_sequences": "--data-path and --split (sequences to train on)",
     "corpus": "--data-path and --split (fingerprint of the corpus)",
+    "contents": "--data-path (fingerprint of samples of its tokens)",
 }
 
 
@@ -28,6 +29,9 @@ class DataOrder:
     """Sequences of an epoch."""
     corpus: int
     """64-bit fingerprint of the sequences' lengths."""
+    contents: int | None = None
+    """`TokenFile.fingerprint`; None where it is not known, as in a checkpoint of an older release,
+    and then not compared."""
 
     def require_same(self, saved: "DataOrder", source: str) -> None:
         """Refuse to continue, in this order, a run that had the order `saved`.
@@ -44,6 +48,7 @@ class DataOrder:
             f"{getattr(saved, item.name)}"
             for item in fields(self)
             if getattr(self, item.name) != getattr(saved, item.name)
+            and not (item.name == "contents" and None in (self.contents, saved.contents))
         ]
         if differences:
             raise ValueError(

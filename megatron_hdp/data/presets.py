@@ -15,6 +15,7 @@ Source: ByteScale section 3.1; the shares below 128K are read from its pie chart
 LONGEST = 2 * 1024 * 1024
 """Tokens of the longest sequence of a preset."""
 
+_MOST_SEQUENCES = 2**27  # of a draw: a gigabyte
 _SHORTEST = 128  # with it, 80 % of byted's sequences are below 4K, as in the paper
 
 
@@ -44,6 +45,12 @@ def preset_lengths(
     ratio = np.maximum(high / low, 1 + 1e-12)
     mean = np.where(high > low, (high - low) / np.log(ratio), low)
     counts = np.array(PRESETS[name]) / mean[: len(PRESETS[name])]
+    expected = num_tokens * counts.sum() / 100
+    if expected > _MOST_SEQUENCES:
+        raise ValueError(
+            f"num_tokens is {num_tokens:,}, about {expected:,.0f} sequences; expected at most "
+            f"{_MOST_SEQUENCES:,}"
+        )
     generator = np.random.default_rng(seed)
     drawn = np.zeros(0, dtype=np.int64)
     while drawn.sum() < num_tokens:

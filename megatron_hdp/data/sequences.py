@@ -9,6 +9,7 @@ import numpy as np
 from megatron_hdp.data.index_file import Int64Array
 
 LONG_SEQUENCE_POLICIES = ("error", "truncate", "split")
+_MOST_WEIGHT = 1e300  # of all parts together: shares of it stay numbers
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -114,11 +115,12 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
 
 def _split_weights(split: str) -> Sequence[float]:
     parts = [part for part in re.split(r"[,\s]+", split.strip()) if part]
-    valid = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts)
-    if not valid or not 1 <= len(parts) <= len(_SPLIT_NAMES) or not any(map(float, parts)):
+    valid = all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in parts)
+    in_number = 1 <= len(parts) <= len(_SPLIT_NAMES)
+    if not valid or not in_number or not 0 < sum(map(float, parts)) <= _MOST_WEIGHT:
         raise ValueError(
-            f"--split {split!r}: expected one to three weights for {', '.join(_SPLIT_NAMES)}, "
-            'at least one above 0, such as "969,30,1"'
+            f"--split {split[:60]!r}: expected one to three weights for "
+            f'{", ".join(_SPLIT_NAMES)}, at least one above 0, such as "969,30,1"'
         )
     weights = [float(part) for part in parts]
     return weights + [0.0] * (len(_SPLIT_NAMES) - len(weights))

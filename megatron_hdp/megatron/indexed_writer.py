@@ -70,10 +70,20 @@ class IndexedWriter:
             if error_type is None:
                 self._commit()
         finally:
+            try:
+                self._close(error_type is not None)
+            finally:
+                for suffix in (".bin", ".idx"):
+                    if os.path.exists(self._temporary + suffix):
+                        os.remove(self._temporary + suffix)
+
+    def _close(self, failed: bool) -> None:
+        """Close the token file; on a full disk it cannot write its last bytes, and says so once."""
+        try:
             self._builder.data_file.close()
-            for suffix in (".bin", ".idx"):
-                if os.path.exists(self._temporary + suffix):
-                    os.remove(self._temporary + suffix)
+        except OSError:
+            if not failed:
+                raise
 
     def _commit(self) -> None:
         self._builder.finalize(self._temporary + ".idx")

@@ -6,12 +6,13 @@ documents them. Lies below every room and imports nothing of the package.
 """
 
 from megatron_hdp.options.declaration import OptionError, check_values, flag_of, option
-from megatron_hdp.options.hdp import HdpOptions, trace_steps
+from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
 from megatron_hdp.options.parser import OptionParser, add_options, from_namespace
 from megatron_hdp.options.table import markdown_table
 from megatron_hdp.options.yaml_file import yaml_to_argv
 
 __all__ = [
+    "PLANNER_FLAGS",
     "HdpOptions",
     "OptionError",
     "OptionParser",

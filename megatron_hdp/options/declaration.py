@@ -1,11 +1,18 @@
 """A knob is declared once: a dataclass field that flag, YAML key and documentation derive from."""
 
+import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any
+
+GREATEST_INTEGER = 2**31 - 1
+"""Greatest value of a whole number whose declaration names no other: what int32 holds."""
+
+GREATEST_NUMBER = 3.4e38
+"""The same of a number with a fraction: what float32 holds."""
 
 
 class OptionError(ValueError):
@@ -20,6 +27,7 @@ def option(
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    below: float | None = None,
     required: bool = False,
     off_flag: str | None = None,
 ) -> Any:
@@ -31,7 +39,8 @@ def option(
         choices: the values allowed.
         metavar: what stands for the value in ``--help``.
         minimum: least value allowed.
-        maximum: greatest value allowed.
+        maximum: greatest value allowed (default: what 32 bits hold).
+        below: all values allowed are less than this.
         required: :func:`check_values` refuses the default.
         off_flag: the flag that sets a bool to False (default: ``--no-`` and the name).
     """
@@ -41,6 +50,7 @@ def option(
         "metavar": metavar,
         "minimum": minimum,
         "maximum": maximum,
+        "below": below,
         "required": required,
         "off_flag": off_flag,
     }
@@ -58,7 +68,7 @@ def check_values(options: Any) -> None:
     Raises:
         OptionError: a required one is missing, or a value is outside its range or choices.
     """
-    for item, _ in declared(type(options)):
+    for item, kind in declared(type(options)):
         value, limits, flag = getattr(options, item.name), item.metadata, flag_of(item.name)
         if limits["required"] and value in (None, ()):
             raise OptionError(f"{flag} is missing: give it as a flag or in the --config file")
@@ -66,10 +76,22 @@ def check_values(options: Any) -> None:
             continue
         if limits["choices"] and value not in limits["choices"]:
             raise OptionError(f"{flag}: found {value!r}, expected {' or '.join(limits['choices'])}")
-        if limits["minimum"] is not None and not value >= limits["minimum"]:
-            raise OptionError(f"{flag}: found {value}, expected at least {limits['minimum']}")
-        if limits["maximum"] is not None and not value <= limits["maximum"]:
-            raise OptionError(f"{flag}: found {value}, expected at most {limits['maximum']}")
+        if kind in (int, float):
+            _check_range(flag, value, kind, limits)
+
+
+def _check_range(flag: str, value: float, kind: type, limits: Mapping[str, Any]) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise OptionError(f"{flag}: found {value}, expected a finite number")
+    if limits["minimum"] is not None and value < limits["minimum"]:
+        raise OptionError(f"{flag}: found {value}, expected at least {limits['minimum']}")
+    if limits["below"] is not None and value >= limits["below"]:
+        raise OptionError(f"{flag}: found {value}, expected less than {limits['below']}")
+    greatest = limits["maximum"]
+    if greatest is None:
+        greatest = GREATEST_INTEGER if kind is int else GREATEST_NUMBER
+    if abs(value) > greatest:
+        raise OptionError(f"{flag}: found {value}, expected at most {greatest}")
 
 
 def declared(cls: type) -> Iterator[tuple[Field[Any], Any]]:

@@ -6,6 +6,15 @@ from pathlib import Path
 
 from megatron_hdp.options.declaration import OptionError, check_values, flag_of, option
 
+_MOST_TOKENS = 2**40  # the planner's limit
+
+PLANNER_FLAGS = {
+    "tokens_per_rank": "--hdp-tokens-per-rank",
+    "max_length": "--seq-length",
+    'offload="auto"': "--hdp-offload auto",
+}
+"""Training's flags by the arguments that the planner's messages name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HdpOptions:
@@ -17,11 +26,13 @@ class HdpOptions:
     hdp_tokens_per_rank: int = option(
         None,
         minimum=1,
+        maximum=_MOST_TOKENS,
         help="Capacity C: tokens that one HDP rank can hold in one micro-batch.",
     )
     hdp_global_batch_tokens: int | None = option(
         None,
         minimum=1,
+        maximum=_MOST_TOKENS,
         help="Size of the global batch in tokens, instead of --global-batch-size in sequences.",
     )
     hdp_strategy: str = option(
@@ -141,7 +152,7 @@ def trace_steps(text: str) -> range:
     Raises:
         OptionError: not a step or a range of them.
     """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise OptionError(

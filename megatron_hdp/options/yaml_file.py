@@ -1,9 +1,12 @@
-"""A YAML file is flags written vertically: argparse stays the only parser."""
+"""A YAML file is flags written vertically: argparse stays the only parser.
+
+Scalars are read as they are written. YAML 1.1 would make 8 of ``010``, 90 of ``1:30`` and False of
+``no``; here they are the texts that they are on a command line.
+"""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,6 +15,16 @@ from megatron_hdp.options.parser import RESEMBLANCE, did_you_mean, nearest
 
 _PARTS = "config"  # of a YAML file: further files, whose keys its own win over
 _SLIP = 0.9  # difflib's ratio, above which a name is misspelt
+_SWITCH = {"true": True, "false": False}
+_NOTHING = ("", "~", "null")
+_MOST_PARTS = 50  # files that lead from one to the next
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
+
+
+class _AsWritten(yaml.SafeLoader):
+    """Resolves no scalar: each is the text that stands in the file."""
+
+    yaml_implicit_resolvers = {}
 
 
 def yaml_to_argv(
@@ -30,31 +43,24 @@ def yaml_to_argv(
     ``including`` are the files that led to this one.
 
     Raises:
-        OptionError: an unknown or repeated key, a value that its flag does not take, or a file that
-            names itself.
+        OptionError: not YAML, an unknown or repeated key, a value that its flag does not take, or a
+            file that names itself.
     """
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        given = f"{including[-1]}: {_PARTS}" if including else "--config"
-        raise OptionError(f"{given} {path}: {error.strerror}: give the path of a file") from None
-    except yaml.YAMLError as error:
-        raise OptionError(f"{path}: not valid YAML: {error}") from None
+    document = _read(path, including)
     if document is None:
         return []
-    if not isinstance(document, dict):
-        raise OptionError(f"{path}: found a {type(document).__name__}, expected keys and values")
-    parts = document.pop(_PARTS, [])
+    pairs = list(_pairs(path, document))
+    parts = [value for key, value in pairs if key == _PARTS]
     argv = [
         argument
-        for part in _parts(path, parts, including)
+        for part in _parts(path, parts[0] if parts else None, including)
         for argument in yaml_to_argv(
             part, parser, skip_others=skip_others, including=(*including, path.resolve())
         )
     ]
     seen: dict[str, str] = {}
-    for key, value in _flat(document, parser):
-        flag = flag_of(str(key))
+    for key, value in _flat(path, [pair for pair in pairs if pair[0] != _PARTS], parser, set()):
+        flag = flag_of(key)
         action = parser._option_string_actions.get(flag)
         if action is None or isinstance(action, argparse._HelpAction):
             cutoff = _SLIP if skip_others else RESEMBLANCE
@@ -64,7 +70,7 @@ def yaml_to_argv(
             raise OptionError(f"{path}: unknown key '{key}'{did_you_mean(near)}")
         if other := seen.get(action.dest):
             raise OptionError(f"{path}: '{key}' repeats '{other}': keep one of them")
-        seen[action.dest] = str(key)
+        seen[action.dest] = key
         try:
             argv += _arguments(parser, action, flag, value)
         except ValueError as error:
@@ -72,12 +78,57 @@ def yaml_to_argv(
     return argv
 
 
-def _parts(path: Path, names: Any, including: tuple[Path, ...]) -> list[Path]:
+def _read(path: Path, including: tuple[Path, ...]) -> yaml.MappingNode | None:
+    """The file's one mapping as it is written; None for an empty file."""
+    try:
+        node = yaml.compose(path.read_bytes(), Loader=_AsWritten)
+    except OSError as error:
+        given = f"{including[-1]}: {_PARTS}" if including else "--config"
+        raise OptionError(f"{given} {path}: {error.strerror}: give the path of a file") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter of odd escapes
+        raise OptionError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise OptionError(
+            f"{path}: found lists or sections nested hundreds of levels deep, expected flags"
+        ) from None
+    if node is None or (isinstance(node, yaml.ScalarNode) and _is_nothing(node)):
+        return None
+    if not isinstance(node, yaml.MappingNode):
+        raise OptionError(f"{path}: found {_shown(node)}, expected keys and values")
+    return node
+
+
+def _pairs(path: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+    """Keys and values of one mapping, in which no name may stand twice."""
+    seen: dict[str, str] = {}
+    for key_node, value in mapping.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            line = key_node.start_mark.line + 1
+            raise OptionError(
+                f"{path}, line {line}: found {_shown(key_node)} as a key, expected a flag's name"
+            )
+        key = key_node.value
+        if other := seen.get(flag_of(key)):
+            raise OptionError(f"{path}: '{key}' repeats '{other}': keep one of them")
+        seen[flag_of(key)] = key
+        yield key, value
+
+
+def _parts(path: Path, names: yaml.Node | None, including: tuple[Path, ...]) -> list[Path]:
     """The files that ``path`` names under ``config``."""
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{path}: {_PARTS}: found {names!r}, expected a file or a list of files")
-    found = [path.parent / name for name in names]
+    if names is None:
+        return []
+    texts = [names] if isinstance(names, yaml.ScalarNode) else names.value
+    if isinstance(names, yaml.MappingNode) or not all(_is_text(text) for text in texts):
+        raise OptionError(
+            f"{path}: {_PARTS}: found {_shown(names)}, expected a file or a list of files"
+        )
+    if len(including) >= _MOST_PARTS:
+        raise OptionError(
+            f"{path}: {_PARTS}: found more than {_MOST_PARTS} files that lead to one another, "
+            "expected fewer: put them together"
+        )
+    found = [path.parent / text.value for text in texts]
     for part in found:
         if part.resolve() in (*including, path.resolve()):
             raise OptionError(f"{path}: {_PARTS}: {part} leads back to itself: remove it")
@@ -85,30 +136,43 @@ def _parts(path: Path, names: Any, including: tuple[Path, ...]) -> list[Path]:
 
 
 def _flat(
-    document: Mapping[Any, Any], parser: argparse.ArgumentParser
-) -> Iterator[tuple[Any, Any]]:
-    for key, value in document.items():
-        is_section = isinstance(value, Mapping)
-        if is_section and flag_of(str(key)) not in parser._option_string_actions:
-            yield from _flat(value, parser)
-        else:
+    path: Path,
+    pairs: list[tuple[str, yaml.Node]],
+    parser: argparse.ArgumentParser,
+    sections: set[int],
+) -> Iterator[tuple[str, yaml.Node]]:
+    """The pairs with those of sections in the sections' places; an alias is no second section."""
+    for key, value in pairs:
+        is_flag = flag_of(key) in parser._option_string_actions
+        if is_flag or not isinstance(value, yaml.MappingNode):
             yield key, value
+            continue
+        if id(value) in sections:
+            raise OptionError(f"{path}: '{key}' repeats another section by an alias: remove it")
+        sections.add(id(value))
+        yield from _flat(path, list(_pairs(path, value)), parser, sections)
 
 
 def _arguments(
-    parser: argparse.ArgumentParser, action: argparse.Action, flag: str, value: Any
+    parser: argparse.ArgumentParser, action: argparse.Action, flag: str, value: yaml.Node
 ) -> list[str]:
     """Return the arguments that give ``value`` to ``flag``, having checked its type."""
+    if value.tag not in _PLAIN_TAGS:
+        raise ValueError(f"found the tag {value.tag}, expected the value alone")
     if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ValueError(f"found {value!r}, expected true or false")
-        return [flag if value else _opposite(parser, action)]
-    if isinstance(value, list):
+        wanted = _switch_of(value)
+        if wanted is None:
+            raise ValueError(f"found {_shown(value)}, expected true or false")
+        return [flag if wanted else _opposite(parser, action)]
+    if isinstance(value, yaml.SequenceNode):
         if action.nargs is None:
             raise ValueError(f"found a list, expected one {_type_name(action)}")
-        return [flag, *(_checked(action, part) for part in value)]
-    text = _checked(action, value)
-    return [f"{flag}={text}"] if action.nargs is None else [flag, text]
+        if not value.value:
+            raise ValueError(f"found an empty list, expected at least one {_type_name(action)}")
+        return [flag, *(_one_of_many(action, part) for part in value.value)]
+    if action.nargs is None:
+        return [f"{flag}={_checked(action, value)}"]
+    return [flag, _one_of_many(action, value)]
 
 
 def _opposite(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
@@ -118,19 +182,53 @@ def _opposite(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     raise ValueError("found false, and this switch cannot be turned off: remove the key")
 
 
-def _checked(action: argparse.Action, value: Any) -> str:
+def _one_of_many(action: argparse.Action, value: yaml.Node) -> str:
+    """Return one of several values of a flag, which argparse must not take for a flag."""
+    text = _checked(action, value)
+    if text.startswith("-") and action.type in (None, str):
+        raise ValueError(f"found {_shown(value)}, which begins like a flag: write ./ before a path")
+    return text
+
+
+def _checked(action: argparse.Action, value: yaml.Node) -> str:
     """Return ``value`` as the text of an argument."""
     expected = f"expected a value of type {_type_name(action)}"
-    if value is None or isinstance(value, bool | Mapping | list):
-        raise ValueError(f"found {value!r}, {expected}")
-    text = str(value)
+    if not _is_text(value):
+        raise ValueError(f"found {_shown(value)}, {expected}")
+    text: str = value.value
     try:
         converted = action.type(text) if callable(action.type) else text
     except ValueError:
-        raise ValueError(f"found {value!r}, {expected}") from None
+        raise ValueError(f"found {_shown(value)}, {expected}") from None
     if action.choices and converted not in action.choices:
-        raise ValueError(f"found {value!r}, expected {' or '.join(map(str, action.choices))}")
+        choices = " or ".join(map(str, action.choices))
+        raise ValueError(f"found {_shown(value)}, expected {choices}")
     return text
+
+
+def _is_text(value: yaml.Node) -> bool:
+    """Whether it is a scalar that says something and is no switch's."""
+    if not isinstance(value, yaml.ScalarNode) or value.tag not in _PLAIN_TAGS:
+        return False
+    return not _is_nothing(value) and _switch_of(value) is None and "\0" not in value.value
+
+
+def _is_nothing(value: yaml.ScalarNode) -> bool:
+    return value.style is None and value.value.lower() in _NOTHING
+
+
+def _switch_of(value: yaml.Node) -> bool | None:
+    if not isinstance(value, yaml.ScalarNode) or value.style is not None:
+        return None
+    return _SWITCH.get(value.value.lower())
+
+
+def _shown(value: yaml.Node) -> str:
+    if not isinstance(value, yaml.ScalarNode):
+        return "a list" if isinstance(value, yaml.SequenceNode) else "keys and values"
+    if _is_nothing(value):
+        return "nothing"
+    return repr(value.value if len(value.value) <= 60 else value.value[:60] + "...")
 
 
 def _type_name(action: argparse.Action) -> str:

@@ -3,6 +3,7 @@
 from megatron_hdp.planner.bounds import lower_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.evaluation import Evaluation, evaluate
+from megatron_hdp.planner.refusals import told_as
 from megatron_hdp.planner.slices import chunk_tokens, slice_tokens
 from megatron_hdp.planner.strategies import STRATEGIES, plan, tight_bound_s
 from megatron_hdp.planner.types import MicroBatch, Plan, PlanError
@@ -22,4 +23,5 @@ __all__ = [
     "plan",
     "slice_tokens",
     "tight_bound_s",
+    "told_as",
 ]

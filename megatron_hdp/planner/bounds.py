@@ -16,7 +16,11 @@ _MOST_LONGEST = 256
 def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
     """Seconds of each whole sequence on one rank of speed 1, without g."""
     s = lengths.astype(np.float64)
-    return cost_model.a * s * s + cost_model.b * s
+    seconds = cost_model.a * s
+    seconds *= s  # in place, as are the others: there may be millions
+    s *= cost_model.b
+    seconds += s
+    return seconds
 
 
 def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:

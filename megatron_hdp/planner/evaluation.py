@@ -3,7 +3,9 @@
 Written apart from the C++ planner, so that each can be checked against the other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from megatron_hdp.planner.bounds import (
     speeds_of,
 )
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.flat_plan import pieces
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
 
@@ -102,8 +105,8 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         duration_s=duration_s,
         own_s=members.own_s,
         local_s=members.local_s,
-        busy_s=_sums(plan.ranks, members.own_s / pipeline_stages, plan.num_ranks),
-        exposed_s=_greatest(plan.rank_offsets, members.exposed_s),
+        busy_s=_busy_s(plan, members.own_s, pipeline_stages),
+        exposed_s=members.exposed_s,
         makespan_s=schedule.makespan_s,
         total_compute_s=float(compute_s(plan.lengths, cost_model).sum()),
         total_speed=float(speeds.sum()),
@@ -131,16 +134,24 @@ def _lower_bound_s(plan: Plan, cost_model: CostModel, stages: int, bound_s: floa
 def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:
     """Runs the micro-batches in launch order; members of a ring wait for each other."""
     clocks = [0.0] * plan.num_ranks
-    starts = []
-    offsets = plan.rank_offsets.tolist()
-    ranks = plan.ranks.tolist()
-    for m, duration in enumerate(duration_s.tolist()):
-        members = ranks[offsets[m] : offsets[m + 1]]
-        start = max(clocks[rank] for rank in members)
-        starts.append(start)
-        for rank in members:
-            clocks[rank] = start + duration
-    forward = np.array([starts], dtype=np.float64)
+    forward = np.empty((1, plan.num_micro_batches))
+    for run in pieces(plan.rank_offsets):
+        begin, end = _span(plan.rank_offsets, run)
+        ranks = iter(plan.ranks[begin:end].tolist())
+        degrees = np.diff(plan.rank_offsets[run.start : run.stop + 1]).tolist()
+        starts = []
+        for degree, duration in zip(degrees, duration_s[run].tolist(), strict=True):
+            if degree == 1:
+                rank = next(ranks)
+                start = clocks[rank]
+                clocks[rank] = start + duration
+            else:
+                members = list(islice(ranks, degree))
+                start = max([clocks[rank] for rank in members])
+                for rank in members:
+                    clocks[rank] = start + duration
+            starts.append(start)
+        forward[0, run] = starts
     return PipelineSchedule(forward, forward + duration_s / 3, max(clocks))
 
 
@@ -150,27 +161,42 @@ class _Members(NamedTuple):
     own_s: Float64Array
     local_s: Float64Array
     exposed_s: Float64Array
+    """One entry a micro-batch, of its fastest member."""
     ring_bytes: float
 
 
 def _member_times(plan: Plan, cost_model: CostModel, speeds: Float64Array) -> _Members:
-    degrees = np.diff(plan.rank_offsets).astype(np.float64)
-    owner = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
-    speed = speeds[plan.ranks]
-    lengths = plan.lengths[plan.sequences]
-    tokens = _per_micro_batch(plan.sequence_offsets, lengths)
-    squares = _per_micro_batch(plan.sequence_offsets, lengths.astype(np.float64) ** 2)
-    attention_s = (cost_model.a * squares / degrees)[owner] / speed
-    linear_s = (cost_model.b * tokens / degrees)[owner] / speed
+    num_members = np.diff(plan.rank_offsets)
+    degrees = num_members.astype(np.float64)
+    tokens = _per_micro_batch(plan, lambda lengths: lengths)
+    squares = _per_micro_batch(plan, lambda lengths: lengths.astype(np.float64) ** 2)
     sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
     bandwidth = np.where(
         _in_one_node(plan, cost_model.ranks_per_node),
         cost_model.intra_node_bytes_per_s,
         cost_model.inter_node_bytes_per_s,
     )
-    exposed_s = np.maximum(0.0, (sent / bandwidth)[owner] - attention_s)
-    local_s = _local_times(plan, cost_model, owner) / speed
-    own_s = attention_s + linear_s + exposed_s + local_s + cost_model.g / speed
+    of_ring = {
+        "attention": cost_model.a * squares / degrees,
+        "linear": cost_model.b * tokens / degrees,
+        "transfer": sent / bandwidth,
+    }
+    local_s = _local_times(plan, cost_model)
+    own_s, exposed_s = np.empty(len(plan.ranks)), np.empty(plan.num_micro_batches)
+    for run in pieces(plan.rank_offsets):
+        here = slice(*_span(plan.rank_offsets, run))
+        each = {name: np.repeat(values[run], num_members[run]) for name, values in of_ring.items()}
+        speed = speeds[plan.ranks[here]]
+        attention_s = each["attention"] / speed
+        exposed = np.maximum(0.0, each["transfer"] - attention_s)
+        if len(plan.local_sequences):
+            local_s[here] /= speed
+        own_s[here] = (
+            attention_s + each["linear"] / speed + exposed + local_s[here] + cost_model.g / speed
+        )
+        exposed_s[run] = _greatest(
+            plan.rank_offsets[run.start : run.stop + 1] - here.start, exposed
+        )
     return _Members(own_s, local_s, exposed_s, float((sent * degrees).sum()))
 
 
@@ -189,10 +215,35 @@ def _sums(
     return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)
 
 
-def _per_micro_batch(offsets: NDArray[np.int64], values: NDArray[Any]) -> NDArray[np.float64]:
-    """Sums of the values that each micro-batch owns."""
-    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    return _sums(owner, values, len(offsets) - 1)
+def _busy_s(plan: Plan, own_s: Float64Array, stages: int) -> Float64Array:
+    """Seconds that each rank works on one stage."""
+    busy_s = np.zeros(plan.num_ranks)
+    for run in pieces(plan.rank_offsets):
+        here = slice(*_span(plan.rank_offsets, run))
+        np.add.at(busy_s, plan.ranks[here], own_s[here] / stages)
+    return busy_s
+
+
+def _span(offsets: NDArray[np.int64], run: slice) -> tuple[int, int]:
+    """The entries that a run of micro-batches owns."""
+    return int(offsets[run.start]), int(offsets[run.stop])
+
+
+def _owners(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+    """The micro-batch of each of these entries, counted from the run's first."""
+    return np.repeat(np.arange(run.stop - run.start), np.diff(offsets[run.start : run.stop + 1]))
+
+
+def _per_micro_batch(
+    plan: Plan, value_of: Callable[[NDArray[np.int64]], NDArray[Any]]
+) -> Float64Array:
+    """Sums over the sharded sequences of each micro-batch, of a value of their lengths."""
+    sums = np.zeros(plan.num_micro_batches)
+    for run in pieces(plan.sequence_offsets):
+        lengths = plan.lengths[plan.sequences[slice(*_span(plan.sequence_offsets, run))]]
+        owner = _owners(plan.sequence_offsets, run)
+        sums[run] = _sums(owner, value_of(lengths), run.stop - run.start)
+    return sums
 
 
 def _in_one_node(plan: Plan, ranks_per_node: int) -> NDArray[np.bool_]:
@@ -206,14 +257,18 @@ def _in_one_node(plan: Plan, ranks_per_node: int) -> NDArray[np.bool_]:
     return same
 
 
-def _local_times(
-    plan: Plan, cost_model: CostModel, owner: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Time of the local sequences of each entry of ``plan.ranks``."""
-    keys = owner * plan.num_ranks + plan.ranks
-    by_key = np.argsort(keys)
-    local_owner = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
-    local_keys = local_owner * plan.num_ranks + plan.local_ranks
-    members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
-    seconds = compute_s(plan.lengths[plan.local_sequences], cost_model)
-    return _sums(members, seconds, len(keys))
+def _local_times(plan: Plan, cost_model: CostModel) -> Float64Array:
+    """Time of the local sequences of each entry of ``plan.ranks`` at speed 1."""
+    local_s = np.zeros(len(plan.ranks))
+    if not len(plan.local_sequences):
+        return local_s
+    for run in pieces(plan.rank_offsets, plan.local_offsets):
+        here = slice(*_span(plan.rank_offsets, run))
+        there = slice(*_span(plan.local_offsets, run))
+        keys = _owners(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
+        by_key = np.argsort(keys)
+        local_keys = _owners(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
+        members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
+        seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
+        local_s[here] = _sums(members, seconds, len(keys))
+    return local_s

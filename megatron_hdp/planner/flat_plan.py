@@ -1,7 +1,8 @@
 """A plan as flat arrays, one entry of each offset array a micro-batch; not yet checked."""
 
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+_PIECE = 2**19
 
 Rule = Literal["cover", "fit", "order", "shape"]
 
@@ -39,10 +42,27 @@ class MicroBatch:
     """Share of the activations that goes to host memory."""
 
 
-def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
+def frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
+    """The values as an array that nobody can write to: itself if it is one, else a copy."""
+    if isinstance(values, np.ndarray) and values.dtype == dtype and values.flags.c_contiguous:
+        is_view = isinstance(values.base, np.ndarray)  # perhaps of one that can be written to
+        if not values.flags.writeable and not is_view:
+            return values
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)
     return array
+
+
+def pieces(*offsets: NDArray[np.int64]) -> Iterator[slice]:
+    """Cuts the micro-batches into runs, so that work on millions takes the memory of one run.
+
+    In each run the micro-batches own about `_PIECE` entries of all the arrays together to which
+    the offsets belong; a single one may own more.
+    """
+    total = np.sum(offsets, axis=0)
+    inner = np.searchsorted(total, np.arange(_PIECE, total[-1], _PIECE))
+    cuts = np.unique(np.concatenate([[0], inner, [len(total) - 1]])).tolist()
+    yield from itertools.starmap(slice, itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +101,7 @@ class FlatPlan:
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
-            object.__setattr__(self, name, _frozen(getattr(self, name), dtype))
+            object.__setattr__(self, name, frozen(getattr(self, name), dtype))
         object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     @property

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.extension import _core
+from megatron_hdp.planner.flat_plan import frozen
 
 OFFLOAD = ("auto", "off")
 
@@ -92,7 +93,7 @@ def _lengths(values: ArrayLike) -> NDArray[np.int64]:
         raise ValueError(
             f"sequence {sequence} of the batch has {array[sequence]} tokens; expected at least 1"
         )
-    return array.astype(np.int64)
+    return frozen(array, np.int64)
 
 
 def _list(name: str, values: Any) -> list[Any]:

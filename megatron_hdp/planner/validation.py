@@ -1,11 +1,11 @@
 """Checks a plan against its rules, whoever made it: shape, cover, fit, order."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.flat_plan import FlatPlan, PlanError
+from megatron_hdp.planner.flat_plan import FlatPlan, PlanError, pieces
 from megatron_hdp.planner.slices import slice_tokens_array
 
 
@@ -64,12 +64,12 @@ def _check_micro_batches(plan: FlatPlan) -> None:
     empty = np.diff(plan.sequence_offsets) + np.diff(plan.local_offsets) == 0
     if empty.any():
         raise PlanError("shape", f"micro-batch {_first(empty)} has no sequences")
-    owner = _owners(plan.local_offsets)
-    falls = (np.diff(plan.local_ranks) < 0) & (np.diff(owner) == 0)
+    falls = np.diff(plan.local_ranks) < 0
+    borders = plan.local_offsets[(plan.local_offsets > 0) & (plan.local_offsets <= len(falls))]
+    falls[borders - 1] = False
     if falls.any():
-        raise PlanError(
-            "shape", f"local_ranks of micro-batch {owner[_first(falls)]} are not ascending"
-        )
+        m = _owners(plan.local_offsets)[_first(falls)]
+        raise PlanError("shape", f"local_ranks of micro-batch {m} are not ascending")
     ratios = plan.offload_ratios
     if ratios.shape != (plan.num_micro_batches,):
         raise PlanError(
@@ -84,6 +84,22 @@ def _check_micro_batches(plan: FlatPlan) -> None:
 
 
 def _check_cover(plan: FlatPlan) -> None:
+    if not _covers(plan):
+        _refuse_cover(plan)
+
+
+def _covers(plan: FlatPlan) -> bool:
+    """Whether every sequence is there once: as many as there are, none missing."""
+    missing = np.ones(len(plan.lengths), dtype=np.bool_)
+    for ids in (plan.sequences, plan.local_sequences):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < len(missing):
+            return False
+        missing[ids] = False
+    num_ids = len(plan.sequences) + len(plan.local_sequences)
+    return num_ids == len(missing) and not missing.any()
+
+
+def _refuse_cover(plan: FlatPlan) -> NoReturn:
     ids = np.concatenate([plan.sequences, plan.local_sequences])
     owners = np.concatenate([_owners(plan.sequence_offsets), _owners(plan.local_offsets)])
     outside = (ids < 0) | (ids >= len(plan.lengths))
@@ -94,37 +110,43 @@ def _check_cover(plan: FlatPlan) -> None:
             f"micro-batch {owners[at]} holds sequence {ids[at]}; there are {len(plan.lengths)}",
         )
     counts = np.bincount(ids, minlength=len(plan.lengths))
-    if (counts != 1).any():
-        sequence = _first(counts != 1)
-        holders = owners[ids == sequence].tolist()
-        found = f"micro-batches {holders}" if holders else "no micro-batch"
-        raise PlanError("cover", f"sequence {sequence} is in {found}; expected exactly one")
+    sequence = _first(counts != 1)
+    holders = owners[ids == sequence].tolist()
+    found = f"micro-batches {holders}" if holders else "no micro-batch"
+    raise PlanError("cover", f"sequence {sequence} is in {found}; expected exactly one")
 
 
 def _check_order(plan: FlatPlan) -> None:
     outside = (plan.ranks < 0) | (plan.ranks >= plan.num_ranks)
-    owner = _owners(plan.rank_offsets)
     if outside.any():
         at = _first(outside)
+        m = _owners(plan.rank_offsets)[at]
         raise PlanError(
-            "order",
-            f"micro-batch {owner[at]} names rank {plan.ranks[at]}; there are {plan.num_ranks}",
+            "order", f"micro-batch {m} names rank {plan.ranks[at]}; there are {plan.num_ranks}"
         )
-    members = np.sort(owner * plan.num_ranks + plan.ranks)
+    for run in pieces(plan.rank_offsets, plan.local_offsets):
+        _check_members(plan, run)
+
+
+def _check_members(plan: FlatPlan, run: slice) -> None:
+    """No rank is twice in a ring, and local sequences are on its members."""
+    here, owner = _entries(plan.rank_offsets, run)
+    members = np.sort(owner * plan.num_ranks + plan.ranks[here])
     twice = np.diff(members) == 0
     if twice.any():
         m, rank = divmod(int(members[_first(twice)]), plan.num_ranks)
         raise PlanError("order", f"micro-batch {m} names rank {rank} twice")
-    local_owner = _owners(plan.local_offsets)
-    ranks = plan.local_ranks.astype(np.int64)
+    there, local_owner = _entries(plan.local_offsets, run)
+    ranks = plan.local_ranks[there].astype(np.int64)
     stray = (ranks < 0) | (ranks >= plan.num_ranks)
-    stray |= ~np.isin(local_owner * plan.num_ranks + ranks, members)
+    keys = local_owner * plan.num_ranks + ranks
+    stray |= members.take(np.searchsorted(members, keys), mode="clip") != keys
     if stray.any():
         at = _first(stray)
         raise PlanError(
             "order",
-            f"micro-batch {local_owner[at]} gives local sequence {plan.local_sequences[at]} to "
-            f"rank {plan.local_ranks[at]}, which is not in its ring",
+            f"micro-batch {local_owner[at]} gives local sequence {plan.local_sequences[there][at]} "
+            f"to rank {ranks[at]}, which is not in its ring",
         )
 
 
@@ -151,7 +173,6 @@ def _check_positions(plan: FlatPlan) -> None:
 
 
 def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
-    tokens, owner = _tokens_per_member(plan)
     ratios = plan.offload_ratios
     resident = np.ones(plan.num_micro_batches)
     if (ratios > 0).any():
@@ -163,6 +184,14 @@ def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
             )
         kept = min(2, num_layers)
         resident = (kept + (1 - ratios) * (num_layers - kept)) / num_layers
+    for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
+        _check_capacity(plan, run, resident)
+
+
+def _check_capacity(plan: FlatPlan, run: slice, resident: NDArray[np.float64]) -> None:
+    """No rank holds more than its capacity in these micro-batches."""
+    tokens, owner = _tokens_per_member(plan, run)
+    ratios = plan.offload_ratios
     # a ratio is planned so that the share is exactly C: allow the rounding of one division
     limit = plan.tokens_per_rank * (1 + 1e-12)
     over = np.where(
@@ -172,31 +201,40 @@ def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
         at = _first(over)
         m = owner[at]
         share = f" x {resident[m]:.4g} resident" if ratios[m] > 0 else ""
+        rank = plan.ranks[plan.rank_offsets[run.start] + at]
         raise PlanError(
             "fit",
-            f"micro-batch {m} holds {tokens[at]:,} tokens{share} on rank {plan.ranks[at]}; "
+            f"micro-batch {m} holds {tokens[at]:,} tokens{share} on rank {rank}; "
             f"the capacity is {plan.tokens_per_rank:,}",
         )
 
 
-def _tokens_per_member(plan: FlatPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Padded tokens of each entry of ``plan.ranks``, and the micro-batch it belongs to."""
-    degrees = np.diff(plan.rank_offsets)
-    sharded_in = _owners(plan.sequence_offsets)
+def _tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Padded tokens of each member of these micro-batches, and the micro-batch it belongs to."""
+    degrees = np.diff(plan.rank_offsets[run.start : run.stop + 1])
+    sharded, sharded_in = _entries(plan.sequence_offsets, run)
     slices = slice_tokens_array(
-        plan.lengths[plan.sequences], degrees[sharded_in], plan.slice_multiple
+        plan.lengths[plan.sequences[sharded]], degrees[sharded_in - run.start], plan.slice_multiple
     )
-    shared = np.zeros(plan.num_micro_batches, dtype=np.int64)
-    np.add.at(shared, sharded_in, slices)
-    owner = _owners(plan.rank_offsets)
-    tokens = shared[owner]
-    keys = owner * plan.num_ranks + plan.ranks
+    shared = np.zeros(run.stop - run.start, dtype=np.int64)
+    np.add.at(shared, sharded_in - run.start, slices)
+    here, owner = _entries(plan.rank_offsets, run)
+    tokens = shared[owner - run.start]
+    keys = owner * plan.num_ranks + plan.ranks[here]
     by_key = np.argsort(keys)
-    local_keys = _owners(plan.local_offsets) * plan.num_ranks + plan.local_ranks
-    local_lengths = plan.lengths[plan.local_sequences]
+    there, local_owner = _entries(plan.local_offsets, run)
+    local_keys = local_owner * plan.num_ranks + plan.local_ranks[there]
+    local_lengths = plan.lengths[plan.local_sequences[there]]
     whole = slice_tokens_array(local_lengths, np.ones_like(local_lengths), plan.slice_multiple)
     np.add.at(tokens, by_key[np.searchsorted(keys, local_keys, sorter=by_key)], whole)
     return tokens, owner
+
+
+def _entries(offsets: NDArray[np.int64], run: slice) -> tuple[slice, NDArray[np.int64]]:
+    """The entries that these micro-batches own, and the micro-batch of each."""
+    counts = np.diff(offsets[run.start : run.stop + 1])
+    owner = np.repeat(np.arange(run.start, run.stop), counts)
+    return slice(int(offsets[run.start]), int(offsets[run.stop])), owner
 
 
 def _owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:

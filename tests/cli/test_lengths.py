@@ -1,8 +1,9 @@
 """The global batch that the flags describe: presets, limits and cuts, and what is said of them."""
 
+import numpy as np
 import pytest
 
-from megatron_hdp.cli.lengths import batch_of
+from megatron_hdp.cli.lengths import batch_of, read_lengths
 
 
 def file_of(tmp_path, *lengths):
@@ -35,6 +36,36 @@ def test_a_preset_follows_its_flags():
     assert one.lengths.max() == 300
     assert one.lengths.tolist() != other.lengths.tolist()
     assert one.lengths.tolist() == batch("preset:byted", **options, seed=1).lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    ("raw", "lengths"),
+    [
+        (b"\xef\xbb\xbf5\n7\n", [5, 7]),
+        (b"5\r\n7\r\n\r\n3", [5, 7, 3]),
+        (b"5\r7", [5, 7]),
+        (b" 5 \n\t7\n\n", [5, 7]),
+        (b"007\n", [7]),
+        (f"{2**63 - 1}\n1\n".encode(), [2**63 - 1, 1]),
+        (b"\n" * 3_000_000 + b"4\n", [4]),
+    ],
+)
+def test_lines_of_any_kind(tmp_path, raw, lengths):
+    path = tmp_path / "lengths.txt"
+    path.write_bytes(raw)
+    assert read_lengths(str(path)).tolist() == lengths
+
+
+def test_pieces_of_a_file_join(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 10**9, 500_000)
+    path = tmp_path / "lengths.txt"
+    path.write_bytes(b"\r\n".join(b"%d" % one for one in lengths.tolist()))
+    assert np.array_equal(read_lengths(str(path)), lengths)
+
+
+def test_a_draw_of_too_many_sequences_is_refused():
+    with pytest.raises(ValueError, match=r"about [\d,]+ sequences; expected at most 134,217,728"):
+        batch("preset:github", num_tokens=2**60)
 
 
 def test_a_file_without_flags_is_taken_whole(tmp_path):

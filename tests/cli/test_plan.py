@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,16 +234,31 @@ def test_the_cost_model_and_the_node_size_count(lengths, tmp_path, capsys):
         (f"{2**63}\n", "line 1"),
         ("1.5\n", "line 1: found '1.5'"),
         ("\n\n", "has no sequence length"),
+        ("", "has no sequence length"),
+        ("12 34\n", "line 1: found '12 34'"),
+        ("5\n" * 700_000 + "x\n" + "5\n" * 9, "line 700001: found 'x'"),
+        ("9" * 5000, "found a line of more than 4,096 characters that begins with '9999"),
+        ("9" * 4000, "line 1: found '9999"),
+        ("\x89PNG\r\n\x1a\n\0\0", r"line 1: found '\x89PNG'"),
+        ("\u0661\n", "line 1: found '\u0661'"),
     ],
 )
 def test_bad_lengths(tmp_path, capsys, content, message):
     path = tmp_path / "lengths.txt"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     assert run("--lengths", path, "--ranks", 2, "--tokens-per-rank", 100) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
-    assert error[0].startswith("megatron-hdp plan: error: ")
+    assert error[0].startswith(f"megatron-hdp plan: error: {path}")
     assert message in error[0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_lengths_that_are_no_utf_8_are_named(tmp_path, capsys, encoding):
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n34\n", encoding=encoding)
+    assert run("--lengths", path, "--ranks", 2, "--tokens-per-rank", 100) == 2
+    assert f"{path}, line 1: found " in capsys.readouterr().err
 
 
 ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
@@ -262,6 +278,14 @@ ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
         ((*ROOMY, "--global-batch-tokens", 1), "the first sequence of"),
         ((*ROOMY, "--seed", 1), "--seed 1 has no effect"),
         ((*ROOMY, "--model", "llama"), "nearest: llama-7b"),
+        (("--ranks", 2**20 + 1, "--tokens-per-rank", 1), "--ranks is 1,048,577; expected at most"),
+        (
+            (*ROOMY[:3], 10**20),
+            "--tokens-per-rank is 100,000,000,000,000,000,000; expected",
+        ),
+        ((*ROOMY, "--effort", 10**20), "--effort is 100,000"),
+        (("--ranks", 1, "--tokens-per-rank", 100), "raise --tokens-per-rank or add ranks"),
+        (("--ranks", 2, "--tokens-per-rank", 1), "raise --tokens-per-rank"),
         ((*ROOMY, "--rank-speeds", "absent"), "No such file"),
         (
             (*ROOMY, "--model", "llama-7b", "--cost-model", "x.json"),
@@ -278,6 +302,43 @@ def test_what_cannot_be_planned(lengths, capsys, options, message):
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
     assert message in error[0]
+
+
+def test_the_remedy_names_the_flags_of_plan(tmp_path, capsys):
+    path = tmp_path / "lengths"
+    path.write_text("131072\n")
+    assert run("--lengths", path, "--ranks", 8, "--tokens-per-rank", 8192) == 2
+    error = capsys.readouterr().err
+    assert "raise --tokens-per-rank or add ranks, or use --offload auto, which needs" in error
+    assert "hdp" not in error.removeprefix("megatron-hdp")
+
+
+def test_results_do_not_overwrite_each_other_or_what_is_read(lengths, tmp_path, capsys):
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    one, other = tmp_path / "result", tmp_path / "." / "sub" / ".." / "result"
+    (tmp_path / "sub").mkdir()
+    text = lengths.read_text()
+    for flags, message in (
+        (("--output", one, "--trace", other), "is the file of --output as well: give another"),
+        (("--plot", f"{one}.html", "--trace", f"{one}.html"), "is the file of --plot as well"),
+        (("--output", lengths), "is the file of --lengths as well"),
+    ):
+        assert run(*arguments, *flags) == 2
+        assert message in capsys.readouterr().err
+    assert lengths.read_text() == text
+    assert sorted(os.listdir(tmp_path)) == ["lengths.txt", "sub"]
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(lengths, tmp_path, monkeypatch):
+    def fail(self, path):
+        path = Path(path)
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Plan, "save", fail)
+    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
+    assert run(*arguments, "--output", tmp_path / "plan.json") == 2
+    assert os.listdir(tmp_path) == ["lengths.txt"]
 
 
 def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):

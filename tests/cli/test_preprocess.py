@@ -1,7 +1,13 @@
 """``megatron-hdp preprocess`` writes what it read, and a mistake costs one line."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
+import resource
+import signal
+import zipfile
 
 import pytest
 
@@ -83,6 +89,8 @@ def test_a_json_key_makes_every_file_json_lines(tmp_path):
         ('["text"]', "string under 'text'"),
         ('{"body": "x"}', "--json-key"),
         ('{"text": 5}', "string under 'text'"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ('{"text": ' + "9" * 5000 + "}", "Exceeds the limit"),
     ],
 )
 def test_a_bad_json_line_names_file_and_line(tmp_path, capsys, line, found):
@@ -114,3 +122,82 @@ def test_bad_tokenizer(folder, tmp_path, capsys):
     code = run("--input", folder, "--tokenizer", "gpt", "--output-prefix", tmp_path / "out")
     assert code == 2
     fails(capsys, "'gpt': expected byte, hf:PATH")
+
+
+def zip_of(raw, path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", raw)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("gzip", lambda raw, path: gzip.compress(raw)),
+        ("bzip2", lambda raw, path: bz2.compress(raw)),
+        ("xz", lambda raw, path: lzma.compress(raw)),
+        ("zip", zip_of),
+        ("zstd", lambda raw, path: b"\x28\xb5\x2f\xfd" + raw),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_compressed_file_is_no_text(tmp_path, capsys, name, pack, suffix):
+    path = tmp_path / f"data.{suffix}"
+    path.write_bytes(pack(b'{"text": "a"}\n', path))
+    assert run("--input", path, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, f"{path} is compressed ({name}), expected text: decompress it")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("raw", [b"\x7fELF\x02\x01\x01\x00", "text".encode("utf-16"), b"a\0"])
+def test_a_binary_file_is_no_text(tmp_path, capsys, raw):
+    path = tmp_path / "data"
+    path.write_bytes(raw)
+    assert run("--input", path, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, f"{path} is binary (byte {raw.index(0)} is zero), expected UTF-8 text")
+
+
+@pytest.mark.parametrize("prefix", ["", "new/", ".", "..", "new/."])
+def test_a_prefix_without_a_name_is_refused(folder, tmp_path, capsys, monkeypatch, prefix):
+    monkeypatch.chdir(tmp_path)
+    assert run("--input", folder, "--output-prefix", prefix) == 2
+    fails(capsys, f"--output-prefix {prefix!r} names no file", "corpus")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_the_input_is_not_overwritten(tmp_path, capsys, suffix):
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(b"text")
+    (tmp_path / "link").symlink_to(tmp_path)
+    prefix = tmp_path / "link" / "data"
+    for given in (path, tmp_path):
+        assert run("--input", given, "--output-prefix", prefix) == 2
+        fails(capsys, f"--input {path} is what --output-prefix {prefix} would overwrite")
+    assert path.read_bytes() == b"text"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "data.txt").write_bytes(b"x" * 2_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert run("--input", tmp_path / "data.txt", "--output-prefix", tmp_path / "out") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    fails(capsys, "File too large")
+    assert os.listdir(tmp_path) == ["data.txt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
+    def end(self, raw):
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did nothing")
+
+    monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_bytes", end)
+    handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
+    assert run("--input", folder, "--output-prefix", tmp_path / "out") == 130
+    assert capsys.readouterr().err.endswith("megatron-hdp preprocess: interrupted\n")
+    assert os.listdir(tmp_path) == ["source"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == handlers

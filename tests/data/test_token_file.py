@@ -1,5 +1,6 @@
 """TokenFile reads what megatron-core wrote, and refuses every broken pair with a clear message."""
 
+import os
 import struct
 
 import numpy as np
@@ -119,7 +120,13 @@ BORDERS_AT = POINTERS_AT + 3 * 8
         (17, b"\x63", "dtype code 99"),
         (18, struct.pack("<Q", 2**60), "truncated"),
         (SEQUENCES_AT, struct.pack("<i", -3), "sequence 0 the length -3"),
-        (POINTERS_AT, struct.pack("<q", -2), "negative byte pointer"),
+        (POINTERS_AT, struct.pack("<q", -2), "byte pointer -2 for sequence 0, expected a multiple"),
+        (POINTERS_AT, struct.pack("<q", 2**63 - 2), "byte pointer 9223372036854775806 for"),
+        (POINTERS_AT + 8, struct.pack("<q", 2**62 + 2), "byte pointer .* for sequence 1"),
+        (POINTERS_AT, struct.pack("<q", 2**62), r"\.bin has 18 bytes, its \.idx promises 4,611,"),
+        (POINTERS_AT + 8, struct.pack("<q", 7), "byte pointer 7 for sequence 1, .* multiple of 2"),
+        (POINTERS_AT + 8, struct.pack("<q", 4), "sequence 1 begins at byte 4, inside sequence 0"),
+        (POINTERS_AT, struct.pack("<q", 8), "sequence 2 begins at byte 8, inside sequence 0"),
         (BORDERS_AT, struct.pack("<q", 1), "document borders"),
         (BORDERS_AT + 8, struct.pack("<q", 3), "document borders"),
         (BORDERS_AT + 4 * 8, struct.pack("<q", 2), "document borders"),
@@ -132,10 +139,22 @@ def test_damaged_idx(tmp_path, offset, new, message):
         TokenFile(prefix)
 
 
+def test_a_document_may_be_there_again(tmp_path):
+    """Some weigh documents by naming them twice in the index."""
+    prefix = write_pair(tmp_path / "data", [[1, 2], [3, 4], [5, 6]])
+    patch_bytes(tmp_path / "data.idx", POINTERS_AT + 2 * 8, struct.pack("<q", 0))
+    tokens = TokenFile(prefix)
+    assert [tokens.read(document, 0, 2).tolist() for document in range(3)] == [
+        [1, 2],
+        [3, 4],
+        [1, 2],
+    ]
+
+
 def test_a_document_with_a_hole_is_refused(tmp_path):
     prefix = write_pair(tmp_path / "data", [[1], [2, 3, 4, 5]], sequence_length=2)
-    patch_bytes(tmp_path / "data.idx", SEQUENCES_AT + 3 * 4 + 2 * 8, struct.pack("<q", 4))
-    with pytest.raises(TokenFileError, match=r"sequence 2 of document 1 .*byte 4, expected 6"):
+    patch_bytes(tmp_path / "data.idx", SEQUENCES_AT + 3 * 4 + 2 * 8, struct.pack("<q", 8))
+    with pytest.raises(TokenFileError, match=r"sequence 2 of document 1 .*byte 8, expected 6"):
         TokenFile(prefix)
 
 
@@ -145,3 +164,89 @@ def test_dtype_codes_are_those_of_megatron():
     assert {t.value: t.name for t in DType if not t.name.startswith("float")} == {
         code: np.dtype(dtype).name for code, dtype in _DTYPE_OF_CODE.items()
     }
+
+
+def test_documents_may_lie_in_any_order(tmp_path):
+    prefix = write_pair(tmp_path / "data", [[1, 2], [3, 4]])
+    at = SEQUENCES_AT + 2 * 4
+    patch_bytes(tmp_path / "data.idx", at, struct.pack("<qq", 4, 0))
+    file = TokenFile(prefix)
+    assert [file.read(d, 0, 2).tolist() for d in (0, 1)] == [[3, 4], [1, 2]]
+
+
+def test_a_bin_that_is_cut_while_it_is_read_is_an_error(tmp_path):
+    """A page that is gone from a memory-mapped file would kill the process without a word."""
+    prefix = write_pair(tmp_path / "data", [list(range(20_000)), [1]])
+    file = TokenFile(prefix)
+    assert file.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
+    os.truncate(f"{prefix}.bin", 10)
+    with pytest.raises(TokenFileError, match=r"data\.bin has 10 bytes while .* promises 40,002"):
+        file.read(0, 10_000, 20_000)
+    assert file.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_idx_that_is_cut_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    prefix = write_pair(tmp_path / "data")
+    read = np.fromfile
+
+    def cut_first(stream, **options):
+        os.truncate(f"{prefix}.idx", 50)
+        return read(stream, **options)
+
+    monkeypatch.setattr(np, "fromfile", cut_first)
+    with pytest.raises(TokenFileError, match=r"data\.idx ended at byte 50 while it was read"):
+        TokenFile(prefix)
+
+
+def test_an_unreadable_disk_names_the_file(tmp_path, monkeypatch):
+    file = TokenFile(write_pair(tmp_path / "data"))
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*data\.bin'"):
+        file.read(0, 0, 1)
+
+
+def test_files_are_closed_with_their_reader(tmp_path):
+    prefix = write_pair(tmp_path / "data")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        TokenFile(prefix).read(0, 0, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2048, 90_000, 2_000_000])
+def test_a_fingerprint_tells_another_bin_of_equal_lengths(tmp_path, num_tokens):
+    tokens = np.random.default_rng(0).integers(0, 60_000, num_tokens)
+    one = TokenFile(write_pair(tmp_path / "one", [tokens])).fingerprint()
+    other = TokenFile(write_pair(tmp_path / "other", [tokens ^ 1])).fingerprint()
+    tokens[-1] += 1
+    end = TokenFile(write_pair(tmp_path / "end", [tokens])).fingerprint()
+    assert len({one, other, end}) == 3
+    assert one == TokenFile(tmp_path / "one").fingerprint()
+
+
+def test_a_fingerprint_takes_a_few_small_reads(tmp_path, monkeypatch):
+    file = TokenFile(write_pair(tmp_path / "data", [np.zeros(3_000_000, dtype=np.int64)]))
+    places, read = [], os.preadv
+
+    def counted(descriptor, buffers, place):
+        places.append(place)
+        return read(descriptor, buffers, place)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    file.fingerprint()
+    assert len(places) == 48
+    assert (min(places), max(places)) == (0, 6_000_000 - 4096)
+
+
+def test_what_lies_behind_the_documents_does_not_count(tmp_path):
+    file = TokenFile(write_pair(tmp_path / "data"))
+    before = file.fingerprint()
+    with open(tmp_path / "data.bin", "ab") as stream:
+        stream.write(b"more")
+    assert TokenFile(tmp_path / "data").fingerprint() == before
+    patch_bytes(tmp_path / "data.bin", 17, b"\x01")
+    assert TokenFile(tmp_path / "data").fingerprint() != before

@@ -63,8 +63,11 @@ SHOWN_BY = {
         "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",
     ),
     "a `.bin` differs between ranks, or from the one that a resumed run had": (
-        "tests/megatron/step/test_disagreement.py::test_other_data",
+        "tests/megatron/step/test_disagreement.py::test_other_tokens_under_the_same_index",
         "tests/training/test_changed_data.py::test_another_bin_under_the_same_idx_is_not_resumed",
+    ),
+    "`megatron-hdp` gets Ctrl-C, SIGTERM or SIGHUP": (
+        "tests/cli/test_preprocess.py::test_a_signal_leaves_nothing",
     ),
     "the metrics file cannot be written": (
         "tests/training/test_metrics.py::test_a_path_that_cannot_be_written_is_refused_at_once",

@@ -56,6 +56,24 @@ def test_a_failure_while_writing_the_index_leaves_nothing(tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == []
 
 
+def test_a_disk_that_is_full_to_the_last_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="no space"), IndexedWriter(tmp_path / "data", 257) as writer:
+        writer.add(np.array([1, 2, 3]))
+        writer._builder.data_file = Full(writer._builder.data_file)
+    assert os.listdir(tmp_path) == []
+
+
+class Full:
+    """A file whose last bytes find no room."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def close(self):
+        self.file.close()
+        raise OSError("no space left on device")
+
+
 def test_writing_twice_replaces_the_pair(tmp_path):
     write(tmp_path / "data", [[1, 2]])
     write(tmp_path / "data", [[3]])

@@ -64,14 +64,14 @@ LIMITED = CostModel(
 
 
 def test_a_batch_that_needs_offload_says_so() -> None:
-    with pytest.raises(ValueError, match="add ranks, or use --offload auto, which needs 1"):
+    with pytest.raises(ValueError, match='add ranks, or use offload="auto", which needs 1'):
         plan([15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST)
     assert plan(
         [15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, strategy="naive", offload="auto"
     ).offload_ratios.tolist() == pytest.approx([2 / 3])
     with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks$"):
         plan([21], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, offload="auto")
-    with pytest.raises(ValueError, match="raise --hdp-tokens-per-rank, or use --offload auto"):
+    with pytest.raises(ValueError, match='raise tokens_per_rank, or use offload="auto"'):
         plan([15], ranks=1, tokens_per_rank=10, slice_multiple=6, cost_model=FAST_HOST)
 
 

@@ -166,8 +166,7 @@ BAD_ARGUMENTS = [
     (
         {"lengths": [512] * 7 + [65_536], "ranks": 7, "tokens_per_rank": 8192},
         r"sequence 7 of the batch has 65,536 tokens and needs 8 ranks at 8,192 tokens each; "
-        "there are 7: raise --hdp-tokens-per-rank or add ranks, or use --offload auto, which "
-        "needs 5",
+        'there are 7: raise tokens_per_rank or add ranks, or use offload="auto", which needs 5',
     ),
     (
         {"lengths": [4], "tokens_per_rank": 3, "slice_multiple": 2},

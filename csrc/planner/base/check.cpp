@@ -11,6 +11,7 @@
 namespace hdp {
 namespace {
 
+constexpr int64_t kMostSequences = (int64_t{1} << 31) - 1;
 constexpr int64_t kMostTokens = int64_t{1} << 40;
 constexpr int64_t kMostRanks = int64_t{1} << 20;
 constexpr int64_t kMostLayers = int64_t{1} << 20;
@@ -74,7 +75,7 @@ std::string offload_remedy(const Problem& problem, int64_t length) {
   offloaded.offload = true;
   const int64_t degree = least_degree(offloaded, length);
   if (problem.offload || degree < 1 || degree > problem.num_ranks) return "";
-  return ", or use --offload auto, which needs " + with_commas(degree);
+  return ", or use offload=\"auto\", which needs " + with_commas(degree);
 }
 
 void check_length(const Problem& problem, std::size_t id) {
@@ -95,11 +96,11 @@ void check_length(const Problem& problem, std::size_t id) {
   if (degree == 0) {
     throw std::invalid_argument(
         found + "cannot be shared at " + capacity + "a rank (a slice has at least 2 x " +
-        with_commas(problem.slice_multiple) + "): raise --hdp-tokens-per-rank" + remedy);
+        with_commas(problem.slice_multiple) + "): raise tokens_per_rank" + remedy);
   }
   throw std::invalid_argument(found + "needs " + with_commas(degree) + " ranks at " + capacity +
                               "each; there are " + with_commas(problem.num_ranks) +
-                              ": raise --hdp-tokens-per-rank or add ranks" + remedy);
+                              ": raise tokens_per_rank or add ranks" + remedy);
 }
 
 }  // namespace
@@ -115,6 +116,7 @@ void check(const Problem& problem) {
   if (problem.lengths.empty()) {
     throw std::invalid_argument("there are 0 sequences; expected at least 1");
   }
+  check_range("number of sequences", static_cast<int64_t>(problem.lengths.size()), kMostSequences);
   for (std::size_t id = 0; id < problem.lengths.size(); ++id) check_length(problem, id);
   check_range("context length", problem.max_length, kMostTokens);
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <utility>
 
 namespace hdp {
 namespace {
@@ -11,42 +10,36 @@ namespace {
 constexpr int kDigitBits = 11;
 constexpr std::size_t kNumDigits = std::size_t{1} << kDigitBits;
 
-using Entries = std::vector<std::pair<int64_t, int64_t>>;  // (length, id)
-
-// One stable pass of a radix sort, the greatest digit first.
-void sort_by_digit(int shift, const Entries& entries, Entries& sorted) {
-  const auto digit_of = [&](const std::pair<int64_t, int64_t>& entry) {
-    const auto bits = static_cast<uint64_t>(entry.first) >> shift;
+// One stable pass of a radix sort of ids by their lengths, the greatest digit first.
+void sort_by_digit(const std::vector<int64_t>& lengths, int shift, const std::vector<int64_t>& ids,
+                   std::vector<int64_t>& sorted) {
+  const auto digit_of = [&](int64_t id) {
+    const auto bits = static_cast<uint64_t>(lengths[static_cast<std::size_t>(id)]) >> shift;
     return kNumDigits - 1 - (bits & (kNumDigits - 1));
   };
   std::array<std::size_t, kNumDigits + 1> starts{};
-  for (const auto& entry : entries) ++starts[digit_of(entry) + 1];
+  for (const int64_t id : ids) ++starts[digit_of(id) + 1];
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
-  for (const auto& entry : entries) sorted[starts[digit_of(entry)]++] = entry;
+  for (const int64_t id : ids) sorted[starts[digit_of(id)]++] = id;
 }
 
 }  // namespace
 
 std::vector<int64_t> longest_first(const std::vector<int64_t>& lengths) {
-  Entries entries;
-  entries.reserve(lengths.size());
-  for (const int64_t length : lengths) {
-    entries.emplace_back(length, static_cast<int64_t>(entries.size()));
+  std::vector<int64_t> ids(lengths.size());
+  std::iota(ids.begin(), ids.end(), int64_t{0});
+  if (ids.size() < kNumDigits) {
+    std::stable_sort(ids.begin(), ids.end(), [&](int64_t left, int64_t right) {
+      return lengths[static_cast<std::size_t>(left)] > lengths[static_cast<std::size_t>(right)];
+    });
+    return ids;
   }
-  if (entries.size() < kNumDigits) {
-    std::stable_sort(entries.begin(), entries.end(),
-                     [](const auto& left, const auto& right) { return left.first > right.first; });
-  } else {
-    Entries sorted(entries.size());
-    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
-    for (int shift = 0; shift < 63 && (longest >> shift) > 0; shift += kDigitBits) {
-      sort_by_digit(shift, entries, sorted);
-      entries.swap(sorted);
-    }
+  std::vector<int64_t> sorted(ids.size());
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  for (int shift = 0; shift < 63 && (longest >> shift) > 0; shift += kDigitBits) {
+    sort_by_digit(lengths, shift, ids, sorted);
+    ids.swap(sorted);
   }
-  std::vector<int64_t> ids;
-  ids.reserve(entries.size());
-  for (const auto& entry : entries) ids.push_back(entry.second);
   return ids;
 }
 

@@ -16,4 +16,13 @@ void Plan::add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sha
   offload_ratios.push_back(offload_ratio);
 }
 
+void Plan::add_room(const std::vector<int32_t>& ring, int64_t num_sequences) {
+  ranks.insert(ranks.end(), ring.begin(), ring.end());
+  rank_offsets.push_back(static_cast<int64_t>(ranks.size()));
+  sequences.resize(sequences.size() + static_cast<std::size_t>(num_sequences));
+  sequence_offsets.push_back(static_cast<int64_t>(sequences.size()));
+  local_offsets.push_back(local_offsets.back());
+  offload_ratios.push_back(0);
+}
+
 }  // namespace hdp

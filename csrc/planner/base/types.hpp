@@ -59,6 +59,9 @@ struct Plan {
   // Appends a micro-batch; `locals` stand in ascending rank order.
   void add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
            const std::vector<Local>& locals = {}, double offload_ratio = 0);
+
+  // Appends a micro-batch whose sequences are put into `sequences` later.
+  void add_room(const std::vector<int32_t>& ring, int64_t num_sequences);
 };
 
 }  // namespace hdp

@@ -62,16 +62,15 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64
   }
   if (std::isfinite(limit_s) && simulate(problem, plan).makespan_s > limit_s) return std::nullopt;
 
-  BestFit packing(problem.tokens_per_rank);
-  std::vector<std::vector<int64_t>> bins;
-  for (; next != order.end(); ++next) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
-    const auto bin =
-        static_cast<std::size_t>(packing.place(slice_tokens(length, 1, problem.slice_multiple)));
-    if (bin == bins.size()) bins.emplace_back();
-    bins[bin].push_back(*next);
+  BestFitDecreasing packing(problem.tokens_per_rank);
+  Packed packed;
+  for (auto id = next; id != order.end(); ++id) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(*id)];
+    packed.add(packing.place(slice_tokens(length, 1, problem.slice_multiple)));
   }
-  for (const std::vector<int64_t>& bin : bins) plan.add(ranks.take(1), bin);
+  plan.sequences.reserve(order.size());
+  for (int64_t bin = 0; bin < packed.num_bins(); ++bin) packed.open(bin, ranks.take(1), plan);
+  for (; next != order.end(); ++next) packed.put(*next, plan);
   return plan;
 }
 

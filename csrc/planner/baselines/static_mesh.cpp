@@ -18,23 +18,23 @@ Plan static_mesh(const Problem& problem) {
     throw std::invalid_argument("static: a context of " + std::to_string(problem.max_length) +
                                 " tokens does not fit on " + std::to_string(problem.num_ranks) +
                                 " ranks at " + std::to_string(problem.tokens_per_rank) +
-                                " tokens each: raise --hdp-tokens-per-rank or add ranks");
+                                " tokens each: raise tokens_per_rank or add ranks");
   }
-  std::vector<std::vector<int64_t>> bins;
+  Packed packed;
   BestFit packing(problem.tokens_per_rank);
-  for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
-    const int64_t tokens = slice_tokens(problem.lengths[id], degree, problem.slice_multiple);
-    const auto bin = static_cast<std::size_t>(packing.place(tokens));
-    if (bin == bins.size()) bins.emplace_back();
-    bins[bin].push_back(static_cast<int64_t>(id));
+  for (const int64_t length : problem.lengths) {
+    packed.add(packing.place(slice_tokens(length, degree, problem.slice_multiple)));
   }
-  const auto num_groups = static_cast<std::size_t>(problem.num_ranks / degree);
+  const int64_t num_groups = problem.num_ranks / degree;
   std::vector<int32_t> ring(static_cast<std::size_t>(degree));
   Plan plan;
-  for (std::size_t bin = 0; bin < bins.size(); ++bin) {
-    const auto group = static_cast<int64_t>(bin % num_groups);
-    std::iota(ring.begin(), ring.end(), static_cast<int32_t>(group * degree));
-    plan.add(ring, bins[bin]);
+  plan.sequences.reserve(problem.lengths.size());
+  for (int64_t bin = 0; bin < packed.num_bins(); ++bin) {
+    std::iota(ring.begin(), ring.end(), static_cast<int32_t>(bin % num_groups * degree));
+    packed.open(bin, ring, plan);
+  }
+  for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
+    packed.put(static_cast<int64_t>(id), plan);
   }
   return plan;
 }

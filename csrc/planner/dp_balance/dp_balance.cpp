@@ -1,7 +1,6 @@
 #include "planner/dp_balance/dp_balance.hpp"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -24,58 +23,87 @@ bool leaner(const Scheduled& left, const Scheduled& right) {
          std::make_pair(right.schedule.ring_tokens, right.plan.num_micro_batches());
 }
 
+double infinity() { return std::numeric_limits<double>::infinity(); }
+
+// The plans that may still be taken: a large batch has room for few in memory.
+class Choice {
+ public:
+  double least_makespan_s() const { return least_s_; }
+
+  // A plan that an earlier one beats in time and in traffic is dropped, and so is the earlier one.
+  void offer(Scheduled plan) {
+    const double makespan_s = plan.schedule.makespan_s;
+    least_s_ = std::min(least_s_, makespan_s);
+    for (const Scheduled& other : plans_) {
+      if (other.schedule.makespan_s <= makespan_s && !leaner(plan, other)) return;
+    }
+    const auto beaten = [&](const Scheduled& other) {
+      return other.schedule.makespan_s > kNearlyAsFast * least_s_ ||
+             (makespan_s <= other.schedule.makespan_s && leaner(plan, other));
+    };
+    plans_.erase(std::remove_if(plans_.begin(), plans_.end(), beaten), plans_.end());
+    if (makespan_s <= kNearlyAsFast * least_s_) plans_.push_back(std::move(plan));
+  }
+
+  // The leanest of those that are nearly as fast as the fastest and take at most `limit_s`.
+  Scheduled take(double limit_s) {
+    Scheduled* chosen = nullptr;
+    for (Scheduled& plan : plans_) {
+      if (plan.schedule.makespan_s > std::min(limit_s, kNearlyAsFast * least_s_)) continue;
+      if (chosen == nullptr || leaner(plan, *chosen)) chosen = &plan;
+    }
+    return std::move(*chosen);
+  }
+
+ private:
+  double least_s_ = infinity();
+  std::vector<Scheduled> plans_;
+};
+
 Scheduled draft(const Batch& batch, const Decisions& decisions) {
   const RingSchedule rings = place_rings(batch, decisions);
-  const std::vector<std::size_t> shorts =
-      decisions.fill_spare_room ? rings.shorts : places_of_shorts(batch, decisions.degrees);
+  if (decisions.fill_spare_room) {
+    return scheduled(batch.problem, place_shorts(batch, rings, rings.shorts));
+  }
+  const PlaceSet shorts = places_of_shorts(batch, decisions.degrees);
   return scheduled(batch.problem, place_shorts(batch, rings, shorts));
 }
 
-// The plans of dp-balance itself.
-std::vector<Scheduled> own_plans(const Batch& batch) {
+// Offers the plans of dp-balance itself; returns the sequences, longest first.
+std::vector<int64_t> offer_own_plans(const Problem& problem, Choice& choice) {
+  Batch batch(problem);
   Decisions decisions = best_decisions(batch);
-  std::vector<Scheduled> plans{draft(batch, decisions)};
-  if (batch.problem.cost.g > 0) {
+  choice.offer(draft(batch, decisions));
+  if (problem.cost.g > 0) {
     decisions.fill_spare_room = true;
-    plans.push_back(draft(batch, decisions));
+    choice.offer(draft(batch, decisions));
   }
-  return plans;
+  return std::move(batch.order);
 }
 
-// The plans of the other strategies that take at most `limit_s`, and perhaps slower ones.
-std::vector<Scheduled> other_plans(const Batch& batch, double limit_s) {
-  const Problem& problem = batch.problem;
-  std::vector<Scheduled> plans;
-  if (auto plan = naive_within(problem, batch.order, limit_s)) {
-    plans.push_back(scheduled(problem, std::move(*plan)));
-  }
-  if (static_mesh_bound_s(problem) <= limit_s) {
-    plans.push_back(scheduled(problem, static_mesh(problem)));
-  }
-  return plans;
-}
-
-double least_makespan_s(const std::vector<Scheduled>& plans) {
-  double least = std::numeric_limits<double>::infinity();
-  for (const Scheduled& plan : plans) least = std::min(least, plan.schedule.makespan_s);
-  return least;
+// Offers the plans of the other strategies that are nearly as fast as the fastest, and perhaps
+// slower ones; returns the least time that one of them takes.
+double offer_other_plans(const Problem& problem, const std::vector<int64_t>& order,
+                         Choice& choice) {
+  const double limit_s = kNearlyAsFast * choice.least_makespan_s();
+  double least_s = infinity();
+  const auto offer = [&](Plan plan) {
+    Scheduled made = scheduled(problem, std::move(plan));
+    least_s = std::min(least_s, made.schedule.makespan_s);
+    choice.offer(std::move(made));
+  };
+  if (auto plan = naive_within(problem, order, limit_s)) offer(std::move(*plan));
+  if (static_mesh_bound_s(problem) <= limit_s) offer(static_mesh(problem));
+  return least_s;
 }
 
 }  // namespace
 
 Scheduled dp_balance(const Problem& problem) {
-  const Batch batch(problem);
-  std::vector<Scheduled> plans = own_plans(batch);
-  std::vector<Scheduled> others = other_plans(batch, kNearlyAsFast * least_makespan_s(plans));
-  const double slowest_s = kRounding * least_makespan_s(others);
-  std::move(others.begin(), others.end(), std::back_inserter(plans));
-  const double limit_s = std::min(kNearlyAsFast * least_makespan_s(plans), slowest_s);
-  Scheduled* chosen = nullptr;
-  for (Scheduled& plan : plans) {
-    if (plan.schedule.makespan_s > limit_s) continue;
-    if (chosen == nullptr || leaner(plan, *chosen)) chosen = &plan;
-  }
-  return std::move(*chosen);
+  Choice choice;
+  const std::vector<int64_t> order = offer_own_plans(problem, choice);
+  const double slowest_s = kRounding * offer_other_plans(problem, order, choice);
+  return choice.take(slowest_s);
 }
 
 }  // namespace hdp

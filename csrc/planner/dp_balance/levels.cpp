@@ -16,7 +16,7 @@ Level estimate(const Batch& batch, const Decisions& decisions, const RingSchedul
                               static_cast<double>(problem.tokens_per_rank);
     const double speed = problem.speed(ranks.rank(0));
     owners[place] = ranks.rank(0);
-    ranks.advance(0, ranks.clock(0) + (batch.compute_s[place] + share_of_g) / speed);
+    ranks.advance(0, ranks.clock(0) + (batch.compute_s(place) + share_of_g) / speed);
   }
   Level result;
   double latest = 0;

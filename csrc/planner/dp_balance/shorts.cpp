@@ -6,6 +6,7 @@
 
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/baselines/packing.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
 
 namespace hdp {
@@ -62,43 +63,16 @@ class GapFiller {
   std::set<std::pair<double, std::size_t>> left_;  // (seconds left, gap)
 };
 
-// The room in the micro-batches of one rank, filled best fit.
-class Packing {
- public:
-  explicit Packing(int64_t capacity) : capacity_(capacity) {}
-
-  std::size_t num_bins() const { return room_.size(); }
-
-  bool fits(int64_t tokens) const { return fullest(tokens) < room_.size(); }
-
-  // The bin that takes an item.
-  std::size_t place(int64_t tokens) {
-    const std::size_t bin = fullest(tokens);
-    if (bin == room_.size()) room_.push_back(std::max(capacity_, tokens));
-    room_[bin] -= tokens;
-    return bin;
-  }
-
- private:
-  // The bin with the least room for so many tokens; the number of bins if none has it.
-  std::size_t fullest(int64_t tokens) const {
-    std::size_t found = room_.size();
-    for (std::size_t bin = 0; bin < room_.size(); ++bin) {
-      if (room_[bin] >= tokens && (found == room_.size() || room_[bin] < room_[found])) found = bin;
-    }
-    return found;
-  }
-
-  int64_t capacity_;
-  std::vector<int64_t> room_;
-};
-
 // Gives each sequence to a rank that ends early with it, a new micro-batch's g counted.
 class Leveller {
  public:
   Leveller(const Problem& problem, const std::vector<double>& clocks, int64_t capacity)
-      : problem_(problem), heap_(clocks), packings_(clocks.size(), Packing(capacity)) {}
+      : problem_(problem),
+        heap_(clocks),
+        packings_(clocks.size(), BestFitDecreasing(capacity)),
+        bins_(clocks.size()) {}
 
+  // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
     const bool first_is_best = problem_.cost.g == 0 && problem_.speeds.empty();
     std::size_t best = 0;
@@ -112,46 +86,51 @@ class Leveller {
       }
     }
     const auto rank = static_cast<std::size_t>(heap_.rank(best));
-    placed_.push_back({item.id, rank, packings_[rank].place(item.tokens)});
+    const auto bin = static_cast<std::size_t>(packings_[rank].place(item.tokens));
+    if (bin == bins_[rank].size()) bins_[rank].push_back(packed_.num_bins());
+    packed_.add(bins_[rank][bin]);
     heap_.advance(best, best_end);
   }
 
-  // Every rank's first micro-batch, then every rank's second, and so on.
-  std::vector<Bins> rounds() const {
+  // Micro-batches of a rank that has the most.
+  std::size_t num_rounds() const {
     std::size_t most = 0;
-    for (const Packing& packing : packings_) most = std::max(most, packing.num_bins());
-    std::vector<Bins> rounds(most);
-    for (std::size_t i = 0; i < most; ++i) rounds[i].resize(packings_.size());
-    for (const Placed& placed : placed_) rounds[placed.bin][placed.rank].push_back(placed.id);
-    return rounds;
+    for (const auto& bins : bins_) most = std::max(most, bins.size());
+    return most;
   }
 
+  // Adds every rank's micro-batch of that number, with room for its sequences.
+  void add_round(std::size_t round, Plan& plan) {
+    for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
+      if (round >= bins_[rank].size()) continue;
+      packed_.open(bins_[rank][round], {static_cast<int32_t>(rank)}, plan);
+    }
+  }
+
+  // Puts the next sequence where its micro-batch has room, in the order of place().
+  void put(int64_t id, Plan& plan) { packed_.put(id, plan); }
+
   std::size_t fewest_bins() const {
-    std::size_t fewest = packings_.front().num_bins();
-    for (const Packing& packing : packings_) fewest = std::min(fewest, packing.num_bins());
+    std::size_t fewest = bins_.front().size();
+    for (const auto& bins : bins_) fewest = std::min(fewest, bins.size());
     return fewest;
   }
 
  private:
   static constexpr std::size_t kTries = 31;  // the first five layers of the heap
 
-  struct Placed {
-    int64_t id = 0;
-    std::size_t rank = 0;
-    std::size_t bin = 0;
-  };
-
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
-    const Packing& packing = packings_[static_cast<std::size_t>(rank)];
+    const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
     const double g = problem_.cost.g == 0 || packing.fits(item.tokens) ? 0 : problem_.cost.g;
     return heap_.clock(place) + (item.compute_s + g) / problem_.speed(rank);
   }
 
   const Problem& problem_;
   ClockHeap heap_;
-  std::vector<Packing> packings_;
-  std::vector<Placed> placed_;
+  std::vector<BestFitDecreasing> packings_;  // by rank
+  std::vector<std::vector<int64_t>> bins_;   // of each rank, numbered over all ranks
+  Packed packed_;
 };
 
 void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap_bins, Plan& plan) {
@@ -169,32 +148,31 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
   }
 }
 
-void add_round(const Bins& round, Plan& plan) {
-  for (std::size_t rank = 0; rank < round.size(); ++rank) {
-    if (!round[rank].empty()) plan.add({static_cast<int32_t>(rank)}, round[rank]);
-  }
-}
-
 }  // namespace
 
-Plan place_shorts(const Batch& batch, const RingSchedule& schedule,
-                  const std::vector<std::size_t>& shorts, const ShortsStyle& style) {
+Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
+                  const ShortsStyle& style) {
   const Problem& problem = batch.problem;
   GapFiller gaps(problem, schedule.gaps);
   const double room = style.room * static_cast<double>(problem.tokens_per_rank);
   Leveller leveller(problem, schedule.clocks, static_cast<int64_t>(room));
-  for (const std::size_t place : shorts) {
-    const Short item{batch.order[place], batch.compute_s[place],
+  std::vector<bool> in_gap(shorts.size());
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
+    const Short item{batch.order[place], batch.compute_s(place),
                      slice_tokens(batch.length(place), 1, problem.slice_multiple)};
-    if (!gaps.place(item)) leveller.place(item);
+    in_gap[place] = gaps.place(item);
+    if (!in_gap[place]) leveller.place(item);
   }
   Plan plan;
   const auto lead = static_cast<std::size_t>(style.lead);
   if (leveller.fewest_bins() < lead) return plan;
-  const std::vector<Bins> rounds = leveller.rounds();
-  for (std::size_t i = 0; i < lead; ++i) add_round(rounds[i], plan);
+  plan.sequences.reserve(shorts.size());
+  for (std::size_t i = 0; i < lead; ++i) leveller.add_round(i, plan);
   add_rings(batch, schedule, gaps.bins(), plan);
-  for (std::size_t i = lead; i < rounds.size(); ++i) add_round(rounds[i], plan);
+  for (std::size_t i = lead; i < leveller.num_rounds(); ++i) leveller.add_round(i, plan);
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
+    if (!in_gap[place]) leveller.put(batch.order[place], plan);
+  }
   return plan;
 }
 

@@ -15,9 +15,9 @@ struct ShortsStyle {
 };
 
 // The whole plan: each ring preceded by the micro-batches that fill the gaps before it, then the
-// micro-batches that level the ranks' clocks. `shorts`: places of the sequences, longest first.
-// Empty if a rank gets fewer micro-batches than shall lead.
-Plan place_shorts(const Batch& batch, const RingSchedule& schedule,
-                  const std::vector<std::size_t>& shorts, const ShortsStyle& style = {});
+// micro-batches that level the ranks' clocks. `shorts`: places of the sequences. Empty if a rank
+// gets fewer micro-batches than shall lead.
+Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
+                  const ShortsStyle& style = {});
 
 }  // namespace hdp

@@ -79,7 +79,7 @@ class Nested {
   const Problem& problem_;
   Decisions decisions_;
   RingSchedule rings_;
-  std::vector<std::size_t> shorts_;
+  PlaceSet shorts_;
   PipelineDraft best_;
   ShortsStyle style_;
 };

@@ -58,7 +58,7 @@ int64_t least_degree_in_rounds(const Problem& problem, int64_t id) {
   throw std::invalid_argument(
       "pp-balance: sequence " + std::to_string(id) + " of the batch has " + std::to_string(length) +
       " tokens, which fit on some numbers of the " + std::to_string(problem.num_ranks) +
-      " ranks with offload, but not on all: raise --hdp-tokens-per-rank");
+      " ranks with offload, but not on all: raise tokens_per_rank");
 }
 
 }  // namespace

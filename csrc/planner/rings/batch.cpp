@@ -23,10 +23,10 @@ Batch::Batch(const Problem& given)
       total_speed(hdp::total_speed(given)),
       ramp(static_cast<double>(given.pipeline_stages - 1)),
       full_s(hdp::compute_s(given.cost, given.tokens_per_rank) + given.cost.g) {
-  compute_s.reserve(order.size());
-  for (std::size_t place = 0; place < order.size(); ++place) {
-    compute_s.push_back(hdp::compute_s(problem.cost, length(place)));
-    total_s += compute_s.back();
+  lengths.reserve(order.size());
+  for (const int64_t id : order) {
+    lengths.push_back(problem.lengths[static_cast<std::size_t>(id)]);
+    total_s += hdp::compute_s(problem.cost, lengths.back());
   }
   share_s = total_s / total_speed;
   if (ramp == 0) {
@@ -40,12 +40,12 @@ Batch::Batch(const Problem& given)
   for (std::size_t place = 0; place < order.size(); ++place) {
     const bool fits =
         slice_tokens(length(place), 1, problem.slice_multiple) <= problem.tokens_per_rank;
-    if (fits && compute_s[place] <= kSand * share_s) break;
+    if (fits && compute_s(place) <= kSand * share_s) break;
     least.push_back(least_degree(problem, length(place)));
   }
   num_big = least.size();
   for (std::size_t place = num_big; place < order.size(); ++place) {
-    small_s += compute_s[place];
+    small_s += compute_s(place);
     small_tokens += static_cast<double>(length(place));
   }
   small_s += problem.cost.g * small_tokens / static_cast<double>(problem.tokens_per_rank);

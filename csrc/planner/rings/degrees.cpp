@@ -48,7 +48,7 @@ int64_t convenient_degree(const Batch& batch, const Nesting& nesting, std::size_
   if (above > 0) return above;
   const int64_t below = greatest_nested(nesting, (wanted + 1) / 2, wanted - 1);
   const bool fits = below > 1 && below >= batch.least[place] &&
-                    batch.compute_s[place] <= static_cast<double>(below) * batch.share_s;
+                    batch.compute_s(place) <= static_cast<double>(below) * batch.share_s;
   return fits ? below : wanted;
 }
 
@@ -63,7 +63,7 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
-  const double parts = std::ceil(batch.compute_s[place] / longest_s);
+  const double parts = std::ceil(batch.compute_s(place) / longest_s);
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
   const bool many = parts >= static_cast<double>(useful) || exposed > hidden;
@@ -73,6 +73,17 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   if (wanted == 1) return 1;
   const int64_t degree = convenient_degree(batch, nesting, place, wanted, useful);
   return may_share(problem, length, least, degree) ? degree : least;
+}
+
+// Appends the balanced degrees of the places that have none yet; equal lengths have equal ones.
+void append_balanced(const Batch& batch, const Nesting& nesting, double longest_s,
+                     Degrees& degrees) {
+  int64_t length = 0;
+  for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
+    const bool again = batch.length(place) == length;
+    length = batch.length(place);
+    degrees.push_back(again ? degrees.back() : balanced_degree(batch, nesting, place, longest_s));
+  }
 }
 
 // The greatest degree that nests and hides the traffic; 0 if there is none.
@@ -95,9 +106,7 @@ bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t de
 Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {
   Degrees degrees;
   degrees.reserve(batch.num_big);
-  for (std::size_t place = 0; place < batch.num_big; ++place) {
-    degrees.push_back(balanced_degree(batch, nesting, place, longest_s));
-  }
+  append_balanced(batch, nesting, longest_s, degrees);
   return degrees;
 }
 
@@ -112,15 +121,13 @@ Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_
       const int64_t degree = widest_nested(batch, nesting, place);
       if (degree < 2 || degree > room) break;
       room -= degree;
-      longest_s = std::max(longest_s, batch.compute_s[place] / static_cast<double>(degree));
+      longest_s = std::max(longest_s, batch.compute_s(place) / static_cast<double>(degree));
       degrees.push_back(degree);
     }
     left_s -= longest_s;
   }
   if (!(left_s > 0)) return {};
-  for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
-    degrees.push_back(balanced_degree(batch, nesting, place, share * left_s));
-  }
+  append_balanced(batch, nesting, share * left_s, degrees);
   return degrees;
 }
 

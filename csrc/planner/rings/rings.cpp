@@ -65,7 +65,7 @@ class RingPlacer {
         preference_(preference(problem_, decisions)),
         preferred_(preference_.size()),
         spare_room_(batch, decisions.fill_spare_room ? places_of_shorts(batch, decisions.degrees)
-                                                     : std::vector<std::size_t>{}) {
+                                                     : PlaceSet()) {
     for (std::size_t rank = 0; rank < preferred_.size(); ++rank) {
       preferred_[rank] = problem_.speed(static_cast<int32_t>(rank)) >= decisions.least_speed;
     }
@@ -92,7 +92,7 @@ class RingPlacer {
     while (more(widest)) place_wide();
     NodeRanks nodes(schedule_.clocks, preferred_, per_node);
     for (; next != places.end(); ++next) nodes.give_back(start(*next, nodes.take(degree())));
-    if (decisions_.fill_spare_room) schedule_.shorts = spare_room_.remaining();
+    if (decisions_.fill_spare_room) schedule_.shorts = spare_room_.take_remaining();
     return std::move(schedule_);
   }
 
@@ -178,12 +178,12 @@ bool is_ring(const Problem& problem, int64_t length, int64_t degree) {
   return degree > 1 || slice_tokens(length, 1, problem.slice_multiple) > problem.tokens_per_rank;
 }
 
-std::vector<std::size_t> places_of_shorts(const Batch& batch, const Degrees& degrees) {
-  std::vector<std::size_t> places;
+PlaceSet places_of_shorts(const Batch& batch, const Degrees& degrees) {
+  PlaceSet places(batch.order.size());
   for (std::size_t place = 0; place < batch.order.size(); ++place) {
     const bool is_big = place < degrees.size();
     if (is_big && is_ring(batch.problem, batch.length(place), degrees[place])) continue;
-    places.push_back(place);
+    places.insert(place);
   }
   return places;
 }

@@ -6,6 +6,7 @@
 
 #include "planner/rings/batch.hpp"
 #include "planner/rings/degrees.hpp"
+#include "planner/rings/place_set.hpp"
 
 namespace hdp {
 
@@ -21,8 +22,8 @@ struct Decisions {
 // Whether the sequence is placed as a ring: it is shared, or too long to be packed with others.
 bool is_ring(const Problem& problem, int64_t length, int64_t degree);
 
-// Places of the sequences that are no rings, longest first.
-std::vector<std::size_t> places_of_shorts(const Batch& batch, const Degrees& degrees);
+// Places of the sequences that are no rings.
+PlaceSet places_of_shorts(const Batch& batch, const Degrees& degrees);
 
 // Time in which a rank waits for the other members of a ring.
 struct Gap {
@@ -38,7 +39,7 @@ struct RingSchedule {
   std::vector<std::vector<Local>> locals;  // of each ring, if spare room is filled
   std::vector<Gap> gaps;                   // in the order of their rings
   std::vector<double> clocks;              // when each rank is free, see Batch::ramp
-  std::vector<std::size_t> shorts;         // if so, places of the sequences that remain
+  PlaceSet shorts;                         // if so, places of the sequences that remain
 
   std::vector<int32_t> ring(std::size_t i) const {
     return {ranks.begin() + static_cast<std::ptrdiff_t>(offsets[i]),

@@ -7,22 +7,20 @@
 
 namespace hdp {
 
-SpareRoom::SpareRoom(const Batch& batch, const std::vector<std::size_t>& shorts)
-    : batch_(batch), shorts_(shorts.begin(), shorts.end()) {}
+SpareRoom::SpareRoom(const Batch& batch, PlaceSet shorts)
+    : batch_(batch), shorts_(std::move(shorts)) {}
 
 // Moves the longest sequence of at most `longest` tokens that fits to the member, if there is one.
 bool SpareRoom::place_longest(Member& member, int64_t longest) {
   const int64_t multiple = batch_.problem.slice_multiple;
   const int64_t limit = std::min(longest, member.room / multiple * multiple);
-  const auto first = std::partition_point(
-      batch_.order.begin(), batch_.order.end(),
-      [&](int64_t id) { return batch_.problem.lengths[static_cast<std::size_t>(id)] > limit; });
-  const auto found = shorts_.lower_bound(static_cast<std::size_t>(first - batch_.order.begin()));
-  if (found == shorts_.end()) return false;
-  const std::size_t place = *found;
-  shorts_.erase(found);
+  const auto first = std::partition_point(batch_.lengths.begin(), batch_.lengths.end(),
+                                          [&](int64_t length) { return length > limit; });
+  const std::size_t place = shorts_.next(static_cast<std::size_t>(first - batch_.lengths.begin()));
+  if (place == shorts_.size()) return false;
+  shorts_.erase(place);
   member.room -= slice_tokens(batch_.length(place), 1, multiple);
-  member.seconds += batch_.compute_s[place];
+  member.seconds += batch_.compute_s(place);
   member.sequences.push_back(batch_.order[place]);
   return true;
 }
@@ -44,7 +42,5 @@ double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
   }
   return level;
 }
-
-std::vector<std::size_t> SpareRoom::remaining() const { return {shorts_.begin(), shorts_.end()}; }
 
 }  // namespace hdp

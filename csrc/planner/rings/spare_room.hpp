@@ -3,26 +3,26 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
 #include <utility>
 #include <vector>
 
 #include "planner/rings/batch.hpp"
+#include "planner/rings/place_set.hpp"
 
 namespace hdp {
 
 class SpareRoom {
  public:
   // May place the sequences at `shorts`, places in the batch.
-  SpareRoom(const Batch& batch, const std::vector<std::size_t>& shorts);
+  SpareRoom(const Batch& batch, PlaceSet shorts);
 
   // Gives each member up to `room` padded tokens of alike time and returns the seconds that the
   // ring takes longer. The time goes round by round: the first member sets a round's length, the
   // others are filled up to it.
   double fill(const std::vector<int32_t>& ranks, int64_t room, std::vector<Local>& locals);
 
-  // The places of the sequences not placed, longest first.
-  std::vector<std::size_t> remaining() const;
+  // The places of the sequences not placed.
+  PlaceSet take_remaining() { return std::move(shorts_); }
 
  private:
   struct Member {
@@ -34,7 +34,7 @@ class SpareRoom {
   bool place_longest(Member& member, int64_t longest);
 
   const Batch& batch_;
-  std::set<std::size_t> shorts_;  // places, the longest first
+  PlaceSet shorts_;
 };
 
 }  // namespace hdp

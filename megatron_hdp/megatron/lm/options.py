@@ -178,6 +178,7 @@ def check(args: argparse.Namespace) -> None:
     )
     if not options.hybrid_data_parallel:
         return
+    check_values(ParallelOptions(stall_timeout_seconds=args.stall_timeout_seconds))
     for name, (wanted, why) in REFUSED.items():
         found = getattr(args, name, wanted)
         if found != wanted and not (found is None or found is False):

@@ -9,12 +9,20 @@ from pathlib import Path
 
 from megatron_hdp.options import option
 
+_MOST_LAYERS = 10_000
+_MOST_SEQUENCES = 2**24  # of a global batch: every rank draws and plans all of them
+_MOST_SEED = 2**32 - 1  # numpy's
+_MOST_PARAMETERS = 2**53  # counted exactly in a float
+_MOST_MINUTES = 14 * 24 * 60  # the job's store waits in milliseconds, of which int32 holds 24 days
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Model."""
 
-    num_layers: int = option(None, minimum=1, required=True, help="Transformer layers.")
+    num_layers: int = option(
+        None, minimum=1, maximum=_MOST_LAYERS, required=True, help="Transformer layers."
+    )
     hidden_size: int = option(None, minimum=1, required=True, help="Hidden size.")
     ffn_hidden_size: int = option(
         None, minimum=1, help="MLP size (default: 4 x hidden size, or 8/3 of it with --swiglu)."
@@ -38,14 +46,18 @@ class ModelOptions:
     position_embedding_type: str = option(
         "rope", choices=("rope",), help="Position embedding; only rotary is supported."
     )
-    rotary_base: int = option(10000, minimum=1, help="Base of the rotary frequencies.")
+    rotary_base: int = option(
+        10000, minimum=1, maximum=2**53, help="Base of the rotary frequencies."
+    )
     rotary_percent: float = option(
         1.0, minimum=0.0, maximum=1.0, help="Share of a head's channels that is rotated."
     )
     normalization: str = option(
         "LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Normalization layer."
     )
-    norm_epsilon: float = option(1e-5, minimum=0.0, help="Epsilon of the normalization.")
+    norm_epsilon: float = option(
+        1e-5, minimum=0.0, maximum=1.0, help="Epsilon of the normalization."
+    )
     swiglu: bool = option(False, help="Gated linear units with SiLU instead of GELU.")
     untie_embeddings_and_output_weights: bool = option(
         False, help="Give the output layer its own weights."
@@ -66,7 +78,7 @@ class ModelOptions:
         help="Dropout of hidden states; with HDP, losses depend on the plan unless it is 0.",
     )
     make_vocab_size_divisible_by: int = option(
-        128, minimum=1, help="Pad the vocabulary to a multiple of this."
+        128, minimum=1, maximum=2**20, help="Pad the vocabulary to a multiple of this."
     )
     bf16: bool = option(False, help="Train in bfloat16 (default: float32).")
     fp64: bool = option(
@@ -120,10 +132,15 @@ class OptimizationOptions:
         1, minimum=1, help="Sequences in a micro-batch; with HDP the plan decides instead."
     )
     global_batch_size: int | None = option(
-        None, minimum=1, help="Sequences in a global batch (without HDP: micro-batch x ranks)."
+        None,
+        minimum=1,
+        maximum=_MOST_SEQUENCES,
+        help="Sequences in a global batch (without HDP: micro-batch x ranks).",
     )
     train_iters: int = option(None, minimum=1, required=True, help="Steps to train.")
-    seed: int = option(1234, minimum=0, help="Seed of weights and of the order of the data.")
+    seed: int = option(
+        1234, minimum=0, maximum=_MOST_SEED, help="Seed of weights and of the order of the data."
+    )
     lr: float = option(None, minimum=0.0, required=True, help="Learning rate.")
     min_lr: float = option(0.0, minimum=0.0, help="Least learning rate of the schedule.")
     lr_decay_style: str = option(
@@ -137,9 +154,9 @@ class OptimizationOptions:
         None, minimum=0.0, maximum=1.0, help="Warm-up as a share of --lr-decay-iters."
     )
     weight_decay: float = option(0.01, minimum=0.0, help="Weight decay.")
-    adam_beta1: float = option(0.9, minimum=0.0, maximum=1.0, help="Adam's first beta.")
-    adam_beta2: float = option(0.999, minimum=0.0, maximum=1.0, help="Adam's second beta.")
-    adam_eps: float = option(1e-8, minimum=0.0, help="Adam's epsilon.")
+    adam_beta1: float = option(0.9, minimum=0.0, below=1.0, help="Adam's first beta.")
+    adam_beta2: float = option(0.999, minimum=0.0, below=1.0, help="Adam's second beta.")
+    adam_eps: float = option(1e-8, minimum=0.0, maximum=1.0, help="Adam's epsilon.")
     clip_grad: float = option(1.0, minimum=0.0, help="Clip the gradient's norm to this (0: no).")
     recompute_granularity: str | None = option(
         None, choices=("full", "selective"), help="Recompute activations in backward."
@@ -170,7 +187,10 @@ class ParallelOptions:
     use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")
     ddp_bucket_size: int | None = option(
-        None, minimum=1, help="Parameters in a gradient bucket (default: Megatron's)."
+        None,
+        minimum=1,
+        maximum=_MOST_PARAMETERS,
+        help="Parameters in a gradient bucket (default: Megatron's).",
     )
     distributed_backend: str = option(
         "auto",
@@ -178,11 +198,12 @@ class ParallelOptions:
         help="Communication; auto (not in Megatron) is nccl on GPUs and gloo on CPUs.",
     )
     distributed_timeout_minutes: int = option(
-        10, minimum=1, help="How long a collective may wait for a rank."
+        10, minimum=1, maximum=_MOST_MINUTES, help="How long a collective may wait for a rank."
     )
     stall_timeout_seconds: float = option(
         None,
         minimum=1,
+        maximum=60 * _MOST_MINUTES,
         help="End the job when ranks have waited this long for one that stands still (not in "
         "Megatron; default: --distributed-timeout-minutes).",
     )

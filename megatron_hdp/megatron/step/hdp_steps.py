@@ -19,6 +19,7 @@ from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
+from megatron_hdp.megatron.step.contents import contents_of
 from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
@@ -49,8 +50,10 @@ def sequence_table(
     )
 
 
-def data_order(arguments: TrainingArguments, table: SequenceTable) -> DataOrder:
-    """What decides which of the table's sequences form a step."""
+def data_order(
+    arguments: TrainingArguments, table: SequenceTable, contents: int | None = None
+) -> DataOrder:
+    """What decides which of the table's sequences form a step, and what stands in them."""
     return DataOrder(
         hybrid_data_parallel=True,
         seed=arguments.seed,
@@ -58,13 +61,17 @@ def data_order(arguments: TrainingArguments, table: SequenceTable) -> DataOrder:
         long_sequence=arguments.hdp_long_sequence,
         num_sequences=len(table),
         corpus=fingerprint(table.length.tobytes()),
+        contents=contents,
     )
 
 
 class HdpSteps:
     """The steps over one split of the data.
 
+    Every rank of the job must make them, at the same place.
+
     Raises:
+        DisagreementError: a rank reads other tokens than the rest.
         ValueError: the longest sequence fits on no number of ranks.
     """
 
@@ -92,9 +99,18 @@ class HdpSteps:
         self._corrupt = CorruptDocuments(
             self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
         )
-        self.order = data_order(arguments, self.table)
+        self.order = self._agreed_order(token_file)
         # what cannot be planned is refused now, not when it is drawn
         self.preparation.plan(self.table.length.max(keepdims=True))
+
+    def _agreed_order(self, token_file: TokenFile) -> DataOrder:
+        """The order of the data, whose ranks read the same tokens."""
+        with self._agreement():
+            contents = contents_of(token_file, self.place)
+            order = data_order(self.arguments, self.table, contents)
+            facts = {"corpus": order.corpus, "tokens in the .bin of --data-path": contents}
+            require_agreement(facts, compute_device())
+        return order
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.

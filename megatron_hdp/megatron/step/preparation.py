@@ -21,7 +21,8 @@ from megatron_hdp.data import (
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
-from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.options import PLANNER_FLAGS
+from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.lockstep import PADDING, slots, strategy_for
 
 
@@ -95,18 +96,19 @@ class StepPreparation:
         strategy = strategy_for(
             strategy or arguments.hdp_strategy, aligned=self.place.needs_alignment
         )
-        return plan(
-            lengths,
-            ranks=self.place.num_hdp_ranks,
-            tokens_per_rank=arguments.hdp_tokens_per_rank,
-            strategy=strategy,
-            max_length=arguments.seq_length,
-            slice_multiple=arguments.hdp_slice_multiple,
-            cost_model=self.cost_model,
-            ranks_per_node=self.cost_model.ranks_per_node,
-            pipeline_stages=self.place.num_stages,
-            offload=arguments.hdp_offload,
-        )
+        with told_as(PLANNER_FLAGS):
+            return plan(
+                lengths,
+                ranks=self.place.num_hdp_ranks,
+                tokens_per_rank=arguments.hdp_tokens_per_rank,
+                strategy=strategy,
+                max_length=arguments.seq_length,
+                slice_multiple=arguments.hdp_slice_multiple,
+                cost_model=self.cost_model,
+                ranks_per_node=self.cost_model.ranks_per_node,
+                pipeline_stages=self.place.num_stages,
+                offload=arguments.hdp_offload,
+            )
 
     def _validate(self, step_plan: Plan) -> None:
         step_plan.validate(num_layers=self.cost_model.num_layers)

@@ -133,6 +133,9 @@ def test_everything_on_the_list_is_refused(name):
     ("flags", "megatrons", "message"),
     [
         (ON[:1], {}, "needs --hdp-tokens-per-rank"),
+        ((*ON, "--stall-timeout-seconds", "nan"), {}, "--stall-timeout-seconds: found nan"),
+        ((*ON, "--hdp-corrupt-limit", "1" + "0" * 20), {}, "--hdp-corrupt-limit: found 1000"),
+        ((*ON, "--hdp-trace", "t", "--hdp-trace-steps", "9" * 5000), {}, "--hdp-trace-steps: fou"),
         (ON, {"global_batch_size": None}, "found neither of"),
         (ON, {"attention_dropout": 0.1}, "--attention-dropout 0"),
         (ON, {"data_path": ["0.3", "a", "0.7", "b"]}, "found 4 values, expected one prefix"),

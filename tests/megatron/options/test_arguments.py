@@ -47,7 +47,7 @@ HDP = [
 
 def _yaml(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return ["--config", str(path)]
 
 
@@ -100,10 +100,11 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("xyzzy: 5\n", "unknown key 'xyzzy': see --help"),
         ("help: true\n", "unknown key 'help'"),
         ("num-layers: many\n", "num-layers: found 'many', expected a value of type int"),
-        ("num-layers: true\n", "num-layers: found True, expected a value of type int"),
-        ("num-layers:\n", "num-layers: found None, expected a value of type int"),
+        ("num-layers: true\n", "num-layers: found 'true', expected a value of type int"),
+        ("num-layers:\n", "num-layers: found nothing, expected a value of type int"),
         ("num-layers: [1, 2]\n", "num-layers: found a list, expected one int"),
-        ("swiglu: 1\n", "swiglu: found 1, expected true or false"),
+        ("swiglu: 1\n", "swiglu: found '1', expected true or false"),
+        *((f"swiglu: {word}\n", "expected true or false") for word in ("yes", "on", "'true'", "")),
         ("hdp-strategy: best\n", "hdp-strategy: found 'best', expected auto or static or naive"),
         ("a:\n  seed: 1\nb:\n  seed: 2\n", "'seed' repeats 'seed'"),
         ("swiglu: true\nno-swiglu: true\n", "'no-swiglu' repeats 'swiglu'"),
@@ -111,7 +112,31 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("a: [\n", "not valid YAML"),
         ("config: other.yaml\n", "other.yaml: No such file or directory: give the path"),
         ("config: run.yaml\n", "leads back to itself"),
-        ("config: 5\n", "found 5, expected a file or a list of files"),
+        ("config: 5\n", "5: No such file or directory"),
+        ("config: {a: b}\n", "found keys and values, expected a file or a list of files"),
+        ("config: [[a]]\n", "found a list, expected a file or a list of files"),
+        ("config: [a, true]\n", "found a list, expected a file or a list of files"),
+        ("seed: 1\nseed: 2\n", "'seed' repeats 'seed'"),
+        ("num-layers: 1\nnum_layers: 2\n", "'num_layers' repeats 'num-layers'"),
+        ("model:\n  lr: 1\n  lr: 2\n", "'lr' repeats 'lr'"),
+        ("model:\n  lr: 1\nmodel:\n  seed: 2\n", "'model' repeats 'model'"),
+        ("config: run.yaml\nconfig: run.yaml\n", "'config' repeats 'config'"),
+        ("num-layers: 1:30\n", "num-layers: found '1:30', expected a value of type int"),
+        ("num-layers: 0x10\n", "num-layers: found '0x10', expected a value of type int"),
+        ("num-layers: 2024-01-01\n", "found '2024-01-01', expected a value of type int"),
+        ("lr: .inf\n", "lr: found '.inf', expected a value of type float"),
+        ("lr: !!float 1e-3\n", "found the tag tag:yaml.org,2002:float, expected the value alone"),
+        ("save: true\n", "save: found 'true', expected a value of type path"),
+        ('save: "a\\0b"\n', "save: found 'a\\x00b', expected a value of type path"),
+        ("data-path: [--seed, '5']\n", "found '--seed', which begins like a flag"),
+        ("data-path: []\n", "data-path: found an empty list, expected at least one str"),
+        ("data-path: [[a]]\n", "data-path: found a list, expected a value of type str"),
+        ("[a, b]: 1\n", "line 1: found a list as a key, expected a flag's name"),
+        ("a: &a {lr: 1}\nb: *a\n", "'b' repeats another section by an alias"),
+        ("a: &a {b: *a}\n", "repeats another section by an alias"),
+        ("[" * 5000, "nested hundreds of levels deep"),
+        ("{a: " * 5000, "nested hundreds of levels deep"),
+        ("seed: 1\n---\nseed: 2\n", "expected a single document"),
         ("data:\n  config: other.yaml\n", "'config' stands in a section"),
     ],
 )
@@ -120,6 +145,75 @@ def test_a_bad_yaml_file_is_named_with_the_remedy(tmp_path, text: str, message: 
         parse_arguments([*REQUIRED, *_yaml(tmp_path, text)])
     assert message in str(error.value)
     assert "run.yaml" in str(error.value) or "config" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("num-layers: 010\n", "num_layers", 10),
+        ("num-layers: 1_000\n", "num_layers", 1000),
+        ("seed: '7'\n", "seed", 7),
+        ("save: 007\n", "save", Path("007")),
+        ("save: no\n", "save", Path("no")),
+        ("save: 1:30\n", "save", Path("1:30")),
+        ("save: 2024-01-01\n", "save", Path("2024-01-01")),
+        ("save: 'true'\n", "save", Path("true")),
+        ("save: -x\n", "save", Path("-x")),
+        ("save: a=b --seed 5\n", "save", Path("a=b --seed 5")),
+        ("lr: 1e-3\n", "lr", 1e-3),
+        ("lr: .5\n", "lr", 0.5),
+        ("swiglu: TRUE\n", "swiglu", True),
+        ("\ufeffseed: 3\n", "seed", 3),
+    ],
+)
+def test_values_are_read_as_they_are_written(tmp_path, text: str, field: str, value) -> None:
+    """As on a command line, and not as YAML 1.1 has it: 8, 90, False, a date, another number."""
+    flags = [
+        one for pair in _pairs(REQUIRED) for one in pair if pair[0][2:] != field.replace("_", "-")
+    ]
+    assert getattr(parse_arguments([*_yaml(tmp_path, text), *flags]), field) == value
+
+
+def _pairs(argv: list[str]) -> list[tuple[str, str]]:
+    return list(zip(argv[::2], argv[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"seed: \xff\xfe\n", "unacceptable character #x00ff"),
+        (b"seed: 1\x00\n", "special characters are not allowed"),
+        (b"\xff\xfes\x00e\x00e", "not valid YAML"),
+        (b"\x1f\x8b\x08\x00", "not valid YAML"),
+        (b'seed: "\\UFFFFFFFF"\n', "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, raw: bytes, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(OptionError) as error:
+        parse_arguments([*REQUIRED, "--config", str(path)])
+    assert f"{path}: " in str(error.value) and message in str(error.value)
+
+
+def test_utf_16_with_its_mark_is_read(tmp_path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\n", encoding="utf-16")
+    assert parse_arguments([*REQUIRED, "--config", str(path)]).seed == 3
+
+
+def test_files_that_lead_to_one_another_without_end_are_refused(tmp_path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"config: {number + 1}.yaml\n")
+    with pytest.raises(OptionError, match="more than 50 files that lead to one another"):
+        parse_arguments([*REQUIRED, "--config", str(tmp_path / "0.yaml")])
+
+
+def test_sections_that_share_one_another_by_aliases_end_at_once(tmp_path) -> None:
+    levels = [f"s{i}: &s{i} {{a: *s{i - 1}, b: *s{i - 1}}}" for i in range(1, 60)]
+    text = "\n".join(["s0: &s0 {}", *levels])
+    with pytest.raises(OptionError, match="repeats another section by an alias"):
+        parse_arguments([*REQUIRED, *_yaml(tmp_path, text)])
 
 
 def test_a_file_names_its_parts(tmp_path) -> None:
@@ -151,7 +245,16 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         ("--num-layers x", "--num-layers: invalid int value: 'x'"),
         ("--num-layers 0", "--num-layers: found 0, expected at least 1"),
         ("--hidden-dropout 1.5", "--hidden-dropout: found 1.5, expected at most 1"),
-        ("--lr nan", "--lr: found nan, expected at least 0"),
+        ("--lr nan", "--lr: found nan, expected a finite number"),
+        ("--lr inf", "--lr: found inf, expected a finite number"),
+        ("--weight-decay 1e39", "--weight-decay: found 1e+39, expected at most 3.4e+38"),
+        ("--adam-beta1 1", "--adam-beta1: found 1.0, expected less than 1.0"),
+        (f"--global-batch-size 1{'0' * 20}", "expected at most 16777216"),
+        (f"--train-iters 1{'0' * 400}", "expected at most 2147483647"),
+        ("--seed 4294967296", "--seed: found 4294967296, expected at most 4294967295"),
+        (f"--distributed-timeout-minutes 1{'0' * 18}", "expected at most 20160"),
+        ("--stall-timeout-seconds inf", "--stall-timeout-seconds: found inf, expected a finite"),
+        ("--stall-timeout-seconds 1e7", "--stall-timeout-seconds: found 10000000.0, expected at m"),
         ("--hdp-strategy best", "--hdp-strategy: invalid choice: 'best'"),
         ("--num-attention-heads 5", "not a multiple of --num-attention-heads 5"),
         ("--num-query-groups 3", "not a multiple of --num-query-groups 3"),
@@ -196,7 +299,7 @@ def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
         ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
         *(
             (f"--hdp-trace traces --hdp-trace-steps={text}", f"found {text!r}, expected a step or")
-            for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2")
+            for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2", "9" * 5000)
         ),
     ],
 )

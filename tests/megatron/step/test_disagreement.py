@@ -1,7 +1,9 @@
 """A rank that would run something else stops every rank, within seconds and by name."""
 
+import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 
+TOKENS = "tokens in the .bin of --data-path"
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 130, 129]
 NUM_RANKS = 3
 ODD_RANK = 1
@@ -93,14 +96,38 @@ def test_other_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS[:-1], LENGTHS[-1] - 1])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert facts == {"corpus", "sequence lengths", "plan"}
+    assert facts == {"corpus", TOKENS}
 
 
 def test_more_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS, *range(5, 15)])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert {"corpus", "sequences of the step"} <= facts
+    assert facts == {"corpus", TOKENS}
+
+
+def another_bin(folder, prefix):
+    """A copy of the pair, with other tokens under the same index; returns its prefix."""
+    folder.mkdir()
+    other = folder / "corpus"
+    shutil.copy(f"{prefix}.idx", f"{other}.idx")
+    tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
+    tokens[-2] ^= 1
+    Path(f"{other}.bin").write_bytes(tokens)
+    return str(other)
+
+
+def test_other_tokens_under_the_same_index(run_ranks, prefix, tmp_path):
+    run = arguments(prefix)
+    other = replace(run, data_path=(another_bin(tmp_path / "other", prefix),))
+    assert check(run_ranks, run, other) == {TOKENS}
+
+
+def test_a_rank_that_reads_no_tokens_is_not_asked_for_them(run_ranks, prefix, tmp_path):
+    run = arguments(prefix, tensor_model_parallel_size=2, hdp_tokens_per_rank=130)
+    other = replace(run, data_path=(another_bin(tmp_path / "other", prefix),))
+    outcomes = run_ranks(2, outcome, run, ODD_RANK, other, False)
+    assert [error for error, _, _ in outcomes] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +182,13 @@ def outcome_unchecked(*args):
         return outcome(*args)
 
 
-def test_the_check_fails_when_ranks_do_not_compare(run_ranks, prefix):
+def test_the_check_fails_when_ranks_do_not_compare(run_ranks, prefix, tmp_path):
     def unchecked(num_ranks, function, *args):
         return run_ranks(num_ranks, outcome_unchecked, *args)
 
     run = arguments(prefix, hdp_strategy="static", hdp_tokens_per_rank=130)  # no rings
     with pytest.raises(AssertionError, match="nobody noticed"):
         check(unchecked, run, replace(run, seed=7))
+    other = replace(run, data_path=(another_bin(tmp_path / "other", prefix),))
+    with pytest.raises(AssertionError, match="nobody noticed"):
+        check(unchecked, run, other)

@@ -1,0 +1,86 @@
+"""Numbers that a user gives: whole ones by flags, and files with one a line."""
+
+import math
+from collections.abc import Iterator
+
+_PIECE = 2**20  # characters
+_LONGEST_LINE = 4096
+
+
+def check_range(flag: str, value: int | None, least: int, most: int) -> None:
+    """Refuse a value outside its range; None is a flag that was not given.
+
+    Raises:
+        ValueError: says what was found and expected.
+    """
+    if value is None or least <= value <= most:
+        return
+    limit = f"at least {least:,}" if value < least else f"at most {most:,}"
+    raise ValueError(f"{flag} is {value:,}; expected {limit}")
+
+
+def pieces(path: str) -> Iterator[tuple[int, str]]:
+    """Yield a text file in pieces of whole lines, each with the number of its first line.
+
+    A byte order mark is left out; bytes that are no UTF-8 become U+FFFD, which is in no number.
+
+    Raises:
+        ValueError: a line is too long to hold a number.
+    """
+    with open(path, encoding="utf-8-sig", errors="replace") as stream:
+        number, rest = 1, ""
+        while piece := stream.read(_PIECE):
+            lines, end, rest = (rest + piece).rpartition("\n")
+            if len(rest) > _LONGEST_LINE:
+                raise ValueError(
+                    f"{path}: found a line of more than {_LONGEST_LINE:,} characters that begins "
+                    f"with {shown(rest)}, expected a text file with one number a line"
+                )
+            yield number, lines
+            number += lines.count("\n") + len(end)
+        yield number, rest
+
+
+def lines_of(first: int, piece: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a piece that say something, with their numbers."""
+    for number, line in enumerate(piece.split("\n"), start=first):
+        if text := line.strip():
+            yield number, text
+
+
+def shown(text: str) -> str:
+    """The beginning of a line, quoted."""
+    return repr(text[:60])
+
+
+def read_speeds(path: str, ranks: int) -> tuple[float, ...]:
+    """Return the speed of each rank that ``--rank-speeds`` names, one a line.
+
+    1 is a rank as the cost model describes it.
+
+    Raises:
+        ValueError: a line is no positive number (named), or there is not one line a rank.
+    """
+    speeds = [
+        _speed(text, f"{path}, line {number}")
+        for piece in pieces(path)
+        for number, text in lines_of(*piece)
+    ]
+    if len(speeds) != ranks:
+        raise ValueError(
+            f"{path} has {len(speeds):,} speeds, expected one a line for each of --ranks {ranks:,}"
+        )
+    return tuple(speeds)
+
+
+def _speed(text: str, where: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not (math.isfinite(speed) and speed > 0):
+        raise ValueError(
+            f"{where}: found {shown(text)}, expected the speed of one rank, a number above 0 "
+            "(1 for a rank of full speed)"
+        )
+    return speed

@@ -1,0 +1,72 @@
+"""Damaged ``.idx`` files: they open as they are or are refused by name; reading never crashes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_hdp.data import TokenFile, TokenFileError
+from tests.data.test_token_file import write_pair
+
+DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
+
+
+def damaged(raw, draw):
+    """The bytes with some flipped, overwritten, cut off, doubled or put in front."""
+    raw = bytearray(raw)
+    for _ in range(draw.choice([1, 1, 2, 8])):
+        place = draw.randrange(len(raw) + 1)
+        kind = draw.randrange(5)
+        if kind == 0 and place < len(raw):
+            raw[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            edge = draw.choice([0, 1, 2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+            raw[place : place + 8] = edge.to_bytes(8, "little")[: len(raw) - place]
+        elif kind == 2:
+            del raw[place:]
+        elif kind == 3:
+            del raw[place : place + draw.randrange(9)]
+        else:
+            raw[place:place] = draw.randbytes(draw.randrange(9))
+        if not raw:
+            break
+    return bytes(raw)
+
+
+def check(folder, seed):
+    """One damaged pair; returns whether it opened."""
+    draw = random.Random(seed)
+    documents = [[draw.randrange(200)] * draw.randrange(9) for _ in range(draw.randrange(1, 9))]
+    length = draw.choice([None, 1, 3])
+    prefix = write_pair(folder / "data", documents, draw.choice(DTYPES), length)
+    path = folder / "data.idx"
+    path.write_bytes(damaged(path.read_bytes(), draw))
+    size = (folder / "data.bin").stat().st_size
+    try:
+        file = TokenFile(prefix)
+    except TokenFileError as error:
+        assert prefix in str(error), (seed, error)
+        return False
+    file.fingerprint()
+    num_bytes = 0
+    for document, tokens in enumerate(file.lengths.tolist()):
+        assert len(file.read(document, 0, tokens)) == tokens, seed
+        num_bytes += tokens * file.dtype.itemsize
+    assert num_bytes <= size, seed
+    return True
+
+
+def fuzz(folder, seeds):
+    print("seeds", seeds)
+    opened = [check(folder, seed) for seed in seeds]
+    assert 0 < sum(opened) < len(opened)  # else it damages nothing, or everything
+
+
+def test_some_damaged_pairs(tmp_path):
+    fuzz(tmp_path, range(300))
+
+
+@pytest.mark.slow
+def test_many_damaged_pairs(tmp_path):
+    begin = random.SystemRandom().randrange(2**32)
+    fuzz(tmp_path, range(begin, begin + 30_000))

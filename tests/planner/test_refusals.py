@@ -1,0 +1,41 @@
+"""The planner's refusals name its arguments, or the flags of who called it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hdp.options import PLANNER_FLAGS
+from megatron_hdp.planner import plan, told_as
+from megatron_hdp.planner.types import PlanError
+
+NO_ROOM = {"ranks": 2, "tokens_per_rank": 10}
+
+
+def test_python_gets_the_names_of_arguments() -> None:
+    with pytest.raises(ValueError, match="raise tokens_per_rank or add ranks"):
+        plan([100], **NO_ROOM)
+    with pytest.raises(ValueError, match="raise max_length or cut it"):
+        plan([10], max_length=5, **NO_ROOM)
+
+
+def test_a_caller_gets_its_flags() -> None:
+    with (
+        pytest.raises(ValueError, match="raise --hdp-tokens-per-rank"),
+        told_as(PLANNER_FLAGS),
+    ):
+        plan([100], **NO_ROOM)
+    with pytest.raises(ValueError, match="raise --seq-length or cut it"), told_as(PLANNER_FLAGS):
+        plan([10], max_length=5, **NO_ROOM)
+
+
+def test_a_broken_rule_keeps_its_kind() -> None:
+    with pytest.raises(PlanError) as found, told_as(PLANNER_FLAGS):
+        raise PlanError("fit", "tokens_per_rank")
+    assert found.value.rule == "fit"
+
+
+def test_no_source_of_the_planner_names_a_flag() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("csrc/planner/**/*.cpp"), *root.glob("megatron_hdp/planner/*.py")]
+    named = [path.name for path in sources if "--hdp-" in path.read_text()]
+    assert sources and not named
