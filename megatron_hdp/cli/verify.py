@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from megatron_hdp.megatron.checkpoint.verification import Finding
+    from megatron_hdp.megatron.checkpoint.verification import Verdict
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return ExitCode.DONE if is_fine else ExitCode.FAILED
 
 
-def latest_good(findings: Sequence["Finding"], named: int | None) -> int | None:
+def latest_good(findings: Sequence["Verdict"], named: int | None) -> int | None:
     """Return the iteration to go on from, None if there is none.
 
     What is later than the one that the tracker names was given up, unless nothing else is good.
@@ -82,7 +82,7 @@ def latest_good(findings: Sequence["Finding"], named: int | None) -> int | None:
     return max(kept or good, default=None)
 
 
-def _line(finding: "Finding") -> str:
+def _line(finding: "Verdict") -> str:
     size = f"{finding.num_bytes / 1e6:,.1f} MB"
     notes = [] if finding.has_checksums else ["without checksums, as far as its own files tell"]
     if finding.added_files:

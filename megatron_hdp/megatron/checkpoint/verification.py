@@ -88,7 +88,7 @@ def inventory(folder: Path) -> Inventory:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """What was found of one checkpoint."""
 
     iteration: int
@@ -105,7 +105,7 @@ class Finding:
         return not self.faults
 
 
-def verify(place: Path, iteration: int) -> Finding:
+def verify(place: Path, iteration: int) -> Verdict:
     """Reads a whole checkpoint.
 
     Args:
@@ -116,13 +116,13 @@ def verify(place: Path, iteration: int) -> Finding:
     try:
         files = inventory(place)
     except ValueError as error:
-        return Finding(iteration, num_bytes, True, (str(error),), ())
+        return Verdict(iteration, num_bytes, True, (str(error),), ())
     faults = files.outer_faults()
     if not faults:
         with ThreadPoolExecutor(_THREADS) as pool:
             faults = [fault for fault in pool.map(files.fault_of, files.sizes) if fault]
     added = tuple(files.added_files())
-    return Finding(iteration, num_bytes, files.has_checksums, tuple(faults), added)
+    return Verdict(iteration, num_bytes, files.has_checksums, tuple(faults), added)
 
 
 def share_of(sizes: dict[str, int], rank: int, num_ranks: int) -> list[str]:
