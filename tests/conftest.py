@@ -9,6 +9,7 @@ import pytest
 from tests.support import ranks
 
 _SLOW = "slow tests left out"
+_LONG = ("tests/training", "tests/megatron", "tests/scripts", "tests/planner/test_cpp.py")
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +19,8 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skips the tests marked gpu where there is none; keeps together those that share a fixture."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what wants a GPU where there is none; orders tests, and groups those of one fixture."""
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
@@ -29,6 +30,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("xdist_group") and _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    # long ones first: at the end no worker waits for another one's
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
 
 
 def _has_gpu() -> bool:

@@ -196,6 +196,9 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
         raise AssertionError("the signal did nothing")
 
     monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_bytes", end)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored by what a shell starts with &
     handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
     assert run("--input", folder, "--output-prefix", tmp_path / "out") == 130
     assert capsys.readouterr().err.endswith("megatron-hdp preprocess: interrupted\n")

@@ -69,7 +69,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["checksums", "older", "switched-off"])
+@pytest.mark.parametrize(
+    "kind", ["checksums", "older", pytest.param("switched-off", marks=pytest.mark.slow)]
+)
 def test_a_damaged_file_is_named_on_every_rank(run_ranks, copy, tmp_path, kind):
     arguments, folder = copy
     if kind == "older":

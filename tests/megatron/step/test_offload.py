@@ -85,7 +85,7 @@ def check(run_ranks, arguments, hdp_ranks, world):
     assert offloaded_bytes > 1000
 
 
-QUICK = ("plain", "selective-recompute", "tp2-sp", "pp2-full-recompute")
+QUICK = ("plain", "selective-recompute", "full-recompute", "tp2-sp", "pp2")
 
 
 @pytest.mark.parametrize(
