@@ -1,9 +1,9 @@
-"""Hands what the writers of a checkpoint report to the rank that waits for them, through a file.
+"""Hands what the writers of a checkpoint report to the rank that waits for them.
 
 Megatron keeps a server process on every rank for that. It outlives a rank that is killed, and holds
 the job's output open for ever. So, while Megatron's writer is set up, it is given this queue
-instead of its own. The file lies in the host's folder for temporary files: the disk that the
-checkpoint goes to may be full, which is then what there is to report.
+instead of its own: a file that ends with the rank. It is not on the disk that the checkpoint goes
+to, which may be full, and then that is what there is to report.
 """
 
 from __future__ import annotations
@@ -12,49 +12,65 @@ import os
 import pickle
 import queue
 import tempfile
-import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+_NAME = "hdp-checkpoint-report-"
+_COUNT_BYTES = 8
 
-class ResultsFile:
-    """A queue of at most one item between a process and those that it starts.
 
-    The file is taken off the disk together with the item.
+class ReportFile:
+    """A queue of at most one item, from a process that this one starts, by fork or anew.
+
+    On Linux the file is in memory and has no name but that of this process's descriptor, so nothing
+    is left of it when the process ends, however that happens. Elsewhere it is a temporary file.
     """
 
     def __init__(self) -> None:
-        name = f"hdp-checkpoint-report-{uuid.uuid4().hex}"
-        self._path = Path(tempfile.gettempdir(), name)
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create(_NAME)
+            self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._file, self._path = tempfile.mkstemp(prefix=_NAME)
+            weakref.finalize(self, os.unlink, self._path)
+        weakref.finalize(self, os.close, self._file)
+
+    def __getstate__(self) -> str:
+        return self._path
+
+    def __setstate__(self, path: str) -> None:
+        self._path = path
 
     def put(self, item: Any) -> None:
-        """Makes `item` visible as a whole."""
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        temporary.write_bytes(pickle.dumps(item))
-        os.replace(temporary, self._path)
+        """Makes `item` visible, as a whole; in the process that was started."""
+        data = pickle.dumps(item)
+        with open(self._path, "wb", buffering=0) as file:
+            file.write(len(data).to_bytes(_COUNT_BYTES, "little") + data)
 
     def get_nowait(self) -> Any:
         """Takes the item.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: there is none, or not all of it yet.
         """
-        if not self._path.exists():
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            count, data = file.read(_COUNT_BYTES), file.read()
+        if len(count) < _COUNT_BYTES or len(data) < int.from_bytes(count, "little"):
             raise queue.Empty
-        item = pickle.loads(self._path.read_bytes())
-        self._path.unlink()
-        return item
+        os.ftruncate(self._file, 0)
+        return pickle.loads(data)
 
 
 @contextmanager
 def through_a_file() -> Iterator[None]:
     """Within the block, a writer of Megatron's that is set up reports through a file of its own."""
     original = filesystem_async._results_queue  # None until Megatron starts its server
-    filesystem_async._results_queue = ResultsFile()
+    filesystem_async._results_queue = ReportFile()
     try:
         yield
     finally:
