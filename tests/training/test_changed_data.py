@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megatron_hdp.data import TokenFile
-from megatron_hdp.megatron.checkpoint import Checkpoints
+from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.ranks import RankError
@@ -23,14 +23,14 @@ def steps_of(arguments):
 
 def steps_of_an_older_release(arguments):
     """Body of a rank: the same, saving what a release wrote that knew no contents."""
-    content = Checkpoints._content
+    content = TrainingState.content
 
     def without_contents(self, progress):
         saved = content(self, progress)
         del saved["megatron_hdp"]["order"]["contents"]
         return saved
 
-    with mock.patch.object(Checkpoints, "_content", without_contents):
+    with mock.patch.object(TrainingState, "content", without_contents):
         return steps_of(arguments)
 
 
