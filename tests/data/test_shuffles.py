@@ -1,6 +1,7 @@
 """Every version of the order is a permutation that never changes, whatever the platform."""
 
 import statistics
+import threading
 import time
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_versions():
 def test_positions_outside_are_refused(num_rows, first, count, message):
     with pytest.raises(ValueError, match=message):
         Feistel(num_rows, 0).rows(0, first, count)
+
+
+def rests_during(action):
+    """How many short rests this thread gets while another one does something."""
+    thread, num_rests = threading.Thread(target=action), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(1e-4)
+        num_rests += 1
+    return num_rests
+
+
+def test_other_threads_run_during_a_large_draw():
+    numbers = np.random.default_rng(0).permutation(1_000_000).tolist()
+    held = rests_during(lambda: sorted(numbers))  # does not let others run
+    assert held < 20 < rests_during(lambda: Feistel(10**9, 1).rows(0, 0, 5_000_000))
 
 
 def test_a_step_is_drawn_in_milliseconds():
