@@ -1,4 +1,4 @@
-"""Builds the C++ planner; everything else is declared in pyproject.toml."""
+"""Builds the planner and the order of the data, in C++; pyproject.toml declares all else."""
 
 from glob import glob
 
@@ -7,19 +7,26 @@ from setuptools import setup
 
 ParallelCompile("MEGATRON_HDP_BUILD_JOBS", default=2).install()
 
+
+def extension(name: str, bindings: str, room: str) -> Pybind11Extension:
+    """The extension that offers a room of csrc to Python."""
+    return Pybind11Extension(
+        name,
+        sorted([f"csrc/{bindings}", *glob(f"csrc/{room}/**/*.cpp", recursive=True)]),
+        include_dirs=["csrc"],
+        depends=sorted(glob(f"csrc/{room}/**/*.hpp", recursive=True)),
+        cxx_std=17,
+        extra_compile_args=[
+            *["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
+            "-ffp-contract=off",  # fused multiply-add may change a plan
+        ],
+    )
+
+
 setup(
     ext_modules=[
-        Pybind11Extension(
-            "megatron_hdp.planner._core",
-            sorted(["csrc/bindings.cpp", *glob("csrc/planner/**/*.cpp", recursive=True)]),
-            include_dirs=["csrc"],
-            depends=sorted(glob("csrc/planner/**/*.hpp", recursive=True)),
-            cxx_std=17,
-            extra_compile_args=[
-                *["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
-                "-ffp-contract=off",  # fused multiply-add may change a plan
-            ],
-        )
+        extension("megatron_hdp.planner._core", "bindings.cpp", "planner"),
+        extension("megatron_hdp.data._order", "order_bindings.cpp", "data"),
     ],
     cmdclass={"build_ext": build_ext},
 )

@@ -100,6 +100,10 @@ print(digest.hexdigest())
 PY
 }
 
+is_built() {
+    "$PYTHON" -c 'import megatron_hdp.planner, megatron_hdp.data'
+}
+
 install_package() {
     local stamp=$1 digest=$2 pip
     pip=("$PYTHON" -m pip --disable-pip-version-check)
@@ -115,7 +119,7 @@ install_package() {
     # Without build isolation the compiler's work is not done in a second environment, and nothing
     # is downloaded when everything is there.
     logged "tools that build it" "${pip[@]}" install 'setuptools>=77' 'pybind11>=2.13'
-    logged "megatron_hdp: its dependencies, its C++ planner" \
+    logged "megatron_hdp: its dependencies, its C++ parts" \
         "${pip[@]}" install --no-build-isolation -e ".[$EXTRAS]"
     mkdir -p "$(dirname "$stamp")"
     echo "$digest" >"$stamp"
@@ -127,13 +131,12 @@ ensure_environment() {
     stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megatron-hdp
     [[ -w $(dirname "$stamp") ]] || stamp=$ROOT/build/.megatron-hdp
     digest=$(source_digest)
-    if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]] || ! "$PYTHON" -c 'import megatron_hdp.planner'; then
+    if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]] || ! is_built; then
         echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)')," \
             "minutes the first time; what pip says is in $INSTALL_LOG"
         install_package "$stamp" "$digest"
-        "$PYTHON" -c 'import megatron_hdp.planner' ||
-            die "the planner does not load after its installation: see the lines above and" \
-                "$PWD/$INSTALL_LOG"
+        is_built || die "the C++ parts do not load after their installation: see the lines above" \
+            "and $PWD/$INSTALL_LOG"
     fi
 }
 

@@ -11,7 +11,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "megatron_hdp"
-PLANNER = REPOSITORY / "csrc" / "planner"
+CSRC = REPOSITORY / "csrc"
+PLANNER = CSRC / "planner"
 MAX_LINES, MAX_FILES = 500, 16
 
 # What each room may import of the package besides itself, by folder. A room may import those that
@@ -19,6 +20,7 @@ MAX_LINES, MAX_FILES = 500, 16
 ROOMS: dict[str, set[str]] = {
     "options": set(),
     "exit_codes": set(),
+    "compiled": set(),
     "processes": set(),
     "planner": set(),
     "planner/memory": set(),
@@ -57,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"plugin"},
     "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
 }
-BELOW_ALL = {"options", "exit_codes", "processes", "__init__"}
+BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
@@ -201,6 +203,23 @@ def cpp_violations(graph: Mapping[str, Set[str]]) -> list[str]:
     ]
 
 
+def strangers(room: str, text: str) -> list[str]:
+    """Return what a source of C++ includes of another room than its own, or of Python."""
+    named = re.findall(r'^#include ["<]([\w/.]+)[">]', text, re.MULTILINE)
+    return [one for one in named if "/" in one and not one.startswith(f"{room}/")]
+
+
+def test_the_rooms_of_cpp_know_neither_each_other_nor_python() -> None:
+    for room in ("planner", "data"):
+        sources = list((CSRC / room).rglob("*.?pp"))
+        assert sources and not [
+            one for path in sources for one in strangers(room, path.read_text())
+        ]
+    planted = '#include "data/order.hpp"\n#include <vector>\n#include <pybind11/numpy.h>\n'
+    assert strangers("planner", planted) == ["data/order.hpp", "pybind11/numpy.h"]
+    assert strangers("data", planted) == ["pybind11/numpy.h"]
+
+
 def test_every_folder_is_a_known_room() -> None:
     folders = {
         str(path.parent.relative_to(PACKAGE)) for path in _sources() if path.parent != PACKAGE
@@ -324,7 +343,7 @@ def test_every_room_says_its_idea_and_holds_few_files() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         idea = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert idea.split("\n")[0].endswith("."), f"{path.parent}: no sentence in its __init__"
-    rooms = {path.parent for path in [*PACKAGE.rglob("*.py"), *PLANNER.rglob("*.?pp")]}
+    rooms = {path.parent for path in [*PACKAGE.rglob("*.py"), *CSRC.rglob("*.?pp")]}
     crowded = [
         str(room) for room in rooms if len([*room.glob("*.py"), *room.glob("*.?pp")]) > MAX_FILES
     ]

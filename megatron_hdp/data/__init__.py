@@ -10,10 +10,12 @@ from megatron_hdp.data.micro_batch import RankMicroBatch, padding_micro_batch, r
 from megatron_hdp.data.order import DataOrder
 from megatron_hdp.data.sampler import Step, StepSampler
 from megatron_hdp.data.sequences import LONG_SEQUENCE_POLICIES, SequenceTable, split_documents
+from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.token_file import TokenFile
 from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
+    "LATEST_ORDER",
     "LONG_SEQUENCE_POLICIES",
     "ByteTokenizer",
     "DataOrder",

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.shuffles import LATEST_ORDER, Shuffle, TableOrder, shuffle_of
 
-_CACHED_EPOCHS = 2
+_MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -40,32 +41,35 @@ class StepSampler:
         global_batch_size: int | None = None,
         global_batch_tokens: int | None = None,
         shuffle: bool = True,
+        order_version: int = LATEST_ORDER,
     ) -> None:
         """Set the size of a global batch, either in sequences or in tokens.
 
         Args:
             lengths: ``int64[n]``, tokens of each sequence of the table.
-            seed: chooses the permutations; at least 0.
+            seed: chooses the permutations; 0 to 2^64 - 1.
             global_batch_size: sequences of a step.
             global_batch_tokens: a step takes sequences until the next one would exceed this many
                 tokens; at least one.
             shuffle: ``False`` keeps the table's order in every epoch.
+            order_version: how permutations are made, see `shuffles`.
 
         Raises:
-            ValueError: no sequences, a negative seed, or not exactly one positive batch size.
+            ValueError: no sequences, a seed or version out of range, or not exactly one positive
+                batch size.
         """
         if len(lengths) == 0:
             raise ValueError("no sequence to draw from: the sequence table is empty")
-        if seed < 0:
-            raise ValueError(f"the seed is {seed}, expected 0 or more: change --seed")
+        if not 0 <= seed <= _MAX_SEED:
+            raise ValueError(f"the seed is {seed}, expected 0 to {_MAX_SEED}: change --seed")
         _check_batch(global_batch_size, global_batch_tokens)
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._mean_length = float(self._lengths.mean())
-        self._seed = seed
         self._batch_size = global_batch_size
         self._batch_tokens = global_batch_tokens
-        self._shuffle = shuffle
-        self._orders: dict[int, Int64Array] = {}
+        self._shuffle: Shuffle = (
+            shuffle_of(order_version, len(lengths), seed) if shuffle else TableOrder()
+        )
 
     def step(self, consumed: int) -> Step:
         """Return the step that begins after ``consumed`` sequences; any count may be asked for."""
@@ -86,10 +90,11 @@ class StepSampler:
 
     def _take(self, consumed: int, count: int) -> Int64Array:
         """Return the ``count`` sequences after ``consumed``, across epoch borders."""
+        num_sequences = len(self._lengths)
         parts = []
         while count > 0:
-            epoch, offset = divmod(consumed, len(self._lengths))
-            part = self._order(epoch)[offset : offset + count]
+            epoch, first = divmod(consumed, num_sequences)
+            part = self._shuffle.rows(epoch, first, min(count, num_sequences - first))
             parts.append(part)
             consumed, count = consumed + len(part), count - len(part)
         return np.concatenate(parts)
@@ -110,29 +115,6 @@ class StepSampler:
             if num_fit < len(candidates):
                 break
         return np.concatenate(parts)
-
-    def _order(self, epoch: int) -> Int64Array:
-        """Return the epoch's permutation; the latest few are kept."""
-        if epoch not in self._orders:
-            while len(self._orders) >= _CACHED_EPOCHS:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = self._permutation(epoch)
-        return self._orders[epoch]
-
-    def _permutation(self, epoch: int) -> Int64Array:
-        num_sequences = len(self._lengths)
-        if not self._shuffle:
-            return np.arange(num_sequences)
-        # numpy keeps a bit generator's stream across releases but not Generator.permutation's:
-        # sorting raw draws gives the same steps after a numpy upgrade. The low bits of each draw
-        # become its index, which makes all keys distinct and the sort cheaper than an argsort.
-        generator = np.random.Philox(np.random.SeedSequence([self._seed, epoch]))
-        index_bits = np.uint64((1 << (num_sequences - 1).bit_length()) - 1)
-        keys = generator.random_raw(num_sequences) & ~index_bits
-        keys |= np.arange(num_sequences, dtype=np.uint64)
-        keys.sort()
-        keys &= index_bits
-        return keys.view(np.int64)
 
 
 def _check_batch(global_batch_size: int | None, global_batch_tokens: int | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
-from megatron_hdp.megatron.checkpoint.state import TrainingState
+from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments
@@ -33,6 +33,10 @@ class Steps(Protocol):
     """What runs one step over one split of the data: HDP's or stock Megatron's."""
 
     order: DataOrder
+
+    def follow(self, order_version: int) -> None:
+        """Draws in the version of the order that the run began with; before its first step here."""
+        ...
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step that begins after `consumed` sequences."""
@@ -65,9 +69,24 @@ class Job:
     scheduler: Any
     training: Steps
     validation: Steps | None
+    state: TrainingState
     checkpoints: Checkpoints
     vocab_size: int
     """Entries of the tokenizer."""
+
+    def load(self) -> Progress:
+        """Restores the checkpoint that the arguments name, and the order in which its run draws.
+
+        Every rank must call it, before the first step.
+        """
+        progress = self.checkpoints.load()
+        version = self.state.order.version
+        if version != self.training.order.version:
+            parallel.say(self.state.order.announcement)
+            self.training.follow(version)
+            if self.validation is not None:
+                self.validation.follow(version)
+        return progress
 
     def close(self) -> None:
         """Ends what works in the background."""
@@ -102,6 +121,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         scheduler=scheduler,
         training=training,
         validation=validation,
+        state=state,
         checkpoints=Checkpoints(arguments, state, parallel.say),
         vocab_size=tokenizer.vocab_size,
     )

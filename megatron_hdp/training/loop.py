@@ -50,7 +50,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             parallel.set_seeds(arguments.seed)
             job = build_job(arguments, timeline)
             ending.enter_context(closing(job.checkpoints))
-            progress = job.checkpoints.load()
+            progress = job.load()
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):
             job.checkpoints.finish()

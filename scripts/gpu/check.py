@@ -134,17 +134,20 @@ class Check:
         return _row("packages", done, f"{len(lacking)} installed")
 
     def planner(self) -> Row:
-        """Build the planner in place unless that has been done for these sources."""
+        """Build the C++ parts in place unless that has been done for these sources."""
         digest = hashlib.sha256(sys.implementation.cache_tag.encode())
         for path in [ROOT / "setup.py", *sorted((ROOT / "csrc").rglob("*.[ch]pp"))]:
             digest.update(path.read_bytes())
         stamp = self.work / "planner"
-        built = list((ROOT / "megatron_hdp/planner").glob(f"_core.{sys.implementation.cache_tag}*"))
+        tag = sys.implementation.cache_tag
+        files = (f"planner/_core.{tag}*", f"data/_order.{tag}*")
+        built = all(any((ROOT / "megatron_hdp").glob(one)) for one in files)
         if built and stamp.exists() and stamp.read_text() == digest.hexdigest():
             return Row("planner", "ok", figures="built before")
         done = self.command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], 240)
         if done.code == 0:
-            done = self.command([sys.executable, "-c", "import megatron_hdp.planner"], 60)
+            parts = "import megatron_hdp.planner, megatron_hdp.data"
+            done = self.command([sys.executable, "-c", parts], 60)
         if done.code == 0:
             stamp.write_text(digest.hexdigest())
         return _row("planner", done, "built")

@@ -79,10 +79,33 @@ def test_epochs_and_seeds_have_their_own_order():
     assert len(set(map(tuple, orders))) == len(orders)
 
 
-def test_the_order_of_a_seed_never_changes():
+@pytest.mark.parametrize(
+    ("version", "first", "second"),
+    [
+        (1, [8, 1, 6, 2, 0, 3, 5, 7, 4, 9], [8, 3, 6, 7, 0, 5, 4, 9, 1, 2]),
+        (2, [5, 0, 6, 3, 7, 1, 4, 8, 2, 9], [9, 8, 4, 3, 7, 0, 5, 6, 2, 1]),
+    ],
+)
+def test_the_order_of_a_seed_never_changes(version, first, second):
     # Written down so that a numpy release or a rewrite that changes the steps is noticed.
-    step = sampler_of([1] * 10, 20, in_tokens=False, seed=1234).step(0)
-    assert step.sequences.tolist() == [8, 1, 6, 2, 0, 3, 5, 7, 4, 9, 8, 3, 6, 7, 0, 5, 4, 9, 1, 2]
+    lengths = np.ones(10, dtype=np.int64)
+    sampler = StepSampler(lengths, seed=1234, global_batch_size=20, order_version=version)
+    assert sampler.step(0).sequences.tolist() == [*first, *second]
+
+
+def test_runs_begin_in_the_latest_version():
+    sampler = sampler_of([1] * 10, 10, in_tokens=False, seed=1234)
+    assert sampler.step(0).sequences.tolist() == [5, 0, 6, 3, 7, 1, 4, 8, 2, 9]
+
+
+@unhurried
+@given(lengths_lists, st.integers(1, 120), st.booleans())
+def test_the_first_version_resumes_at_any_step(lengths, batch, in_tokens):
+    key = "global_batch_tokens" if in_tokens else "global_batch_size"
+    sampler = StepSampler(np.array(lengths), seed=3, order_version=1, **{key: batch})
+    for step in reversed(draw(sampler, 12)):
+        again = StepSampler(np.array(lengths), seed=3, order_version=1, **{key: batch})
+        assert again.step(step.consumed_before).sequences.tolist() == step.sequences.tolist()
 
 
 def test_without_shuffling_the_table_order_stays():
@@ -98,6 +121,8 @@ def test_without_shuffling_the_table_order_stays():
         ({"global_batch_size": 0}, "at least 1"),
         ({"global_batch_tokens": -5}, "at least 1"),
         ({"global_batch_size": 2, "seed": -1}, "seed is -1"),
+        ({"global_batch_size": 2, "seed": 2**64}, "expected 0 to 18446744073709551615"),
+        ({"global_batch_size": 2, "order_version": 3}, "version 3 of the order of the data"),
         ({"global_batch_size": 2, "lengths": np.array([], dtype=np.int64)}, "table is empty"),
     ],
 )

@@ -67,6 +67,7 @@ COMMANDS = {
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
+    "python scripts/bench_data.py": Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run"),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),

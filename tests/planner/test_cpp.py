@@ -1,49 +1,9 @@
-"""Compiles the planner's own C++ unit tests with the sanitizers and runs them.
+"""The planner's own C++ unit tests, with the sanitizers."""
 
-Objects stay in the build folder, so that only what has changed is compiled again.
-"""
-
-import hashlib
-import os
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-CSRC, OBJECTS = ROOT / "csrc", ROOT / "build" / "cpp-tests"
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-OPTIONS = ["-std=c++17", "-Og", "-g0", "-I", str(CSRC), *WARNINGS, *SANITIZERS]
+from tests.support.cpp import run_cpp_tests
 
 
 def test_cpp_unit_tests(tmp_path: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: install g++ to run the planner's C++ tests")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    headers = [path.read_bytes() for path in sorted(CSRC.rglob("*.hpp"))]
-    common = hashlib.sha256(b"\0".join([version, *map(str.encode, OPTIONS), *headers]))
-    OBJECTS.mkdir(parents=True, exist_ok=True)
-
-    def compiled(source: Path) -> Path:
-        digest = common.copy()
-        digest.update(source.read_bytes())
-        target = OBJECTS / f"{source.stem}-{digest.hexdigest()[:24]}.o"
-        if not target.exists():
-            new = tmp_path / target.name
-            subprocess.run([compiler, *OPTIONS, "-c", str(source), "-o", str(new)], check=True)
-            shutil.move(new, target)
-        return target
-
-    sources = sorted([*CSRC.glob("planner/**/*.cpp"), *CSRC.glob("tests/*.cpp")])
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = set(pool.map(compiled, sources))
-    for outdated in set(OBJECTS.glob("*.o")) - objects:
-        outdated.unlink()
-    binary = str(tmp_path / "planner_test")
-    subprocess.run([compiler, *SANITIZERS, *map(str, objects), "-o", binary], check=True)
-    result = subprocess.run([binary], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_cpp_tests("planner", ["planner/**/*.cpp", "tests/*.cpp"], tmp_path)

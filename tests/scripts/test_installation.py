@@ -59,7 +59,7 @@ def test_pip_is_quiet_and_its_log_is_named(tree):
     )
     assert others == [
         "  tools that build it",
-        "  megatron_hdp: its dependencies, its C++ planner",
+        "  megatron_hdp: its dependencies, its C++ parts",
         "done",
     ]
     log = (tree / "build" / "install.log").read_text()
@@ -75,15 +75,15 @@ def test_a_failure_shows_the_end_of_the_log_and_its_path(tree):
         str(n) for n in range(482, 501)
     ]
     assert last == (
-        "error: megatron_hdp: its dependencies, its C++ planner: the installation failed, see the "
+        "error: megatron_hdp: its dependencies, its C++ parts: the installation failed, see the "
         f"lines above; all of them are in {tree}/build/install.log"
     )
     assert "== " in (tree / "build" / "install.log").read_text()
     assert installed(tree, LOADS="1").stdout.startswith("installing into")  # it is tried again
 
 
-def test_a_planner_that_does_not_load(tree):
+def test_parts_that_do_not_load(tree):
     result = installed(tree)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: the planner does not load after its installation")
+    assert result.stderr.startswith("error: the C++ parts do not load after their installation")
     assert result.stderr.endswith(f"{tree}/build/install.log\n")

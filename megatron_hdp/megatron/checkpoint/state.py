@@ -41,7 +41,7 @@ class TrainingState:
 
     Args:
         arguments: of the run.
-        order: what decides the order of the data.
+        order: what decides the order of the data; once resumed, in the checkpoint's version.
         model: as the optimizer trains it.
         optimizer: its optimizer.
         scheduler: the learning rate's.
@@ -56,7 +56,7 @@ class TrainingState:
         scheduler: OptimizerParamScheduler,
     ) -> None:
         self._arguments = arguments
-        self._order = order
+        self.order = order
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -68,11 +68,11 @@ class TrainingState:
         content[_OURS] = {
             "version": _VERSION,
             "progress": asdict(progress),
-            "order": asdict(self._order),
-            "epoch": progress.consumed_sequences // self._order.num_sequences,
+            "order": asdict(self.order),
+            "epoch": progress.consumed_sequences // self.order.num_sequences,
             "optimizer": self._optimizer_kind(),
         }
-        if not self._order.hybrid_data_parallel:
+        if not self.order.hybrid_data_parallel:
             content["rng_state"] = rng_state.sharded()
         return content
 
@@ -95,7 +95,7 @@ class TrainingState:
         arguments = self._arguments
         common = reading.read_common(source)
         ours = _require_ours(common, source)
-        self._order.require_same(DataOrder(**ours["order"]), str(source))
+        order = self.order.continuing(DataOrder(**ours["order"]), str(source))
         self._require_same_schedule(common["scheduler"], source)
         progress = Progress(**ours["progress"])
         content = {"model": self._sharded_weights()}
@@ -104,7 +104,7 @@ class TrainingState:
                 self._require_same_optimizer(ours["optimizer"], source)
                 stack.enter_context(torch_adam.restorable(self.optimizer))
                 content = self._sharded_state(is_loading=True)
-            if arguments.load_rng and not self._order.hybrid_data_parallel:
+            if arguments.load_rng and not self.order.hybrid_data_parallel:
                 content["rng_state"] = rng_state.sharded()
             content = reading.read(content, source)
             self.model.module.load_state_dict(content["model"])
@@ -117,6 +117,7 @@ class TrainingState:
         self.scheduler.load_state_dict(common["scheduler"])
         if "rng_state" in content:
             rng_state.restore(content["rng_state"])
+        self.order = order
         return progress
 
     def _use_own_settings(self, state: dict[Any, Any]) -> None:

@@ -198,7 +198,7 @@ def diagnose() -> Diagnosis:
 
 def _diagnose() -> Diagnosis:
     problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
-    problems += _planner_problems()
+    problems += _compiled_problems()
     has_torch = _importable("torch")
     problems += network_problems()
     num_gpus = 0
@@ -287,11 +287,13 @@ def _advice(module: str) -> str:
     return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
 
 
-def _planner_problems() -> list[str]:
-    try:
-        importlib.import_module("megatron_hdp.planner")
-    except ImportError as error:
-        return [str(error)]
+def _compiled_problems() -> list[str]:
+    """What the rooms with C++ in them say that do not load; a later one may want an earlier one."""
+    for room in ("planner", "data"):
+        try:
+            importlib.import_module(f"megatron_hdp.{room}")
+        except ImportError as error:
+            return [str(error)]
     return []
 
 

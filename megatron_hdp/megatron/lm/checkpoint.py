@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from megatron_hdp.data import DataOrder, TokenFile, split_documents
+from megatron_hdp.data import LATEST_ORDER, DataOrder, TokenFile, split_documents
 from megatron_hdp.megatron import step
 from megatron_hdp.megatron.checkpoint import write_results
 from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import say
 from megatron_hdp.options import OptionError
 from megatron_hdp.processes import bound_to_this_process
 
@@ -68,6 +69,12 @@ def remember(order: DataOrder, args: argparse.Namespace) -> None:
     setattr(args, _ORDER, asdict(order))
 
 
+def order_of_run(args: argparse.Namespace, arguments: TrainingArguments) -> DataOrder:
+    """The order that this run draws in: the loaded checkpoint's, or that of runs that begin now."""
+    remembered = getattr(args, _ORDER, None)
+    return data_order(arguments) if remembered is None else DataOrder(**remembered)
+
+
 def count_tokens(args: argparse.Namespace, num_tokens: int) -> int:
     """Adds a step's tokens to those consumed since the start of training; returns the sum."""
     total = getattr(args, _TOKENS, 0) + num_tokens
@@ -80,10 +87,10 @@ def restore_tokens(args: argparse.Namespace, saved: argparse.Namespace) -> None:
     setattr(args, _TOKENS, getattr(saved, _TOKENS, 0))
 
 
-def require_same_order(
+def continue_order(
     args: argparse.Namespace, arguments: TrainingArguments | None, saved: argparse.Namespace
 ) -> None:
-    """Refuses to continue a run in another order of the data.
+    """Goes on in the order of the data that a checkpoint's run began with, or refuses to.
 
     Args:
         args: Megatron's.
@@ -104,6 +111,9 @@ def require_same_order(
             "repeated and skipped. Add --finetune to start at step 0 from its weights alone"
         )
     try:
-        data_order(arguments).require_same(DataOrder(**before), source)
+        order = data_order(arguments).continuing(DataOrder(**before), source)
     except ValueError as error:
         raise OptionError(str(error)) from None
+    if order.version < LATEST_ORDER:
+        say(order.announcement)
+    remember(order, args)

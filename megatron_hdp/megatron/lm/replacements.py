@@ -192,7 +192,7 @@ def compare_order(original: Function) -> Function:
 
         args = get_args()
         arguments = options.training_arguments(args) if args.hybrid_data_parallel else None
-        checkpoint.require_same_order(args, arguments, checkpoint_args)
+        checkpoint.continue_order(args, arguments, checkpoint_args)
         if arguments is not None:
             checkpoint.restore_tokens(args, checkpoint_args)
         return original(checkpoint_args, *positional, **named)

@@ -85,7 +85,8 @@ class LmRun:
         self.token_file = TokenFile(self.arguments.data_path[0])
         parts = split_documents(len(self.token_file.lengths), self.arguments.split)
         self.documents = dict(zip(_SPLITS, parts, strict=True))
-        checkpoint.remember(checkpoint.data_order(self.arguments), args)
+        self.order = checkpoint.order_of_run(args, self.arguments)
+        checkpoint.remember(self.order, args)
         self.log = LmLog(args)
         self._job = job
         self._make_outputs = make_outputs
@@ -246,6 +247,7 @@ class LmRun:
                 self.documents[split],
                 self.vocab_size,
             )
+            self._steps[split].follow(self.order.version)
             say(self._steps[split].describe(f"in split {split}"))
         return self._steps[split]
 

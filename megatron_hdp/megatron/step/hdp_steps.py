@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_hdp.data import DataOrder, SequenceTable, TokenFile
+from megatron_hdp.data import LATEST_ORDER, DataOrder, SequenceTable, TokenFile
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.options import TrainingArguments
@@ -62,6 +63,7 @@ def data_order(
         num_sequences=len(table),
         corpus=fingerprint(table.length.tobytes()),
         contents=contents,
+        version=LATEST_ORDER,
     )
 
 
@@ -111,6 +113,12 @@ class HdpSteps:
             facts = {"corpus": order.corpus, "tokens in the .bin of --data-path": contents}
             require_agreement(facts, compute_device())
         return order
+
+    def follow(self, order_version: int) -> None:
+        """Draws in the version of the order that the run began with; before its first step here."""
+        assert self.latest is None, "a step has run in another order"
+        self.order = replace(self.order, version=order_version)
+        self.preparation.follow(order_version)
 
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.

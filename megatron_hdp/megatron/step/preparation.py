@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from megatron_hdp.data import (
+    LATEST_ORDER,
     RankMicroBatch,
     SequenceTable,
     Step,
@@ -58,11 +59,19 @@ class StepPreparation:
         self.table = table
         self.token_file = token_file if place.reads_tokens else None
         self.vocab_size = vocab_size
-        self.sampler = StepSampler(
-            table.length,
-            seed=arguments.seed,
-            global_batch_size=arguments.global_batch_size,
-            global_batch_tokens=arguments.hdp_global_batch_tokens,
+        self.sampler = self._sampler(LATEST_ORDER)
+
+    def follow(self, order_version: int) -> None:
+        """Draws from now on in this version of the order; call it while nothing is prepared."""
+        self.sampler = self._sampler(order_version)
+
+    def _sampler(self, order_version: int) -> StepSampler:
+        return StepSampler(
+            self.table.length,
+            seed=self.arguments.seed,
+            global_batch_size=self.arguments.global_batch_size,
+            global_batch_tokens=self.arguments.hdp_global_batch_tokens,
+            order_version=order_version,
         )
 
     def prepare(self, consumed: int) -> PreparedStep:

@@ -81,6 +81,9 @@ class StockSteps:
         config.no_sync_func = model.no_sync
         config.finalize_model_grads_func = finalize_model_grads
 
+    def follow(self, order_version: int) -> None:
+        """Nothing to do: Megatron's own order has one version."""
+
     def run(self, consumed: int, forward_only: bool = False) -> StepReport:
         """Runs the step after `consumed` samples; leaves gradients in the DDP buffers."""
         reports = get_forward_backward_func()(

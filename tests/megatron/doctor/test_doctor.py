@@ -76,14 +76,18 @@ def test_a_missing_seam_is_a_problem_with_a_remedy(capsys, monkeypatch, seam, ex
     assert "training cannot run" in text
 
 
-def test_a_planner_that_is_not_built_is_a_problem(capsys, monkeypatch):
-    names = [name for name in sys.modules if name.startswith("megatron_hdp.planner")]
+@pytest.mark.parametrize(
+    ("room", "extension", "what"),
+    [("planner", "_core", "planner"), ("data", "_order", "order of the data")],
+)
+def test_a_part_that_is_not_built_is_a_problem(capsys, monkeypatch, room, extension, what):
+    names = [name for name in sys.modules if name.startswith(f"megatron_hdp.{room}")]
     for name in names:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "megatron_hdp.planner._core", None)
+    monkeypatch.setitem(sys.modules, f"megatron_hdp.{room}.{extension}", None)
     assert main(["doctor", "--json"]) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert "needs its compiled planner" in problem and "-m pip install -e" in problem
+    assert f"needs its compiled {what}" in problem and "-m pip install -e" in problem
 
 
 def test_without_megatron_one_line_says_so(capsys):

@@ -4,6 +4,7 @@ Ranks are forked once Megatron is loaded, which takes longer than the few steps 
 they write goes to files. ``python -m tests.megatron.lm.driver CHECKOUT RUNS.json``.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -12,10 +13,13 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
+
+from megatron_hdp.data import DataOrder
 
 DEADLINE_S = 240
 
@@ -79,6 +83,8 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
             from tests.training.faults import planted
 
             faults.enter_context(planted(run["fault"]))
+        if run.get("older"):
+            faults.enter_context(_older_release())
         if "nan_after" in run:
             faults.enter_context(_nan_after(run["nan_after"]))
         code = _start(run)
@@ -107,6 +113,24 @@ def _start(run: dict) -> int:
         sys.argv = [run["script"], *run["arguments"]]
         runpy.run_path(run["script"], run_name="__main__")
     return 0
+
+
+@contextmanager
+def _older_release() -> Iterator[None]:
+    """Within the block, the order of the data has its first version only, which nothing names."""
+    from megatron_hdp.megatron.lm import checkpoint
+    from megatron_hdp.megatron.step import hdp_steps, preparation
+
+    def remember(order: DataOrder, args: argparse.Namespace) -> None:
+        original(order, args)
+        assert args.hdp_data_order.pop("version") == 1
+
+    original = checkpoint.remember
+    with ExitStack() as stack:
+        for module in (checkpoint, hdp_steps, preparation):
+            stack.enter_context(mock.patch.object(module, "LATEST_ORDER", 1))
+        stack.enter_context(mock.patch.object(checkpoint, "remember", remember))
+        yield
 
 
 def _nan_after(consumed: int) -> AbstractContextManager[object]:

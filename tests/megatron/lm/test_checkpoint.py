@@ -12,6 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megatron_hdp.data import LATEST_ORDER
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm import checkpoint, replacements
 from megatron_hdp.megatron.releases import own_checkpoint_writer
@@ -34,7 +35,28 @@ HERE = SimpleNamespace(load="checkpoints")
 
 def test_the_same_order_goes_on_whatever_the_plan(arguments):
     other_plan = replace(arguments, hdp_strategy="static", hdp_tokens_per_rank=64)
-    checkpoint.require_same_order(HERE, other_plan, saved_by(arguments))
+    with mock.patch.object(checkpoint, "say") as say:
+        args = SimpleNamespace(load="checkpoints")
+        checkpoint.continue_order(args, other_plan, saved_by(arguments))
+    assert checkpoint.order_of_run(args, other_plan).version == LATEST_ORDER
+    say.assert_not_called()
+
+
+def test_an_older_checkpoints_version_goes_on(arguments):
+    saved, args = saved_by(arguments), SimpleNamespace(load="checkpoints")
+    assert saved.hdp_data_order.pop("version") == LATEST_ORDER
+    with mock.patch.object(checkpoint, "say") as say:
+        checkpoint.continue_order(args, arguments, saved)
+    assert checkpoint.order_of_run(args, arguments).version == 1
+    assert args.hdp_data_order == saved.hdp_data_order | {"version": 1}
+    say.assert_called_once()
+    saved.hdp_data_order["version"] = LATEST_ORDER + 1
+    with pytest.raises(ValueError, match="--load checkpoints has version 3 of the order"):
+        checkpoint.continue_order(args, arguments, saved)
+
+
+def test_a_run_that_begins_now_has_the_latest_version(arguments):
+    assert checkpoint.order_of_run(SimpleNamespace(), arguments).version == LATEST_ORDER
 
 
 @pytest.mark.parametrize(
@@ -47,17 +69,17 @@ def test_the_same_order_goes_on_whatever_the_plan(arguments):
 )
 def test_another_order_is_refused(arguments, changed, message):
     with pytest.raises(ValueError, match=message) as info:
-        checkpoint.require_same_order(HERE, replace(arguments, **changed), saved_by(arguments))
+        checkpoint.continue_order(HERE, replace(arguments, **changed), saved_by(arguments))
     assert "--load checkpoints" in str(info.value) and "--finetune" in str(info.value)
 
 
 def test_with_and_without_hdp_are_two_orders(arguments):
     stock = SimpleNamespace()
-    checkpoint.require_same_order(HERE, None, stock)
+    checkpoint.continue_order(HERE, None, stock)
     with pytest.raises(ValueError, match="found a run with --hybrid-data-parallel, expected one w"):
-        checkpoint.require_same_order(HERE, arguments, stock)
+        checkpoint.continue_order(HERE, arguments, stock)
     with pytest.raises(ValueError, match="found a run without --hybrid-data-parallel, expected"):
-        checkpoint.require_same_order(HERE, None, saved_by(arguments))
+        checkpoint.continue_order(HERE, None, saved_by(arguments))
 
 
 def test_tokens_are_counted_on():

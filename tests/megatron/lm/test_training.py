@@ -70,6 +70,8 @@ def runs(tmp_path_factory):
             load=STOCK,
         ),
         run("second half", 2, [*HDP, "160"], load="halves", save="halves"),
+        run("older", 1, [*HDP, "256", "--finetune"], load=STOCK, save="older", older=True),
+        run("older, resumed", 1, [*HDP, "256", "--ckpt-step", "2"], load="older"),
         own_command(folder),
     ]
     drive(folder, plan)
@@ -124,6 +126,16 @@ def test_saved_and_resumed_equals_uninterrupted(runs):
     assert scalars(runs, "second half")["lm loss"] == {3: loss[3], 4: loss[4]}
     text = (runs / "log second half.1").read_text()
     assert "consumed samples:           24" in text and "consumed samples:           32" in text
+
+
+def test_a_run_of_an_older_release_keeps_its_order(runs):
+    older, resumed = scalars(runs, "older"), scalars(runs, "older, resumed")
+    assert older["lm loss"][3] != pytest.approx(scalars(runs, "one")["lm loss"][3], rel=1e-4)
+    for tag in ("lm loss", "lm loss validation"):
+        assert resumed[tag] == {step: older[tag][step] for step in resumed[tag]}
+    assert sorted(resumed["lm loss"]) == [3, 4] and list(resumed["lm loss validation"]) == [4]
+    log = (runs / "log older, resumed.0").read_text()
+    assert log.count("began with version 1 of the order of the data") == 1
 
 
 def test_the_projects_own_command_gives_the_same_losses(runs):

@@ -1,0 +1,98 @@
+// Unit tests of data/epoch_order.hpp; prints each failed check and returns how many failed.
+#include "data/epoch_order.hpp"
+
+#include <cstdio>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+int num_failed = 0;
+
+void check_that(bool holds, const char* text, int line) {
+  if (holds) return;
+  std::printf("epoch_order_test.cpp, line %d: %s\n", line, text);
+  ++num_failed;
+}
+
+#define CHECK(condition) check_that((condition), #condition, __LINE__)
+
+bool is_permutation(const std::vector<int64_t>& rows) {
+  std::vector<bool> seen(rows.size());
+  for (const int64_t row : rows) {
+    if (row < 0 || row >= static_cast<int64_t>(rows.size())) return false;
+    if (seen[static_cast<size_t>(row)]) return false;
+    seen[static_cast<size_t>(row)] = true;
+  }
+  return true;
+}
+
+void test_every_row_once() {
+  CHECK(!is_permutation({0, 2}) && !is_permutation({0, 0}));
+  for (int64_t num_rows = 1; num_rows <= 1100; ++num_rows) {
+    for (const uint64_t seed : {uint64_t{0}, std::numeric_limits<uint64_t>::max()}) {
+      CHECK(is_permutation(hdp::EpochOrder(num_rows, seed, 0, 1).rows(0, num_rows)));
+    }
+  }
+}
+
+void test_random_access() {
+  const hdp::EpochOrder order(1000, 1, 2, 3);
+  const std::vector<int64_t> all = order.rows(0, 1000);
+  CHECK(order.rows(1000, 0).empty());
+  CHECK(order.rows(600, 400) == std::vector<int64_t>(all.begin() + 600, all.end()));
+  for (int64_t position = 0; position < 1000; position += 37) {
+    CHECK(order.row(position) == all[static_cast<size_t>(position)]);
+  }
+}
+
+void test_every_word_matters() {
+  const std::vector<int64_t> rows = hdp::EpochOrder(1000, 1, 2, 3).rows(0, 1000);
+  CHECK(rows == hdp::EpochOrder(1000, 1, 2, 3).rows(0, 1000));
+  CHECK(rows != hdp::EpochOrder(1000, 2, 1, 3).rows(0, 1000));
+  CHECK(rows != hdp::EpochOrder(1000, 1, 3, 2).rows(0, 1000));
+  CHECK(rows != hdp::EpochOrder(1000, 0, 2, 3).rows(0, 1000));
+}
+
+void test_the_largest_epoch() {
+  const int64_t last = hdp::EpochOrder::kMaxRows - 1;
+  const hdp::EpochOrder order(hdp::EpochOrder::kMaxRows, 5, 0, 0);
+  for (const int64_t position : {int64_t{0}, last / 3, last}) {
+    CHECK(order.row(position) >= 0 && order.row(position) <= last);
+  }
+}
+
+template <typename Action>
+bool is_refused(Action action) {
+  try {
+    action();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+void test_refusals() {
+  CHECK(is_refused([] { hdp::EpochOrder(0, 0, 0, 0); }));
+  CHECK(is_refused([] { hdp::EpochOrder(hdp::EpochOrder::kMaxRows + 1, 0, 0, 0); }));
+  const hdp::EpochOrder order(10, 0, 0, 0);
+  constexpr int64_t most = std::numeric_limits<int64_t>::max();
+  CHECK(is_refused([&] { order.rows(-1, 2); }));
+  CHECK(is_refused([&] { order.rows(3, -1); }));
+  CHECK(is_refused([&] { order.rows(3, 8); }));
+  CHECK(is_refused([&] { order.rows(11, 0); }));
+  CHECK(is_refused([&] { order.rows(most, most); }));
+}
+
+}  // namespace
+
+int main() {
+  test_every_row_once();
+  test_random_access();
+  test_every_word_matters();
+  test_the_largest_epoch();
+  test_refusals();
+  return num_failed == 0 ? 0 : 1;
+}

@@ -1,0 +1,18 @@
+"""The benchmark of the data runs, small, and prints what it compares."""
+
+from pathlib import Path
+
+from tests.support.processes import run_script
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_data.py"
+
+
+def test_a_small_run():
+    small = ("--draws", "50", "--rounds", "3", "--table-up-to", "100", "--step-rows", "1000")
+    done = run_script(SCRIPT, "--rows", "20", "1000000", *small)
+    assert done.returncode == 0, done.stderr
+    _, names, few, many, step = done.stdout.splitlines()
+    assert names.split() == ["rows", "version", "2", "numpy,", "once", "version", "1,", "once"]
+    assert few.count(" ms (") == 3 and many.count(" ms (") == 1
+    assert step.startswith("a step of about 50 sequences of 1,000: ")
+    assert "ms by sequences" in step and "ms by tokens" in step

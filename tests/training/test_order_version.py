@@ -1,0 +1,102 @@
+"""A run goes on in the version of the order of the data that it began with."""
+
+import io
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megatron_hdp.data import DataOrder
+from megatron_hdp.megatron.checkpoint.state import TrainingState
+from megatron_hdp.training.loop import pretrain
+from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.ranks import RankError
+
+LENGTHS = [30, 60, 20, 33, 21, 50, 64, 3] * 2
+STEPS = 6
+ANNOUNCED = "began with version 1 of the order of the data (now 2): it goes on in that one"
+
+
+def curve(arguments):
+    """Body of a rank: losses of every step, and how often the older version was announced."""
+    log = io.StringIO()
+    with redirect_stdout(log):
+        found = [(one.step, one.loss, one.validation_loss) for one in pretrain(arguments)]
+    return found, log.getvalue().count(ANNOUNCED)
+
+
+def curve_of_an_older_release(arguments):
+    """Body of a rank: the same, in a release that knew no other version than the first."""
+    content = TrainingState.content
+
+    def without_version(self, progress):
+        saved = content(self, progress)
+        assert saved["megatron_hdp"]["order"].pop("version") == 1
+        return saved
+
+    with ExitStack() as stack:
+        for module in ("hdp_steps", "preparation"):
+            name = f"megatron_hdp.megatron.step.{module}.LATEST_ORDER"
+            stack.enter_context(mock.patch(name, 1))
+        stack.enter_context(mock.patch.object(TrainingState, "content", without_version))
+        return curve(arguments)
+
+
+def curve_of_a_newer_release(arguments):
+    """Body of a rank: the same, saving a version that nobody knows here."""
+    content = TrainingState.content
+
+    def with_version(self, progress):
+        saved = content(self, progress)
+        saved["megatron_hdp"]["order"]["version"] = 3
+        return saved
+
+    with mock.patch.object(TrainingState, "content", with_version):
+        return curve(arguments)
+
+
+def curve_in_the_latest_version(arguments):
+    """Body of a rank, the planted fault: what the checkpoint says is not heeded."""
+    with mock.patch.object(DataOrder, "continuing", lambda self, saved, source: self):
+        return curve(arguments)
+
+
+@pytest.fixture
+def run(tmp_path):
+    settings = {"global_batch_size": 3, "train_iters": STEPS, "lr_decay_iters": STEPS, "lr": 1e-2}
+    validation = {"split": "1,1,0", "eval_iters": 1, "eval_interval": 1}
+    return tiny_arguments(write_corpus(tmp_path, LENGTHS), **settings, **validation)
+
+
+def close(found, expected):
+    return found == [pytest.approx(one, rel=1e-10) for one in expected]
+
+
+def test_a_run_of_an_older_release_keeps_its_order(run_ranks, run, tmp_path):
+    folder = tmp_path / "checkpoints"
+    expected, _ = run_ranks(
+        1, curve_of_an_older_release, replace(run, save=folder, save_interval=2)
+    )[0]
+    resumed = replace(run, load=folder, ckpt_step=2)
+    wrong, _ = run_ranks(1, curve_in_the_latest_version, resumed)[0]
+    assert not close([one[:2] for one in wrong], [one[:2] for one in expected[2:]])
+    # two ranks, then one again from what this release saved
+    later = replace(resumed, save=tmp_path / "later", save_interval=2)
+    (found, announced), (_, silent) = run_ranks(2, curve, replace(later, train_iters=4))
+    assert close(found, expected[2:4]) and (announced, silent) == (1, 0)
+    found, announced = run_ranks(1, curve, replace(run, load=tmp_path / "later"))[0]
+    assert close(found, expected[4:]) and announced == 1
+
+
+def test_a_run_that_begins_now_says_nothing(run_ranks, run, tmp_path):
+    saving = replace(run, save=tmp_path / "checkpoints", save_interval=2, train_iters=2)
+    assert run_ranks(1, curve, saving)[0][1] == 0
+    assert run_ranks(1, curve, replace(run, load=saving.save, train_iters=3))[0][1] == 0
+
+
+def test_a_version_that_this_release_does_not_know_is_refused(run_ranks, run, tmp_path):
+    saving = replace(run, save=tmp_path / "checkpoints", save_interval=2, train_iters=2)
+    run_ranks(1, curve_of_a_newer_release, saving)
+    with pytest.raises(RankError, match="has version 3 of the order of the data, expected 1 to 2"):
+        run_ranks(1, curve, replace(run, load=saving.save))
