@@ -4,7 +4,6 @@ Nothing is forked: a process that has asked CUDA for anything cannot be.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import orjson
 
 from scripts.gpu.several_ranks import one_gpu_environment
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
         num_ranks: of the job.
     """
     folder.mkdir(parents=True)
-    metrics_path, port = folder / "metrics.jsonl", _free_port()
+    metrics_path, port = folder / "metrics.jsonl", free_port()
     processes, outputs = [], []
     for rank in range(num_ranks):
         environment = os.environ | {
@@ -93,9 +93,3 @@ def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     return {} if num_ranks == 1 else {"LOCAL_RANK": "0"} | one_gpu_environment(rank)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

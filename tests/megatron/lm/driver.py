@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_hdp.data import DataOrder
+from tests.support.processes import free_port
 
 DEADLINE_S = 240
 
@@ -41,7 +41,7 @@ def _run(run: dict) -> int:
 
     A run may name its ``exits``, one a rank; a rank of ``None`` does not end by itself.
     """
-    port = _free_port()
+    port = free_port()
     expected = run.get("exits") or [0] * run["ranks"]
     children = {}
     for rank in range(run["ranks"]):
@@ -147,12 +147,6 @@ def _nan_after(consumed: int) -> AbstractContextManager[object]:
         return replace(report, loss=float("nan"))
 
     return mock.patch.object(HdpSteps, "run", run)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 if __name__ == "__main__":
