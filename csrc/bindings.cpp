@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -14,14 +15,17 @@ namespace py = pybind11;
 
 namespace {
 
-std::vector<int64_t> to_lengths(const py::array& array) {
+using Int64Array = py::array_t<int64_t, py::array::c_style>;
+
+// A view of the array, which is kept as long as it is looked at.
+hdp::Lengths to_lengths(const py::array& array) {
   if (!array.dtype().is(py::dtype::of<int64_t>()) || array.ndim() != 1) {
     throw std::invalid_argument("lengths has dtype " + py::str(array.dtype()).cast<std::string>() +
                                 " and " + std::to_string(array.ndim()) +
                                 " dimensions; expected int64 and 1");
   }
-  const auto values = py::cast<py::array_t<int64_t, py::array::c_style>>(array);
-  return {values.data(), values.data() + values.size()};
+  const auto kept = std::make_shared<const Int64Array>(py::cast<Int64Array>(array));
+  return {kept->data(), static_cast<std::size_t>(kept->size()), kept};
 }
 
 std::vector<double> to_speeds(const py::array& array) {
@@ -46,16 +50,37 @@ py::array_t<T> to_numpy(std::vector<T>& values) {
   return array;
 }
 
+// So many values: the given ones, which are gone then, and behind them others that are alike. Zeros
+// there take no memory.
+template <typename To, typename From>
+py::array_t<To> widened(std::vector<From>& values, std::size_t size, From others) {
+  const py::object zeros = py::module_::import("numpy").attr("zeros");
+  py::array_t<To> array = zeros(size, py::dtype::of<To>());
+  To* next = array.mutable_data();
+  for (const From value : values) *next++ = static_cast<To>(value);
+  if (others != 0) std::fill(next, array.mutable_data() + size, static_cast<To>(others));
+  std::vector<From>().swap(values);
+  array.attr("setflags")(py::arg("write") = false);
+  return array;
+}
+
+py::array_t<int64_t> widened(std::vector<int32_t>& values) {
+  return widened<int64_t>(values, values.size(), int32_t{0});
+}
+
 py::dict to_dict(hdp::Answer& answer) {
+  hdp::Plan& plan = answer.plan;
+  const auto num_micro_batches = static_cast<std::size_t>(plan.num_micro_batches());
   py::dict result;
-  result["rank_offsets"] = to_numpy(answer.plan.rank_offsets);
-  result["ranks"] = to_numpy(answer.plan.ranks);
-  result["sequence_offsets"] = to_numpy(answer.plan.sequence_offsets);
-  result["sequences"] = to_numpy(answer.plan.sequences);
-  result["local_offsets"] = to_numpy(answer.plan.local_offsets);
-  result["local_sequences"] = to_numpy(answer.plan.local_sequences);
-  result["local_ranks"] = to_numpy(answer.plan.local_ranks);
-  result["offload_ratios"] = to_numpy(answer.plan.offload_ratios);
+  result["sequences"] = widened(plan.sequences);
+  result["sequence_offsets"] = widened(plan.sequence_offsets);
+  result["rank_offsets"] = widened(plan.rank_offsets);
+  result["ranks"] = to_numpy(plan.ranks);
+  const int32_t num_locals = plan.local_offsets.back();
+  result["local_offsets"] = widened<int64_t>(plan.local_offsets, num_micro_batches + 1, num_locals);
+  result["local_sequences"] = widened(plan.locals.sequences);
+  result["local_ranks"] = to_numpy(plan.locals.ranks);
+  result["offload_ratios"] = widened<double>(plan.offload_ratios, num_micro_batches, 0.0);
   result["makespan_s"] = answer.schedule.makespan_s;
   result["lower_bound_s"] = answer.lower_bound_s;
   result["perfect_s"] = answer.perfect_s;

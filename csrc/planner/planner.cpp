@@ -5,7 +5,6 @@
 
 #include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
-#include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
@@ -39,7 +38,7 @@ Answer make_plan(const Problem& problem, const std::string& strategy) {
 
 double checked_tight_bound_s(const Problem& problem) {
   check(problem);
-  return tight_bound_s(problem, longest_first(problem.lengths));
+  return tight_bound_s(problem);
 }
 
 }  // namespace hdp

@@ -116,9 +116,9 @@ void test_naive() {
   hdp::Problem p = problem(25, 1, 4, 100);
   p.lengths = {40, 51, 20, 5};
   const hdp::Plan plan = hdp::naive(p);
-  CHECK((plan.rank_offsets == std::vector<int64_t>{0, 2, 3, 4}));
-  CHECK((plan.sequences == std::vector<int64_t>{1, 0, 2, 3}));
-  CHECK(plan.offload_ratios[1] == 0.75 && plan.offload_ratios[2] == 0);
+  CHECK((plan.rank_offsets == std::vector<int32_t>{0, 2, 3, 4}));
+  CHECK((plan.sequences == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
+  CHECK(plan.offload_ratio(1) == 0.75 && plan.offload_ratio(2) == 0);
 }
 
 }  // namespace

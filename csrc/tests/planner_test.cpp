@@ -96,7 +96,7 @@ void test_packing_of_shrinking_items() {
     for (int64_t& item : items) item = 1 + static_cast<int64_t>(random() % 60);
     std::sort(items.begin(), items.end(), std::greater<>());
     hdp::BestFit any(capacity);
-    hdp::BestFitDecreasing shrinking(capacity);
+    hdp::BestFitDecreasing shrinking(capacity, items.empty() ? 1 : items.back());
     for (const int64_t item : items) {
       const bool fits = shrinking.fits(item);
       const int64_t bins = shrinking.num_bins();
@@ -105,6 +105,43 @@ void test_packing_of_shrinking_items() {
     }
     CHECK(shrinking.num_bins() == any.num_bins());
   }
+}
+
+// In any order each item goes to the least room that is enough, of two to the older bin.
+void test_best_fit() {
+  std::mt19937 random(9);
+  for (int round = 0; round < 100; ++round) {
+    const int64_t capacity = 1 + static_cast<int64_t>(random() % 20);
+    hdp::BestFit packing(capacity);
+    std::vector<int64_t> rooms;
+    for (std::size_t left = random() % 300; left > 0; --left) {
+      const int64_t item = 1 + static_cast<int64_t>(random() % static_cast<unsigned>(capacity));
+      std::size_t best = rooms.size();
+      for (std::size_t bin = 0; bin < rooms.size(); ++bin) {
+        if (rooms[bin] < item) continue;
+        if (best == rooms.size() || rooms[bin] < rooms[best]) best = bin;
+      }
+      if (best == rooms.size()) rooms.push_back(capacity);
+      rooms[best] -= item;
+      CHECK(packing.place(item) == static_cast<int64_t>(best));
+    }
+    CHECK(packing.num_bins() == static_cast<int64_t>(rooms.size()));
+  }
+}
+
+// Locals and offload ratios are kept up to the last micro-batch that has any.
+void test_what_most_micro_batches_lack() {
+  hdp::Plan plan;
+  plan.add({0}, {0});
+  plan.add({0, 1}, {1}, 0.5);
+  plan.locals = {{1, 1}, {2, 3}};
+  plan.end_locals(2);
+  plan.add({1}, {4});
+  CHECK((plan.local_offsets == std::vector<int32_t>{0, 0, 2}));
+  CHECK(plan.local_offset(0) == 0 && plan.local_offset(1) == 0 && plan.local_offset(2) == 2);
+  CHECK(plan.local_offset(3) == 2);
+  CHECK((plan.offload_ratios == std::vector<double>{0, 0.5}));
+  CHECK(plan.offload_ratio(0) == 0 && plan.offload_ratio(1) == 0.5 && plan.offload_ratio(2) == 0);
 }
 
 void test_place_set() {
@@ -149,14 +186,22 @@ void test_sorting() {
   std::vector<int64_t> lengths;
   for (int64_t i = 0; i < 5000; ++i)
     lengths.push_back(1 + i * 7919 % 4099 * (i % 3 == 0 ? 1 << 20 : 1));
-  const std::vector<int64_t> order = hdp::longest_first(lengths);
-  CHECK(order.size() == lengths.size());
+  const std::vector<hdp::SequenceId> order = hdp::longest_first(lengths);
+  const hdp::SortedLengths sorted(lengths, order);
+  CHECK(order.size() == lengths.size() && sorted.size() == lengths.size());
   for (std::size_t i = 1; i < order.size(); ++i) {
+    CHECK(sorted[i] == lengths[static_cast<std::size_t>(order[i])]);
+    CHECK(sorted.first_within(sorted[i]) <= i && sorted.first_within(sorted[i] - 1) > i);
     const auto left = static_cast<std::size_t>(order[i - 1]);
     const auto right = static_cast<std::size_t>(order[i]);
     CHECK(lengths[left] > lengths[right] || (lengths[left] == lengths[right] && left < right));
   }
-  CHECK((hdp::longest_first({3, 9, 3, 1}) == std::vector<int64_t>{1, 0, 2, 3}));
+  CHECK((hdp::longest_first({3, 9, 3, 1}) == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
+  const hdp::Lengths four_bytes{3, 9, 4294967295, 9};
+  const hdp::SortedLengths few(four_bytes, hdp::longest_first(four_bytes));
+  CHECK(few[0] == 4294967295 && few[1] == 9 && few[3] == 3);
+  CHECK(few.first_within(int64_t{1} << 40) == 0 && few.first_within(8) == 3);
+  CHECK(few.first_within(2) == 4);
 }
 
 void test_clock_heap() {
@@ -299,33 +344,32 @@ void test_bounds() {
   hdp::Problem slow = problem({24}, 4, 24);
   slow.cost = {1.0, 2.0, 0.0, 8.0, 1.0, 1.0, 8};
   CHECK(std::abs(hdp::lower_bound_s(slow) - 312) < 1e-9);
-  CHECK(std::abs(hdp::tight_bound_s(slow, {0}) - 312) < 1e-9);
+  CHECK(std::abs(hdp::tight_bound_s(slow) - 312) < 1e-9);
   // 200 tokens take 594 s of transfer on 100 ranks, where 40000 s of attention hide 400 s of it:
   // all ranks lose 194 s if it is to end after 794 s, and nothing else can run meanwhile
   hdp::Problem exposed = problem({200, 20}, 100, 200);
   exposed.cost = {1.0, 100.0, 0.0, 1.0, 1.0, 1.0, 8};
   const double bound = hdp::lower_bound_s(exposed);
   CHECK(std::abs(bound - (60000 / 100.0 + 194)) < 1e-9);
-  CHECK(hdp::tight_bound_s(exposed, {0, 1}) > 1.005 * bound);
-  CHECK(hdp::tight_bound_s(exposed, {0, 1}) < 1.03 * bound);
+  CHECK(hdp::tight_bound_s(exposed) > 1.005 * bound);
+  CHECK(hdp::tight_bound_s(exposed) < 1.03 * bound);
   // memory makes the slow rank share what the fast one alone would do in 110 s
   hdp::Problem forced = problem({10}, 2, 6);
   forced.cost = {1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 8};
   forced.speeds = {1.0, 0.1};
   CHECK(std::abs(hdp::lower_bound_s(forced) - 110) < 1e-9);
-  CHECK(std::abs(hdp::tight_bound_s(forced, {0}) - 550) < 1e-9);
+  CHECK(std::abs(hdp::tight_bound_s(forced) - 550) < 1e-9);
 }
 
 void test_spare_room() {
   const hdp::Problem shorts = problem({9, 4, 4, 3, 2}, 2, 10);
   const hdp::Batch batch(shorts);
   hdp::SpareRoom room(batch, hdp::places_of_shorts(batch, hdp::Degrees{2, 1, 1, 1, 1}));
-  std::vector<hdp::Local> locals;
+  hdp::Locals locals;
   const double seconds = room.fill({5, 6}, 5, locals);
   CHECK(seconds == hdp::compute_s(shorts.cost, 4));
-  CHECK(locals.size() == 2 && locals[0].rank == 5 && locals[1].rank == 6);
-  CHECK((locals[0].sequences == std::vector<int64_t>{1}));
-  CHECK((locals[1].sequences == std::vector<int64_t>{2}));
+  CHECK((locals.ranks == std::vector<int32_t>{5, 6}));
+  CHECK((locals.sequences == std::vector<hdp::SequenceId>{1, 2}));
   const hdp::PlaceSet left = room.take_remaining();
   CHECK(left.next(0) == 3 && left.next(4) == 4 && left.next(5) == left.size());
 }
@@ -333,7 +377,9 @@ void test_spare_room() {
 void test_schedule() {
   hdp::Problem small = problem({24, 2, 9, 4, 5}, 4, 10);
   hdp::Plan plan;
-  plan.add({0, 1, 2}, {0}, {{2, {1}}});
+  plan.add({0, 1, 2}, {0});
+  plan.locals = {{2}, {1}};
+  plan.end_locals(1);
   plan.add({3}, {2});
   plan.add({0}, {3, 4});
   const hdp::Schedule schedule = hdp::simulate(small, plan);
@@ -373,6 +419,8 @@ int main() {
   test_slices();
   test_packing();
   test_packing_of_shrinking_items();
+  test_best_fit();
+  test_what_most_micro_batches_lack();
   test_place_set();
   test_cost_model();
   test_sorting();

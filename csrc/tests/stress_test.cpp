@@ -1,6 +1,8 @@
 // Every strategy on a few hundred random problems: the plans cover the batch and fit the ranks.
 #include <cstdio>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
@@ -68,9 +70,11 @@ hdp::Problem random_problem(int seed, bool offload) {
   const int64_t longest = 2 * multiples * problem.slice_multiple * problem.num_ranks;
   const int64_t usual = numbers.one_in(2) ? longest : std::min(longest, problem.tokens_per_rank);
   problem.max_length = longest;
+  std::vector<int64_t> lengths;
   for (int64_t left = numbers.between(1, 120); left > 0; --left) {
-    problem.lengths.push_back(numbers.between(1, numbers.one_in(20) ? longest : usual));
+    lengths.push_back(numbers.between(1, numbers.one_in(20) ? longest : usual));
   }
+  problem.lengths = std::move(lengths);
   return problem;
 }
 
@@ -78,7 +82,7 @@ hdp::Problem random_problem(int seed, bool offload) {
 bool covers(const hdp::Problem& problem, const hdp::Plan& plan) {
   std::vector<int> held(problem.lengths.size());
   for (const int64_t id : plan.sequences) ++held.at(static_cast<std::size_t>(id));
-  for (const int64_t id : plan.local_sequences) ++held.at(static_cast<std::size_t>(id));
+  for (const int64_t id : plan.locals.sequences) ++held.at(static_cast<std::size_t>(id));
   for (const int times : held) {
     if (times != 1) return false;
   }
@@ -102,16 +106,17 @@ bool fits(const hdp::Problem& problem, const hdp::Plan& plan) {
   };
   for (std::size_t m = 0; m + 1 < plan.rank_offsets.size(); ++m) {
     const int64_t degree = plan.rank_offsets[m + 1] - plan.rank_offsets[m];
-    const double share = hdp::resident_share(problem, plan.offload_ratios[m]);
+    const double share = hdp::resident_share(problem, plan.offload_ratio(static_cast<int64_t>(m)));
     for (auto i = plan.rank_offsets[m]; i < plan.rank_offsets[m + 1]; ++i) {
       int64_t held = 0;
       for (auto s = plan.sequence_offsets[m]; s < plan.sequence_offsets[m + 1]; ++s) {
         held += tokens(plan.sequences[static_cast<std::size_t>(s)], degree);
       }
-      for (auto s = plan.local_offsets[m]; s < plan.local_offsets[m + 1]; ++s) {
+      const auto last = plan.local_offset(static_cast<int64_t>(m) + 1);
+      for (auto s = plan.local_offset(static_cast<int64_t>(m)); s < last; ++s) {
         const auto at = static_cast<std::size_t>(s);
-        if (plan.local_ranks[at] != plan.ranks[static_cast<std::size_t>(i)]) continue;
-        held += tokens(plan.local_sequences[at], 1);
+        if (plan.locals.ranks[at] != plan.ranks[static_cast<std::size_t>(i)]) continue;
+        held += tokens(plan.locals.sequences[at], 1);
       }
       const auto capacity = static_cast<double>(problem.tokens_per_rank) * (1 + 1e-12);
       if (static_cast<double>(held) * share > capacity) return false;
@@ -140,7 +145,7 @@ void test_the_checks() {
   check_that(!covers(problem, plan), "a missing sequence is not seen", "checks", 0);
   plan.add({0, 1}, {1});
   check_that(covers(problem, plan) && fits(problem, plan), "a good plan is refused", "checks", 1);
-  problem.lengths[1] = 21;
+  problem.lengths = {10, 21};
   check_that(!fits(problem, plan), "a slice that is too long is not seen", "checks", 2);
   plan.add({1, 1}, {1});
   check_that(!covers(problem, plan), "a sequence that is there twice is not seen", "checks", 3);

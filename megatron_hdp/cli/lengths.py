@@ -54,15 +54,18 @@ def batch_of(
         from megatron_hdp.data.presets import LONGEST
 
         room = ranks * tokens_per_rank
-        return _draw(
+        batch = _draw(
             source.removeprefix(PRESET),
             num_tokens or _PRESET_CAPACITIES * room,
             max_length or min(LONGEST, room),
             seed or 0,
         )
-    if seed is not None:
+    elif seed is not None:
         raise ValueError(f"--seed {seed} has no effect on {source}: it draws presets; leave it out")
-    return _limited(_cut(Batch(read_lengths(source), max_length)), num_tokens, source)
+    else:
+        batch = _limited(_cut(Batch(read_lengths(source), max_length)), num_tokens, source)
+    batch.lengths.setflags(write=False)  # so that a plan of millions shares it
+    return batch
 
 
 def read_lengths(path: str) -> "Int64Array":
@@ -84,7 +87,6 @@ def read_lengths(path: str) -> "Int64Array":
         lengths = np.concatenate([_parsed(path, *piece) for piece in pieces(path)])
     if len(lengths) == 0:
         raise ValueError(f"{path} has no sequence length, expected one positive integer a line")
-    lengths.setflags(write=False)  # so that a plan of millions shares it
     return lengths
 
 
@@ -155,4 +157,4 @@ def _limited(batch: Batch, num_tokens: int | None, source: str) -> Batch:
             f"the first {taken:,} of {len(lengths):,} sequences taken: the next one would exceed "
             f"{num_tokens:,} tokens"
         )
-    return Batch(lengths[:taken], batch.max_length, (*batch.notes, note))
+    return Batch(lengths[:taken].copy(), batch.max_length, (*batch.notes, note))

@@ -144,8 +144,9 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     for note in batch.notes:
         print(note)
+    batch_line = plan_report.batch_line(request)  # its median is found while there is no plan yet
     chosen = planning.evaluated(planning.plan_with(arguments.strategy, request), request)
-    print(plan_report.batch_line(request))
+    print(batch_line)
     if arguments.compare:
         print(plan_report.comparison(planning.compare(request, chosen)))
     else:
@@ -217,14 +218,18 @@ def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:
     """Write the files that were asked for."""
+    from megatron_hdp.planner import evaluate
     from megatron_hdp.simulator.files import complete_file
 
-    made, evaluation = chosen.plan, chosen.evaluation
-    assert made is not None and evaluation is not None
+    made = chosen.plan
+    assert made is not None
     if arguments.output:
         with complete_file(arguments.output) as temporary:
             made.save(temporary)
         print(f"plan written to {arguments.output}")
+    if not (arguments.plot or arguments.trace):
+        return
+    evaluation = evaluate(made, request.cost_model, request.pipeline_stages)
     if arguments.plot:
         if arguments.plot.endswith(".html"):
             from megatron_hdp.simulator.page import write_page as draw

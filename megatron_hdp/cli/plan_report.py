@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hdp.cli.planning import Outcome, Request
-from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.planner import Figures, Plan
+from megatron_hdp.planner.flat_plan import pieces
 
 _COLUMNS = (
     "strategy",
@@ -92,19 +94,19 @@ def num_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def share(part_s: float, evaluation: Evaluation) -> float:
+def share(part_s: float, evaluation: Figures) -> float:
     """Return a time as a share of the makespan; 1 for a plan that takes no time."""
     return part_s / evaluation.makespan_s if evaluation.makespan_s else 1.0
 
 
-def _efficiency_formula(evaluation: Evaluation) -> str:
+def _efficiency_formula(evaluation: Figures) -> str:
     even = evaluation.total_speed == len(evaluation.busy_s)
     ranks = "ranks" if even else "sum of speeds"
     stages = " / stages" if evaluation.pipeline_stages > 1 else ""
     return f"total compute / {ranks}{stages} / makespan"
 
 
-def _bound_rows(evaluation: Evaluation, proven_s: float) -> list[tuple[str, str]]:
+def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
     def row(name: str, part_s: float, what: str) -> tuple[str, str]:
         return name, f"{share(part_s, evaluation):.3f}  ({what} {seconds(part_s)})"
 
@@ -133,8 +135,8 @@ def _offload_rows(made: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _row(made: Plan, evaluation: Evaluation) -> tuple[str, ...]:
-    degrees = np.diff(made.rank_offsets)
+def _row(made: Plan, evaluation: Figures) -> tuple[str, ...]:
+    degrees = np.flatnonzero(_counts_by_degree(made))
     return (
         made.strategy,
         f"{evaluation.efficiency:.3f}",
@@ -154,7 +156,8 @@ def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
 
 
 def _micro_batch_span(made: Plan) -> str:
-    counts = np.bincount(made.ranks, minlength=made.num_ranks)
+    counts = np.zeros(made.num_ranks, dtype=np.int64)
+    np.add.at(counts, made.ranks, 1)
     return _span(int(counts.min()), int(counts.max()))
 
 
@@ -163,8 +166,16 @@ def _span(least: int, most: int) -> str:
 
 
 def _degree_counts(made: Plan) -> str:
-    degrees, counts = np.unique(np.diff(made.rank_offsets), return_counts=True)
+    counts = _counts_by_degree(made)
+    degrees = np.flatnonzero(counts)
     if len(degrees) > 8:
         return f"{len(degrees)} of them, {_span(int(degrees[0]), int(degrees[-1]))}"
-    pairs = zip(degrees.tolist(), counts.tolist(), strict=True)
-    return ", ".join(f"{degree} ({count:,} x)" for degree, count in pairs)
+    return ", ".join(f"{degree} ({counts[degree]:,} x)" for degree in degrees.tolist())
+
+
+def _counts_by_degree(made: Plan) -> NDArray[np.int64]:
+    """How many micro-batches have each degree."""
+    counts = np.zeros(made.num_ranks + 1, dtype=np.int64)
+    for run in pieces(made.rank_offsets):
+        np.add.at(counts, np.diff(made.rank_offsets[run.start : run.stop + 1]), 1)
+    return counts

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from megatron_hdp.planner import (
     CostModel,
-    Evaluation,
+    Figures,
     Plan,
     PlanError,
-    evaluate,
+    figures,
     plan,
     tight_bound_s,
     told_as,
@@ -66,7 +66,7 @@ class Outcome:
 
     strategy: str
     plan: Plan | None = None
-    evaluation: Evaluation | None = None
+    evaluation: Figures | None = None
     proven_bound_s: float = 0.0
     """No plan is faster; at least the evaluation's lower bound."""
     problem: str | None = None
@@ -115,7 +115,7 @@ def evaluated(made: Plan, request: Request) -> Outcome:
             hint = f"with {stages} pipeline stages use pp-balance" if stages > 1 else "a defect"
             raise ValueError(f"{made.strategy} cannot run: {reason}: {hint}") from error
         problem = f"does not fit: {reason}"
-    evaluation = evaluate(made, request.cost_model, request.pipeline_stages)
+    evaluation = figures(made, request.cost_model, request.pipeline_stages)
     bound_s = evaluation.lower_bound_s if stages > 1 else request.tight_bound_s
     return Outcome(made.strategy, made, evaluation, bound_s, problem)
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.flat_plan import PIECE
 
 Float64Array = NDArray[np.float64]
 
@@ -21,6 +22,15 @@ def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array
     s *= cost_model.b
     seconds += s
     return seconds
+
+
+def total_compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> float:
+    """The sum of ``compute_s``, as numpy sums it (halves of halves), but without its array."""
+    if len(lengths) <= PIECE:
+        return float(compute_s(lengths, cost_model).sum())
+    half = len(lengths) // 2
+    half -= half % 8
+    return total_compute_s(lengths[:half], cost_model) + total_compute_s(lengths[half:], cost_model)
 
 
 def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:
@@ -70,7 +80,7 @@ def lower_bound_s(lengths: NDArray[np.int64], num_ranks: int, cost_model: CostMo
     if len(lengths) == 0:
         return 0.0
     own = own_times_s(int(lengths.max()), num_ranks, cost_model)
-    return max(float(compute_s(lengths, cost_model).sum() / speeds.sum()), float(own.min()))
+    return max(total_compute_s(lengths, cost_model) / float(speeds.sum()), float(own.min()))
 
 
 def pipeline_target_s(

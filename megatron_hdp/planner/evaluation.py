@@ -1,9 +1,10 @@
 """Replays a plan under a cost model: how long each rank works, waits, and the step takes.
 
-Written apart from the C++ planner, so that each can be checked against the other.
+Written apart from the C++ planner, so that each can be checked against the other. It goes through
+the micro-batches in runs, so that the figures of millions need the memory of one run.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from megatron_hdp.planner.bounds import (
     pipeline_lower_bound_s,
     pipeline_target_s,
     speeds_of,
+    total_compute_s,
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import pieces
@@ -26,20 +28,10 @@ from megatron_hdp.planner.types import Plan
 Float64Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """The times of a plan; one entry a micro-batch, a rank or a member of a micro-batch."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Figures:
+    """What a plan takes, in all."""
 
-    forward_start_s: Float64Array
-    """When the forward of each micro-batch starts on each stage; shape (stages, micro-batches)."""
-    backward_start_s: Float64Array
-    """The same for the backward, which takes two thirds of a micro-batch's time."""
-    duration_s: Float64Array
-    """How long each micro-batch takes, all stages, forward and backward: its slowest member."""
-    own_s: Float64Array
-    """Time of each member's own work; one entry for each of ``plan.ranks``."""
-    local_s: Float64Array
-    """The part of it for the member's own local sequences."""
     busy_s: Float64Array
     """Time of each rank's own work on one stage, waiting for others left out."""
     makespan_s: float
@@ -54,19 +46,8 @@ class Evaluation:
     """What a good plan takes: ``bounds.pipeline_target_s``; without stages the lower bound."""
     ring_bytes: float
     """Bytes that all ranks send in rings, forward and backward."""
-    exposed_s: Float64Array
-    """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Stages of each rank."""
-        return len(self.forward_start_s)
-
-    @property
-    def start_s(self) -> Float64Array:
-        """When each micro-batch starts on the first stage: when the last of its ranks is free."""
-        starts: Float64Array = self.forward_start_s[0]
-        return starts
+    pipeline_stages: int
+    """Stages of each rank."""
 
     @property
     def efficiency(self) -> float:
@@ -82,6 +63,30 @@ class Evaluation:
         return 1.0 - float(self.busy_s.sum()) / whole if whole else 0.0
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Evaluation(Figures):
+    """All times of a plan; one entry a micro-batch, a rank or a member of a micro-batch."""
+
+    forward_start_s: Float64Array
+    """When the forward of each micro-batch starts on each stage; shape (stages, micro-batches)."""
+    backward_start_s: Float64Array
+    """The same for the backward, which takes two thirds of a micro-batch's time."""
+    duration_s: Float64Array
+    """How long each micro-batch takes, all stages, forward and backward: its slowest member."""
+    own_s: Float64Array
+    """Time of each member's own work; one entry for each of ``plan.ranks``."""
+    local_s: Float64Array
+    """The part of it for the member's own local sequences."""
+    exposed_s: Float64Array
+    """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
+
+    @property
+    def start_s(self) -> Float64Array:
+        """When each micro-batch starts on the first stage: when the last of its ranks is free."""
+        starts: Float64Array = self.forward_start_s[0]
+        return starts
+
+
 def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Evaluation:
     """Replays a valid plan; the formulas are those of ``megatron_hdp.planner.cost_model``.
 
@@ -89,37 +94,97 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         ValueError: the cost model has speeds, but not one for each rank; there is no stage; or
             the plan's order makes pipelines wait for each other for ever.
     """
-    if pipeline_stages < 1:
-        raise ValueError(f"pipeline_stages is {pipeline_stages}; expected at least 1")
-    speeds = speeds_of(cost_model, plan.num_ranks)
-    members = _member_times(plan, cost_model, speeds)
-    duration_s = _greatest(plan.rank_offsets, members.own_s)
+    totals = _Totals(plan, cost_model, pipeline_stages)
+    own_s, local_s = np.empty(len(plan.ranks)), np.zeros(len(plan.ranks))
+    exposed_s, duration_s = np.zeros(plan.num_micro_batches), np.empty(plan.num_micro_batches)
+    for times in _times_of_runs(plan, cost_model):
+        totals.add(times)
+        own_s[times.members], local_s[times.members] = times.own_s, times.local_s
+        exposed_s[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
     if pipeline_stages == 1:
         schedule = _schedule(plan, duration_s)
     else:
         schedule = pipeline_schedule(plan, duration_s, pipeline_stages)
-    bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model)
     evaluation = Evaluation(
         forward_start_s=schedule.forward_start_s,
         backward_start_s=schedule.backward_start_s,
         duration_s=duration_s,
-        own_s=members.own_s,
-        local_s=members.local_s,
-        busy_s=_busy_s(plan, members.own_s, pipeline_stages),
-        exposed_s=members.exposed_s,
+        own_s=own_s,
+        local_s=local_s,
+        exposed_s=exposed_s,
         makespan_s=schedule.makespan_s,
-        total_compute_s=float(compute_s(plan.lengths, cost_model).sum()),
-        total_speed=float(speeds.sum()),
-        lower_bound_s=_lower_bound_s(plan, cost_model, pipeline_stages, bound_s),
-        pipeline_bound_s=pipeline_target_s(
-            bound_s, plan.tokens_per_rank, cost_model, pipeline_stages
-        ),
-        ring_bytes=members.ring_bytes,
+        **totals.figures(),
     )
     for value in vars(evaluation).values():
         if isinstance(value, np.ndarray):
             value.setflags(write=False)
     return evaluation
+
+
+def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figures:
+    """The figures of ``evaluate``, to the bit, in a fraction of its memory without stages.
+
+    Raises:
+        ValueError: as ``evaluate``.
+    """
+    if pipeline_stages > 1:
+        return evaluate(plan, cost_model, pipeline_stages)
+    totals = _Totals(plan, cost_model, pipeline_stages)
+    clocks = np.zeros(plan.num_ranks)
+    for times in _times_of_runs(plan, cost_model):
+        totals.add(times)
+        _launch(plan, times.run, times.duration_s, clocks)
+    return Figures(makespan_s=float(clocks.max()), **totals.figures())
+
+
+class _Times(NamedTuple):
+    """The times of a run of micro-batches and of their members."""
+
+    run: slice
+    members: slice
+    """Their entries of ``plan.ranks``."""
+    own_s: Float64Array
+    local_s: Float64Array
+    exposed_s: Float64Array
+    """Of each micro-batch's fastest member."""
+    duration_s: Float64Array
+    ring_bytes: Float64Array
+    """Sent by all members of each."""
+
+
+class _Totals:
+    """Sums over the runs, and what a plan has whatever its order."""
+
+    def __init__(self, plan: Plan, cost_model: CostModel, stages: int) -> None:
+        if stages < 1:
+            raise ValueError(f"pipeline_stages is {stages}; expected at least 1")
+        self._plan, self._cost_model, self._stages = plan, cost_model, stages
+        self._total_speed = float(speeds_of(cost_model, plan.num_ranks).sum())
+        self._busy_s = np.zeros(plan.num_ranks)
+        self._ring_bytes = np.zeros(plan.num_micro_batches)  # no memory where there are no rings
+
+    def add(self, times: _Times) -> None:
+        """Add the next run."""
+        np.add.at(self._busy_s, self._plan.ranks[times.members], times.own_s / self._stages)
+        if times.ring_bytes.any():
+            self._ring_bytes[times.run] = times.ring_bytes
+
+    def figures(self) -> dict[str, Any]:
+        """The fields of ``Figures`` but for the makespan."""
+        plan, cost_model, stages = self._plan, self._cost_model, self._stages
+        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model)
+        self._busy_s.setflags(write=False)
+        return {
+            "busy_s": self._busy_s,
+            "total_compute_s": total_compute_s(plan.lengths, cost_model),
+            "total_speed": self._total_speed,
+            "lower_bound_s": _lower_bound_s(plan, cost_model, stages, bound_s),
+            "pipeline_bound_s": pipeline_target_s(
+                bound_s, plan.tokens_per_rank, cost_model, stages
+            ),
+            "ring_bytes": float(self._ring_bytes.sum()),
+            "pipeline_stages": stages,
+        }
 
 
 def _lower_bound_s(plan: Plan, cost_model: CostModel, stages: int, bound_s: float) -> float:
@@ -132,80 +197,108 @@ def _lower_bound_s(plan: Plan, cost_model: CostModel, stages: int, bound_s: floa
 
 
 def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:
-    """Runs the micro-batches in launch order; members of a ring wait for each other."""
-    clocks = [0.0] * plan.num_ranks
+    """Runs the micro-batches in launch order."""
+    clocks = np.zeros(plan.num_ranks)
     forward = np.empty((1, plan.num_micro_batches))
     for run in pieces(plan.rank_offsets):
-        begin, end = _span(plan.rank_offsets, run)
-        ranks = iter(plan.ranks[begin:end].tolist())
-        degrees = np.diff(plan.rank_offsets[run.start : run.stop + 1]).tolist()
-        starts = []
-        for degree, duration in zip(degrees, duration_s[run].tolist(), strict=True):
-            if degree == 1:
-                rank = next(ranks)
-                start = clocks[rank]
-                clocks[rank] = start + duration
-            else:
-                members = list(islice(ranks, degree))
-                start = max([clocks[rank] for rank in members])
-                for rank in members:
-                    clocks[rank] = start + duration
-            starts.append(start)
-        forward[0, run] = starts
-    return PipelineSchedule(forward, forward + duration_s / 3, max(clocks))
+        forward[0, run] = _starts(plan, run, duration_s[run], clocks)
+    return PipelineSchedule(forward, forward + duration_s / 3, float(clocks.max()))
 
 
-class _Members(NamedTuple):
-    """One entry for each of ``plan.ranks``, and the bytes that all of them send."""
+def _launch(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Array) -> None:
+    """Moves the ranks' clocks over a run of micro-batches."""
+    members = _span(plan.rank_offsets, run)
+    if members.stop - members.start == run.stop - run.start:
+        np.add.at(clocks, plan.ranks[members], duration_s)  # one after the other: nobody waits
+    else:
+        _starts(plan, run, duration_s, clocks)
 
-    own_s: Float64Array
-    local_s: Float64Array
-    exposed_s: Float64Array
-    """One entry a micro-batch, of its fastest member."""
-    ring_bytes: float
+
+def _starts(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Array) -> list[float]:
+    """Moves the clocks; members of a ring wait for each other. When each micro-batch starts."""
+    free_s = clocks.tolist()
+    ranks = iter(plan.ranks[_span(plan.rank_offsets, run)].tolist())
+    degrees = _counts(plan.rank_offsets, run).tolist()
+    starts = []
+    for degree, duration in zip(degrees, duration_s.tolist(), strict=True):
+        if degree == 1:
+            rank = next(ranks)
+            start = free_s[rank]
+            free_s[rank] = start + duration
+        else:
+            members = list(islice(ranks, degree))
+            start = max([free_s[rank] for rank in members])
+            for rank in members:
+                free_s[rank] = start + duration
+        starts.append(start)
+    clocks[:] = free_s
+    return starts
 
 
-def _member_times(plan: Plan, cost_model: CostModel, speeds: Float64Array) -> _Members:
-    num_members = np.diff(plan.rank_offsets)
+def _times_of_runs(plan: Plan, cost_model: CostModel) -> Iterator[_Times]:
+    speeds = speeds_of(cost_model, plan.num_ranks)
+    for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
+        yield _times(plan, cost_model, speeds, run)
+
+
+def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) -> _Times:
+    members = _span(plan.rank_offsets, run)
+    num_members = _counts(plan.rank_offsets, run)
     degrees = num_members.astype(np.float64)
-    tokens = _per_micro_batch(plan, lambda lengths: lengths)
-    squares = _per_micro_batch(plan, lambda lengths: lengths.astype(np.float64) ** 2)
+    lengths = plan.lengths[plan.sequences[_span(plan.sequence_offsets, run)]]
+    owner = _owners(plan.sequence_offsets, run)
+    tokens = _sums(owner, lengths, len(degrees))
+    squares = _sums(owner, lengths.astype(np.float64) ** 2, len(degrees))
     sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
     bandwidth = np.where(
-        _in_one_node(plan, cost_model.ranks_per_node),
+        _in_one_node(plan, run, cost_model.ranks_per_node),
         cost_model.intra_node_bytes_per_s,
         cost_model.inter_node_bytes_per_s,
     )
-    of_ring = {
-        "attention": cost_model.a * squares / degrees,
-        "linear": cost_model.b * tokens / degrees,
-        "transfer": sent / bandwidth,
-    }
-    local_s = _local_times(plan, cost_model)
-    own_s, exposed_s = np.empty(len(plan.ranks)), np.empty(plan.num_micro_batches)
-    for run in pieces(plan.rank_offsets):
-        here = slice(*_span(plan.rank_offsets, run))
-        each = {name: np.repeat(values[run], num_members[run]) for name, values in of_ring.items()}
-        speed = speeds[plan.ranks[here]]
-        attention_s = each["attention"] / speed
-        exposed = np.maximum(0.0, each["transfer"] - attention_s)
-        if len(plan.local_sequences):
-            local_s[here] /= speed
-        own_s[here] = (
-            attention_s + each["linear"] / speed + exposed + local_s[here] + cost_model.g / speed
-        )
-        exposed_s[run] = _greatest(
-            plan.rank_offsets[run.start : run.stop + 1] - here.start, exposed
-        )
-    return _Members(own_s, local_s, exposed_s, float((sent * degrees).sum()))
+
+    def each(value: Float64Array) -> Float64Array:
+        """Of a micro-batch, for each of its members."""
+        return np.repeat(value, num_members)
+
+    speed = speeds[plan.ranks[members]]
+    attention_s = each(cost_model.a * squares / degrees) / speed
+    exposed_s = np.maximum(0.0, each(sent / bandwidth) - attention_s)
+    local_s = _local_times(plan, run, cost_model) / speed
+    linear_s = each(cost_model.b * tokens / degrees) / speed
+    own_s = attention_s + linear_s + exposed_s + local_s + cost_model.g / speed
+    starts = plan.rank_offsets[run] - members.start
+    return _Times(
+        run=run,
+        members=members,
+        own_s=own_s,
+        local_s=local_s,
+        exposed_s=np.maximum.reduceat(exposed_s, starts),
+        duration_s=np.maximum.reduceat(own_s, starts),
+        ring_bytes=sent * degrees,
+    )
 
 
-def _greatest(offsets: NDArray[np.int64], values: Float64Array) -> Float64Array:
-    """The greatest of the values that each micro-batch owns, at least one each."""
-    if len(offsets) == 1:
-        return np.zeros(0)
-    greatest: Float64Array = np.maximum.reduceat(values, offsets[:-1])
-    return greatest
+def _local_times(plan: Plan, run: slice, cost_model: CostModel) -> Float64Array:
+    """Time of the local sequences of each member at speed 1."""
+    here, there = _span(plan.rank_offsets, run), _span(plan.local_offsets, run)
+    if there.start == there.stop:
+        return np.zeros(here.stop - here.start)
+    keys = _owners(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
+    by_key = np.argsort(keys)
+    local_keys = _owners(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
+    members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
+    seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
+    return _sums(members, seconds, len(keys))
+
+
+def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> NDArray[np.bool_]:
+    members = _span(plan.rank_offsets, run)
+    nodes = plan.ranks[members] // ranks_per_node
+    starts = plan.rank_offsets[run] - members.start
+    same: NDArray[np.bool_] = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(
+        nodes, starts
+    )
+    return same
 
 
 def _sums(
@@ -215,60 +308,18 @@ def _sums(
     return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)
 
 
-def _busy_s(plan: Plan, own_s: Float64Array, stages: int) -> Float64Array:
-    """Seconds that each rank works on one stage."""
-    busy_s = np.zeros(plan.num_ranks)
-    for run in pieces(plan.rank_offsets):
-        here = slice(*_span(plan.rank_offsets, run))
-        np.add.at(busy_s, plan.ranks[here], own_s[here] / stages)
-    return busy_s
-
-
-def _span(offsets: NDArray[np.int64], run: slice) -> tuple[int, int]:
+def _span(offsets: NDArray[np.int64], run: slice) -> slice:
     """The entries that a run of micro-batches owns."""
-    return int(offsets[run.start]), int(offsets[run.stop])
+    return slice(int(offsets[run.start]), int(offsets[run.stop]))
+
+
+def _counts(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+    """How many entries each of these micro-batches owns."""
+    counts: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
+    return counts
 
 
 def _owners(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
     """The micro-batch of each of these entries, counted from the run's first."""
-    return np.repeat(np.arange(run.stop - run.start), np.diff(offsets[run.start : run.stop + 1]))
-
-
-def _per_micro_batch(
-    plan: Plan, value_of: Callable[[NDArray[np.int64]], NDArray[Any]]
-) -> Float64Array:
-    """Sums over the sharded sequences of each micro-batch, of a value of their lengths."""
-    sums = np.zeros(plan.num_micro_batches)
-    for run in pieces(plan.sequence_offsets):
-        lengths = plan.lengths[plan.sequences[slice(*_span(plan.sequence_offsets, run))]]
-        owner = _owners(plan.sequence_offsets, run)
-        sums[run] = _sums(owner, value_of(lengths), run.stop - run.start)
-    return sums
-
-
-def _in_one_node(plan: Plan, ranks_per_node: int) -> NDArray[np.bool_]:
-    if plan.num_micro_batches == 0:
-        return np.zeros(0, dtype=np.bool_)
-    nodes = plan.ranks // ranks_per_node
-    starts = plan.rank_offsets[:-1]
-    same: NDArray[np.bool_] = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(
-        nodes, starts
-    )
-    return same
-
-
-def _local_times(plan: Plan, cost_model: CostModel) -> Float64Array:
-    """Time of the local sequences of each entry of ``plan.ranks`` at speed 1."""
-    local_s = np.zeros(len(plan.ranks))
-    if not len(plan.local_sequences):
-        return local_s
-    for run in pieces(plan.rank_offsets, plan.local_offsets):
-        here = slice(*_span(plan.rank_offsets, run))
-        there = slice(*_span(plan.local_offsets, run))
-        keys = _owners(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
-        by_key = np.argsort(keys)
-        local_keys = _owners(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
-        members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
-        seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
-        local_s[here] = _sums(members, seconds, len(keys))
-    return local_s
+    counts = _counts(offsets, run)
+    return np.repeat(np.arange(len(counts)), counts)

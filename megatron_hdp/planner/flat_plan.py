@@ -1,5 +1,6 @@
 """A plan as flat arrays, one entry of each offset array a micro-batch; not yet checked."""
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_PIECE = 2**19
+PIECE = 2**17
+"""Entries of arrays that are worked on together, so that they stay in a core's cache."""
 
 Rule = Literal["cover", "fit", "order", "shape"]
 
@@ -56,13 +58,19 @@ def frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
 def pieces(*offsets: NDArray[np.int64]) -> Iterator[slice]:
     """Cuts the micro-batches into runs, so that work on millions takes the memory of one run.
 
-    In each run the micro-batches own about `_PIECE` entries of all the arrays together to which
+    In each run the micro-batches own about `PIECE` entries of all the arrays together to which
     the offsets belong; a single one may own more.
     """
-    total = np.sum(offsets, axis=0)
-    inner = np.searchsorted(total, np.arange(_PIECE, total[-1], _PIECE))
-    cuts = np.unique(np.concatenate([[0], inner, [len(total) - 1]])).tolist()
-    yield from itertools.starmap(slice, itertools.pairwise(cuts))
+
+    def num_entries(m: int) -> int:
+        """Of the first micro-batches."""
+        return sum(int(array[m]) for array in offsets)
+
+    last = len(offsets[0]) - 1
+    cuts = {0, last}
+    for wanted in range(PIECE, num_entries(last), PIECE):
+        cuts.add(bisect.bisect_left(range(last), wanted, key=num_entries))
+    yield from itertools.starmap(slice, itertools.pairwise(sorted(cuts)))
 
 
 @dataclass(frozen=True, eq=False)

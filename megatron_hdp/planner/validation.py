@@ -1,11 +1,12 @@
 """Checks a plan against its rules, whoever made it: shape, cover, fit, order."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.flat_plan import FlatPlan, PlanError, pieces
+from megatron_hdp.planner.flat_plan import PIECE, FlatPlan, PlanError, pieces
 from megatron_hdp.planner.slices import slice_tokens_array
 
 
@@ -27,7 +28,7 @@ def _check_shape(plan: FlatPlan) -> None:
     for name in ("num_ranks", "tokens_per_rank", "slice_multiple"):
         if getattr(plan, name) < 1:
             raise PlanError("shape", f"{name} is {getattr(plan, name)}; expected at least 1")
-    if plan.lengths.ndim != 1 or (plan.lengths < 1).any():
+    if plan.lengths.ndim != 1 or (len(plan.lengths) and plan.lengths.min() < 1):
         raise PlanError("shape", f"sequence {_first(plan.lengths < 1)} has no token")
     _check_offsets("rank_offsets", plan.rank_offsets, len(plan.ranks))
     num_micro_batches = plan.num_micro_batches
@@ -52,32 +53,38 @@ def _check_offsets(name: str, offsets: NDArray[np.int64], end: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != end:
         found = f"{offsets[0]} to {offsets[-1]}" if offsets.size else "nothing"
         raise PlanError("shape", f"{name} runs from {found}; expected 0 to {end}")
-    falls = np.diff(offsets) < 0
-    if falls.any():
-        raise PlanError("shape", f"{name} falls after entry {_first(falls)}")
+    falls = _first_where(len(offsets) - 1, lambda run: _counts(offsets, run) < 0)
+    if falls is not None:
+        raise PlanError("shape", f"{name} falls after entry {falls}")
 
 
 def _check_micro_batches(plan: FlatPlan) -> None:
-    empty = np.diff(plan.rank_offsets) == 0
-    if empty.any():
-        raise PlanError("shape", f"micro-batch {_first(empty)} has no ranks")
-    empty = np.diff(plan.sequence_offsets) + np.diff(plan.local_offsets) == 0
-    if empty.any():
-        raise PlanError("shape", f"micro-batch {_first(empty)} has no sequences")
-    falls = np.diff(plan.local_ranks) < 0
-    borders = plan.local_offsets[(plan.local_offsets > 0) & (plan.local_offsets <= len(falls))]
-    falls[borders - 1] = False
-    if falls.any():
-        m = _owners(plan.local_offsets)[_first(falls)]
-        raise PlanError("shape", f"local_ranks of micro-batch {m} are not ascending")
-    ratios = plan.offload_ratios
-    if ratios.shape != (plan.num_micro_batches,):
+    num_micro_batches = plan.num_micro_batches
+    m = _first_where(num_micro_batches, lambda run: _counts(plan.rank_offsets, run) == 0)
+    if m is not None:
+        raise PlanError("shape", f"micro-batch {m} has no ranks")
+    m = _first_where(
+        num_micro_batches,
+        lambda run: _counts(plan.sequence_offsets, run) + _counts(plan.local_offsets, run) == 0,
+    )
+    if m is not None:
+        raise PlanError("shape", f"micro-batch {m} has no sequences")
+    for run in pieces(plan.rank_offsets, plan.local_offsets):
+        there, owner = _entries(plan.local_offsets, run)
+        falls = (np.diff(plan.local_ranks[there]) < 0) & (np.diff(owner) == 0)
+        if falls.any():
+            m = run.start + owner[_first(falls)]
+            raise PlanError("shape", f"local_ranks of micro-batch {m} are not ascending")
+    _check_ratios(plan.offload_ratios, num_micro_batches)
+
+
+def _check_ratios(ratios: NDArray[np.float64], num_micro_batches: int) -> None:
+    if ratios.shape != (num_micro_batches,):
         raise PlanError(
-            "shape", f"offload_ratios has {ratios.size} entries; expected {plan.num_micro_batches}"
+            "shape", f"offload_ratios has {ratios.size} entries; expected {num_micro_batches}"
         )
-    wrong = ~((ratios >= 0) & (ratios <= 1))
-    if wrong.any():
-        m = _first(wrong)
+    m = _first_where(len(ratios), lambda run: ~((ratios[run] >= 0) & (ratios[run] <= 1)))
+    if m is not None:
         raise PlanError(
             "shape", f"offload ratio of micro-batch {m} is {ratios[m]}; expected 0 to 1"
         )
@@ -117,12 +124,12 @@ def _refuse_cover(plan: FlatPlan) -> NoReturn:
 
 
 def _check_order(plan: FlatPlan) -> None:
-    outside = (plan.ranks < 0) | (plan.ranks >= plan.num_ranks)
-    if outside.any():
-        at = _first(outside)
+    ranks = plan.ranks
+    if len(ranks) and not 0 <= ranks.min() <= ranks.max() < plan.num_ranks:
+        at = _first((ranks < 0) | (ranks >= plan.num_ranks))
         m = _owners(plan.rank_offsets)[at]
         raise PlanError(
-            "order", f"micro-batch {m} names rank {plan.ranks[at]}; there are {plan.num_ranks}"
+            "order", f"micro-batch {m} names rank {ranks[at]}; there are {plan.num_ranks}"
         )
     for run in pieces(plan.rank_offsets, plan.local_offsets):
         _check_members(plan, run)
@@ -131,12 +138,16 @@ def _check_order(plan: FlatPlan) -> None:
 def _check_members(plan: FlatPlan, run: slice) -> None:
     """No rank is twice in a ring, and local sequences are on its members."""
     here, owner = _entries(plan.rank_offsets, run)
-    members = np.sort(owner * plan.num_ranks + plan.ranks[here])
+    members = owner * plan.num_ranks + plan.ranks[here]
+    if len(members) > run.stop - run.start:  # else there is one in each
+        members.sort()
     twice = np.diff(members) == 0
     if twice.any():
         m, rank = divmod(int(members[_first(twice)]), plan.num_ranks)
-        raise PlanError("order", f"micro-batch {m} names rank {rank} twice")
+        raise PlanError("order", f"micro-batch {run.start + m} names rank {rank} twice")
     there, local_owner = _entries(plan.local_offsets, run)
+    if not len(local_owner):
+        return
     ranks = plan.local_ranks[there].astype(np.int64)
     stray = (ranks < 0) | (ranks >= plan.num_ranks)
     keys = local_owner * plan.num_ranks + ranks
@@ -145,8 +156,8 @@ def _check_members(plan: FlatPlan, run: slice) -> None:
         at = _first(stray)
         raise PlanError(
             "order",
-            f"micro-batch {local_owner[at]} gives local sequence {plan.local_sequences[there][at]} "
-            f"to rank {ranks[at]}, which is not in its ring",
+            f"micro-batch {run.start + local_owner[at]} gives local sequence "
+            f"{plan.local_sequences[there][at]} to rank {ranks[at]}, which is not in its ring",
         )
 
 
@@ -173,73 +184,84 @@ def _check_positions(plan: FlatPlan) -> None:
 
 
 def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
-    ratios = plan.offload_ratios
-    resident = np.ones(plan.num_micro_batches)
-    if (ratios > 0).any():
-        if num_layers is None:
-            raise PlanError(
-                "fit",
-                f"micro-batch {_first(ratios > 0)} offloads activations: its resident share "
-                "depends on the number of layers; pass num_layers",
-            )
-        kept = min(2, num_layers)
-        resident = (kept + (1 - ratios) * (num_layers - kept)) / num_layers
+    m = _first_where(plan.num_micro_batches, lambda run: plan.offload_ratios[run] > 0)
+    if m is not None and num_layers is None:
+        raise PlanError(
+            "fit",
+            f"micro-batch {m} offloads activations: its resident share "
+            "depends on the number of layers; pass num_layers",
+        )
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
-        _check_capacity(plan, run, resident)
+        _check_capacity(plan, run, num_layers or 1)
 
 
-def _check_capacity(plan: FlatPlan, run: slice, resident: NDArray[np.float64]) -> None:
+def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
     """No rank holds more than its capacity in these micro-batches."""
     tokens, owner = _tokens_per_member(plan, run)
-    ratios = plan.offload_ratios
+    ratios = plan.offload_ratios[run][owner]
+    kept = min(2, num_layers)
+    resident = (kept + (1 - ratios) * (num_layers - kept)) / num_layers
     # a ratio is planned so that the share is exactly C: allow the rounding of one division
     limit = plan.tokens_per_rank * (1 + 1e-12)
-    over = np.where(
-        ratios[owner] > 0, tokens * resident[owner] > limit, tokens > plan.tokens_per_rank
-    )
+    over = np.where(ratios > 0, tokens * resident > limit, tokens > plan.tokens_per_rank)
     if over.any():
         at = _first(over)
-        m = owner[at]
-        share = f" x {resident[m]:.4g} resident" if ratios[m] > 0 else ""
+        share = f" x {resident[at]:.4g} resident" if ratios[at] > 0 else ""
         rank = plan.ranks[plan.rank_offsets[run.start] + at]
         raise PlanError(
             "fit",
-            f"micro-batch {m} holds {tokens[at]:,} tokens{share} on rank {rank}; "
-            f"the capacity is {plan.tokens_per_rank:,}",
+            f"micro-batch {run.start + owner[at]} holds {tokens[at]:,} tokens{share} on rank "
+            f"{rank}; the capacity is {plan.tokens_per_rank:,}",
         )
 
 
 def _tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Padded tokens of each member of these micro-batches, and the micro-batch it belongs to."""
-    degrees = np.diff(plan.rank_offsets[run.start : run.stop + 1])
+    """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on."""
+    degrees = _counts(plan.rank_offsets, run)
     sharded, sharded_in = _entries(plan.sequence_offsets, run)
     slices = slice_tokens_array(
-        plan.lengths[plan.sequences[sharded]], degrees[sharded_in - run.start], plan.slice_multiple
+        plan.lengths[plan.sequences[sharded]], degrees[sharded_in], plan.slice_multiple
     )
-    shared = np.zeros(run.stop - run.start, dtype=np.int64)
-    np.add.at(shared, sharded_in - run.start, slices)
+    shared = np.zeros(len(degrees), dtype=np.int64)
+    np.add.at(shared, sharded_in, slices)
     here, owner = _entries(plan.rank_offsets, run)
-    tokens = shared[owner - run.start]
-    keys = owner * plan.num_ranks + plan.ranks[here]
-    by_key = np.argsort(keys)
+    tokens = shared[owner]
     there, local_owner = _entries(plan.local_offsets, run)
-    local_keys = local_owner * plan.num_ranks + plan.local_ranks[there]
-    local_lengths = plan.lengths[plan.local_sequences[there]]
-    whole = slice_tokens_array(local_lengths, np.ones_like(local_lengths), plan.slice_multiple)
-    np.add.at(tokens, by_key[np.searchsorted(keys, local_keys, sorter=by_key)], whole)
+    if len(local_owner):
+        keys = owner * plan.num_ranks + plan.ranks[here]
+        by_key = np.argsort(keys)
+        local_keys = local_owner * plan.num_ranks + plan.local_ranks[there]
+        lengths = plan.lengths[plan.local_sequences[there]]
+        whole = slice_tokens_array(lengths, np.ones_like(lengths), plan.slice_multiple)
+        np.add.at(tokens, by_key[np.searchsorted(keys, local_keys, sorter=by_key)], whole)
     return tokens, owner
 
 
 def _entries(offsets: NDArray[np.int64], run: slice) -> tuple[slice, NDArray[np.int64]]:
-    """The entries that these micro-batches own, and the micro-batch of each."""
-    counts = np.diff(offsets[run.start : run.stop + 1])
-    owner = np.repeat(np.arange(run.start, run.stop), counts)
+    """The entries that these micro-batches own, and the micro-batch of each, from 0 on."""
+    counts = _counts(offsets, run)
+    owner = np.repeat(np.arange(len(counts)), counts)
     return slice(int(offsets[run.start]), int(offsets[run.stop])), owner
+
+
+def _counts(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+    """How many entries each of these micro-batches owns."""
+    counts: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
+    return counts
 
 
 def _owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """The micro-batch of each entry."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+
+
+def _first_where(size: int, mask_of: Callable[[slice], NDArray[np.bool_]]) -> int | None:
+    """The first of so many entries for which the mask of its piece is true."""
+    for begin in range(0, size, PIECE):
+        mask = mask_of(slice(begin, min(begin + PIECE, size)))
+        if mask.any():
+            return begin + _first(mask)
+    return None
 
 
 def _first(mask: NDArray[Any]) -> int:

@@ -119,6 +119,10 @@ COMMANDS = {
     "./scripts/gpu_check.sh --cpu": Elsewhere(
         "tests/scripts/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
     ),
+    "/usr/bin/time -v megatron-hdp plan --lengths lengths.txt --ranks 1024 "
+    "--tokens-per-rank 8192": Elsewhere(
+        "tests/cli/test_plan_memory.py::test_ten_million_sequences", needs="slow"
+    ),
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
     ),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <numeric>
 
 namespace hdp {
@@ -11,36 +12,64 @@ constexpr int kDigitBits = 11;
 constexpr std::size_t kNumDigits = std::size_t{1} << kDigitBits;
 
 // One stable pass of a radix sort of ids by their lengths, the greatest digit first.
-void sort_by_digit(const std::vector<int64_t>& lengths, int shift, const std::vector<int64_t>& ids,
-                   std::vector<int64_t>& sorted) {
-  const auto digit_of = [&](int64_t id) {
+void sort_by_digit(const Lengths& lengths, int shift, const std::vector<SequenceId>& ids,
+                   std::vector<SequenceId>& sorted) {
+  const auto digit_of = [&](SequenceId id) {
     const auto bits = static_cast<uint64_t>(lengths[static_cast<std::size_t>(id)]) >> shift;
     return kNumDigits - 1 - (bits & (kNumDigits - 1));
   };
   std::array<std::size_t, kNumDigits + 1> starts{};
-  for (const int64_t id : ids) ++starts[digit_of(id) + 1];
+  for (const SequenceId id : ids) ++starts[digit_of(id) + 1];
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
-  for (const int64_t id : ids) sorted[starts[digit_of(id)]++] = id;
+  for (const SequenceId id : ids) sorted[starts[digit_of(id)]++] = id;
 }
 
 }  // namespace
 
-std::vector<int64_t> longest_first(const std::vector<int64_t>& lengths) {
-  std::vector<int64_t> ids(lengths.size());
-  std::iota(ids.begin(), ids.end(), int64_t{0});
+std::vector<SequenceId> longest_first(const Lengths& lengths) {
+  std::vector<SequenceId> ids(lengths.size());
+  std::iota(ids.begin(), ids.end(), SequenceId{0});
   if (ids.size() < kNumDigits) {
-    std::stable_sort(ids.begin(), ids.end(), [&](int64_t left, int64_t right) {
+    std::stable_sort(ids.begin(), ids.end(), [&](SequenceId left, SequenceId right) {
       return lengths[static_cast<std::size_t>(left)] > lengths[static_cast<std::size_t>(right)];
     });
     return ids;
   }
-  std::vector<int64_t> sorted(ids.size());
+  std::vector<SequenceId> sorted(ids.size());
   const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   for (int shift = 0; shift < 63 && (longest >> shift) > 0; shift += kDigitBits) {
     sort_by_digit(lengths, shift, ids, sorted);
     ids.swap(sorted);
   }
   return ids;
+}
+
+SortedLengths::SortedLengths(const Lengths& lengths, const std::vector<SequenceId>& order) {
+  const auto gather = [&](auto& values) {
+    using Value = typename std::decay_t<decltype(values)>::value_type;
+    values.reserve(order.size());
+    for (const SequenceId id : order) {
+      values.push_back(static_cast<Value>(lengths[static_cast<std::size_t>(id)]));
+    }
+  };
+  if (order.empty()) return;
+  const bool fits =
+      lengths[static_cast<std::size_t>(order.front())] <= std::numeric_limits<uint32_t>::max();
+  fits ? gather(short_) : gather(long_);
+}
+
+std::size_t SortedLengths::first_within(int64_t limit) const {
+  std::size_t low = 0;
+  std::size_t high = size();
+  while (low < high) {
+    const std::size_t middle = low + (high - low) / 2;
+    if ((*this)[middle] > limit) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
 }
 
 }  // namespace hdp

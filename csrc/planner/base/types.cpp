@@ -1,28 +1,52 @@
 #include "planner/base/types.hpp"
 
+#include <limits>
+#include <stdexcept>
+
 namespace hdp {
 
-void Plan::add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
-               const std::vector<Local>& locals, double offload_ratio) {
-  ranks.insert(ranks.end(), ring.begin(), ring.end());
-  rank_offsets.push_back(static_cast<int64_t>(ranks.size()));
-  sequences.insert(sequences.end(), sharded.begin(), sharded.end());
-  sequence_offsets.push_back(static_cast<int64_t>(sequences.size()));
-  for (const Local& local : locals) {
-    local_sequences.insert(local_sequences.end(), local.sequences.begin(), local.sequences.end());
-    local_ranks.insert(local_ranks.end(), local.sequences.size(), local.rank);
-  }
-  local_offsets.push_back(static_cast<int64_t>(local_sequences.size()));
-  offload_ratios.push_back(offload_ratio);
+void Plan::reserve(std::size_t num_micro_batches, std::size_t num_members,
+                   std::size_t num_sequences) {
+  rank_offsets.reserve(num_micro_batches + 1);
+  ranks.reserve(num_members);
+  sequence_offsets.reserve(num_micro_batches + 1);
+  sequences.reserve(num_sequences);
 }
 
-void Plan::add_room(const std::vector<int32_t>& ring, int64_t num_sequences) {
-  ranks.insert(ranks.end(), ring.begin(), ring.end());
-  rank_offsets.push_back(static_cast<int64_t>(ranks.size()));
+void Plan::add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
+               double offload_ratio) {
+  const auto m = static_cast<std::size_t>(num_micro_batches());
+  add_ring(ring);
+  sequences.insert(sequences.end(), sharded.begin(), sharded.end());
+  sequence_offsets.push_back(static_cast<int32_t>(sequences.size()));
+  if (offload_ratio != 0) {
+    offload_ratios.resize(m);
+    offload_ratios.push_back(offload_ratio);
+  }
+}
+
+void Plan::end_locals(std::size_t end) {
+  const auto last = static_cast<int32_t>(end);
+  if (last == local_offsets.back()) return;
+  local_offsets.resize(rank_offsets.size() - 1, local_offsets.back());
+  local_offsets.push_back(last);
+}
+
+void Plan::add_room(const std::vector<int32_t>& ring, int32_t num_sequences) {
+  add_ring(ring);
   sequences.resize(sequences.size() + static_cast<std::size_t>(num_sequences));
-  sequence_offsets.push_back(static_cast<int64_t>(sequences.size()));
-  local_offsets.push_back(local_offsets.back());
-  offload_ratios.push_back(0);
+  sequence_offsets.push_back(static_cast<int32_t>(sequences.size()));
+}
+
+void Plan::add_ring(const std::vector<int32_t>& ring) {
+  constexpr std::size_t kMostMembers = std::numeric_limits<int32_t>::max();
+  if (ring.size() > kMostMembers - ranks.size()) {
+    throw std::invalid_argument(
+        "the rings of the plan have more than 2,147,483,647 members together: plan fewer sequences "
+        "at once or raise tokens_per_rank");
+  }
+  ranks.insert(ranks.end(), ring.begin(), ring.end());
+  rank_offsets.push_back(static_cast<int32_t>(ranks.size()));
 }
 
 }  // namespace hdp

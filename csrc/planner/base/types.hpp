@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/base/lengths.hpp"
+
 namespace hdp {
 
 // Seconds, bytes and tokens of one HDP rank. The formulas that use them are in cost_model.hpp.
@@ -20,8 +22,11 @@ struct CostModel {
   int64_t num_layers = 1;                 // of a rank
 };
 
+// A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.
+using SequenceId = int32_t;
+
 struct Problem {
-  std::vector<int64_t> lengths;  // tokens of each sequence of the global batch
+  Lengths lengths;  // tokens of each sequence of the global batch
   int64_t num_ranks = 1;
   int64_t tokens_per_rank = 1;  // capacity C
   int64_t slice_multiple = 1;   // a chunk is padded to a multiple of this
@@ -37,31 +42,51 @@ struct Problem {
   }
 };
 
-// Whole sequences in the spare room of one member of a ring.
-struct Local {
-  int32_t rank = 0;
-  std::vector<int64_t> sequences;
+// Whole sequences in the spare room of ring members.
+struct Locals {
+  std::vector<int32_t> ranks;  // of each sequence; ascending within a ring
+  std::vector<SequenceId> sequences;
 };
 
 // Micro-batches in launch order, flat: micro-batch m owns [offsets[m], offsets[m + 1]).
 struct Plan {
-  std::vector<int64_t> rank_offsets{0};
+  std::vector<int32_t> rank_offsets{0};
   std::vector<int32_t> ranks;
-  std::vector<int64_t> sequence_offsets{0};
-  std::vector<int64_t> sequences;
-  std::vector<int64_t> local_offsets{0};
-  std::vector<int64_t> local_sequences;
-  std::vector<int32_t> local_ranks;  // non-decreasing within a micro-batch
-  std::vector<double> offload_ratios;
+  std::vector<int32_t> sequence_offsets{0};
+  std::vector<SequenceId> sequences;
+  std::vector<int32_t> local_offsets{0};  // up to the last micro-batch with locals
+  Locals locals;
+  std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
 
-  // Appends a micro-batch; `locals` stand in ascending rank order.
-  void add(const std::vector<int32_t>& ring, const std::vector<int64_t>& sharded,
-           const std::vector<Local>& locals = {}, double offload_ratio = 0);
+  // local_offsets[m], of any micro-batch or the end.
+  int32_t local_offset(int64_t m) const {
+    const auto i = static_cast<std::size_t>(m);
+    return i < local_offsets.size() ? local_offsets[i] : local_offsets.back();
+  }
+
+  // offload_ratios[m], of any micro-batch.
+  double offload_ratio(int64_t m) const {
+    const auto i = static_cast<std::size_t>(m);
+    return i < offload_ratios.size() ? offload_ratios[i] : 0;
+  }
+
+  // Makes room for so many in all, so that appending does not move what is there.
+  void reserve(std::size_t num_micro_batches, std::size_t num_members, std::size_t num_sequences);
+
+  // Appends a micro-batch. Throws std::invalid_argument if all rings together get 2^31 members.
+  void add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
+           double offload_ratio = 0);
+
+  // The micro-batch added last has the locals up to `end`.
+  void end_locals(std::size_t end);
 
   // Appends a micro-batch whose sequences are put into `sequences` later.
-  void add_room(const std::vector<int32_t>& ring, int64_t num_sequences);
+  void add_room(const std::vector<int32_t>& ring, int32_t num_sequences);
+
+ private:
+  void add_ring(const std::vector<int32_t>& ring);
 };
 
 }  // namespace hdp

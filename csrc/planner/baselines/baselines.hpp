@@ -24,8 +24,8 @@ double static_mesh_bound_s(const Problem& problem);
 Plan naive(const Problem& problem);
 
 // The same with the sequences' order (longest first) given; nothing if the rings of the long
-// sequences alone take more than `limit_s`.
-std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64_t>& order,
+// sequences, before all others are placed, show that it takes more than `limit_s`.
+std::optional<Plan> naive_within(const Problem& problem, const std::vector<SequenceId>& order,
                                  double limit_s);
 
 // Algorithm 2 of the ByteScale paper without pipeline stages: in rounds, the ranks that are behind

@@ -51,10 +51,10 @@ struct Work {
   int64_t degree = 1;
   double offload_ratio = 0;
   double compute_s = 0;
-  std::vector<int64_t> sequences;
+  std::vector<SequenceId> sequences;
 };
 
-using Bucket = std::vector<int64_t>;  // sequence ids, longest first
+using Bucket = std::vector<SequenceId>;  // sequence ids, longest first
 
 std::vector<Bucket> buckets_of_equal_compute(const Problem& problem) {
   double tokens = 0;
@@ -65,7 +65,7 @@ std::vector<Bucket> buckets_of_equal_compute(const Problem& problem) {
   const double share_s = total_compute_s(problem) / num_buckets;
   std::vector<Bucket> buckets;
   double filled_s = 0;
-  for (const int64_t id : longest_first(problem.lengths)) {
+  for (const SequenceId id : longest_first(problem.lengths)) {
     if (buckets.empty() || filled_s > share_s) {
       buckets.emplace_back();
       filled_s = 0;
@@ -81,7 +81,7 @@ std::vector<Work> micro_batches_of(const Problem& problem, const Bucket& bucket)
   std::vector<Work> longs;
   std::vector<Work> packed;
   BestFit packing(problem.tokens_per_rank);
-  for (const int64_t id : bucket) {
+  for (const SequenceId id : bucket) {
     const int64_t length = problem.lengths[index(id)];
     const int64_t degree = least_degree(problem, length);
     const double ratio = *offload_ratio(problem, length, degree);
@@ -146,7 +146,7 @@ class Assignment {
     std::vector<int32_t> ring;
     for (const Entry& entry : entries) ring.push_back(entry.second);
     std::sort(ring.begin(), ring.end());
-    plan_.add(ring, work.sequences, {}, work.offload_ratio);
+    plan_.add(ring, work.sequences, work.offload_ratio);
     const int64_t m = plan_.num_micro_batches() - 1;
     const double end_s = entries.back().first + micro_batch_load(problem_, plan_, m).seconds;
     for (const int32_t rank : ring) ranks_.push({end_s, rank});

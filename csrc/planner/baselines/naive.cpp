@@ -4,6 +4,7 @@
 #include <optional>
 #include <queue>
 
+#include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
@@ -41,6 +42,36 @@ class FewestMicroBatches {
   std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> queue_;
 };
 
+// Whether the rings alone take more than `limit_s`, or all ranks on average once the rest, short
+// sequences of so many seconds, is done.
+bool takes_more(const Problem& problem, const Plan& rings, double rest_s, double limit_s) {
+  constexpr double kRounding = 1e-6;  // more than sums of millions have
+  if (problem.pipeline_stages > 1) return simulate(problem, rings).makespan_s > limit_s;
+  const std::vector<double> ends = rank_ends(problem, rings);
+  double done_s = rest_s;
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    if (ends[rank] > limit_s) return true;
+    done_s += ends[rank] * problem.speed(static_cast<int32_t>(rank));
+  }
+  return done_s / total_speed(problem) * (1 - kRounding) > limit_s;
+}
+
+using Order = std::vector<SequenceId>;
+
+// The sequences of a part of the order, best fit decreasing on one rank each.
+Packed packed_decreasing(const Problem& problem, Order::const_iterator next,
+                         Order::const_iterator end) {
+  Packed packed(static_cast<std::size_t>(end - next));
+  if (next == end) return packed;
+  const auto tokens = [&](SequenceId id) {
+    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    return slice_tokens(length, 1, problem.slice_multiple);
+  };
+  BestFitDecreasing packing(problem.tokens_per_rank, tokens(*(end - 1)));
+  for (; next != end; ++next) packed.add(packing.place(tokens(*next)));
+  return packed;
+}
+
 }  // namespace
 
 Plan naive(const Problem& problem) {
@@ -48,27 +79,24 @@ Plan naive(const Problem& problem) {
                        std::numeric_limits<double>::infinity());
 }
 
-std::optional<Plan> naive_within(const Problem& problem, const std::vector<int64_t>& order,
+std::optional<Plan> naive_within(const Problem& problem, const std::vector<SequenceId>& order,
                                  double limit_s) {
   FewestMicroBatches ranks(problem.num_ranks);
   Plan plan;
+  double rest_s = std::isfinite(limit_s) ? total_compute_s(problem) : 0;
   auto next = order.begin();
   for (; next != order.end(); ++next) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
     const int64_t degree = least_degree(problem, length);
     const double ratio = *offload_ratio(problem, length, degree);
     if (degree == 1 && ratio == 0) break;
-    plan.add(ranks.take(degree), {*next}, {}, ratio);
+    plan.add(ranks.take(degree), {*next}, ratio);
+    rest_s -= compute_s(problem.cost, length);
   }
-  if (std::isfinite(limit_s) && simulate(problem, plan).makespan_s > limit_s) return std::nullopt;
-
-  BestFitDecreasing packing(problem.tokens_per_rank);
-  Packed packed;
-  for (auto id = next; id != order.end(); ++id) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(*id)];
-    packed.add(packing.place(slice_tokens(length, 1, problem.slice_multiple)));
-  }
-  plan.sequences.reserve(order.size());
+  if (std::isfinite(limit_s) && takes_more(problem, plan, rest_s, limit_s)) return std::nullopt;
+  Packed packed = packed_decreasing(problem, next, order.end());
+  const auto num_bins = static_cast<std::size_t>(packed.num_bins());
+  plan.reserve(plan.rank_offsets.size() - 1 + num_bins, plan.ranks.size() + num_bins, order.size());
   for (int64_t bin = 0; bin < packed.num_bins(); ++bin) packed.open(bin, ranks.take(1), plan);
   for (; next != order.end(); ++next) packed.put(*next, plan);
   return plan;

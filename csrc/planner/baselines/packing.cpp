@@ -5,16 +5,39 @@
 
 namespace hdp {
 
+namespace {
+
+void push(int32_t bin, std::vector<int32_t>& bins) {
+  bins.push_back(bin);
+  std::push_heap(bins.begin(), bins.end(), std::greater<>());
+}
+
+int32_t pop(std::vector<int32_t>& bins) {
+  std::pop_heap(bins.begin(), bins.end(), std::greater<>());
+  const int32_t bin = bins.back();
+  bins.pop_back();
+  return bin;
+}
+
+}  // namespace
+
 int64_t BestFit::place(int64_t tokens) {
-  const auto found = open_.lower_bound({tokens, -1});
+  const auto found = open_.lower_bound(tokens);
   if (found == open_.end()) {
-    if (capacity_ > tokens) open_.emplace(capacity_ - tokens, num_bins_);
+    if (capacity_ > tokens) push(num_bins_, open_[capacity_ - tokens]);
     return num_bins_++;
   }
-  auto entry = open_.extract(found);
-  const int64_t bin = entry.value().second;
-  entry.value().first -= tokens;
-  if (entry.value().first > 0) open_.insert(std::move(entry));
+  const int32_t bin = pop(found->second);
+  const int64_t room = found->first - tokens;
+  if (!found->second.empty()) {
+    if (room > 0) push(bin, open_[room]);
+    return bin;
+  }
+  auto entry = open_.extract(found);  // its memory serves again
+  if (room > 0) {
+    entry.key() = room;
+    push(bin, open_.insert(std::move(entry)).position->second);
+  }
   return bin;
 }
 
@@ -37,7 +60,7 @@ int64_t BestFitDecreasing::place(int64_t tokens) {
   if (entry.first >= tokens) {
     awake_.push_back(entry);
     std::push_heap(awake_.begin(), awake_.end(), std::greater<>());
-  } else if (entry.first > 0) {
+  } else if (entry.first >= least_) {
     asleep_.push_back(entry);
     std::push_heap(asleep_.begin(), asleep_.end());
   }
@@ -45,20 +68,21 @@ int64_t BestFitDecreasing::place(int64_t tokens) {
 }
 
 void Packed::add(int64_t bin) {
-  if (bin == num_bins()) sizes_.push_back(0);
-  ++sizes_[static_cast<std::size_t>(bin)];
+  if (bin == num_bins()) places_.push_back(0);
+  ++places_[static_cast<std::size_t>(bin)];
   bins_.push_back(static_cast<int32_t>(bin));
 }
 
 void Packed::open(int64_t bin, const std::vector<int32_t>& ring, Plan& plan) {
-  ends_.resize(sizes_.size());
-  ends_[static_cast<std::size_t>(bin)] = static_cast<int64_t>(plan.sequences.size());
-  plan.add_room(ring, sizes_[static_cast<std::size_t>(bin)]);
+  int32_t& place = places_[static_cast<std::size_t>(bin)];
+  const int32_t num_items = place;
+  place = static_cast<int32_t>(plan.sequences.size());
+  plan.add_room(ring, num_items);
 }
 
-void Packed::put(int64_t id, Plan& plan) {
-  int64_t& end = ends_[static_cast<std::size_t>(bins_[next_++])];
-  plan.sequences[static_cast<std::size_t>(end++)] = id;
+void Packed::put(SequenceId id, Plan& plan) {
+  int32_t& place = places_[static_cast<std::size_t>(bins_[next_++])];
+  plan.sequences[static_cast<std::size_t>(place++)] = id;
 }
 
 }  // namespace hdp

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -22,16 +22,20 @@ class BestFit {
   int64_t place(int64_t tokens);
 
  private:
+  using Bins = std::vector<int32_t>;  // a heap, the oldest first
+
   int64_t capacity_;
-  int64_t num_bins_ = 0;
-  std::set<std::pair<int64_t, int64_t>> open_;  // (room, bin), full bins left out
+  int32_t num_bins_ = 0;
+  std::map<int64_t, Bins> open_;  // by room; none of no room
 };
 
-// Items none of which has more tokens than the one before. So a bin without room for the current
-// item sleeps until items are small enough, and of those awake the fullest is the best fit.
+// Items none of which has more tokens than the one before, nor fewer than `least`. So a bin without
+// room for the current item sleeps until items are small enough, and of those awake the fullest is
+// the best fit.
 class BestFitDecreasing {
  public:
-  explicit BestFitDecreasing(int64_t capacity) : capacity_(capacity) {}
+  explicit BestFitDecreasing(int64_t capacity, int64_t least = 1)
+      : capacity_(capacity), least_(least) {}
 
   int64_t num_bins() const { return num_bins_; }
 
@@ -47,16 +51,19 @@ class BestFitDecreasing {
   using Entry = std::pair<int64_t, int64_t>;  // (room, bin)
 
   int64_t capacity_;
+  int64_t least_;
   int64_t num_bins_ = 0;
   std::vector<Entry> awake_;   // a heap, the least room first
-  std::vector<Entry> asleep_;  // a heap, the most room first
+  std::vector<Entry> asleep_;  // a heap, the most room first; none of less room than `least`
 };
 
 // Which items are in which bin, and bins as micro-batches: without a list for each, as there may be
 // millions of both.
 class Packed {
  public:
-  int64_t num_bins() const { return static_cast<int64_t>(sizes_.size()); }
+  explicit Packed(std::size_t num_items) { bins_.reserve(num_items); }
+
+  int64_t num_bins() const { return static_cast<int64_t>(places_.size()); }
 
   // Notes the bin of the next item; a new bin has the number num_bins().
   void add(int64_t bin);
@@ -66,12 +73,11 @@ class Packed {
 
   // Puts the next item into the room of its bin. All bins are open, and the items come again in the
   // order in which they were noted.
-  void put(int64_t id, Plan& plan);
+  void put(SequenceId id, Plan& plan);
 
  private:
-  std::vector<int32_t> bins_;   // of each item
-  std::vector<int64_t> sizes_;  // items of each bin
-  std::vector<int64_t> ends_;   // where a bin's next item goes in the plan
+  std::vector<int32_t> bins_;    // of each item
+  std::vector<int32_t> places_;  // of each bin: its items; once open, its next item's in the plan
   std::size_t next_ = 0;
 };
 

@@ -11,6 +11,18 @@
 #include "planner/baselines/packing.hpp"
 
 namespace hdp {
+namespace {
+
+Packed packed_in_order(const Problem& problem, int64_t degree) {
+  Packed packed(problem.lengths.size());
+  BestFit packing(problem.tokens_per_rank);
+  for (const int64_t length : problem.lengths) {
+    packed.add(packing.place(slice_tokens(length, degree, problem.slice_multiple)));
+  }
+  return packed;
+}
+
+}  // namespace
 
 Plan static_mesh(const Problem& problem) {
   const int64_t degree = static_degree(problem);
@@ -20,21 +32,18 @@ Plan static_mesh(const Problem& problem) {
                                 " ranks at " + std::to_string(problem.tokens_per_rank) +
                                 " tokens each: raise tokens_per_rank or add ranks");
   }
-  Packed packed;
-  BestFit packing(problem.tokens_per_rank);
-  for (const int64_t length : problem.lengths) {
-    packed.add(packing.place(slice_tokens(length, degree, problem.slice_multiple)));
-  }
+  Packed packed = packed_in_order(problem, degree);
   const int64_t num_groups = problem.num_ranks / degree;
   std::vector<int32_t> ring(static_cast<std::size_t>(degree));
   Plan plan;
-  plan.sequences.reserve(problem.lengths.size());
+  const auto num_bins = static_cast<std::size_t>(packed.num_bins());
+  plan.reserve(num_bins, num_bins * ring.size(), problem.lengths.size());
   for (int64_t bin = 0; bin < packed.num_bins(); ++bin) {
     std::iota(ring.begin(), ring.end(), static_cast<int32_t>(bin % num_groups * degree));
     packed.open(bin, ring, plan);
   }
   for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
-    packed.put(static_cast<int64_t>(id), plan);
+    packed.put(static_cast<SequenceId>(id), plan);
   }
   return plan;
 }

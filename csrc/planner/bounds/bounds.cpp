@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <numeric>
 
@@ -137,13 +138,17 @@ struct Long {
 };
 
 // The sequences that memory shares out and those that outlast a makespan alone, longest first.
-std::vector<Long> long_sequences(const Problem& problem, const std::vector<int64_t>& order,
-                                 double makespan_s) {
+std::vector<Long> long_sequences(const Problem& problem, double makespan_s) {
+  const int64_t whole = problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
+  const int64_t shorter = std::min(whole, length_within(problem.cost, makespan_s));
+  std::vector<int64_t> lengths;
+  std::copy_if(problem.lengths.begin(), problem.lengths.end(), std::back_inserter(lengths),
+               [&](int64_t length) { return length > shorter; });
+  std::sort(lengths.begin(), lengths.end(), std::greater<>());
   std::vector<Long> longs;
-  for (const int64_t id : order) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
-    const bool fits = slice_tokens(length, 1, problem.slice_multiple) <= problem.tokens_per_rank;
-    if (fits && compute_s(problem.cost, length) <= makespan_s) break;
+  for (const int64_t length : lengths) {
+    // rounding may have made `shorter` a little too short
+    if (length <= whole && compute_s(problem.cost, length) <= makespan_s) break;
     longs.push_back({length, least_degree(problem, length)});
   }
   return longs;
@@ -171,11 +176,11 @@ double least_own_s(const Problem& problem, int64_t length) {
   return Bound(problem).own_s(length, least_degree(problem, length));
 }
 
-double tight_bound_s(const Problem& problem, const std::vector<int64_t>& order) {
+double tight_bound_s(const Problem& problem) {
   constexpr int kSteps = 40;
   const Bound bound(problem);
   double low = lower_bound_s(problem);
-  const std::vector<Long> longs = long_sequences(problem, order, low);
+  const std::vector<Long> longs = long_sequences(problem, low);
   double work = total_compute_s(problem) + least_overhead_s(problem);
   for (const Long& one : longs) work += bound.waited_s(one.length, one.least);
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));

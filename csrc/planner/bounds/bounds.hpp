@@ -16,8 +16,7 @@ double lower_bound_s(const Problem& problem);
 double least_own_s(const Problem& problem, int64_t length);
 
 // At least lower_bound_s, and no plan takes less either (one pipeline stage): the least T for which
-// compute and what is certainly lost fit into T x the sum of speeds. `order` holds all sequence
-// ids, longest first. Lost are, in rank-seconds:
+// compute and what is certainly lost fit into T x the sum of speeds. Lost are, in rank-seconds:
 //
 // - g for every C tokens, since a rank holds at most C tokens in a micro-batch.
 // - Exposed traffic. In a makespan T a sequence s needs a degree at which its slices fit and its
@@ -28,6 +27,6 @@ double least_own_s(const Problem& problem, int64_t length);
 //   rings together lose at least the sum of e(s, D(s)) over the k longest, for every k.
 // - Waiting for slow ranks, where memory does not let a sequence do without them, except for what
 //   the faster members' spare room can hold meanwhile.
-double tight_bound_s(const Problem& problem, const std::vector<int64_t>& order);
+double tight_bound_s(const Problem& problem);
 
 }  // namespace hdp

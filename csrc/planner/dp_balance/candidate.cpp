@@ -1,6 +1,7 @@
 #include "planner/dp_balance/candidate.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -23,6 +24,9 @@ constexpr double kColumnShare = 0.25;
 
 // A search that begins this near to what is enough needs no other nesting.
 constexpr double kGoodStart = 1.004;
+
+// A start of at most so many ring members keeps its rings.
+constexpr std::size_t kFewMembers = std::size_t{1} << 16;
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
@@ -54,25 +58,91 @@ std::vector<Nesting> nestings(const Problem& problem, double least_speed) {
   return {{all, false}, {all, true}, {nodes, false}, {nodes, true}};
 }
 
-std::vector<Degrees> first_degrees(const Batch& batch, const Nesting& nesting) {
-  std::vector<Degrees> result;
-  for (const double share : kShares) {
-    result.push_back(balanced_degrees(batch, nesting, share * batch.share_s));
-  }
+// Calls `visit` with one choice of degrees after the other until it returns true; whether it did.
+template <typename Visit>
+bool any_of_first_degrees(const Batch& batch, const Nesting& nesting, const Visit& visit) {
+  const auto balanced = [&](double share) {
+    return visit(balanced_degrees(batch, nesting, share * batch.share_s));
+  };
+  if (std::any_of(std::begin(kShares), std::end(kShares), balanced)) return true;
   if (batch.ramp > 0) {
-    for (const double share : kPipelineShares) {
-      result.push_back(balanced_degrees(batch, nesting, share * batch.share_s));
-    }
-    return result;
+    return std::any_of(std::begin(kPipelineShares), std::end(kPipelineShares), balanced);
   }
   for (const int64_t num_rows : {1, 2}) {
     for (const double share : kLayeredShares) {
       Degrees layered = layered_degrees(batch, nesting, num_rows, share);
-      if (!layered.empty()) result.push_back(std::move(layered));
+      if (!layered.empty() && visit(std::move(layered))) return true;
     }
   }
-  return result;
+  return false;
 }
+
+DegreeRuns runs_of(const Degrees& degrees) {
+  DegreeRuns runs;
+  for (const int32_t degree : degrees) {
+    if (runs.empty() || runs.back().first != degree) runs.emplace_back(degree, 0);
+    ++runs.back().second;
+  }
+  return runs;
+}
+
+// Besides the degrees.
+bool decide_alike(const Decisions& left, const Decisions& right) {
+  return left.least_speed == right.least_speed && left.alike_speeds == right.alike_speeds &&
+         left.column_s == right.column_s;
+}
+
+// Candidates made one after the other; different shares of the time often lead to the same one.
+class Starts {
+ public:
+  explicit Starts(const Batch& batch) : batch_(batch) {}
+
+  // Adds the start of these decisions.
+  void add(const Decisions& policy, double column_s, Degrees degrees) {
+    Start start;
+    start.decisions = policy;
+    start.decisions.column_s = column_s;
+    start.degrees = runs_of(degrees);
+    const auto same = std::find_if(starts_.begin(), starts_.end(), [&](const Start& known) {
+      return decide_alike(known.decisions, start.decisions) && known.degrees == start.degrees;
+    });
+    if (same != starts_.end()) {
+      start = *same;
+    } else {
+      Decisions decisions = start.decisions;
+      decisions.degrees = std::move(degrees);
+      Candidate candidate(batch_, std::move(decisions));
+      start.makespan_s = candidate.level.makespan_s;
+      if (candidate.rings.ranks.size() <= kFewMembers) start.candidate = std::move(candidate);
+    }
+    starts_.push_back(std::move(start));
+  }
+
+  const Start& last() const { return starts_.back(); }
+
+  double fastest_s() const {
+    return std::min_element(starts_.begin(), starts_.end(), faster)->makespan_s;
+  }
+
+  std::vector<Start> take_last() { return {std::move(starts_.back())}; }
+
+  std::vector<Start> take_all() {
+    const double nearly_s = kNearlyAsFast * fastest_s();
+    const auto leanest = std::find_if(starts_.begin(), starts_.end(),
+                                      [&](const Start& one) { return one.makespan_s <= nearly_s; });
+    std::rotate(starts_.begin(), leanest, leanest + 1);
+    std::stable_sort(starts_.begin() + 1, starts_.end(), faster);
+    return std::move(starts_);
+  }
+
+ private:
+  static bool faster(const Start& left, const Start& right) {
+    return left.makespan_s < right.makespan_s;
+  }
+
+  const Batch& batch_;
+  std::vector<Start> starts_;
+};
 
 }  // namespace
 
@@ -84,41 +154,38 @@ Candidate::Candidate(const Batch& batch, Decisions given)
   if (batch.ramp > 0 && !rings.gaps.empty()) level.makespan_s = kNever;
 }
 
-std::vector<Candidate> first_candidates(const Batch& batch, double enough_s) {
-  std::vector<Candidate> candidates;
-  const auto faster = [](const Candidate& left, const Candidate& right) {
-    return left.level.makespan_s < right.level.makespan_s;
-  };
-  for (Decisions decisions : ring_policies(batch.problem)) {
-    for (const Nesting& nesting : nestings(batch.problem, decisions.least_speed)) {
-      for (Degrees& degrees : first_degrees(batch, nesting)) {
-        decisions.degrees = std::move(degrees);
-        candidates.emplace_back(batch, decisions);
-        if (candidates.back().level.makespan_s <= enough_s) {
-          std::swap(candidates.front(), candidates.back());
-          return candidates;
-        }
-      }
+Decisions decisions_of(const Start& start) {
+  Decisions decisions = start.decisions;
+  for (const auto& [degree, number] : start.degrees) {
+    decisions.degrees.insert(decisions.degrees.end(), number, degree);
+  }
+  return decisions;
+}
+
+Candidate take_candidate(const Batch& batch, Start& start) {
+  if (start.candidate) return *std::move(start.candidate);
+  return Candidate(batch, decisions_of(start));
+}
+
+std::vector<Start> first_starts(const Batch& batch, double enough_s) {
+  Starts starts(batch);
+  for (const Decisions& policy : ring_policies(batch.problem)) {
+    for (const Nesting& nesting : nestings(batch.problem, policy.least_speed)) {
+      const auto is_enough = [&](Degrees degrees) {
+        starts.add(policy, 0, std::move(degrees));
+        return starts.last().makespan_s <= enough_s;
+      };
+      if (any_of_first_degrees(batch, nesting, is_enough)) return starts.take_last();
       if (batch.ramp == 0) {
         for (const double over : kColumns) {
-          decisions.column_s = over * batch.bound_s;
-          decisions.degrees = balanced_degrees(batch, nesting, kColumnShare * batch.share_s);
-          candidates.emplace_back(batch, decisions);
+          starts.add(policy, over * batch.bound_s,
+                     balanced_degrees(batch, nesting, kColumnShare * batch.share_s));
         }
-        decisions.column_s = 0;
       }
-      const auto fastest = std::min_element(candidates.begin(), candidates.end(), faster);
-      if (fastest->level.makespan_s <= kGoodStart * enough_s) break;
+      if (starts.fastest_s() <= kGoodStart * enough_s) break;
     }
   }
-  const double fastest_s =
-      std::min_element(candidates.begin(), candidates.end(), faster)->level.makespan_s;
-  const auto leanest = std::find_if(candidates.begin(), candidates.end(), [&](const auto& one) {
-    return one.level.makespan_s <= kNearlyAsFast * fastest_s;
-  });
-  std::rotate(candidates.begin(), leanest, leanest + 1);
-  std::stable_sort(candidates.begin() + 1, candidates.end(), faster);
-  return candidates;
+  return starts.take_all();
 }
 
 }  // namespace hdp

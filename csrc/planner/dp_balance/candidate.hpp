@@ -1,6 +1,9 @@
 // Decisions with the rings and the time that follow from them: what the search compares.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "planner/dp_balance/levels.hpp"
@@ -22,8 +25,25 @@ struct Candidate {
   Level level;
 };
 
+using DegreeRuns = std::vector<std::pair<int32_t, std::size_t>>;  // (degree, how often)
+
+// A candidate that waits for its turn. One of many rings is made again then: a large batch has no
+// room for those of all.
+struct Start {
+  Decisions decisions;  // without degrees
+  DegreeRuns degrees;
+  double makespan_s = 0;
+  std::optional<Candidate> candidate;  // if it has few rings
+};
+
+// With the degrees.
+Decisions decisions_of(const Start& start);
+
+// The candidate, which the start no longer has then.
+Candidate take_candidate(const Batch& batch, Start& start);
+
 // Where a search may begin, the most promising first: the leanest in traffic of those that are
-// nearly as fast as the fastest, then the others by time.
-std::vector<Candidate> first_candidates(const Batch& batch, double enough_s);
+// nearly as fast as the fastest, then the others by time. One that is fast enough comes alone.
+std::vector<Start> first_starts(const Batch& batch, double enough_s);
 
 }  // namespace hdp

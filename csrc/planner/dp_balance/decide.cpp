@@ -33,12 +33,14 @@ int64_t search_tries(const Batch& batch, const Decisions& decisions) {
 
 Decisions best_decisions(const Batch& batch) {
   const double enough_s = kCloseEnough * batch.bound_s;
-  std::vector<Candidate> starts = first_candidates(batch, enough_s);
-  int64_t num_tries = search_tries(batch, starts.front().decisions);
-  Candidate best = search_degrees(batch, starts.front(), enough_s, num_tries);
+  std::vector<Start> starts = first_starts(batch, enough_s);
+  if (starts.front().makespan_s <= enough_s) return decisions_of(starts.front());
+  Candidate first = take_candidate(batch, starts.front());
+  int64_t num_tries = search_tries(batch, first.decisions);
+  Candidate best = search_degrees(batch, std::move(first), enough_s, num_tries);
   for (std::size_t i = 1; i < starts.size() && num_tries > 0; ++i) {
     if (best.level.makespan_s <= enough_s) break;
-    Candidate other = search_degrees(batch, std::move(starts[i]), enough_s, num_tries);
+    Candidate other = search_degrees(batch, take_candidate(batch, starts[i]), enough_s, num_tries);
     if (other.level.makespan_s * kNearlyAsFast < best.level.makespan_s) best = std::move(other);
   }
   return std::move(best.decisions);

@@ -64,7 +64,7 @@ bool improve(const Batch& batch, Candidate& candidate, int64_t& num_tries) {
       if (num_tries <= 0) return false;
       --num_tries;
       Decisions changed = candidate.decisions;
-      changed.degrees[place] = other;
+      changed.degrees[place] = static_cast<int32_t>(other);
       Candidate next(batch, std::move(changed));
       if (!better(next.level, candidate.level)) continue;
       candidate = std::move(next);

@@ -60,30 +60,28 @@ class Choice {
   std::vector<Scheduled> plans_;
 };
 
-Scheduled draft(const Batch& batch, const Decisions& decisions) {
-  const RingSchedule rings = place_rings(batch, decisions);
-  if (decisions.fill_spare_room) {
-    return scheduled(batch.problem, place_shorts(batch, rings, rings.shorts));
-  }
-  const PlaceSet shorts = places_of_shorts(batch, decisions.degrees);
-  return scheduled(batch.problem, place_shorts(batch, rings, shorts));
-}
-
 // Offers the plans of dp-balance itself; returns the sequences, longest first.
-std::vector<int64_t> offer_own_plans(const Problem& problem, Choice& choice) {
+std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice) {
   Batch batch(problem);
   Decisions decisions = best_decisions(batch);
-  choice.offer(draft(batch, decisions));
+  const auto offer = [&](RingSchedule rings, const PlaceSet& shorts) {
+    Plan plan = place_shorts(batch, rings, shorts, {}, std::move(rings.locals));
+    rings = RingSchedule();
+    choice.offer(scheduled(problem, std::move(plan)));
+  };
+  offer(place_rings(batch, decisions), places_of_shorts(batch, decisions.degrees));
   if (problem.cost.g > 0) {
     decisions.fill_spare_room = true;
-    choice.offer(draft(batch, decisions));
+    RingSchedule rings = place_rings(batch, decisions);
+    const PlaceSet shorts = std::move(rings.shorts);
+    if (!rings.locals.sequences.empty()) offer(std::move(rings), shorts);
   }
   return std::move(batch.order);
 }
 
 // Offers the plans of the other strategies that are nearly as fast as the fastest, and perhaps
 // slower ones; returns the least time that one of them takes.
-double offer_other_plans(const Problem& problem, const std::vector<int64_t>& order,
+double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& order,
                          Choice& choice) {
   const double limit_s = kNearlyAsFast * choice.least_makespan_s();
   double least_s = infinity();
@@ -101,7 +99,7 @@ double offer_other_plans(const Problem& problem, const std::vector<int64_t>& ord
 
 Scheduled dp_balance(const Problem& problem) {
   Choice choice;
-  const std::vector<int64_t> order = offer_own_plans(problem, choice);
+  const std::vector<SequenceId> order = offer_own_plans(problem, choice);
   const double slowest_s = kRounding * offer_other_plans(problem, order, choice);
   return choice.take(slowest_s);
 }

@@ -13,13 +13,13 @@ namespace hdp {
 namespace {
 
 struct Short {
-  int64_t id = 0;
+  SequenceId id = 0;
   double compute_s = 0;
   int64_t tokens = 0;  // padded
 };
 
 // Micro-batches of one rank: the sequences of each.
-using Bins = std::vector<std::vector<int64_t>>;
+using Bins = std::vector<std::vector<SequenceId>>;
 
 // One micro-batch in each gap, so that ranks work instead of waiting for a ring to assemble.
 class GapFiller {
@@ -63,14 +63,52 @@ class GapFiller {
   std::set<std::pair<double, std::size_t>> left_;  // (seconds left, gap)
 };
 
+// The micro-batches of one rank each, and which sequences they will hold.
+class RankBins {
+ public:
+  RankBins(std::size_t num_ranks, std::size_t num_sequences)
+      : bins_(num_ranks), packed_(num_sequences) {}
+
+  // Notes the micro-batch of the next sequence, by its number among those of the rank.
+  void add(std::size_t rank, std::size_t bin) {
+    if (bin == bins_[rank].size()) bins_[rank].push_back(static_cast<int32_t>(packed_.num_bins()));
+    packed_.add(bins_[rank][bin]);
+  }
+
+  std::size_t size() const { return static_cast<std::size_t>(packed_.num_bins()); }
+
+  // Micro-batches of a rank that has the most, and of one that has the fewest.
+  std::size_t most() const { return std::max_element(bins_.begin(), bins_.end(), fewer)->size(); }
+  std::size_t fewest() const { return std::min_element(bins_.begin(), bins_.end(), fewer)->size(); }
+
+  // Adds every rank's micro-batch of that number, with room for its sequences.
+  void add_round(std::size_t round, Plan& plan) {
+    for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
+      if (round >= bins_[rank].size()) continue;
+      packed_.open(bins_[rank][round], {static_cast<int32_t>(rank)}, plan);
+    }
+  }
+
+  // Puts the next sequence where its micro-batch has room, in the order of add().
+  void put(SequenceId id, Plan& plan) { packed_.put(id, plan); }
+
+ private:
+  using Numbers = std::vector<int32_t>;
+
+  static bool fewer(const Numbers& left, const Numbers& right) {
+    return left.size() < right.size();
+  }
+
+  std::vector<Numbers> bins_;  // of each rank, numbered over all ranks
+  Packed packed_;
+};
+
 // Gives each sequence to a rank that ends early with it, a new micro-batch's g counted.
 class Leveller {
  public:
-  Leveller(const Problem& problem, const std::vector<double>& clocks, int64_t capacity)
-      : problem_(problem),
-        heap_(clocks),
-        packings_(clocks.size(), BestFitDecreasing(capacity)),
-        bins_(clocks.size()) {}
+  Leveller(const Problem& problem, const std::vector<double>& clocks,
+           const BestFitDecreasing& packing, RankBins& bins)
+      : problem_(problem), heap_(clocks), packings_(clocks.size(), packing), bins_(bins) {}
 
   // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
@@ -86,34 +124,8 @@ class Leveller {
       }
     }
     const auto rank = static_cast<std::size_t>(heap_.rank(best));
-    const auto bin = static_cast<std::size_t>(packings_[rank].place(item.tokens));
-    if (bin == bins_[rank].size()) bins_[rank].push_back(packed_.num_bins());
-    packed_.add(bins_[rank][bin]);
+    bins_.add(rank, static_cast<std::size_t>(packings_[rank].place(item.tokens)));
     heap_.advance(best, best_end);
-  }
-
-  // Micro-batches of a rank that has the most.
-  std::size_t num_rounds() const {
-    std::size_t most = 0;
-    for (const auto& bins : bins_) most = std::max(most, bins.size());
-    return most;
-  }
-
-  // Adds every rank's micro-batch of that number, with room for its sequences.
-  void add_round(std::size_t round, Plan& plan) {
-    for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
-      if (round >= bins_[rank].size()) continue;
-      packed_.open(bins_[rank][round], {static_cast<int32_t>(rank)}, plan);
-    }
-  }
-
-  // Puts the next sequence where its micro-batch has room, in the order of place().
-  void put(int64_t id, Plan& plan) { packed_.put(id, plan); }
-
-  std::size_t fewest_bins() const {
-    std::size_t fewest = bins_.front().size();
-    for (const auto& bins : bins_) fewest = std::min(fewest, bins.size());
-    return fewest;
   }
 
  private:
@@ -129,9 +141,35 @@ class Leveller {
   const Problem& problem_;
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank
-  std::vector<std::vector<int64_t>> bins_;   // of each rank, numbered over all ranks
-  Packed packed_;
+  RankBins& bins_;
 };
+
+// Which short sequences fill gaps, and the micro-batches of the others.
+struct Filling {
+  GapFiller gaps;
+  std::vector<bool> in_gap;  // by place
+  RankBins bins;
+};
+
+Filling fill(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
+             double room) {
+  const Problem& problem = batch.problem;
+  const auto tokens = [&](std::size_t place) {
+    return slice_tokens(batch.length(place), 1, problem.slice_multiple);
+  };
+  Filling filling{GapFiller(problem, schedule.gaps), std::vector<bool>(shorts.size()),
+                  RankBins(schedule.clocks.size(), shorts.size())};
+  const BestFitDecreasing empty(
+      static_cast<int64_t>(room * static_cast<double>(problem.tokens_per_rank)),
+      tokens(shorts.size() - 1));
+  Leveller leveller(problem, schedule.clocks, empty, filling.bins);
+  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
+    const Short item{batch.order[place], batch.compute_s(place), tokens(place)};
+    filling.in_gap[place] = filling.gaps.place(item);
+    if (!filling.in_gap[place]) leveller.place(item);
+  }
+  return filling;
+}
 
 void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap_bins, Plan& plan) {
   std::size_t gap = 0;
@@ -143,35 +181,30 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
     const std::vector<int32_t> ring = schedule.ring(i);
     const auto degree = static_cast<int64_t>(ring.size());
     plan.add(ring, {batch.order[place]},
-             schedule.locals.empty() ? std::vector<Local>{} : schedule.locals[i],
              *offload_ratio(batch.problem, batch.length(place), degree));
+    if (!schedule.local_ends.empty()) plan.end_locals(schedule.local_ends[i]);
   }
 }
 
 }  // namespace
 
 Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
-                  const ShortsStyle& style) {
-  const Problem& problem = batch.problem;
-  GapFiller gaps(problem, schedule.gaps);
-  const double room = style.room * static_cast<double>(problem.tokens_per_rank);
-  Leveller leveller(problem, schedule.clocks, static_cast<int64_t>(room));
-  std::vector<bool> in_gap(shorts.size());
-  for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
-    const Short item{batch.order[place], batch.compute_s(place),
-                     slice_tokens(batch.length(place), 1, problem.slice_multiple)};
-    in_gap[place] = gaps.place(item);
-    if (!in_gap[place]) leveller.place(item);
-  }
+                  const ShortsStyle& style, Locals locals) {
+  Filling filling = fill(batch, schedule, shorts, style.room);
+  RankBins& bins = filling.bins;
   Plan plan;
   const auto lead = static_cast<std::size_t>(style.lead);
-  if (leveller.fewest_bins() < lead) return plan;
-  plan.sequences.reserve(shorts.size());
-  for (std::size_t i = 0; i < lead; ++i) leveller.add_round(i, plan);
-  add_rings(batch, schedule, gaps.bins(), plan);
-  for (std::size_t i = lead; i < leveller.num_rounds(); ++i) leveller.add_round(i, plan);
+  if (bins.fewest() < lead) return plan;
+  const std::size_t num_single = bins.size() + schedule.gaps.size();
+  plan.reserve(schedule.places.size() + num_single, schedule.ranks.size() + num_single,
+               shorts.size());
+  plan.locals = std::move(locals);
+  for (std::size_t i = 0; i < lead; ++i) bins.add_round(i, plan);
+  add_rings(batch, schedule, filling.gaps.bins(), plan);
+  const std::size_t num_rounds = bins.most();
+  for (std::size_t i = lead; i < num_rounds; ++i) bins.add_round(i, plan);
   for (auto place = shorts.next(0); place < shorts.size(); place = shorts.next(place + 1)) {
-    if (!in_gap[place]) leveller.put(batch.order[place], plan);
+    if (!filling.in_gap[place]) bins.put(batch.order[place], plan);
   }
   return plan;
 }

@@ -15,9 +15,9 @@ struct ShortsStyle {
 };
 
 // The whole plan: each ring preceded by the micro-batches that fill the gaps before it, then the
-// micro-batches that level the ranks' clocks. `shorts`: places of the sequences. Empty if a rank
-// gets fewer micro-batches than shall lead.
+// micro-batches that level the ranks' clocks. `shorts`: places of the sequences; `locals`: what
+// fills the rings' spare room. Empty if a rank gets fewer micro-batches than shall lead.
 Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceSet& shorts,
-                  const ShortsStyle& style = {});
+                  const ShortsStyle& style = {}, Locals locals = {});
 
 }  // namespace hdp

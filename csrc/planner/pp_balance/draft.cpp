@@ -19,7 +19,7 @@ constexpr int kDraftIterations = 3;
 
 // The outline of a plan's micro-batches while it is a sketch.
 struct SketchedOrder {
-  std::vector<int64_t> offsets{0};
+  std::vector<int32_t> offsets{0};
   std::vector<int32_t> lanes;
   std::vector<double> seconds;
 
@@ -35,7 +35,7 @@ struct SketchedOrder {
 
  private:
   void close(double time_s) {
-    offsets.push_back(static_cast<int64_t>(lanes.size()));
+    offsets.push_back(static_cast<int32_t>(lanes.size()));
     seconds.push_back(time_s);
   }
 };
@@ -51,7 +51,7 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Rows& rows,
         const SeatedRing& seated = seating.rings[ring];
         const int64_t length = problem.lengths[static_cast<std::size_t>(seated.sequence)];
         const auto degree = static_cast<int64_t>(seated.lanes.size());
-        plan.add(seated.lanes, {seated.sequence}, {}, *offload_ratio(problem, length, degree));
+        plan.add(seated.lanes, {seated.sequence}, *offload_ratio(problem, length, degree));
       },
       [&](std::size_t rank, int64_t i) {
         plan.add({static_cast<int32_t>(rank)}, filling.bins[rank][static_cast<std::size_t>(i)]);

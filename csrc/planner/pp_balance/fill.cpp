@@ -52,9 +52,9 @@ void order_bins(int64_t needed, const std::vector<double>& seconds, std::vector<
 
 }  // namespace
 
-Shorts::Shorts(const Problem& problem, const std::vector<int64_t>& order) : problem_(problem) {
+Shorts::Shorts(const Problem& problem, const std::vector<SequenceId>& order) : problem_(problem) {
   int64_t tokens = 0;
-  for (const int64_t id : order) {
+  for (const SequenceId id : order) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
     const int64_t padded = slice_tokens(length, 1, problem.slice_multiple);
     if (padded > problem.tokens_per_rank) continue;

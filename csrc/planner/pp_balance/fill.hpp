@@ -8,7 +8,7 @@
 
 namespace hdp {
 
-using Bin = std::vector<int64_t>;  // sequence ids of a micro-batch of one rank
+using Bin = std::vector<SequenceId>;  // sequence ids of a micro-batch of one rank
 
 struct Filling {
   std::vector<std::vector<Bin>> bins;  // by rank: those that it needs, then others
@@ -19,7 +19,7 @@ struct Filling {
 class Shorts {
  public:
   // `order` holds all sequence ids, longest first.
-  Shorts(const Problem& problem, const std::vector<int64_t>& order);
+  Shorts(const Problem& problem, const std::vector<SequenceId>& order);
 
   std::size_t size() const { return shorts_.size(); }
   double total_s() const { return total_s_; }
@@ -36,7 +36,7 @@ class Shorts {
 
  private:
   struct Short {
-    int64_t id = 0;
+    SequenceId id = 0;
     int64_t tokens = 0;  // padded
     double seconds = 0;
   };

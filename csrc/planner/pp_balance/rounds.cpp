@@ -50,7 +50,7 @@ Shared share(const Problem& problem, const LongSequence& sequence, int64_t degre
 }
 
 // Rounds do without offload, except for a sequence that does not fit otherwise: on all ranks.
-int64_t least_degree_in_rounds(const Problem& problem, int64_t id) {
+int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
   const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
   const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
   if (least > 0 && least <= problem.num_ranks) return least;
@@ -64,9 +64,9 @@ int64_t least_degree_in_rounds(const Problem& problem, int64_t id) {
 }  // namespace
 
 std::vector<LongSequence> long_sequences(const Problem& problem,
-                                         const std::vector<int64_t>& order) {
+                                         const std::vector<SequenceId>& order) {
   std::vector<LongSequence> result;
-  for (const int64_t id : order) {
+  for (const SequenceId id : order) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
     const int64_t least = least_degree_in_rounds(problem, id);
     if (least == 1) break;

@@ -10,7 +10,7 @@ namespace hdp {
 
 // A sequence that does not fit on one rank, and the degrees it may have.
 struct LongSequence {
-  int64_t id = 0;
+  SequenceId id = 0;
   int64_t length = 0;
   double compute_s = 0;
   int64_t least = 0;     // by memory
@@ -18,7 +18,7 @@ struct LongSequence {
 };
 
 struct Shared {
-  int64_t sequence = 0;
+  SequenceId sequence = 0;
   int64_t degree = 0;
   double seconds = 0;
 };
@@ -27,7 +27,8 @@ struct Shared {
 using Round = std::vector<Shared>;
 
 // Longest first. `order` holds all sequence ids, longest first.
-std::vector<LongSequence> long_sequences(const Problem& problem, const std::vector<int64_t>& order);
+std::vector<LongSequence> long_sequences(const Problem& problem,
+                                         const std::vector<SequenceId>& order);
 
 // Deals the sequences into rounds.
 class RoundMaker {

@@ -13,7 +13,7 @@ constexpr std::size_t kNoRing = static_cast<std::size_t>(-1);
 
 // A ring with its lanes, ascending. A lane is a rank, or stands for several ranks that are alike.
 struct SeatedRing {
-  int64_t sequence = 0;
+  SequenceId sequence = 0;
   double seconds = 0;  // of its slowest member
   std::vector<int32_t> lanes;
 };

@@ -5,7 +5,6 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/base/sorting.hpp"
 #include "planner/bounds/bounds.hpp"
 
 namespace hdp {
@@ -20,17 +19,14 @@ constexpr double kSand = 1.0 / 32;
 Batch::Batch(const Problem& given)
     : problem(given),
       order(longest_first(given.lengths)),
+      lengths(given.lengths, order),
       total_speed(hdp::total_speed(given)),
       ramp(static_cast<double>(given.pipeline_stages - 1)),
       full_s(hdp::compute_s(given.cost, given.tokens_per_rank) + given.cost.g) {
-  lengths.reserve(order.size());
-  for (const int64_t id : order) {
-    lengths.push_back(problem.lengths[static_cast<std::size_t>(id)]);
-    total_s += hdp::compute_s(problem.cost, lengths.back());
-  }
+  for (std::size_t place = 0; place < order.size(); ++place) total_s += compute_s(place);
   share_s = total_s / total_speed;
   if (ramp == 0) {
-    bound_s = own_time_s = tight_bound_s(problem, order);
+    bound_s = own_time_s = tight_bound_s(problem);
   } else {
     const double own_s = least_own_s(problem, length(0));
     bound_s = std::max(share_s, (1 + ramp) * own_s);
@@ -41,9 +37,10 @@ Batch::Batch(const Problem& given)
     const bool fits =
         slice_tokens(length(place), 1, problem.slice_multiple) <= problem.tokens_per_rank;
     if (fits && compute_s(place) <= kSand * share_s) break;
-    least.push_back(least_degree(problem, length(place)));
+    least.push_back(static_cast<int32_t>(least_degree(problem, length(place))));
   }
   num_big = least.size();
+  least.shrink_to_fit();
   for (std::size_t place = num_big; place < order.size(); ++place) {
     small_s += compute_s(place);
     small_tokens += static_cast<double>(length(place));

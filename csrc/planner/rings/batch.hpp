@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/sorting.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -19,16 +20,16 @@ struct Batch {
   double compute_s(std::size_t place) const { return hdp::compute_s(problem.cost, lengths[place]); }
 
   const Problem& problem;
-  std::vector<int64_t> order;    // sequence ids
-  std::vector<int64_t> lengths;  // by place in the order: neighbours in memory, as they are used
-  std::vector<int64_t> least;    // the least degree, of the big ones
-  std::size_t num_big = 0;       // the first places: each matters by itself
-  double total_s = 0;            // compute of all
-  double small_s = 0;            // compute of all but the big ones, and a share of g
-  double total_speed = 1;        // of all ranks
-  double bound_s = 0;            // no earlier can all clocks be
-  double own_time_s = 0;         // a sequence should not take longer by itself
-  double share_s = 0;            // total_s / total_speed
+  std::vector<SequenceId> order;
+  SortedLengths lengths;       // by place in the order
+  std::vector<int32_t> least;  // the least degree, of the big ones
+  std::size_t num_big = 0;     // the first places: each matters by itself
+  double total_s = 0;          // compute of all
+  double small_s = 0;          // compute of all but the big ones, and a share of g
+  double total_speed = 1;      // of all ranks
+  double bound_s = 0;          // no earlier can all clocks be
+  double own_time_s = 0;       // a sequence should not take longer by itself
+  double share_s = 0;          // total_s / total_speed
   // A pipeline of P stages that runs micro-batches of alike times ends after 1/P of their sum and
   // (P - 1)/P of one of them. In units of 1/P: a rank's clock is what it has to do, and `ramp`
   // times the longest of it, at least full_s.

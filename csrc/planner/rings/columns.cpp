@@ -16,7 +16,7 @@ int64_t filling_degree(const Batch& batch, std::size_t place, int64_t hidden, do
   if (!(room_s > 0)) return 0;
   const double parts = std::ceil(batch.compute_s(place) / room_s);
   if (parts > static_cast<double>(hidden)) return 0;
-  const int64_t degree = std::max(batch.least[place], static_cast<int64_t>(parts));
+  const int64_t degree = std::max<int64_t>(batch.least[place], static_cast<int64_t>(parts));
   return may_share(problem, batch.length(place), batch.least[place], degree) ? degree : 0;
 }
 

@@ -82,7 +82,9 @@ void append_balanced(const Batch& batch, const Nesting& nesting, double longest_
   for (std::size_t place = degrees.size(); place < batch.num_big; ++place) {
     const bool again = batch.length(place) == length;
     length = batch.length(place);
-    degrees.push_back(again ? degrees.back() : balanced_degree(batch, nesting, place, longest_s));
+    degrees.push_back(
+        again ? degrees.back()
+              : static_cast<int32_t>(balanced_degree(batch, nesting, place, longest_s)));
   }
 }
 
@@ -113,6 +115,7 @@ Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double long
 Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_rows,
                         double share) {
   Degrees degrees;
+  degrees.reserve(batch.num_big);
   double left_s = batch.share_s;
   for (int64_t row = 0; row < num_rows; ++row) {
     int64_t room = nesting.num_ranks;
@@ -122,7 +125,7 @@ Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_
       if (degree < 2 || degree > room) break;
       room -= degree;
       longest_s = std::max(longest_s, batch.compute_s(place) / static_cast<double>(degree));
-      degrees.push_back(degree);
+      degrees.push_back(static_cast<int32_t>(degree));
     }
     left_s -= longest_s;
   }

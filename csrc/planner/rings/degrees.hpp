@@ -8,7 +8,8 @@
 
 namespace hdp {
 
-using Degrees = std::vector<int64_t>;  // of the big sequences, by place; all others have degree 1
+// Of the big sequences, by place; all others have degree 1.
+using Degrees = std::vector<int32_t>;
 
 // Degrees N, N/2, N/4 ... for N ranks that form rings: blocks of such sizes nest, so that no rank
 // waits for a ring to assemble. So do three quarters of them, each with the quarter that is left.

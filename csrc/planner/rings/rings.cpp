@@ -75,6 +75,7 @@ class RingPlacer {
 
   RingSchedule run() {
     const std::vector<std::size_t> places = widest_first(batch_, decisions_.degrees);
+    make_room(places);
     auto next = places.begin();
     const auto degree = [&] { return decisions_.degrees[*next]; };
     const auto more = [&](int64_t than) { return next != places.end() && degree() > than; };
@@ -98,6 +99,21 @@ class RingPlacer {
 
  private:
   using Places = std::vector<std::size_t>::const_iterator;
+
+  // So that a schedule of millions of rings does not move while it grows.
+  void make_room(const std::vector<std::size_t>& places) {
+    std::size_t num_members = 0;
+    for (const std::size_t place : places) {
+      num_members += static_cast<std::size_t>(decisions_.degrees[place]);
+    }
+    schedule_.places.reserve(places.size());
+    schedule_.offsets.reserve(places.size() + 1);
+    schedule_.ranks.reserve(num_members);
+    if (!decisions_.fill_spare_room) return;
+    schedule_.local_ends.reserve(places.size());
+    schedule_.locals.ranks.reserve(batch_.order.size());
+    schedule_.locals.sequences.reserve(batch_.order.size());
+  }
 
   // Places the rings that are wider than `widest` in columns, the longest first; leaves `next` at
   // the first of the others.
@@ -142,10 +158,9 @@ class RingPlacer {
         ring_s(problem_.cost, length, degree, one_node, speed) + problem_.cost.g / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
-      schedule_.locals.emplace_back();
-      seconds +=
-          spare_room_.fill(ranks, problem_.tokens_per_rank - slice, schedule_.locals.back()) /
-          speed;
+      const int64_t room = problem_.tokens_per_rank - slice;
+      seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
+      schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }
     double longest_s = 0;
     for (const int32_t rank : ranks) {

@@ -33,13 +33,15 @@ struct Gap {
 };
 
 struct RingSchedule {
-  std::vector<std::size_t> places;         // of the sequence of each ring
-  std::vector<std::size_t> offsets{0};     // ring i has the ranks [offsets[i], offsets[i + 1])
-  std::vector<int32_t> ranks;              // ascending in each ring
-  std::vector<std::vector<Local>> locals;  // of each ring, if spare room is filled
-  std::vector<Gap> gaps;                   // in the order of their rings
-  std::vector<double> clocks;              // when each rank is free, see Batch::ramp
-  PlaceSet shorts;                         // if so, places of the sequences that remain
+  std::vector<std::size_t> places;      // of the sequence of each ring
+  std::vector<std::size_t> offsets{0};  // ring i has the ranks [offsets[i], offsets[i + 1])
+  std::vector<int32_t> ranks;           // ascending in each ring
+  std::vector<Gap> gaps;                // in the order of their rings
+  std::vector<double> clocks;           // when each rank is free, see Batch::ramp
+  // If spare room is filled:
+  Locals locals;                        // of the rings, one after the other
+  std::vector<std::size_t> local_ends;  // of each ring
+  PlaceSet shorts;                      // places of the sequences that remain
 
   std::vector<int32_t> ring(std::size_t i) const {
     return {ranks.begin() + static_cast<std::ptrdiff_t>(offsets[i]),

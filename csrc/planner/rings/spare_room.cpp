@@ -14,9 +14,7 @@ SpareRoom::SpareRoom(const Batch& batch, PlaceSet shorts)
 bool SpareRoom::place_longest(Member& member, int64_t longest) {
   const int64_t multiple = batch_.problem.slice_multiple;
   const int64_t limit = std::min(longest, member.room / multiple * multiple);
-  const auto first = std::partition_point(batch_.lengths.begin(), batch_.lengths.end(),
-                                          [&](int64_t length) { return length > limit; });
-  const std::size_t place = shorts_.next(static_cast<std::size_t>(first - batch_.lengths.begin()));
+  const std::size_t place = shorts_.next(batch_.lengths.first_within(limit));
   if (place == shorts_.size()) return false;
   shorts_.erase(place);
   member.room -= slice_tokens(batch_.length(place), 1, multiple);
@@ -25,8 +23,7 @@ bool SpareRoom::place_longest(Member& member, int64_t longest) {
   return true;
 }
 
-double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
-                       std::vector<Local>& locals) {
+double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room, Locals& locals) {
   std::vector<Member> members(ranks.size());
   for (Member& member : members) member.room = room;
   double level = 0;
@@ -38,7 +35,9 @@ double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room,
     }
   }
   for (std::size_t i = 0; i < members.size(); ++i) {
-    if (!members[i].sequences.empty()) locals.push_back({ranks[i], members[i].sequences});
+    const std::vector<SequenceId>& ids = members[i].sequences;
+    locals.sequences.insert(locals.sequences.end(), ids.begin(), ids.end());
+    locals.ranks.insert(locals.ranks.end(), ids.size(), ranks[i]);
   }
   return level;
 }

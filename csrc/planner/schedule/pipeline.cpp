@@ -12,7 +12,7 @@ std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 // an operation waits for is in an earlier wave or earlier in its own.
 class Waves {
  public:
-  Waves(const std::vector<int64_t>& rank_offsets, const std::vector<int32_t>& ranks,
+  Waves(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
         const std::vector<double>& seconds, int64_t num_ranks, int64_t stages)
       : rank_offsets_(rank_offsets),
         ranks_(ranks),
@@ -74,7 +74,7 @@ class Waves {
 
   double& clock(int32_t rank, std::size_t stage) { return clocks_[index(rank) * stages_ + stage]; }
 
-  const std::vector<int64_t>& rank_offsets_;
+  const std::vector<int32_t>& rank_offsets_;
   const std::vector<int32_t>& ranks_;
   const std::vector<double>& seconds_;
   std::size_t stages_;
@@ -99,7 +99,7 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan) {
   return -1;
 }
 
-std::vector<double> pipeline_ends(const std::vector<int64_t>& rank_offsets,
+std::vector<double> pipeline_ends(const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
                                   int64_t stages) {

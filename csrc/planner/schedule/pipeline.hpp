@@ -14,7 +14,7 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan);
 
 // When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
 // over all stages, a third of it forward. Every micro-batch must stand at one position.
-std::vector<double> pipeline_ends(const std::vector<int64_t>& rank_offsets,
+std::vector<double> pipeline_ends(const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
                                   int64_t stages);

@@ -21,7 +21,7 @@ struct Sum {
   double tokens = 0;
   int64_t slice_tokens = 0;
 
-  void add(const Problem& problem, int64_t id, int64_t degree) {
+  void add(const Problem& problem, SequenceId id, int64_t degree) {
     const int64_t length = problem.lengths[index(id)];
     attention_s += hdp::attention_s(problem.cost, length);
     compute_s += hdp::compute_s(problem.cost, length);
@@ -88,11 +88,11 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
   const auto d = static_cast<double>(ring.degree());
   MicroBatchLoad load{ring.slowest_s(), (d - 1) * ring.sum().tokens, ring.sum().slice_tokens};
   Sum member;
-  const auto last = plan.local_offsets[index(micro_batch) + 1];
-  for (auto i = plan.local_offsets[index(micro_batch)]; i < last; ++i) {
-    const int32_t rank = plan.local_ranks[index(i)];
-    member.add(problem, plan.local_sequences[index(i)], 1);
-    if (i + 1 < last && plan.local_ranks[index(i) + 1] == rank) continue;
+  const int32_t last = plan.local_offset(micro_batch + 1);
+  for (int32_t i = plan.local_offset(micro_batch); i < last; ++i) {
+    const int32_t rank = plan.locals.ranks[index(i)];
+    member.add(problem, plan.locals.sequences[index(i)], 1);
+    if (i + 1 < last && plan.locals.ranks[index(i) + 1] == rank) continue;
     load.seconds = std::max(load.seconds, ring.member_s(rank, member.compute_s));
     load.tokens_on_a_rank =
         std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
@@ -101,10 +101,11 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
   return load;
 }
 
-Schedule simulate(const Problem& problem, const Plan& plan) {
-  if (problem.pipeline_stages > 1) return simulate_pipeline(problem, plan);
+namespace {
+
+// Moves the ranks' clocks.
+Schedule run(const Problem& problem, const Plan& plan, std::vector<double>& clocks) {
   Schedule schedule;
-  std::vector<double> clocks(index(problem.num_ranks), 0.0);
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
     const MicroBatchLoad load = micro_batch_load(problem, plan, m);
     const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
@@ -118,6 +119,20 @@ Schedule simulate(const Problem& problem, const Plan& plan) {
     schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
   }
   return schedule;
+}
+
+}  // namespace
+
+Schedule simulate(const Problem& problem, const Plan& plan) {
+  if (problem.pipeline_stages > 1) return simulate_pipeline(problem, plan);
+  std::vector<double> clocks(index(problem.num_ranks), 0.0);
+  return run(problem, plan, clocks);
+}
+
+std::vector<double> rank_ends(const Problem& problem, const Plan& plan) {
+  std::vector<double> clocks(index(problem.num_ranks), 0.0);
+  run(problem, plan, clocks);
+  return clocks;
 }
 
 Schedule simulate_pipeline(const Problem& problem, const Plan& plan) {

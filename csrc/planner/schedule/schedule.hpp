@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "planner/base/types.hpp"
 
@@ -25,6 +26,9 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
 // Runs the micro-batches in launch order: the members of a ring wait for each other at the start,
 // and all of them take the time of the slowest. With pipeline stages, the exact 1F1B schedule.
 Schedule simulate(const Problem& problem, const Plan& plan);
+
+// When each rank is free then, without pipeline stages.
+std::vector<double> rank_ends(const Problem& problem, const Plan& plan);
 
 // As simulate(), for problem.pipeline_stages > 1. Throws std::invalid_argument for a plan with a
 // misplaced micro-batch, which may run into a deadlock.
