@@ -45,17 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         parallel.join_job(arguments)
         pretrain(arguments)
         parallel.leave_job()
-    except (ValueError, DisagreementError) as error:
-        _say(f"error on rank {_rank()}: {error}")
-        return ExitCode.MISTAKE
-    except OSError as error:
-        if error.filename is None and error.errno not in _FULL:  # of a connection, perhaps
+    except (ValueError, DisagreementError, RankFailure, OSError) as error:
+        if isinstance(error, OSError) and not _is_of_a_file(error):
             raise
         _say(f"error on rank {_rank()}: {error}")
-        return ExitCode.MISTAKE
-    except RankFailure as error:
-        _say(f"error on rank {_rank()}: {error}")
-        return ExitCode.BLAMES_ANOTHER
+        blames_another = isinstance(error, RankFailure)
+        return ExitCode.BLAMES_ANOTHER if blames_another else ExitCode.MISTAKE
     return ExitCode.DONE
 
 
@@ -89,6 +84,11 @@ def run() -> NoReturn:
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+def _is_of_a_file(error: OSError) -> bool:
+    """Rather than of a connection, which is no mistake of the user's."""
+    return error.filename is not None or error.errno in _FULL
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
 """Fixtures for every test, which tests go together, and what this machine cannot run."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,16 @@ _LONG = ("tests/training", "tests/megatron", "tests/scripts", "tests/planner/tes
 def run_ranks() -> Callable[..., list[Any]]:
     """The one way to run a test on real gloo ranks; see tests/support/ranks.py."""
     return ranks.run_ranks
+
+
+@pytest.fixture(params=[300, pytest.param(30_000, marks=pytest.mark.slow)], ids=["few", "many"])
+def seeds(request: pytest.FixtureRequest) -> range:
+    """Seeds for a fuzz test: few and always the same, or many new ones; printed."""
+    is_many = request.param > 300
+    begin = random.SystemRandom().randrange(2**32) if is_many else 0
+    drawn = range(begin, begin + request.param)
+    print(drawn)
+    return drawn
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.numbers import check_range
+from megatron_hdp.cli.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="YAML files as for --config, later ones win")
-    add("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    add("--gpus", type=whole(1, 2**20), required=True, metavar="N", help="GPUs of the job")
     add(
         "--gpu-memory",
         default="80GB",
@@ -37,7 +37,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="of one node, like 2TB; refuses offloaded activations that do not fit (default: not "
         "checked)",
     )
-    add("--gpus-per-node", type=int, default=8, metavar="N", help="share that memory (default: 8)")
+    add(
+        "--gpus-per-node",
+        type=whole(1, 2**20),
+        default=8,
+        metavar="N",
+        help="share that memory (default: 8)",
+    )
     add(
         "--preset",
         choices=_PRESETS,
@@ -46,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add(
         "--vocab-size",
-        type=int,
+        type=whole(1, 2**31 - 1),
         metavar="V",
         help="entries of the tokenizer (default: of byte its own, else LLaMA 3's 128,256)",
     )
@@ -58,9 +64,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import check_report
     from megatron_hdp.cli.checking import check
 
-    check_range("--gpus", arguments.gpus, 1, 2**20)
-    check_range("--vocab-size", arguments.vocab_size, 1, 2**31 - 1)
-    check_range("--gpus-per-node", arguments.gpus_per_node, 1, 2**20)
     host_memory = arguments.host_memory
     finding: Finding = check(
         arguments.configs,

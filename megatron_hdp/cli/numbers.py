@@ -1,22 +1,25 @@
 """Numbers that a user gives: whole ones by flags, and files with one a line."""
 
+import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _PIECE = 2**20  # characters
 _LONGEST_LINE = 4096
 
 
-def check_range(flag: str, value: int | None, least: int, most: int) -> None:
-    """Refuse a value outside its range; None is a flag that was not given.
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Return what reads a flag's whole number and refuses one outside its range."""
 
-    Raises:
-        ValueError: says what was found and expected.
-    """
-    if value is None or least <= value <= most:
-        return
-    limit = f"at least {least:,}" if value < least else f"at most {most:,}"
-    raise ValueError(f"{flag} is {value:,}; expected {limit}")
+    def read(text: str) -> int:
+        value = int(text)
+        if least <= value <= most:
+            return value
+        limit = f"at least {least:,}" if value < least else f"at most {most:,}"
+        raise argparse.ArgumentTypeError(f"found {value:,}, expected {limit}")
+
+    read.__name__ = "int"  # in argparse's own messages
+    return read
 
 
 def pieces(path: str) -> Iterator[tuple[int, str]]:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.numbers import check_range
+from megatron_hdp.cli.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -44,15 +44,17 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "--global-batch-tokens",
-        type=int,
+        type=whole(1, 2**60),
         metavar="T",
         help="tokens of a preset's batch (default: 4 x N x C); of a file, take sequences in order "
         "while they fit (default: all)",
     )
-    add("--seed", type=int, metavar="S", help="seed of a preset's draw (default: 0)")
+    add(
+        "--seed", type=whole(0, 2**64 - 1), metavar="S", help="seed of a preset's draw (default: 0)"
+    )
     add(
         "--max-length",
-        type=int,
+        type=whole(1, 2**40),
         metavar="L",
         help="context length; longer sequences are cut to it (default with a preset: the smaller "
         "of 2M and N x C)",
@@ -61,15 +63,21 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
 
 def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("--ranks", type=int, required=True, metavar="N", help="HDP ranks")
+    add("--ranks", type=whole(1, 2**20), required=True, metavar="N", help="HDP ranks")
     add(
         "--tokens-per-rank",
-        type=int,
+        type=whole(1, 2**40),
         required=True,
         metavar="C",
         help="capacity: tokens that one rank holds in one micro-batch",
     )
-    add("--pipeline-stages", type=int, default=1, metavar="P", help="stages of a rank (default: 1)")
+    add(
+        "--pipeline-stages",
+        type=whole(1, 1024),
+        default=1,
+        metavar="P",
+        help="stages of a rank (default: 1)",
+    )
     add(
         "--model",
         metavar="NAME|FILE.yaml",
@@ -78,7 +86,7 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add("--cost-model", metavar="FILE", help="JSON with measured coefficients, instead of --model")
     add(
         "--ranks-per-node",
-        type=int,
+        type=whole(1, 2**20),
         metavar="K",
         help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
     )
@@ -102,7 +110,7 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "--effort",
-        type=int,
+        type=whole(1, 10**6),
         default=1,
         metavar="K",
         help="multiplies the iterations of local search (default: 1)",
@@ -121,7 +129,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import plan_report, planning
     from megatron_hdp.cli.lengths import batch_of
 
-    _check_numbers(arguments)
     _check_files(arguments)
     batch = batch_of(
         arguments.lengths,
@@ -153,23 +160,6 @@ def _run(arguments: argparse.Namespace) -> int:
         print(plan_report.summary(chosen, costs_of))
     _write(arguments, chosen, request)
     return ExitCode.DONE
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    ranges = {
-        "--ranks": (1, 2**20),
-        "--tokens-per-rank": (1, 2**40),
-        "--global-batch-tokens": (1, 2**60),
-        "--max-length": (1, 2**40),
-        "--pipeline-stages": (1, 1024),
-        "--ranks-per-node": (1, 2**20),
-        "--effort": (1, 10**6),
-        "--seed": (0, 2**64 - 1),
-    }
-    for flag, (least, most) in ranges.items():
-        check_range(
-            flag, getattr(arguments, flag.removeprefix("--").replace("-", "_")), least, most
-        )
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from megatron_hdp.planner.bounds import (
     total_compute_s,
 )
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.flat_plan import pieces
+from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
 
@@ -207,7 +207,7 @@ def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:
 
 def _launch(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Array) -> None:
     """Moves the ranks' clocks over a run of micro-batches."""
-    members = _span(plan.rank_offsets, run)
+    members = span_of(plan.rank_offsets, run)
     if members.stop - members.start == run.stop - run.start:
         np.add.at(clocks, plan.ranks[members], duration_s)  # one after the other: nobody waits
     else:
@@ -217,8 +217,8 @@ def _launch(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Arr
 def _starts(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Array) -> list[float]:
     """Moves the clocks; members of a ring wait for each other. When each micro-batch starts."""
     free_s = clocks.tolist()
-    ranks = iter(plan.ranks[_span(plan.rank_offsets, run)].tolist())
-    degrees = _counts(plan.rank_offsets, run).tolist()
+    ranks = iter(plan.ranks[span_of(plan.rank_offsets, run)].tolist())
+    degrees = counts_of(plan.rank_offsets, run).tolist()
     starts = []
     for degree, duration in zip(degrees, duration_s.tolist(), strict=True):
         if degree == 1:
@@ -242,11 +242,11 @@ def _times_of_runs(plan: Plan, cost_model: CostModel) -> Iterator[_Times]:
 
 
 def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) -> _Times:
-    members = _span(plan.rank_offsets, run)
-    num_members = _counts(plan.rank_offsets, run)
+    members = span_of(plan.rank_offsets, run)
+    num_members = counts_of(plan.rank_offsets, run)
     degrees = num_members.astype(np.float64)
-    lengths = plan.lengths[plan.sequences[_span(plan.sequence_offsets, run)]]
-    owner = _owners(plan.sequence_offsets, run)
+    lengths = plan.lengths[plan.sequences[span_of(plan.sequence_offsets, run)]]
+    owner = owners_of(plan.sequence_offsets, run)
     tokens = _sums(owner, lengths, len(degrees))
     squares = _sums(owner, lengths.astype(np.float64) ** 2, len(degrees))
     sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
@@ -280,19 +280,19 @@ def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) 
 
 def _local_times(plan: Plan, run: slice, cost_model: CostModel) -> Float64Array:
     """Time of the local sequences of each member at speed 1."""
-    here, there = _span(plan.rank_offsets, run), _span(plan.local_offsets, run)
+    here, there = span_of(plan.rank_offsets, run), span_of(plan.local_offsets, run)
     if there.start == there.stop:
         return np.zeros(here.stop - here.start)
-    keys = _owners(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
+    keys = owners_of(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
     by_key = np.argsort(keys)
-    local_keys = _owners(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
+    local_keys = owners_of(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
     members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
     seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
     return _sums(members, seconds, len(keys))
 
 
 def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> NDArray[np.bool_]:
-    members = _span(plan.rank_offsets, run)
+    members = span_of(plan.rank_offsets, run)
     nodes = plan.ranks[members] // ranks_per_node
     starts = plan.rank_offsets[run] - members.start
     same: NDArray[np.bool_] = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(
@@ -306,20 +306,3 @@ def _sums(
 ) -> NDArray[np.float64]:
     """Sum of the values of each key."""
     return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)
-
-
-def _span(offsets: NDArray[np.int64], run: slice) -> slice:
-    """The entries that a run of micro-batches owns."""
-    return slice(int(offsets[run.start]), int(offsets[run.stop]))
-
-
-def _counts(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
-    """How many entries each of these micro-batches owns."""
-    counts: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
-    return counts
-
-
-def _owners(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
-    """The micro-batch of each of these entries, counted from the run's first."""
-    counts = _counts(offsets, run)
-    return np.repeat(np.arange(len(counts)), counts)

@@ -73,6 +73,23 @@ def pieces(*offsets: NDArray[np.int64]) -> Iterator[slice]:
     yield from itertools.starmap(slice, itertools.pairwise(sorted(cuts)))
 
 
+def span_of(offsets: NDArray[np.int64], run: slice) -> slice:
+    """The entries that a run of micro-batches owns."""
+    return slice(int(offsets[run.start]), int(offsets[run.stop]))
+
+
+def counts_of(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+    """How many entries each of these micro-batches owns."""
+    found: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
+    return found
+
+
+def owners_of(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+    """The micro-batch of each of these entries, counted from the run's first."""
+    found = counts_of(offsets, run)
+    return np.repeat(np.arange(len(found)), found)
+
+
 @dataclass(frozen=True, eq=False)
 class FlatPlan:
     """Every micro-batch of one global batch, in one global launch order; immutable.

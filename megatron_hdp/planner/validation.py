@@ -6,7 +6,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.flat_plan import PIECE, FlatPlan, PlanError, pieces
+from megatron_hdp.planner.flat_plan import (
+    PIECE,
+    FlatPlan,
+    PlanError,
+    counts_of,
+    owners_of,
+    pieces,
+    span_of,
+)
 from megatron_hdp.planner.slices import slice_tokens_array
 
 
@@ -53,19 +61,19 @@ def _check_offsets(name: str, offsets: NDArray[np.int64], end: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != end:
         found = f"{offsets[0]} to {offsets[-1]}" if offsets.size else "nothing"
         raise PlanError("shape", f"{name} runs from {found}; expected 0 to {end}")
-    falls = _first_where(len(offsets) - 1, lambda run: _counts(offsets, run) < 0)
+    falls = _first_where(len(offsets) - 1, lambda run: counts_of(offsets, run) < 0)
     if falls is not None:
         raise PlanError("shape", f"{name} falls after entry {falls}")
 
 
 def _check_micro_batches(plan: FlatPlan) -> None:
     num_micro_batches = plan.num_micro_batches
-    m = _first_where(num_micro_batches, lambda run: _counts(plan.rank_offsets, run) == 0)
+    m = _first_where(num_micro_batches, lambda run: counts_of(plan.rank_offsets, run) == 0)
     if m is not None:
         raise PlanError("shape", f"micro-batch {m} has no ranks")
     m = _first_where(
         num_micro_batches,
-        lambda run: _counts(plan.sequence_offsets, run) + _counts(plan.local_offsets, run) == 0,
+        lambda run: counts_of(plan.sequence_offsets, run) + counts_of(plan.local_offsets, run) == 0,
     )
     if m is not None:
         raise PlanError("shape", f"micro-batch {m} has no sequences")
@@ -217,7 +225,7 @@ def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
 
 def _tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on."""
-    degrees = _counts(plan.rank_offsets, run)
+    degrees = counts_of(plan.rank_offsets, run)
     sharded, sharded_in = _entries(plan.sequence_offsets, run)
     slices = slice_tokens_array(
         plan.lengths[plan.sequences[sharded]], degrees[sharded_in], plan.slice_multiple
@@ -238,21 +246,12 @@ def _tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], N
 
 
 def _entries(offsets: NDArray[np.int64], run: slice) -> tuple[slice, NDArray[np.int64]]:
-    """The entries that these micro-batches own, and the micro-batch of each, from 0 on."""
-    counts = _counts(offsets, run)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return slice(int(offsets[run.start]), int(offsets[run.stop])), owner
-
-
-def _counts(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
-    """How many entries each of these micro-batches owns."""
-    counts: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
-    return counts
+    return span_of(offsets, run), owners_of(offsets, run)
 
 
 def _owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The micro-batch of each entry."""
-    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    """The micro-batch of each entry of all of them."""
+    return owners_of(offsets, slice(0, len(offsets) - 1))
 
 
 def _first_where(size: int, mask_of: Callable[[slice], NDArray[np.bool_]]) -> int | None:

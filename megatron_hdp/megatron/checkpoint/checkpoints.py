@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_hdp.megatron.checkpoint import checksums, reading, write_results
-from megatron_hdp.megatron.checkpoint.finite import require_finite
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
@@ -29,6 +28,7 @@ from megatron_hdp.megatron.checkpoint.together import (
     on_first_rank,
     require_shared,
 )
+from megatron_hdp.megatron.finite import non_finite
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.releases import own_checkpoint_writer
@@ -90,7 +90,7 @@ class Checkpoints:
             return
         self.wait()
         folder, iteration = self._folder, progress.iteration
-        require_finite(self._state.model.module, iteration)
+        self._require_finite(iteration)
         with self._whole_or_nothing():
             written = on_first_rank(partial(folder.begin, iteration))
             require_shared(written, "--save")
@@ -131,6 +131,14 @@ class Checkpoints:
         """
         if self._folder is not None and dist.get_rank() == 0:
             self._folder.give_up()
+
+    def _require_finite(self, iteration: int) -> None:
+        if found := non_finite(self._state.model.module.named_parameters()):
+            raise ValueError(
+                f"the weights after iteration {iteration} are not finite, first "
+                f"{', '.join(found)}, expected finite numbers. Nothing is saved: go on from the "
+                "last checkpoint with a lower --lr"
+            )
 
     def _source(self) -> tuple[Path | None, bool]:
         """The checkpoint to load, and whether to take its weights alone."""

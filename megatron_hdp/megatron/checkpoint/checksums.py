@@ -10,7 +10,7 @@ until the first rank puts all of them together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,18 @@ def read_sums(folder: Path) -> dict[str, FileSum] | None:
         ValueError: the file that holds them is damaged.
     """
     return _from_json(folder / SUMS) if (folder / SUMS).exists() else None
+
+
+def faults_of_sizes(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Which of these files are missing in a folder, or have another number of bytes."""
+    faults = []
+    for name, num_bytes in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
+        elif (found := path.stat().st_size) != num_bytes:
+            faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
+    return faults
 
 
 def _part(folder: Path, rank: int) -> Path:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_hdp.megatron.checkpoint.checksums import faults_of_sizes
+
 _METADATA, _COMMON, _CONFIG = ".metadata", "common.pt", "metadata.json"
 
 
@@ -42,14 +44,7 @@ class Structure:
 
     def outer_faults(self) -> list[str]:
         """Lists that cannot be read, and files of tensors that are missing or too short."""
-        faults = list(self._faults)
-        for name, num_bytes in self.sizes.items():
-            path = self._folder / name
-            if not path.is_file():
-                faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
-            elif (found := path.stat().st_size) != num_bytes:
-                faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
-        return faults
+        return [*self._faults, *faults_of_sizes(self._folder, self.sizes)]
 
     def added_files(self) -> list[str]:
         """Files that are no part of a checkpoint."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_hdp.megatron.checkpoint.checksums import SUMS, FileSum, read_sums
+from megatron_hdp.megatron.checkpoint.checksums import SUMS, FileSum, faults_of_sizes, read_sums
 
 _THREADS = 8
 
@@ -47,14 +47,7 @@ class SummedFiles:
 
     def outer_faults(self) -> list[str]:
         """Files that are missing or of another size."""
-        faults = []
-        for name, num_bytes in self.sizes.items():
-            path = self._folder / name
-            if not path.is_file():
-                faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
-            elif (found := path.stat().st_size) != num_bytes:
-                faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
-        return faults
+        return faults_of_sizes(self._folder, self.sizes)
 
     def added_files(self) -> list[str]:
         """Files that have no checksum."""

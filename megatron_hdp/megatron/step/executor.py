@@ -24,9 +24,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
-from megatron_hdp.megatron.step.non_finite import norm
 from megatron_hdp.megatron.step.schedule_timers import noting_compute
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import token_sum_loss

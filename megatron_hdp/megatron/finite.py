@@ -1,0 +1,46 @@
+"""Weights and gradients that are NaN or infinite on some rank, known on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime.health import largest
+
+_SHOWN = 4  # names of each rank, and in all
+
+
+def non_finite(
+    named: Iterable[tuple[str, torch.Tensor]], whole: Iterable[torch.Tensor] | None = None
+) -> tuple[str, ...]:
+    """Names the first tensors with a NaN or infinite entry on some rank; empty: there is none.
+
+    Costs one reading and one all-reduced word while all is finite. Every rank must call this.
+
+    Args:
+        named: what is named, as ``embedding.weight (rank 2)``, by the first rank that finds it.
+        whole: tensors that hold all of the named ones, fewer and larger, to be read instead.
+    """
+    named = list(named)
+    norms = [norm(tensor) for tensor in whole or (tensor for _, tensor in named)]
+    (is_doubtful,) = largest([not torch.stack(norms).isfinite().all()], compute_device())
+    if not is_doubtful:
+        return ()
+    # entry by entry: the norm of finite entries may overflow
+    found = [name for name, tensor in named if not tensor.isfinite().all()]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, found[:_SHOWN])
+    owners: dict[str, int] = {}
+    for rank, names in enumerate(everyone):
+        for name in names:
+            owners.setdefault(name, rank)
+    return tuple(f"{name} (rank {rank})" for name, rank in owners.items())[:_SHOWN]
+
+
+def norm(values: torch.Tensor) -> torch.Tensor:
+    """NaN or infinite if an entry is: one reading, faster than any test of entries."""
+    values = values.detach()
+    return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
