@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
-from tests.planner.problems import Problem, problems
+from tests.planner.problems import COST_MODELS, Problem, problems
 
 quickly = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -133,3 +133,18 @@ def test_too_few_short_sequences_to_stand_between_rings() -> None:
         pipeline_stages=4,
     )
     balanced.validate(pipeline_stages=4)
+
+
+def test_a_time_that_is_rounded_leaves_every_ring_its_least_degree():
+    """The least degrees of a round fill all ranks: one more, by a quotient, is one too many."""
+    lengths = [256, 236, 156, 429, 10, 7, 9, 16, 19, 7, 5, 14, 7]
+    made = plan(
+        lengths,
+        ranks=12,
+        tokens_per_rank=37,
+        slice_multiple=3,
+        strategy="pp-balance",
+        pipeline_stages=2,
+        cost_model=COST_MODELS["launch-bound"],
+    )
+    made.validate(pipeline_stages=2)

@@ -84,7 +84,7 @@ std::vector<Work> micro_batches_of(const Problem& problem, const Bucket& bucket)
   for (const SequenceId id : bucket) {
     const int64_t length = problem.lengths[index(id)];
     const int64_t degree = least_degree(problem, length);
-    const double ratio = *offload_ratio(problem, length, degree);
+    const double ratio = offload_ratio(problem, length, degree).value();
     if (degree > 1 || ratio > 0) {
       longs.push_back({degree, ratio, 0, {id}});
       continue;

@@ -88,7 +88,7 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<Seque
   for (; next != order.end(); ++next) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
     const int64_t degree = least_degree(problem, length);
-    const double ratio = *offload_ratio(problem, length, degree);
+    const double ratio = offload_ratio(problem, length, degree).value();
     if (degree == 1 && ratio == 0) break;
     plan.add(ranks.take(degree), {*next}, ratio);
     rest_s -= compute_s(problem.cost, length);

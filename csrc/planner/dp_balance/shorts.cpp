@@ -181,7 +181,7 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
     const std::vector<int32_t> ring = schedule.ring(i);
     const auto degree = static_cast<int64_t>(ring.size());
     plan.add(ring, {batch.order[place]},
-             *offload_ratio(batch.problem, batch.length(place), degree));
+             offload_ratio(batch.problem, batch.length(place), degree).value());
     if (!schedule.local_ends.empty()) plan.end_locals(schedule.local_ends[i]);
   }
 }

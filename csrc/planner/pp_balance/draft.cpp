@@ -51,7 +51,7 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Rows& rows,
         const SeatedRing& seated = seating.rings[ring];
         const int64_t length = problem.lengths[static_cast<std::size_t>(seated.sequence)];
         const auto degree = static_cast<int64_t>(seated.lanes.size());
-        plan.add(seated.lanes, {seated.sequence}, *offload_ratio(problem, length, degree));
+        plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
       },
       [&](std::size_t rank, int64_t i) {
         plan.add({static_cast<int32_t>(rank)}, filling.bins[rank][static_cast<std::size_t>(i)]);

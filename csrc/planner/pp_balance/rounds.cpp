@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -31,9 +32,14 @@ int64_t total_degree(const std::vector<const LongSequence*>& chosen, double seco
 // The least common time whose degrees still fit side by side on `width` ranks.
 double least_level_s(const std::vector<const LongSequence*>& chosen, int64_t width) {
   constexpr int kSteps = 30;
+  constexpr int kRoundings = 4;
   double high = 0;
   for (const LongSequence* sequence : chosen) {
     high = std::max(high, sequence->compute_s / static_cast<double>(sequence->least));
+  }
+  // a quotient that is rounded up asks for one rank more than the least, where those just fit
+  for (int i = 0; i < kRoundings && total_degree(chosen, high) > width; ++i) {
+    high = std::nextafter(high, std::numeric_limits<double>::infinity());
   }
   double low = 0;
   for (int i = 0; i < kSteps; ++i) {
