@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         pretrain(arguments)
         parallel.leave_job()
     except (ValueError, DisagreementError, RankFailure, OSError) as error:
-        if isinstance(error, OSError) and not _is_of_a_file(error):
+        if _is_of_a_connection(error):
             raise
         _say(f"error on rank {_rank()}: {error}")
         blames_another = isinstance(error, RankFailure)
@@ -86,9 +86,11 @@ def _rank() -> str:
     return os.environ.get("RANK", "0")
 
 
-def _is_of_a_file(error: OSError) -> bool:
-    """Rather than of a connection, which is no mistake of the user's."""
-    return error.filename is not None or error.errno in _FULL
+def _is_of_a_connection(error: Exception) -> bool:
+    """Which is no mistake of the user's, as an error of a file is: it names one, or is our own."""
+    if not isinstance(error, OSError) or isinstance(error, ValueError):
+        return False
+    return error.filename is None and error.errno not in _FULL
 
 
 def _say(text: str) -> None:

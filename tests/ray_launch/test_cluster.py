@@ -29,7 +29,7 @@ time.sleep(60)
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
+def stand_in(tmp_path, monkeypatch, temporary):
     """A folder to work in, with a package ray; ``mode`` tells what it does."""
     scripts = tmp_path / "packages/ray/scripts"
     scripts.mkdir(parents=True)
@@ -153,7 +153,6 @@ with cluster.ray_node(sys.argv[1], 0) as process:
 @pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGKILL])
 def test_ray_ends_with_the_launcher_however_that_ends(stand_in, monkeypatch, how):
     """And its folder goes at every end but by SIGKILL."""
-    monkeypatch.setenv("TMPDIR", str(stand_in))  # too long a name: /tmp
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{stand_in / 'packages'}:{root}")
     command = [sys.executable, "-c", NODE, f"127.0.0.1:{free_port()}"]

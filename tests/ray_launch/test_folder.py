@@ -25,15 +25,6 @@ with folder_of_job() as (folder, lock):
 """
 
 
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """An empty folder for temporary files with a short name."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
-        monkeypatch.setenv("TMPDIR", short)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        yield Path(short)
-
-
 def job(how="alone"):
     """A job in a process group of its own, and its folder."""
     process = subprocess.Popen(
