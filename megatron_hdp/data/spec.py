@@ -1,0 +1,42 @@
+"""One source of data as a user names it: where it lies, what it is, how it becomes sequences."""
+
+from dataclasses import dataclass
+
+FORMATS = ("auto", "tokens", "text", "chat")
+TRAIN_ON = ("assistant", "last", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSpec:
+    """What is declared of one source; the fields are the keys of a source in ``--hdp-data``.
+
+    In that file ``-`` stands for ``_``.
+    """
+
+    name: str
+    """What the source is called in weights, metrics and checkpoints; unique."""
+    path: str
+    """A ``.bin/.idx`` prefix, a file, a folder, or a pattern of names with ``*``."""
+    glob: str | None = None
+    """Names to take from a folder, such as ``*.txt``."""
+    format: str = "auto"
+    """``tokens`` (a ``.bin/.idx`` pair), ``text`` or ``chat``; ``auto`` tells the first two by the
+    files' names."""
+    key: str = "text"
+    """Key or column of the text; conversations are found by the names that are usual for them."""
+    tokenizer: str | None = None
+    """``byte``, ``hf:PATH`` or ``tiktoken:NAME``; None: the run's."""
+    append_eod: bool = True
+    """Whether a text ends with the tokenizer's end-of-document token."""
+    template: str | None = None
+    """Of conversations: ``chatml``, ``megatron:FORMAT`` (of ``--sft-tokenizer-prompt-format``) or a
+    file that holds a Jinja template; None: the tokenizer's own, else ChatML."""
+    train_on: str = "assistant"
+    """Of conversations: whose turns carry loss."""
+    max_epochs: int | None = None
+    """The source ends after this many passes; None: never."""
+    long_sequence: str | None = None
+    """What happens to a longer document (``error``, ``truncate``, ``split``); None: as
+    ``--hdp-long-sequence`` says."""
+    bad_limit: float = 0.0
+    """Greatest share of bad documents; beyond it preparing the source is an error."""
