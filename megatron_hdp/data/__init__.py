@@ -12,6 +12,7 @@ from megatron_hdp.data.sampler import Step, StepSampler
 from megatron_hdp.data.sequences import LONG_SEQUENCE_POLICIES, SequenceTable, split_documents
 from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.token_file import TokenFile
+from megatron_hdp.data.token_writer import TokenWriter
 from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TokenFile",
     "TokenFileError",
     "TokenFileNotFoundError",
+    "TokenWriter",
     "Tokenizer",
     "build_tokenizer",
     "padding_micro_batch",

@@ -19,6 +19,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _MOST_BYTES = 2**62  # of a .bin: sums with a sequence's bytes stay in 64 bits
 _HEADER = struct.Struct("<9sQBQQ")
+HEADER_BYTES = _HEADER.size
 _REBUILD = "build the pair again with `megatron-hdp preprocess`"
 _DTYPE_OF_CODE: dict[int, npt.DTypeLike] = {
     1: np.uint8,
@@ -78,19 +79,23 @@ def read_document_index(path: str | os.PathLike[str]) -> DocumentIndex:
     )
 
 
-def _read_arrays(path: str) -> tuple[np.dtype[np.generic], Int64Array, Int64Array, Int64Array]:
-    """Return token dtype, sequence lengths, byte pointers and document borders as stored."""
+def read_header(path: str) -> tuple[np.dtype[np.generic], int, int]:
+    """Return token dtype, number of sequences and number of document borders of an ``.idx``.
+
+    Raises:
+        TokenFileError: it is no index of version 1, or is truncated.
+    """
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
-        header = stream.read(_HEADER.size)
+        header = stream.read(HEADER_BYTES)
     if not header.startswith(_MAGIC):
         raise TokenFileError(
             f"{path} begins with {header[: len(_MAGIC)]!r}, a Megatron index with {_MAGIC!r}: "
             f"the file is something else; {_REBUILD}"
         )
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER_BYTES:
         raise TokenFileError(
-            f"{path} has {size} bytes, its header alone takes {_HEADER.size}: "
+            f"{path} has {size} bytes, its header alone takes {HEADER_BYTES}: "
             f"the file is truncated; {_REBUILD}"
         )
     _, version, code, num_sequences, num_borders = _HEADER.unpack(header)
@@ -101,13 +106,25 @@ def _read_arrays(path: str) -> tuple[np.dtype[np.generic], Int64Array, Int64Arra
             f"{path} has dtype code {code}, expected an integer type "
             f"({', '.join(map(str, _DTYPE_OF_CODE))}): tokens are integers; {_REBUILD}"
         )
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_borders
+    expected = HEADER_BYTES + 12 * num_sequences + 8 * num_borders
     if size < expected:
         raise TokenFileError(
             f"{path} has {size:,} bytes, its header promises {expected:,} ({num_sequences:,} "
             f"sequences, {num_borders:,} document borders): the file is truncated; {_REBUILD}"
         )
-    return np.dtype(_DTYPE_OF_CODE[code]), *_read_columns(path, num_sequences, num_borders)
+    return np.dtype(_DTYPE_OF_CODE[code]), num_sequences, num_borders
+
+
+def pack_header(dtype: np.dtype[np.generic], num_sequences: int, num_borders: int) -> bytes:
+    """Return the header of an ``.idx``."""
+    code = next(code for code, known in _DTYPE_OF_CODE.items() if np.dtype(known) == dtype)
+    return _HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_borders)
+
+
+def _read_arrays(path: str) -> tuple[np.dtype[np.generic], Int64Array, Int64Array, Int64Array]:
+    """Return token dtype, sequence lengths, byte pointers and document borders as stored."""
+    dtype, num_sequences, num_borders = read_header(path)
+    return dtype, *_read_columns(path, num_sequences, num_borders)
 
 
 def _read_columns(
@@ -116,7 +133,7 @@ def _read_columns(
     """Return lengths, pointers and borders; read, for a file that shrinks kills who maps it."""
     columns = []
     with open(path, "rb", buffering=0) as stream:
-        stream.seek(_HEADER.size)
+        stream.seek(HEADER_BYTES)
         for dtype, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
             column = np.fromfile(stream, dtype=dtype, count=count)
             if len(column) < count:
