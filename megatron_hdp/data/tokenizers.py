@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
         transformers = _import_extra("transformers", f"hf:{self._path}")
         try:
             return transformers.AutoTokenizer.from_pretrained(self._path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Rust has no other class for what a file lacks
             raise ValueError(
                 f"tokenizer hf:{self._path} cannot be loaded: expected the folder of a Hugging "
                 f"Face tokenizer or the name of a model that can be downloaded ({error})"
