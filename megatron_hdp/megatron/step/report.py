@@ -8,6 +8,26 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.data.mixture import Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFigures:
+    """Figures of one source of the data in one step, over all ranks."""
+
+    tokens: int
+    """Tokens of the step that are its; padding and corrupt documents are not counted."""
+    loss_tokens: int
+    """Those of them that carry loss."""
+    loss: float | None
+    """Nats: mean over its loss tokens; None where it has none in this step."""
+    share: float
+    """Of all that was drawn since the start of training, in the unit of the weights."""
+    epoch: int
+    """The pass over the source in which the step began, from 0."""
+    bad: int
+    """Bad documents: left out when it was prepared, or skipped since this process began."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
@@ -56,6 +76,8 @@ class StepFigures:
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
     """Micro-batches of the rank that ran the most."""
+    sources: Mapping[str, SourceFigures] | None = None
+    """Figures of each source of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +86,8 @@ class StepReport(StepFigures):
 
     squared_tokens: int
     """Sum of the squares of its sequences' lengths."""
-    consumed_after: int
-    """Sequences drawn up to and including this step; where the next step begins."""
+    position_after: Position
+    """Where in the data the next step begins."""
     non_finite: tuple[str, ...] = ()
     """Micro-batches of any rank whose loss is NaN or infinite, in words."""
 
