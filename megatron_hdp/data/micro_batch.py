@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.sequences import SequenceTable
-from megatron_hdp.data.token_file import TokenFile
+from megatron_hdp.data.sequences import Sequences
+from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.planner import Plan, chunk_tokens
 
 
@@ -63,8 +63,8 @@ def read_micro_batch(
     m: int,
     rank: int,
     step_sequences: Int64Array,
-    table: SequenceTable,
-    token_file: TokenFile | None,
+    table: Sequences,
+    reader: TokenReader | None,
     *,
     vocab_size: int,
     token_multiple: int = 1,
@@ -77,7 +77,7 @@ def read_micro_batch(
         rank: HDP rank, a member of the micro-batch.
         step_sequences: rows of ``table``, as drawn by the sampler.
         table: the sequences.
-        token_file: their tokens; without it tokens and labels stay 0.
+        reader: of their tokens; without it tokens and labels stay 0.
         vocab_size: token ids must be below this.
         token_multiple: the number of tokens is padded to a multiple of this.
 
@@ -94,17 +94,17 @@ def read_micro_batch(
     whole = micro_batch.local.get(rank, ())
     if degree == 1:
         whole = micro_batch.sequences + whole
-    ring_rows = [_row(plan, sequence, step_sequences, table) for sequence in sharded]
-    whole_rows = [_row(plan, sequence, step_sequences, table) for sequence in whole]
-    chunks = [chunk_tokens(int(table.length[r]), degree, plan.slice_multiple) for r in ring_rows]
-    wholes = [chunk_tokens(int(table.length[r]), 1, plan.slice_multiple) for r in whole_rows]
+    held = _held(plan, (*sharded, *whole), step_sequences, table)
+    in_ring, in_whole = held[: len(sharded)], held[len(sharded) :]
+    chunks = [chunk_tokens(one.length, degree, plan.slice_multiple) for one in in_ring]
+    wholes = [chunk_tokens(one.length, 1, plan.slice_multiple) for one in in_whole]
 
     head = micro_batch.ranks.index(rank)
     tail = 2 * degree - 1 - head
     runs: list[_Run] = []
-    for row, chunk in zip(ring_rows, chunks, strict=True):
-        runs += [_Run(row, head * chunk, chunk), _Run(row, tail * chunk, chunk)]
-    runs += [_Run(row, 0, size) for row, size in zip(whole_rows, wholes, strict=True)]
+    for one, chunk in zip(in_ring, chunks, strict=True):
+        runs += [_Run(one, head * chunk, chunk), _Run(one, tail * chunk, chunk)]
+    runs += [_Run(one, 0, size) for one, size in zip(in_whole, wholes, strict=True)]
 
     num_tokens = sum(run.num_tokens for run in runs)
     excess = -num_tokens % token_multiple
@@ -116,19 +116,18 @@ def read_micro_batch(
     for run in runs:
         here = slice(begin, begin + run.num_tokens)
         positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        num_labelled = min(max(int(table.num_labels[run.row]) - run.first, 0), run.num_tokens)
+        num_labelled = min(max(run.sequence.num_labels - run.first, 0), run.num_tokens)
         loss_mask[begin : begin + num_labelled] = True
-        if token_file is not None:
-            in_vocabulary = _read(
-                run, num_labelled, table, token_file, tokens[here], labels[here], vocab_size
-            )
-            if not in_vocabulary and run.row not in corrupt:
-                corrupt.append(run.row)
+        if reader is not None:
+            in_vocabulary = _read(run, num_labelled, reader, tokens[here], labels[here], vocab_size)
+            if not in_vocabulary and run.sequence.row not in corrupt:
+                corrupt.append(run.sequence.row)
         begin = here.stop
-    sequence_ids = (*ring_rows, *whole_rows)
+    sequence_ids = tuple(one.row for one in held)
     sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
     places = np.arange(len(sequence_ids)).repeat([2 * chunk for chunk in chunks] + wholes)
-    is_real = positions[:num_tokens] < table.length[list(sequence_ids)][places]
+    lengths = np.array([one.length for one in held], dtype=np.int64)
+    is_real = positions[:num_tokens] < lengths[places]
     sequence_index[:num_tokens][is_real] = places[is_real]
     return RankMicroBatch(
         tokens=tokens,
@@ -165,42 +164,54 @@ def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
 
 
 @dataclass(frozen=True)
+class _Sequence:
+    """What the table says of one sequence."""
+
+    row: int
+    length: int
+    num_labels: int
+    begin: int
+
+
+@dataclass(frozen=True)
 class _Run:
     """Neighbouring tokens of one sequence: ``num_tokens`` from position ``first``, padded."""
 
-    row: int
+    sequence: _Sequence
     first: int
     num_tokens: int
 
 
-def _row(plan: Plan, sequence: int, step_sequences: Int64Array, table: SequenceTable) -> int:
-    """Return the table row of a plan's sequence, after checking that the plan knows its length."""
-    row = int(step_sequences[sequence])
-    if plan.lengths[sequence] != table.length[row]:
-        raise ValueError(
-            f"the plan gives sequence {sequence} {plan.lengths[sequence]:,} tokens, the sequence "
-            f"table {table.length[row]:,} (row {row}): the plan was made for another step"
-        )
-    return row
+def _held(
+    plan: Plan, sequences: tuple[int, ...], step_sequences: Int64Array, table: Sequences
+) -> list[_Sequence]:
+    """Look up a plan's sequences in the table, and check that the plan knows their lengths."""
+    rows = step_sequences[list(sequences)]
+    columns = (rows, table.lengths(rows), table.num_labels(rows), table.begins(rows))
+    found = [_Sequence(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+    for sequence, one in zip(sequences, found, strict=True):
+        if plan.lengths[sequence] != one.length:
+            raise ValueError(
+                f"the plan gives sequence {sequence} {plan.lengths[sequence]:,} tokens, the "
+                f"sequence table {one.length:,} (row {one.row}): the plan was made for another step"
+            )
+    return found
 
 
 def _read(
     run: _Run,
     num_labelled: int,
-    table: SequenceTable,
-    token_file: TokenFile,
+    reader: TokenReader,
     tokens: Int64Array,
     labels: Int64Array,
     vocab_size: int,
 ) -> bool:
     """Fill a run's tokens and labels; return whether all of them are in the vocabulary."""
-    num_held = min(max(int(table.length[run.row]) - run.first, 0), run.num_tokens)
+    num_held = min(max(run.sequence.length - run.first, 0), run.num_tokens)
     if not num_held:
         return True
     # The label of a run's last token is the token after it, which another rank may hold.
-    begin = int(table.start[run.row]) + run.first
-    end = begin + max(num_held, num_labelled + 1)
-    read = token_file.read(int(table.document[run.row]), begin, end)
+    read = reader.read(run.sequence.begin + run.first, max(num_held, num_labelled + 1))
     tokens[:num_held] = read[:num_held]
     labels[:num_labelled] = read[1 : num_labelled + 1]
     return bool(read.min() >= 0 and read.max() < vocab_size)

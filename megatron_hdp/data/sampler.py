@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.sequences import Sequences
 from megatron_hdp.data.shuffles import LATEST_ORDER, Shuffle, TableOrder, shuffle_of
 
 _MAX_SEED = 2**64 - 1
@@ -35,7 +36,7 @@ class StepSampler:
 
     def __init__(
         self,
-        lengths: Int64Array,
+        table: Sequences,
         *,
         seed: int,
         global_batch_size: int | None = None,
@@ -46,7 +47,7 @@ class StepSampler:
         """Set the size of a global batch, either in sequences or in tokens.
 
         Args:
-            lengths: ``int64[n]``, tokens of each sequence of the table.
+            table: the sequences to draw from.
             seed: chooses the permutations; 0 to 2^64 - 1.
             global_batch_size: sequences of a step.
             global_batch_tokens: a step takes sequences until the next one would exceed this many
@@ -58,17 +59,16 @@ class StepSampler:
             ValueError: no sequences, a seed or version out of range, or not exactly one positive
                 batch size.
         """
-        if len(lengths) == 0:
+        if len(table) == 0:
             raise ValueError("no sequence to draw from: the sequence table is empty")
         if not 0 <= seed <= _MAX_SEED:
             raise ValueError(f"the seed is {seed}, expected 0 to {_MAX_SEED}: change --seed")
         _check_batch(global_batch_size, global_batch_tokens)
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._mean_length = float(self._lengths.mean())
+        self._table = table
         self._batch_size = global_batch_size
         self._batch_tokens = global_batch_tokens
         self._shuffle: Shuffle = (
-            shuffle_of(order_version, len(lengths), seed) if shuffle else TableOrder()
+            shuffle_of(order_version, len(table), seed) if shuffle else TableOrder()
         )
 
     def step(self, consumed: int) -> Step:
@@ -84,13 +84,13 @@ class StepSampler:
             sequences=sequences,
             consumed_before=consumed,
             consumed_after=consumed + len(sequences),
-            tokens=int(self._lengths[sequences].sum()),
-            epoch=consumed // len(self._lengths),
+            tokens=int(self._table.lengths(sequences).sum()),
+            epoch=consumed // len(self._table),
         )
 
     def _take(self, consumed: int, count: int) -> Int64Array:
         """Return the ``count`` sequences after ``consumed``, across epoch borders."""
-        num_sequences = len(self._lengths)
+        num_sequences = len(self._table)
         parts = []
         while count > 0:
             epoch, first = divmod(consumed, num_sequences)
@@ -102,11 +102,11 @@ class StepSampler:
     def _take_tokens(self, consumed: int, budget: int) -> Int64Array:
         """Return the sequences after ``consumed`` that fit the token budget, at least one."""
         parts = [self._take(consumed, 1)]
-        budget -= int(self._lengths[parts[0][0]])
+        budget -= int(self._table.lengths(parts[0])[0])
         consumed += 1
         while budget > 0:
-            candidates = self._take(consumed, int(budget / self._mean_length) + 1)
-            totals = np.cumsum(self._lengths[candidates])
+            candidates = self._take(consumed, int(budget / self._table.mean_length) + 1)
+            totals = np.cumsum(self._table.lengths(candidates))
             num_fit = int(np.searchsorted(totals, budget, side="right"))
             if num_fit:
                 parts.append(candidates[:num_fit])

@@ -1,7 +1,7 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
 from megatron_hdp.megatron.step.executor import HdpExecutor
-from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order, sequence_table
+from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order, source_of
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
 from megatron_hdp.megatron.step.report import StepFigures, StepReport
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
@@ -19,5 +19,5 @@ __all__ = [
     "cost_model_of",
     "data_order",
     "non_finite_parameters",
-    "sequence_table",
+    "source_of",
 ]

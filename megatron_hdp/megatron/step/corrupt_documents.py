@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch.distributed as dist
 
-from megatron_hdp.data import SequenceTable
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.megatron.parallel import say
 from megatron_hdp.megatron.step.preparation import PreparedStep
 
@@ -59,7 +59,7 @@ class CorruptDocuments:
         if not is_corrupt:
             self._in_a_row.clear()
             return
-        document = int(self._table.document[row])
+        document = int(self._table.documents(np.array([row]))[0])
         expected = f"token ids from 0 to {self._vocab_size - 1}, the tokenizer's"
         self._in_a_row.append(document)
         if len(self._in_a_row) > self._limit:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_hdp.data import LATEST_ORDER, DataOrder, SequenceTable, TokenFile
+from megatron_hdp.data import LATEST_ORDER, DataOrder, TokenReader
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.one_ahead import OneAhead
+from megatron_hdp.data.tables import SequenceTable, open_source
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
@@ -35,19 +36,18 @@ class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
 
 
-def sequence_table(
-    arguments: TrainingArguments, token_file: TokenFile, documents: range
-) -> SequenceTable:
-    """The sequences that a split's documents give.
+def source_of(arguments: TrainingArguments, documents: range) -> tuple[SequenceTable, TokenReader]:
+    """The sequences that a split's documents give, and the reader of their tokens.
 
     Raises:
         ValueError: a document is longer than the context, which the flags do not allow.
     """
-    return SequenceTable.build(
-        token_file.lengths,
+    return open_source(
+        arguments.data_path[0],
         max_length=arguments.seq_length,
         long_sequence=arguments.hdp_long_sequence,
         documents=documents,
+        say=say,
     )
 
 
@@ -61,7 +61,7 @@ def data_order(
         seq_length=arguments.seq_length,
         long_sequence=arguments.hdp_long_sequence,
         num_sequences=len(table),
-        corpus=fingerprint(table.length.tobytes()),
+        corpus=table.corpus,
         contents=contents,
         version=LATEST_ORDER,
     )
@@ -82,7 +82,6 @@ class HdpSteps:
         arguments: TrainingArguments,
         executor: HdpExecutor,
         cost_model: CostModel,
-        token_file: TokenFile,
         documents: range,
         vocab_size: int,
     ) -> None:
@@ -90,25 +89,25 @@ class HdpSteps:
         self.executor = executor
         self.place = executor.place
         self.cost_model = cost_model
-        self.table = sequence_table(arguments, token_file, documents)
+        self.table, reader = source_of(arguments, documents)
         self.preparation = StepPreparation(
-            arguments, self.place, cost_model, self.table, token_file, vocab_size
+            arguments, self.place, cost_model, self.table, reader, vocab_size
         )
         self.latest: PreparedStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
         self._ahead = OneAhead(self.preparation.prepare)
         self._corrupt = CorruptDocuments(
-            self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
+            self.table, reader.prefix, vocab_size, arguments.hdp_corrupt_limit
         )
-        self.order = self._agreed_order(token_file)
+        self.order = self._agreed_order(reader)
         # what cannot be planned is refused now, not when it is drawn
-        self.preparation.plan(self.table.length.max(keepdims=True))
+        self.preparation.plan(np.array([self.table.longest]))
 
-    def _agreed_order(self, token_file: TokenFile) -> DataOrder:
+    def _agreed_order(self, reader: TokenReader) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
         with self._agreement():
-            contents = contents_of(token_file, self.place)
+            contents = contents_of(reader, self.place)
             order = data_order(self.arguments, self.table, contents)
             facts = {"corpus": order.corpus, "tokens in the .bin of --data-path": contents}
             require_agreement(facts, compute_device())
@@ -133,7 +132,7 @@ class HdpSteps:
         exposed_s = time.perf_counter() - started
         prepared = self.latest = self._agree(prepared)
         trained = self._without_corrupt(prepared)
-        num_loss_tokens = int(self.table.num_labels[trained].sum())
+        num_loss_tokens = int(self.table.num_labels(trained).sum())
         self._ahead.expect(prepared.step.consumed_after)
         self._share_tokens(prepared)
         self._seed_dropout(prepared.step.consumed_before)
@@ -229,8 +228,8 @@ class HdpSteps:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
         non_finite = self._non_finite(prepared, "loss", outcome.losses)
-        lengths = self.table.length[trained]
-        num_loss_tokens = int(self.table.num_labels[trained].sum())
+        lengths = self.table.lengths(trained)
+        num_loss_tokens = int(self.table.num_labels(trained).sum())
         with self._agreement():
             job = over_all_ranks(
                 sums={
@@ -298,7 +297,7 @@ class HdpSteps:
             if not math.isfinite(value):
                 what = f"{name} {value}"
                 rows = micro_batch.sequence_ids
-                documents = tuple(self.table.document[list(rows)].tolist())
+                documents = tuple(self.table.documents(np.array(rows, np.int64)).tolist())
                 found.append(NonFinite(micro_batch.index, what, rows, documents))
         return found
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from megatron_hdp.data import (
     LATEST_ORDER,
     RankMicroBatch,
-    SequenceTable,
     Step,
     StepSampler,
-    TokenFile,
+    TokenReader,
     padding_micro_batch,
     read_micro_batch,
 )
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.options import PLANNER_FLAGS
@@ -50,14 +50,14 @@ class StepPreparation:
         place: RankPlace,
         cost_model: CostModel,
         table: SequenceTable,
-        token_file: TokenFile,
+        reader: TokenReader,
         vocab_size: int,
     ) -> None:
         self.arguments = arguments
         self.place = place
         self.cost_model = cost_model
         self.table = table
-        self.token_file = token_file if place.reads_tokens else None
+        self.reader = reader if place.reads_tokens else None
         self.vocab_size = vocab_size
         self.sampler = self._sampler(LATEST_ORDER)
 
@@ -67,7 +67,7 @@ class StepPreparation:
 
     def _sampler(self, order_version: int) -> StepSampler:
         return StepSampler(
-            self.table.length,
+            self.table,
             seed=self.arguments.seed,
             global_batch_size=self.arguments.global_batch_size,
             global_batch_tokens=self.arguments.hdp_global_batch_tokens,
@@ -80,11 +80,11 @@ class StepPreparation:
         step = self.sampler.step(consumed)
         failure = None
         try:
-            step_plan = self.plan(self.table.length[step.sequences])
+            step_plan = self.plan(self.table.lengths(step.sequences))
             self._validate(step_plan)
         except Exception as error:  # whatever went wrong, another plan can still train the step
             failure = f"{type(error).__name__}: {error}"
-            step_plan = self.plan(self.table.length[step.sequences], strategy="static")
+            step_plan = self.plan(self.table.lengths(step.sequences), strategy="static")
             self._validate(step_plan)
         return self._read(step, step_plan, failure, started)
 
@@ -148,7 +148,7 @@ class StepPreparation:
             self.place.hdp_rank,
             step.sequences,
             self.table,
-            self.token_file,
+            self.reader,
             vocab_size=self.vocab_size,
             token_multiple=self.place.token_multiple,
         )
