@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "data": {"planner"},
+    "data/tables": {"data"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -70,6 +71,7 @@ FACES = {
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
+    *{"data/tables"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.data import DataOrder, Tokenizer, build_tokenizer
+from megatron_hdp.data.tables import count_documents, split_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
@@ -130,15 +131,13 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
 def _hdp_steps(
     arguments: TrainingArguments, model: Any, tokenizer: Tokenizer, timeline: Timeline
 ) -> tuple[Steps, Steps | None]:
-    token_file = TokenFile(arguments.data_path[0])
-    train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
+    num_documents = count_documents(arguments.data_path[0])
+    train, valid, _ = split_documents(num_documents, arguments.split)
     executor = build_executor(arguments, model, timeline)
     cost_model = cost_model_of(arguments, executor)
 
     def steps(documents: range) -> HdpSteps:
-        return HdpSteps(
-            arguments, executor, cost_model, token_file, documents, tokenizer.vocab_size
-        )
+        return HdpSteps(arguments, executor, cost_model, documents, tokenizer.vocab_size)
 
     training = steps(train)
     parallel.say(training.describe("to train on"))

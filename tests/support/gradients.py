@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state
 
-from megatron_hdp.data import SequenceTable, StepSampler, TokenFile
+from megatron_hdp.data import StepSampler, TokenFile
+from megatron_hdp.data.tables import SequenceTable, count_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.megatron.model import building
@@ -85,7 +86,7 @@ def tiny_arguments(prefix, **overrides):
         "stall_timeout_seconds": 300.0,
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
-        "global_batch_size": len(TokenFile(prefix).lengths),
+        "global_batch_size": count_documents(prefix),
         "expert_tensor_parallel_size": overrides.get("tensor_model_parallel_size", 1),
     }
     return TrainingArguments(**(settings | overrides))
@@ -113,10 +114,9 @@ def hdp_step(arguments, *faults, plan=None):
     parallel.set_seeds(arguments.seed)
     gpt = building.build_gpt(arguments, VOCABULARY)
     executor = setup.build_executor(arguments, gpt, Timeline())
-    token_file = TokenFile(arguments.data_path[0])
     cost_model = setup.cost_model_of(arguments, executor)
-    documents = range(len(token_file.lengths))
-    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
+    documents = range(count_documents(arguments.data_path[0]))
+    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, documents, VOCABULARY)
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
@@ -142,12 +142,13 @@ def reference_gradients(arguments):
     token_file = TokenFile(arguments.data_path[0])
     table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
     step = StepSampler(
-        table.length, seed=arguments.seed, global_batch_size=arguments.global_batch_size
+        table, seed=arguments.seed, global_batch_size=arguments.global_batch_size
     ).step(0)
     total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for row in step.sequences.tolist():
-        length = int(table.length[row])
-        document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
+        (length,) = table.lengths(np.array([row])).tolist()
+        (number,) = table.documents(np.array([row])).tolist()
+        document = torch.from_numpy(token_file.read(number, 0, length))
         if document.max() >= VOCABULARY:
             continue
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.data import TokenFile
+from megatron_hdp.data import TokenReader
 from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -36,7 +36,7 @@ def steps_of_an_older_release(arguments):
 
 def steps_until_cut(arguments):
     """Body of a rank: the same; after a few reads the file is cut."""
-    read = TokenFile.read
+    read = TokenReader.read
     num_read = 0
 
     def cut_after_some(self, *span):
@@ -46,7 +46,7 @@ def steps_until_cut(arguments):
             os.truncate(f"{self.prefix}.bin", 100)
         return read(self, *span)
 
-    with mock.patch.object(TokenFile, "read", cut_after_some):
+    with mock.patch.object(TokenReader, "read", cut_after_some):
         return steps_of(arguments)
 
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from megatron_hdp.data import LATEST_ORDER, DataOrder, TokenFile, split_documents
+from megatron_hdp.data import LATEST_ORDER, DataOrder
+from megatron_hdp.data.tables import count_documents, split_documents
 from megatron_hdp.megatron import step
 from megatron_hdp.megatron.checkpoint import write_results
 from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
@@ -59,9 +60,9 @@ def saving() -> Iterator[None]:
 
 def data_order(arguments: TrainingArguments) -> DataOrder:
     """What decides which sequences form the training steps; reads the corpus's index."""
-    token_file = TokenFile(arguments.data_path[0])
-    documents = split_documents(len(token_file.lengths), arguments.split)[0]
-    return step.data_order(arguments, step.sequence_table(arguments, token_file, documents))
+    num_documents = count_documents(arguments.data_path[0])
+    documents = split_documents(num_documents, arguments.split)[0]
+    return step.data_order(arguments, step.source_of(arguments, documents)[0])
 
 
 def remember(order: DataOrder, args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
-from megatron_hdp.data import TokenFile, split_documents
+from megatron_hdp.data.tables import count_documents, split_documents
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
@@ -82,8 +82,8 @@ class LmRun:
         self.args = args
         self.arguments = options.training_arguments(args)
         self.vocab_size = vocab_size
-        self.token_file = TokenFile(self.arguments.data_path[0])
-        parts = split_documents(len(self.token_file.lengths), self.arguments.split)
+        num_documents = count_documents(self.arguments.data_path[0])
+        parts = split_documents(num_documents, self.arguments.split)
         self.documents = dict(zip(_SPLITS, parts, strict=True))
         self.order = checkpoint.order_of_run(args, self.arguments)
         checkpoint.remember(self.order, args)
@@ -243,7 +243,6 @@ class LmRun:
                 self.arguments,
                 self._executor,
                 self._cost_model,
-                self.token_file,
                 self.documents[split],
                 self.vocab_size,
             )

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data import SequenceTable, padding_micro_batch, read_micro_batch
+from megatron_hdp.data import padding_micro_batch, read_micro_batch
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, chunk_tokens, plan
 
 # A busy machine is no failure.
@@ -19,13 +20,42 @@ class CountingFile:
 
     def __init__(self, lengths):
         rng = np.random.default_rng(0)
-        self.documents = [rng.integers(1, 10**6, size=n) for n in lengths]
+        self.tokens = rng.integers(1, 10**6, size=sum(lengths))
+        self.documents = np.split(self.tokens, np.cumsum(lengths)[:-1])  # views
         self.num_read = 0
 
-    def read(self, document, start, stop):
-        assert 0 <= start <= stop <= len(self.documents[document])
-        self.num_read += stop - start
-        return self.documents[document][start:stop]
+    def read(self, begin, count):
+        assert 0 <= begin <= begin + count <= len(self.tokens)
+        self.num_read += count
+        return self.tokens[begin : begin + count]
+
+
+class Pieces:
+    """Consecutive pieces of one document, of any lengths."""
+
+    def __init__(self, lengths):
+        self._lengths = np.array(lengths)
+
+    def __len__(self):
+        return len(self._lengths)
+
+    def lengths(self, rows):
+        return self._lengths[rows]
+
+    def num_labels(self, rows):
+        return self._lengths[rows] - (np.asarray(rows) == len(self) - 1)
+
+    def begins(self, rows):
+        return (np.cumsum(self._lengths) - self._lengths)[rows]
+
+    def documents(self, rows):
+        return np.zeros_like(rows)
+
+    starts = begins
+
+
+def of_row(column, row):
+    return int(column(np.array([row]))[0])
 
 
 def read(*args, **kwargs):
@@ -60,7 +90,7 @@ def check_shapes(part, micro_batch, rank, plan_, table):
     degrees = [degree] * num_sharded + [1] * len(part.local_lengths)
     sizes = [*(size // 2 for size in part.ring_slices), *part.local_lengths]
     for row, d, size in zip(part.sequence_ids, degrees, sizes, strict=True):
-        assert size == chunk_tokens(int(table.length[row]), d, plan_.slice_multiple)
+        assert size == chunk_tokens(of_row(table.lengths, row), d, plan_.slice_multiple)
     member, begin = micro_batch.ranks.index(rank), 0
     for size in part.ring_slices:
         chunk = size // 2
@@ -77,12 +107,12 @@ def walk(part, table, file, held, labelled):
     places = [i for i in range(num_sharded) for _ in range(2)]
     places += range(num_sharded, len(part.sequence_ids))
     for row, place, size in zip(rows, places, runs, strict=True):
-        document = file.documents[table.document[row]][table.start[row] :]
+        document = file.documents[of_row(table.documents, row)][of_row(table.starts, row) :]
         first = part.positions[begin]
         for i in range(begin, begin + size):
             position = int(part.positions[i])
             assert position == first + i - begin
-            if position >= table.length[row]:
+            if position >= of_row(table.lengths, row):
                 assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
                 assert part.sequence_index[i] == -1
                 continue
@@ -97,8 +127,10 @@ def walk(part, table, file, held, labelled):
 
 def check_cover(plan_, step_sequences, table, file):
     held, labelled = put_back(plan_, step_sequences, table, file)
-    expected_held = {(row, p) for row in step_sequences for p in range(table.length[row])}
-    expected_labelled = {(row, p) for row in step_sequences for p in range(table.num_labels[row])}
+    expected_held = {(row, p) for row in step_sequences for p in range(of_row(table.lengths, row))}
+    expected_labelled = {
+        (row, p) for row in step_sequences for p in range(of_row(table.num_labels, row))
+    }
     assert (set(held), set(labelled)) == (expected_held, expected_labelled)
     assert set(held.values()) | set(labelled.values()) <= {1}
 
@@ -120,7 +152,7 @@ def test_planned_slices_make_up_the_documents(
     step_sequences = np.random.default_rng(1).permutation(len(table))
     capacity = 2 * slice_multiple * -(-max_length // (2 * ranks * slice_multiple)) + 8
     made = plan(
-        table.length[step_sequences],
+        table.lengths(step_sequences),
         ranks=ranks,
         tokens_per_rank=capacity,
         strategy=strategy,
@@ -165,10 +197,7 @@ def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, 
     if policy == "error":
         table = SequenceTable.build(np.array(lengths), max_length=70)
     else:  # all sequences are consecutive pieces of one document
-        starts = np.cumsum([0, *lengths[:-1]])
-        labels = np.array(lengths)
-        labels[-1] -= 1
-        table = SequenceTable(np.zeros_like(labels), starts, np.array(lengths), labels)
+        table = Pieces(lengths)
     made = hand_made(lengths, [micro_batch], slice_multiple)
     check_cover(made, np.arange(len(lengths)), table, file)
 

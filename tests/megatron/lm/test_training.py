@@ -165,15 +165,16 @@ def test_operations_are_those_of_each_length(runs):
     """What checkpoints add up is Megatron's formula, sequence by sequence."""
     from megatron.core import dist_checkpointing
 
-    from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, split_documents
+    from megatron_hdp.data import StepSampler, TokenFile
+    from megatron_hdp.data.tables import SequenceTable, split_documents
 
     file = TokenFile(str(runs / "corpus"))
     documents = split_documents(len(file.lengths), "90,10,0")[0]
     table = SequenceTable.build(
         file.lengths, max_length=256, long_sequence="error", documents=documents
     )
-    sampler = StepSampler(table.length, seed=7, global_batch_size=8, global_batch_tokens=None)
-    lengths = [table.length[sampler.step(8 * i).sequences] for i in range(4)]
+    sampler = StepSampler(table, seed=7, global_batch_size=8, global_batch_tokens=None)
+    lengths = [table.lengths(sampler.step(8 * i).sequences) for i in range(4)]
     before, state = (
         dist_checkpointing.load_common_state_dict(str(runs / name / "iter_0000004"))
         for name in (STOCK, "whole")
