@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron_hdp.data.shuffles import LATEST_ORDER
 
-_UNNAMED = ""  # a source as releases before mixtures saved it
+UNNAMED = ""
+"""A run's only source where it has no name: without HDP, and in releases before mixtures."""
+
 _FLAGS = {
     "hybrid_data_parallel": "--hybrid-data-parallel",
     "seed": "--seed",
@@ -80,7 +82,7 @@ class DataOrder:
         one = {item.name: record[item.name] for item in fields(SourceOrder) if item.name in record}
         source = SourceOrder(**{"version": 1, **one})
         shared = {name: record[name] for name in ("hybrid_data_parallel", "seed", "seq_length")}
-        return cls(**shared, sources={_UNNAMED: source})
+        return cls(**shared, sources={UNNAMED: source})
 
     def continuing(self, saved: DataOrder, place: str) -> Continuation:
         """Return this order as the run that had the order `saved` goes on in it.

@@ -10,8 +10,8 @@ from megatron_hdp.data.mixture.micro_batch import (
     read_micro_batch,
 )
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
-from megatron_hdp.data.mixture.opening import open_corpus
-from megatron_hdp.data.mixture.position import Drawn, Position
+from megatron_hdp.data.mixture.opening import Opening, any_documents, open_corpus
+from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase, Schedule
 from megatron_hdp.data.mixture.step import Step
 
@@ -26,13 +26,16 @@ __all__ = [
     "Mixture",
     "MixtureSpec",
     "OpenSource",
+    "Opening",
     "Phase",
     "Position",
     "RankMicroBatch",
     "Schedule",
     "Step",
+    "any_documents",
     "open_corpus",
     "padding_micro_batch",
+    "position_of_run",
     "read_data_file",
     "read_micro_batch",
     "specs_of_flags",

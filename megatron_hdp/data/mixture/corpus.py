@@ -109,7 +109,11 @@ class OpenSource:
     def contents(self) -> int:
         """Return a fingerprint of samples of its tokens, and of what of them is trained."""
         found = self.reader.fingerprint()
-        return found if self.spans is None else _digest(found, len(self.spans), self.spans.num_trained_tokens)
+        return (
+            found
+            if self.spans is None
+            else _digest(found, len(self.spans), self.spans.num_trained_tokens)
+        )
 
 
 class Corpus:
@@ -149,9 +153,7 @@ class Corpus:
         """Names of the sources."""
         return tuple(one.name for one in self.sources)
 
-    def mixture(
-        self, orders: Mapping[str, SourceOrder], batch: BatchSize, seed: int
-    ) -> Mixture:
+    def mixture(self, orders: Mapping[str, SourceOrder], batch: BatchSize, seed: int) -> Mixture:
         """Return what draws this split's steps.
 
         Args:
@@ -164,9 +166,7 @@ class Corpus:
                 one.name,
                 SourceStream(
                     one,
-                    shuffle_of(
-                        orders[one.name].version, one.num_rows, seed, orders[one.name].key
-                    ),
+                    shuffle_of(orders[one.name].version, one.num_rows, seed, orders[one.name].key),
                     splits_long=one.long_sequence == "split",
                     max_epochs=one.spec.max_epochs,
                 ),
@@ -186,19 +186,19 @@ class Corpus:
 
         Of a sequence whose last token has a label, the token behind it may be asked for.
         """
-        source, row = self.sources[step.sources[i]], int(step.rows[i])
+        source, row = self._source(step, i), int(step.rows[i])
         return source.tokens(row, int(step.starts[i]) + first, count)
 
     def is_trained(self, step: Step, i: int, first: int, stop: int) -> BoolArray:
         """Return which of the labelled tokens ``[first, stop)`` of a sequence carry loss."""
-        source, start = self.sources[step.sources[i]], int(step.starts[i])
+        source, start = self._source(step, i), int(step.starts[i])
         return source.is_trained(int(step.rows[i]), start + first, start + stop)
 
     def words_for(self, step: Step, sequences: Sequence[int]) -> str:
         """Return what a message calls the documents of some of a step's sequences."""
         documents: dict[str, list[int]] = {}
         for i in sequences[:_SHOWN]:
-            source = self.sources[step.sources[i]]
+            source = self._source(step, i)
             documents.setdefault(source.prefix, []).append(source.document(int(step.rows[i])))
         words = [
             f"document{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {prefix}"
@@ -216,6 +216,9 @@ class Corpus:
             f"{source.num_rows:,} sequences{name} {use} (documents: {table.num_empty:,} empty and "
             f"skipped, {table.num_truncated:,} truncated, {table.num_split:,} split{bad})"
         )
+
+    def _source(self, step: Step, i: int) -> OpenSource:
+        return self.sources[int(step.sources[i])]
 
     def _sizes(self) -> dict[str, float]:
         """Return the sources' sizes in the unit of the weights."""

@@ -81,6 +81,14 @@ class Mixture:
         setting = self.schedule.at(position)
         return _Draw(self, setting, self._batch, position).step()
 
+    def is_over(self, position: Position) -> bool:
+        """Return whether a step that begins at a position would have no sequence."""
+        weights = self.schedule.at(position).weights
+        return all(
+            not weight or one.stream.has_ended(position.of(one.name).rows)
+            for weight, one in zip(weights, self.sources, strict=True)
+        )
+
     def amounts(self, pieces: Pieces) -> Int64Array:
         """Return what sequences count, in the unit of the weights."""
         if self._unit == "tokens":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from megatron_hdp.data.order import UNNAMED, Continuation
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,32 @@ class Position:
     def of_one_source(
         cls, name: str, sequences: int, *, steps: int = 0, tokens: int = 0
     ) -> Position:
-        """Return where a run of a single source is that never cut a row.
-
-        What releases before mixtures keep in a checkpoint says no more.
-        """
+        """Return where a run of a single source is that never cut a row."""
         return cls(steps, sequences, tokens, {name: Drawn(rows=sequences, amount=tokens)})
+
+
+def position_of_run(
+    record: Mapping[str, Any] | None,
+    goes_on: Continuation,
+    steps: int,
+    sequences: int,
+    tokens: int,
+) -> Position:
+    """Return where a run that goes on is in its data, under today's names of its sources.
+
+    Args:
+        record: what the checkpoint holds of it; None in one of a release before mixtures, which
+            drew from one source.
+        goes_on: how it goes on.
+        steps: that were trained.
+        sequences: that were drawn.
+        tokens: that were drawn.
+    """
+    if record is not None:
+        found = Position.from_record(record)
+    else:
+        found = Position.of_one_source(UNNAMED, sequences, steps=steps, tokens=tokens)
+    today = {old: name for name, old in goes_on.names_before.items()}
+    return replace(
+        found, sources={today.get(name, name): one for name, one in found.sources.items()}
+    )

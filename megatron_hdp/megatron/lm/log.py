@@ -33,7 +33,7 @@ class LmLog:
 
     def add(self, report: StepReport) -> None:
         """Notes a training step; one that the rerun machine runs again counts once."""
-        if self._reports and self._reports[-1].consumed_after == report.consumed_after:
+        if self._reports and self._reports[-1].position_after == report.position_after:
             self._reports.pop()
         self._reports.append(report)
 
@@ -65,11 +65,11 @@ class LmLog:
         report = self.latest
         if report is None:
             return
-        figures = {
-            item.name.replace("_", "-"): value
-            for item in fields(StepFigures)
-            if item.name != "loss" and (value := getattr(report, item.name)) is not None
-        }
+        shown = StepFigures(
+            **{item.name: getattr(report, item.name) for item in fields(StepFigures)}
+        )
+        figures = shown.tagged()
+        del figures["loss"]  # Megatron's
         for write in scalars:
             for name, value in figures.items():
                 write(f"hdp/{name}", value)

@@ -1,15 +1,15 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
+from megatron_hdp.megatron.step.data import open_split, split_specs, tokenizer_of
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
-from megatron_hdp.megatron.step.preparation import DataEnded
-from megatron_hdp.megatron.step.report import SourceFigures, StepFigures, StepReport
+from megatron_hdp.megatron.step.report import EvaluationLoss, SourceFigures, StepFigures, StepReport
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
 __all__ = [
-    "DataEnded",
+    "EvaluationLoss",
     "HdpExecutor",
     "HdpSteps",
     "NonFiniteError",
@@ -22,4 +22,7 @@ __all__ = [
     "cost_model_of",
     "data_order",
     "non_finite_parameters",
+    "open_split",
+    "split_specs",
+    "tokenizer_of",
 ]

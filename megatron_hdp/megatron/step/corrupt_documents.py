@@ -66,7 +66,7 @@ class CorruptDocuments:
                 "train with the tokenizer that made the data, make the data again, or raise "
                 "--hdp-corrupt-limit"
             )
-        self.num_skipped[step.sources[i]] += 1
+        self.num_skipped[int(step.sources[i])] += 1
         say(
             f"skipped corrupt {document} (expected {expected}); {sum(self.num_skipped)} skipped so "
             "far"

@@ -127,9 +127,7 @@ class HdpExecutor:
         self.offload.offloaded_bytes = 0
         self.timeline.reset()
         self._losses, self.gradient_norms = [], []
-        self._source_losses = torch.zeros(
-            num_sources, dtype=torch.float64, device=compute_device()
-        )
+        self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
         indices = [one.index for one in micro_batches]
         with (

@@ -81,9 +81,7 @@ class HdpSteps:
         self.place = executor.place
         self.cost_model = cost_model
         self.corpus = corpus
-        self.preparation = StepPreparation(
-            arguments, self.place, cost_model, corpus, vocab_size
-        )
+        self.preparation = StepPreparation(arguments, self.place, cost_model, corpus, vocab_size)
         self.latest: PreparedStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
@@ -119,7 +117,6 @@ class HdpSteps:
         """Runs the step that begins at a position; leaves gradients in the DDP buffers.
 
         Raises:
-            DataEnded: every source has ended, so there is no such step; on every rank.
             DisagreementError: ranks planned different things.
             PlannerError: the planner failed in two steps in a row.
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
@@ -133,10 +130,16 @@ class HdpSteps:
         self._ahead.expect(prepared.step.after)
         self._share_tokens(prepared)
         self._seed_dropout(prepared.step.before.sequences)
+        if not forward_only:
+            self._say_what_ends(prepared.step)
         outcome = self.executor.run(
             prepared.micro_batches, num_loss_tokens, forward_only, len(self.corpus.sources)
         )
         return self._report(prepared, outcome, is_trained, exposed_s)
+
+    def is_over(self, position: Position) -> bool:
+        """Whether every source of the data has ended, so that no step begins at a position."""
+        return self.preparation.mixture.is_over(position)
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
@@ -193,6 +196,16 @@ class HdpSteps:
         else:
             self._corrupt.none_found()
         return is_left
+
+    def _say_what_ends(self, step: Step) -> None:
+        """Tells of sources whose last sequence is in a step, so that each is told once."""
+        for source in self.preparation.mixture.sources:
+            before, after = step.before.of(source.name).rows, step.after.of(source.name).rows
+            if source.stream.has_ended(after) and not source.stream.has_ended(before):
+                say(
+                    f"source '{source.name}' ends with this step, its max-epochs are over: its "
+                    "share goes to the others"
+                )
 
     def _share_tokens(self, prepared: PreparedStep) -> None:
         """Gives the tensor-parallel ranks of the first and last stage what their first one read."""

@@ -43,10 +43,6 @@ class PreparedStep:
     """Why the plan is the static one instead of the strategy's."""
 
 
-class DataEnded(Exception):
-    """Every source has ended: no step follows."""
-
-
 class StepPreparation:
     """Prepares the steps over one split of the data."""
 
@@ -78,13 +74,10 @@ class StepPreparation:
         """The step that begins at a position; planned statically where the strategy fails.
 
         Raises:
-            DataEnded: there is none, for every source has ended.
-            ValueError: nothing of the step carries loss.
+            ValueError: nothing of the step carries loss, or every source has ended.
         """
         started = time.perf_counter()
         step = self.mixture.step(position)
-        if not len(step):
-            raise DataEnded
         self._require_loss(step)
         failure = None
         try:
@@ -99,6 +92,8 @@ class StepPreparation:
     def _require_loss(self, step: Step) -> None:
         if step.num_loss_tokens.any():
             return
+        if not len(step):
+            raise ValueError("every source of the data has ended: no step is left")
         names = [self.corpus.names[i] for i in sorted(set(step.sources.tolist()))]
         raise ValueError(
             f"found no token with loss in the {len(step):,} sequences of step "

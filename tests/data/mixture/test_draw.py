@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_hdp.data.mixture.draw import BatchSize
 from megatron_hdp.data.mixture.position import Position
 from megatron_hdp.data.mixture.schedule import Phase
-from tests.data.mixture.sources import mixture
+from tests.support.mixtures import mixture
 
 
 def steps(made, count, position=None):

@@ -1,5 +1,6 @@
 """The slices of all ranks, put back together, are the documents."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data import padding_micro_batch, read_micro_batch
+from megatron_hdp.data.mixture import Position, Step, padding_micro_batch, read_micro_batch
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, chunk_tokens, plan
 
@@ -58,8 +59,41 @@ def of_row(column, row):
     return int(column(np.array([row]))[0])
 
 
-def read(*args, **kwargs):
-    return read_micro_batch(*args, vocab_size=10**6, **kwargs)
+class OneSource:
+    """A corpus of one table and one file."""
+
+    def __init__(self, table, file):
+        self.table, self.file = table, file
+
+    def tokens(self, step, i, first, count):
+        begin = of_row(self.table.begins, step.rows[i])
+        return self.file.read(begin + first, count)
+
+    def is_trained(self, step, i, first, stop):
+        return np.ones(stop - first, dtype=bool)
+
+
+def step_of(rows, table):
+    return Step(
+        sources=np.zeros_like(rows),
+        rows=rows,
+        starts=np.zeros_like(rows),
+        lengths=table.lengths(rows),
+        num_labels=table.num_labels(rows),
+        num_loss_tokens=table.num_labels(rows),
+        before=Position(),
+        after=Position(),
+        max_length=100,
+        weights=(1.0,),
+    )
+
+
+def read(plan_, m, rank, rows, table, file, **kwargs):
+    """A rank's part; its sequences under their rows."""
+    step, corpus = step_of(rows, table), OneSource(table, file)
+    kwargs |= {"vocab_size": 10**6, "reads_tokens": file is not None}
+    part = read_micro_batch(plan_, m, rank, step, corpus, **kwargs)
+    return replace(part, sequence_ids=tuple(int(rows[i]) for i in part.sequence_ids))
 
 
 def put_back(plan_, step_sequences, table, file):
@@ -234,7 +268,7 @@ def test_a_rank_outside_the_ring_is_refused():
 def test_a_plan_of_another_step_is_refused():
     made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
     table = SequenceTable.build(np.array([3, 5]), max_length=5)
-    with pytest.raises(ValueError, match="3 tokens, the sequence table 5 .*another step"):
+    with pytest.raises(ValueError, match="3 tokens, the step 5: .*another step"):
         read(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
 
 

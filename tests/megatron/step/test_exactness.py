@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data import StepSampler, read_micro_batch
+from megatron_hdp.data.mixture import read_micro_batch
 from megatron_hdp.megatron.step.executor import HdpExecutor
+from tests.support.drawn import first_rows
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 from tests.support.random_plans import random_plan
 
@@ -158,10 +159,7 @@ STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance")
 
 
 def drawn_lengths(arguments, lengths):
-    step = StepSampler(np.array(lengths), seed=arguments.seed, global_batch_size=len(lengths)).step(
-        0
-    )
-    return np.array(lengths)[step.sequences]
+    return np.array(lengths)[first_rows(len(lengths), arguments.seed)]
 
 
 def random_case(arguments, num_hdp_ranks):
