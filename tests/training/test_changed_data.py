@@ -27,7 +27,8 @@ def steps_of_an_older_release(arguments):
 
     def without_contents(self, progress):
         saved = content(self, progress)
-        del saved["megatron_hdp"]["order"]["contents"]
+        (source,) = saved["megatron_hdp"]["order"]["sources"].values()
+        source["contents"] = None
         return saved
 
     with mock.patch.object(TrainingState, "content", without_contents):

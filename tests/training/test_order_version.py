@@ -1,7 +1,7 @@
 """A run goes on in the version of the order of the data that it began with."""
 
 import io
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from unittest import mock
 
@@ -32,14 +32,19 @@ def curve_of_an_older_release(arguments):
 
     def without_version(self, progress):
         saved = content(self, progress)
-        assert saved["megatron_hdp"]["order"].pop("version") == 1
+        ours = saved["megatron_hdp"]
+        (source,) = ours["order"].pop("sources").values()
+        assert source.pop("version") == 1 and source.pop("key") == 0
+        ours["order"] |= source
+        for name in ("absent", "weight_unit"):
+            del ours["order"][name]
+        del ours["position"]
         return saved
 
-    with ExitStack() as stack:
-        for module in ("hdp_steps", "preparation"):
-            name = f"megatron_hdp.megatron.step.{module}.LATEST_ORDER"
-            stack.enter_context(mock.patch(name, 1))
-        stack.enter_context(mock.patch.object(TrainingState, "content", without_version))
+    with (
+        mock.patch("megatron_hdp.data.mixture.corpus.LATEST_ORDER", 1),
+        mock.patch.object(TrainingState, "content", without_version),
+    ):
         return curve(arguments)
 
 
@@ -49,7 +54,8 @@ def curve_of_a_newer_release(arguments):
 
     def with_version(self, progress):
         saved = content(self, progress)
-        saved["megatron_hdp"]["order"]["version"] = 3
+        (source,) = saved["megatron_hdp"]["order"]["sources"].values()
+        source["version"] = 3
         return saved
 
     with mock.patch.object(TrainingState, "content", with_version):
@@ -58,7 +64,12 @@ def curve_of_a_newer_release(arguments):
 
 def curve_in_the_latest_version(arguments):
     """Body of a rank, the planted fault: what the checkpoint says is not heeded."""
-    with mock.patch.object(DataOrder, "continuing", lambda self, saved, source: self):
+    continuing = DataOrder.continuing
+
+    def forgetting(self, saved, source):
+        return replace(continuing(self, saved, source), order=self)
+
+    with mock.patch.object(DataOrder, "continuing", forgetting):
         return curve(arguments)
 
 

@@ -1,7 +1,0 @@
-import os
-
-
-def kind_of(spec):
-    if spec.format != "auto":
-        return spec.format
-    return "tokens"
