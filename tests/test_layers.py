@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "data": {"planner"},
+    "data/chat": {"data"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -67,7 +68,8 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
 # Megatron too early, or where it is not needed.
 FACES = {
-    *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
+    *{"data/chat", "planner/memory", "runtime/health", "runtime/kernels", "runtime/offload"},
+    *{"runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
 }
