@@ -17,7 +17,7 @@ What ends a turn belongs to it; white space that the template puts after that do
 import os
 from typing import Any
 
-from megatron_hdp.data.chat.rows import BadConversationError, Conversation, Message
+from megatron_hdp.data.chat.rows import LEADING, BadConversationError, Conversation, Message
 from megatron_hdp.data.chat.templates import ChatTemplate
 
 Range = tuple[int, int]
@@ -109,9 +109,11 @@ class _View:
             return max(fitting)
         content, before = self._content(number), self._content(number - 1)
         if before is not None:
-            limit = content[0] if content else self._limit(number)
+            begin = before[1]
+            limit = content[0] if content else self._limit(number, begin)
+            begin = max([begin, *(stop for _, stop in self._leading() if stop <= limit)])
             for question in _questions(self._template, self._messages[:number], self._tools):
-                place = self._text.find(question, before[1], limit)
+                place = self._text.find(question, begin, limit)
                 if place >= 0:
                     return place + len(question)
         if content is None:
@@ -126,24 +128,38 @@ class _View:
         if upto is not None and len(upto) > start and self._text.startswith(upto):
             return len(upto)
         content = self._content(number)
-        begin = max(start, content[1]) if content else start
-        limit = self._limit(number)
-        places = [(self._text.rfind(end, begin, limit), len(end)) for end in self._ends]
-        found = [place + length for place, length in places if place >= 0]
+        if content and not self._messages[number].get("tool_calls"):
+            places = [
+                content[1] if self._text.startswith(end, content[1]) else -1 for end in self._ends
+            ]
+        else:  # arguments may hold what ends turns: the last one is the template's
+            begin = content[1] if content else start
+            limit = self._limit(number, begin)
+            places = [self._text.rfind(end, begin, limit) for end in self._ends]
+        found = [
+            place + len(end) for place, end in zip(places, self._ends, strict=True) if place >= 0
+        ]
         if not found:
             raise UnmaskableError(f"this template cannot be masked where message {number} ends")
         return max(found)
 
-    def _limit(self, number: int) -> int:
-        """Return a character of the next message, so that a turn ends before it."""
+    def _limit(self, number: int, begin: int) -> int:
+        """Return a character behind ``begin`` that a turn ends before: the next content's first."""
         if number == len(self._messages) - 1:
             return len(self._text)
+        behind = [start for start, _ in self._leading() if start >= begin]
+        limit = min(behind, default=len(self._text))
         following = self._content(number + 1)
         if following is not None:
-            return following[0]
+            return min(limit, following[0])
         if self._messages[number + 1]["role"] == "assistant":
-            return self._start(number + 1)
+            return min(limit, self._start(number + 1))
         raise UnmaskableError(f"this template cannot be masked where message {number} ends")
+
+    def _leading(self) -> list[Range]:
+        """Return where the system message lies, which templates move into other turns."""
+        numbers = [i for i in (0, 1) if self._messages[i]["role"] in LEADING]
+        return [place for place in map(self._content, numbers) if place is not None]
 
     def _content(self, number: int) -> Range | None:
         """Return where the content of a message lies, None if it has none or cannot be placed."""

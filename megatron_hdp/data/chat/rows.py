@@ -11,7 +11,7 @@ _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
-_LEADING = ("system", "developer")
+LEADING = ("system", "developer")
 _ROLES = {
     **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -46,7 +46,7 @@ class Conversation:
         before = ""
         for number, message in enumerate(self.messages):
             role = message["role"]
-            if role in _LEADING and before not in ("", "system"):
+            if role in LEADING and before not in ("", "system"):
                 raise BadConversationError(f"message {number}: {role} after {before}")
             if role == "assistant" and not before:
                 raise BadConversationError("the assistant begins: nothing to answer")
