@@ -25,7 +25,13 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "data": {"planner"},
+    "data/formats": {"data"},
+    "data/chat": {"data"},
     "data/tables": {"data"},
+    "data/prepare": {"data", "data/formats", "data/chat"},
+    "data/mixture": {
+        *{"planner", "data", "data/tables", "data/prepare", "data/formats", "data/chat"},
+    },
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -71,7 +77,7 @@ FACES = {
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
-    *{"data/tables"},
+    *{"data/formats", "data/chat", "data/tables", "data/prepare", "data/mixture"},
 }
 
 # The same for the C++ planner: each room may include those before it.
