@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import known_warnings, parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.checksums import FileSum
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.training.job import Job, build_job
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _arguments(folder: Path, options: argparse.Namespace) -> TrainingArguments:
-    with IndexedWriter(str(folder / "corpus"), 257) as writer:
+    with TokenWriter(str(folder / "corpus"), 257) as writer:
         for _ in range(8):
             writer.add(np.arange(32))
     return parse_arguments(

@@ -2,16 +2,12 @@
 
 import argparse
 import os
-import sys
-import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from megatron_hdp.cli.documents import find_files, read_documents
+from megatron_hdp.cli.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
 
-if TYPE_CHECKING:
-    from megatron_hdp.data import Tokenizer
-    from megatron_hdp.megatron.indexed_writer import IndexedWriter
+_ANY = "*"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,15 +20,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         nargs="+",
         required=True,
         metavar="PATH",
-        help="folders (walked in sorted order), files (one document each) or .jsonl files",
+        help="folders (walked in sorted order), text files (one document each), JSON lines "
+        "(.jsonl, also .gz or .zst), Parquet or Arrow files",
     )
     parser.add_argument(
         "--json-key",
         metavar="KEY",
-        help="key of the text in JSON lines (default text); once given, every file is JSON lines",
+        help="key or column of the text (default text); once given, every file that is no table is "
+        "JSON lines",
     )
     parser.add_argument(
-        "--glob", default="*", metavar="PATTERN", help="names to take from folders, such as '*.py'"
+        "--glob", default=_ANY, metavar="PATTERN", help="names to take from folders, such as '*.py'"
     )
     parser.add_argument(
         "--tokenizer", required=True, metavar="NAME", help="byte, hf:PATH or tiktoken:NAME"
@@ -46,31 +44,63 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=True,
         help="end every document with the tokenizer's end-of-document token (default: yes)",
     )
+    parser.add_argument(
+        "--workers",
+        type=whole(1, 4096),
+        metavar="N",
+        help="processes that tokenise (default: the CPUs that this one may use)",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     prefix = arguments.output_prefix
     _check_prefix(prefix)
-    files = find_files(arguments.input, arguments.glob)
+    files = _find_files(arguments.input, arguments.glob)
     _require_other_output(files, prefix)
 
-    from megatron_hdp.data import build_tokenizer
+    from megatron_hdp.data.prepare import Job, write_pair
+    from megatron_hdp.data.tokenizers import available_cpus, build_tokenizer
 
-    tokenizer = build_tokenizer(arguments.tokenizer)
-    with warnings.catch_warnings():  # megatron-core warns of GPU libraries that writing needs not
-        warnings.simplefilter("ignore")
-        from megatron_hdp.megatron.indexed_writer import IndexedWriter
-
-    with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
-        num_empty = _write(writer, files, tokenizer, arguments.json_key, arguments.append_eod)
-        if writer.num_documents == 0:
-            raise ValueError(
-                f"--input: none of {len(files):,} files has a token ({num_empty:,} empty "
-                "documents): nothing was written"
-            )
-    _print_summary(prefix, len(files), num_empty)
+    job = Job(
+        tokenizer=build_tokenizer(arguments.tokenizer),
+        key=arguments.json_key or "text",
+        append_eod=arguments.append_eod,
+    )
+    counts = write_pair(
+        files,
+        prefix,
+        job,
+        lines=arguments.json_key is not None,
+        workers=arguments.workers or available_cpus(),
+        name="preprocess",
+    )
+    if counts.documents == 0:
+        raise ValueError(
+            f"--input: none of {len(files):,} files has a token ({counts.empty:,} empty "
+            "documents): nothing was written"
+        )
+    _print_summary(prefix, len(files), counts.empty)
     return ExitCode.DONE
+
+
+def _find_files(inputs: Sequence[str], glob: str) -> list[str]:
+    """Return the given files, and those of the given folders (sorted) whose name matches."""
+    from megatron_hdp.data.formats import files_below
+
+    files: list[str] = []
+    for path in inputs:
+        if os.path.isdir(path):
+            files += files_below(path, None if glob == _ANY else glob)
+        elif os.path.isfile(path):
+            files.append(path)
+        else:
+            raise ValueError(f"--input {path}: no such file or folder")
+    if not files:
+        raise ValueError(
+            f"--input {' '.join(inputs)}: no file whose name matches --glob {glob!r} below it"
+        )
+    return files
 
 
 def _check_prefix(prefix: str) -> None:
@@ -94,34 +124,6 @@ def _require_other_output(files: list[str], prefix: str) -> None:
                     f"--input {path} is what --output-prefix {prefix} would overwrite: give "
                     "another prefix, or leave it out with --glob"
                 )
-
-
-def _write(
-    writer: "IndexedWriter",
-    files: list[str],
-    tokenizer: "Tokenizer",
-    json_key: str | None,
-    append_eod: bool,
-) -> int:
-    """Write every document that has a token; return the number of those that have none."""
-    import numpy as np
-    from tqdm import tqdm
-
-    num_empty = 0
-    total = sum(map(os.path.getsize, files))
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="preprocess", mininterval=interval
-    ) as progress:
-        for path in files:
-            for raw, num_bytes in read_documents(path, json_key):
-                tokens = tokenizer.tokenize_bytes(raw)
-                progress.update(num_bytes)
-                if len(tokens) == 0:
-                    num_empty += 1
-                    continue
-                writer.add(np.append(tokens, tokenizer.eod) if append_eod else tokens)
-    return num_empty
 
 
 def _print_summary(prefix: str, num_files: int, num_empty: int) -> None:

@@ -9,6 +9,7 @@ from megatron_hdp.data.order import Continuation, DataOrder, SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.token_file import TokenFile, TokenReader
+from megatron_hdp.data.token_writer import TokenWriter
 from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "TokenFileError",
     "TokenFileNotFoundError",
     "TokenReader",
+    "TokenWriter",
     "Tokenizer",
     "build_tokenizer",
     "read_document_index",

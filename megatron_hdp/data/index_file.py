@@ -21,6 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+HEADER_BYTES = _HEADER.size
 _REBUILD = "build the pair again with `megatron-hdp preprocess`"
 _PIECE = 1 << 18  # sequences and documents read at once: their arrays stay in a core's cache
 _DTYPE_OF_CODE: dict[int, npt.DTypeLike] = {
@@ -39,6 +40,12 @@ class TokenFileError(ValueError):
 
 class TokenFileNotFoundError(TokenFileError, FileNotFoundError):
     """One of the two files of a pair does not exist."""
+
+
+def pack_header(dtype: np.dtype[np.generic], num_sequences: int, num_borders: int) -> bytes:
+    """Return the header of an ``.idx``."""
+    code = next(code for code, known in _DTYPE_OF_CODE.items() if np.dtype(known) == dtype)
+    return _HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_borders)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,31 @@
 """Tokenizers behind one small protocol: bytes without any dependency, Hugging Face and tiktoken."""
 
+import fnmatch
 import importlib
+import importlib.metadata
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import orjson
 
+from megatron_hdp.data.content import hash_of_bytes, hash_of_files
 from megatron_hdp.data.index_file import Int64Array
 
 _SPECIFICATIONS = "byte, hf:PATH (a Hugging Face tokenizer) or tiktoken:NAME"
+
+
+class TokenBatch(NamedTuple):
+    """The ids of several documents, one after the other."""
+
+    ids: npt.NDArray[np.integer]
+    lengths: Int64Array
+    """Tokens of each document."""
 
 
 class Tokenizer(Protocol):
@@ -27,6 +44,9 @@ class Tokenizer(Protocol):
 
     def tokenize_bytes(self, raw: bytes) -> Int64Array:
         """Return the ids of a document as it lies on disk, UTF-8 where text is needed."""
+
+    def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
+        """Return the ids of documents: of each as `tokenize`, `tokenize_bytes` of bytes give."""
 
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
@@ -68,6 +88,14 @@ class ByteTokenizer:
         """Return the bytes themselves."""
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int64)
 
+    def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
+        """Return the bytes of all documents."""
+        raws = [
+            one.encode("utf-8", "replace") if isinstance(one, str) else one for one in documents
+        ]
+        ids = np.frombuffer(b"".join(raws), dtype=np.uint8)
+        return TokenBatch(ids, np.fromiter(map(len, raws), np.int64, len(raws)))
+
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of the bytes; end-of-document ids are left out."""
         kept = [token for token in tokens if token != self.eod]
@@ -90,33 +118,67 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the ``transformers`` library, by folder or model name."""
+    """A tokenizer of the ``transformers`` library, by folder or model name.
+
+    Ids are those that the library gives. They come from the Rust tokenizer behind it where it adds
+    nothing of its own; then other processes that get this object do without the library, which
+    takes seconds to import, and so does this one where the folder says all.
+    """
 
     def __init__(self, path: str) -> None:
-        transformers = _import_extra("transformers", f"hf:{path}")
-        try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer hf:{path} cannot be loaded: expected the folder of a Hugging Face "
-                f"tokenizer or the name of a model that can be downloaded ({error})"
-            ) from error
-        if self._tokenizer.eos_token_id is None:
+        self._path = path
+        self._backend: Any = None
+        self._backend, eos_token = _whole_backend(path) or (None, None)
+        if self._backend is None:
+            self._backend, eos_token = _backend_of(self._tokenizer), self._tokenizer.eos_token
+        if eos_token is None:
             raise ValueError(
                 f"tokenizer hf:{path} has no end-of-text token, expected one to end documents "
                 "with: set eos_token in its tokenizer_config.json"
             )
-        self.vocab_size = len(self._tokenizer)
-        self.eod = int(self._tokenizer.eos_token_id)
+        if self._backend is None:
+            self.vocab_size = len(self._tokenizer)
+            self.eod = int(self._tokenizer.eos_token_id)
+            return
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
+        self.eod = int(self._backend.token_to_id(eos_token))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is loaded again where it is needed."""
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The library's own object."""
+        transformers = _import_extra("transformers", f"hf:{self._path}")
+        try:
+            return transformers.AutoTokenizer.from_pretrained(self._path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer hf:{self._path} cannot be loaded: expected the folder of a Hugging "
+                f"Face tokenizer or the name of a model that can be downloaded ({error})"
+            ) from error
 
     def tokenize(self, text: str) -> Int64Array:
         """Return the ids of a text without special tokens."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return np.asarray(ids, dtype=np.int64)
+        return self.tokenize_batch([text]).ids.astype(np.int64)
 
     def tokenize_bytes(self, raw: bytes) -> Int64Array:
         """Return the ids of UTF-8 text; undecodable bytes become U+FFFD."""
-        return self.tokenize(raw.decode("utf-8", errors="replace"))
+        return self.tokenize_batch([raw]).ids.astype(np.int64)
+
+    def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
+        """Return the ids of documents; Rust takes as many threads as RAYON_NUM_THREADS says."""
+        texts = _texts(documents)
+        if self._backend is not None:
+            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            return _batch([one.ids for one in found])
+        found = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return _batch(found["input_ids"])
 
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
@@ -164,6 +226,15 @@ class HuggingFaceTokenizer:
         ids = np.asarray(found["input_ids"], dtype=np.int64)
         return ids, np.maximum.accumulate(places[:, 0])
 
+    def identity(self) -> str:
+        """What its ids depend on: the contents of a folder, or what was downloaded."""
+        if os.path.isdir(self._path):
+            return _folder_identity(self._path)
+        if self._backend is None:
+            return f"{self._path}@transformers {importlib.metadata.version('transformers')}"
+        template = str(getattr(self._tokenizer, "chat_template", None))
+        return hash_of_bytes((self._backend.to_str() + template).encode())
+
 
 class TiktokenTokenizer:
     """An encoding of the ``tiktoken`` library, by name."""
@@ -182,9 +253,14 @@ class TiktokenTokenizer:
                 f"the tables of tokenizer tiktoken:{name} cannot be downloaded ({error}): fetch "
                 "them on a machine with network access and set TIKTOKEN_CACHE_DIR to their folder"
             ) from error
+        self._name = name
         self.vocab_size = int(self._encoding.n_vocab)
         self.eod = int(self._encoding.eot_token)
         self.chat_template: str | None = None
+
+    def __reduce__(self) -> tuple[type["TiktokenTokenizer"], tuple[str]]:
+        """Another process loads it by name."""
+        return TiktokenTokenizer, (self._name,)
 
     def tokenize(self, text: str) -> Int64Array:
         """Return the ids of a text; special tokens in it are read as plain text."""
@@ -193,6 +269,12 @@ class TiktokenTokenizer:
     def tokenize_bytes(self, raw: bytes) -> Int64Array:
         """Return the ids of UTF-8 text; undecodable bytes become U+FFFD."""
         return self.tokenize(raw.decode("utf-8", errors="replace"))
+
+    def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
+        """Return the ids of documents, on as many threads as RAYON_NUM_THREADS says."""
+        threads = int(os.environ.get("RAYON_NUM_THREADS") or available_cpus())
+        texts = _texts(documents)
+        return _batch(self._encoding.encode_ordinary_batch(texts, num_threads=threads))
 
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
@@ -232,6 +314,129 @@ def build_tokenizer(specification: str) -> Tokenizer:
     if kind == "tiktoken" and name:
         return TiktokenTokenizer(name)
     raise ValueError(f"tokenizer {specification!r}: expected {_SPECIFICATIONS}")
+
+
+def tokenizer_identity(specification: str) -> str:
+    """Return what the ids of a tokenizer depend on: its contents, or name and version.
+
+    Raises:
+        ValueError, ImportError: as `build_tokenizer`.
+    """
+    kind, _, name = specification.partition(":")
+    if kind == "hf" and os.path.isdir(name):
+        return f"hf:{_folder_identity(name)}"
+    tokenizer = build_tokenizer(specification)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return f"hf:{tokenizer.identity()}"
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return f"{specification}@{importlib.metadata.version('tiktoken')}"
+    return specification
+
+
+def available_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_FILES = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.model", "*.tiktoken", "*.bpe", "*.jinja", "*.py", "tekken.json"),
+    "config.json",
+)
+"""What transformers reads of a tokenizer's folder, which may also hold gigabytes of weights."""
+
+
+def _folder_identity(folder: str) -> str:
+    names = [
+        name
+        for name in sorted(os.listdir(folder))
+        if any(fnmatch.fnmatch(name, pattern) for pattern in _FILES)
+        and os.path.isfile(os.path.join(folder, name))
+    ]
+    return hash_of_files(folder, names)
+
+
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_SAYS_MORE = {"config.json", "added_tokens.json", "special_tokens_map.json"}
+_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
+_HARMLESS = {
+    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces"),
+    *("added_tokens_decoder", "chat_template", "padding_side", "name_or_path", "is_local"),
+    *("local_files_only", "model_input_names", "truncation_side"),
+}
+_PLAIN = {
+    **{"special": True, "normalized": False},
+    **{"lstrip": False, "rstrip": False, "single_word": False},
+}
+
+
+def _whole_backend(folder: str) -> tuple[Any, str | None] | None:
+    """Return the Rust tokenizer and end-of-text token of a folder whose two files say all.
+
+    None where ``transformers`` would, or might, change what ``tokenizer.json`` says: another class,
+    settings that are unknown here, special tokens that it would have to add.
+    """
+    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    if not {"tokenizer.json", "tokenizer_config.json"} <= names:
+        return None
+    file = os.path.join(folder, "tokenizer.json")
+    config, content = _json(os.path.join(folder, "tokenizer_config.json")), _json(file)
+    added = {token["id"]: token for token in content.get("added_tokens", ())}
+    declared = config.get("added_tokens_decoder")
+    more = _SAYS_MORE & names - (set() if declared is None else _SAYS_MORE - {"config.json"})
+    if config.get("tokenizer_class") not in _GENERIC or more:
+        return None
+    if any({"id": int(i), **token} != added.get(int(i)) for i, token in (declared or {}).items()):
+        return None
+    named = [value for key, value in config.items() if key.endswith("_token") and value is not None]
+    for key in _SPECIAL:
+        value = config.get(key) or []
+        named += value.values() if isinstance(value, dict) else value
+    others = set(config) - _HARMLESS - set(_SPECIAL)
+    plain = {token["content"] for token in added.values() if _PLAIN.items() <= token.items()}
+    if any(not key.endswith("_token") for key in others) or not plain.issuperset(map(str, named)):
+        return None
+    tokenizers = _import_extra("tokenizers", f"hf:{folder}")
+    try:
+        return tokenizers.Tokenizer.from_file(file), config.get("eos_token")
+    except Exception as error:  # the library raises no other class
+        raise ValueError(
+            f"tokenizer hf:{folder} cannot be loaded: expected what the library tokenizers saved "
+            f"in {file} ({error})"
+        ) from error
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """Return the Rust tokenizer of one of ``transformers`` that adds nothing to it, or None."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.encode_special_tokens:
+        return None
+    methods = ("__call__", "encode", "_encode_plus", "_batch_encode_plus")
+    found = [getattr(type(tokenizer), name) for name in methods if hasattr(tokenizer, name)]
+    own = [one for one in found if not one.__module__.startswith("transformers.tokenization_")]
+    return None if own else backend
+
+
+def _json(path: str) -> dict[str, Any]:
+    with open(path, "rb") as stream:
+        raw = stream.read()
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON, expected a tokenizer's ({error})") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _texts(documents: Sequence[str | bytes]) -> list[str]:
+    return [one if isinstance(one, str) else one.decode("utf-8", "replace") for one in documents]
+
+
+def _batch(ids: Sequence[Iterable[int]]) -> TokenBatch:
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))  # type: ignore[arg-type]
+    flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
+    return TokenBatch(flat, lengths)
 
 
 def _import_extra(module: str, specification: str) -> ModuleType:

@@ -11,7 +11,7 @@ from megatron_hdp.cli.main import main
 from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.plan_report import num_bytes, seconds
 from megatron_hdp.cli.planning import COMPARED
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.data import TokenWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
 
 
@@ -198,7 +198,7 @@ def test_plot(lengths, tmp_path):
 
 
 def test_lengths_of_an_idx_without_its_bin(tmp_path, capsys):
-    with IndexedWriter(tmp_path / "data", 257) as writer:
+    with TokenWriter(tmp_path / "data", 257) as writer:
         for n in (5, 7, 900):
             writer.add(np.zeros(n, dtype=np.int64))
     os.remove(tmp_path / "data.bin")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.data import TokenWriter
 from tests.gpu.commands import start
 
 STEPS, SAVED = 6, 3
@@ -38,7 +38,7 @@ KINDS = {
 def prefix(tmp_path_factory):
     path = tmp_path_factory.mktemp("corpus") / "corpus"
     rng = np.random.default_rng(3)
-    with IndexedWriter(path, 257) as writer:
+    with TokenWriter(path, 257) as writer:
         for length in [256, 256, *rng.integers(3, 256, 60).tolist()]:
             begin = int(rng.integers(0, len(TEXT) - length))
             writer.add(np.frombuffer(TEXT, np.uint8)[begin : begin + length].astype(np.int64))

@@ -16,11 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state
 
-from megatron_hdp.data import TokenFile
+from megatron_hdp.data import TokenFile, TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.data.tables import count_documents
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import (
     global_parameters,
@@ -51,7 +50,7 @@ def write_corpus(folder, lengths, seed=0, corrupt=()):
     """
     generator = np.random.default_rng(seed)
     prefix = Path(folder) / "corpus"
-    with IndexedWriter(prefix, VOCABULARY + 1) as writer:
+    with TokenWriter(prefix, VOCABULARY + 1) as writer:
         for i, length in enumerate(lengths):
             document = generator.integers(0, VOCABULARY, length)
             if i in corrupt:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.data import TokenWriter
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
@@ -21,7 +21,7 @@ def prefix(tmp_path_factory):
     """Pieces of this file, of very different lengths: something that can be learned."""
     path = tmp_path_factory.mktemp("curves") / "corpus"
     rng = np.random.default_rng(7)
-    with IndexedWriter(path, VOCABULARY) as writer:
+    with TokenWriter(path, VOCABULARY) as writer:
         for length in [1, 2, LONGEST, *rng.integers(3, LONGEST, 20).tolist()]:
             start = int(rng.integers(0, len(TEXT) - length))
             writer.add(np.frombuffer(TEXT, np.uint8)[start : start + length].astype(np.int64))

@@ -16,6 +16,7 @@ from megatron_hdp.data.prepare import prepare
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable, count_documents, open_source, split_documents
+from megatron_hdp.data.tokenizers import available_cpus
 
 CACHE_FOLDER = "hdp-cache"
 """Beside the data, where no ``--data-cache-path`` is given: what sources were prepared into."""
@@ -86,7 +87,7 @@ def prepared(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> tuple[s
         source,
         tokenizer=tokenizer,
         folder=opening.cache_folder or cache_folder_of(source, spec),
-        workers=opening.workers,
+        workers=opening.workers if opening.workers is not None else available_cpus(),
         say=opening.say,
     )
     return made.prefix, made.bad

@@ -113,7 +113,7 @@ def check_schedule(args: TrainingArguments) -> None:
 
 def check_data(args: Any) -> None:
     """Checks that the flags, of `TrainingArguments` or Megatron's, name data in one way."""
-    given = [name for name in DATA_FLAGS if getattr(args, name)]
+    given = [name for name in DATA_FLAGS if getattr(args, name, None)]
     if args.hdp_data is not None and given:
         raise OptionError(
             f"found --hdp-data and {', '.join(map(flag_of, given))}, expected only one of them: "

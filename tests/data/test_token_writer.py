@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_hdp.data import TokenFile
-from megatron_hdp.megatron.indexed_writer import IndexedWriter
+from megatron_hdp.data import TokenFile, TokenWriter
 
 
 def write(prefix, documents, vocab_size=257):
-    with IndexedWriter(prefix, vocab_size) as writer:
+    with TokenWriter(prefix, vocab_size) as writer:
         for document in documents:
             writer.add(np.asarray(document))
     return writer
@@ -37,7 +36,7 @@ def test_a_failure_leaves_nothing_and_keeps_an_older_pair(tmp_path, existing, fa
     prefix = tmp_path / "data"
     if existing:
         write(prefix, [[7, 8]])
-    with pytest.raises(failure), IndexedWriter(prefix, 257) as writer:
+    with pytest.raises(failure), TokenWriter(prefix, 257) as writer:
         writer.add(np.array([1, 2, 3]))
         raise failure
     assert sorted(os.listdir(tmp_path)) == (["data.bin", "data.idx"] if existing else [])
@@ -57,7 +56,7 @@ def test_a_failure_while_writing_the_index_leaves_nothing(tmp_path, monkeypatch)
 
 
 def test_a_disk_that_is_full_to_the_last_leaves_nothing(tmp_path):
-    with pytest.raises(OSError, match="no space"), IndexedWriter(tmp_path / "data", 257) as writer:
+    with pytest.raises(OSError, match="no space"), TokenWriter(tmp_path / "data", 257) as writer:
         writer.add(np.array([1, 2, 3]))
         writer._builder.data_file = Full(writer._builder.data_file)
     assert os.listdir(tmp_path) == []

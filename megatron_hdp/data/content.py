@@ -1,0 +1,30 @@
+"""Hashes of contents, by which prepared data is told apart: XXH3, at the speed of memory."""
+
+import os
+from collections.abc import Iterable
+
+import xxhash
+
+_BLOCK_BYTES = 2**24
+
+
+def hash_of_bytes(raw: bytes) -> str:
+    """Return 128 bits of a content, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(raw)
+
+
+def hash_of_file(path: str | os.PathLike[str]) -> str:
+    """Return 128 bits of a file's content, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as stream:
+        block = bytearray(_BLOCK_BYTES)
+        view = memoryview(block)
+        while count := stream.readinto(block):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def hash_of_files(folder: str, names: Iterable[str]) -> str:
+    """Return one hash of files: of their names in the folder and what they hold."""
+    parts = [f"{name}\0{hash_of_file(os.path.join(folder, name))}\n" for name in names]
+    return hash_of_bytes("".join(parts).encode())

@@ -1,0 +1,74 @@
+"""What reading gives: records, those that are none, and the pieces of files that both come from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file that can be read by itself."""
+
+    path: str
+    layout: str
+    """How the file is laid out: a name that `reading.read` knows."""
+    begin: int
+    """First byte of lines, first row group or batch of tables; else 0."""
+    end: int
+    """One past the last."""
+    num_bytes: int
+    """What it takes of the file: pieces of a file add up to its size."""
+
+
+class Origin:
+    """Where the records of a piece lie, in a reader's words."""
+
+    def __init__(self, path: str, unit: str, before: Callable[[], int] | None = None) -> None:
+        """Name the records of a piece.
+
+        Args:
+            path: the file.
+            unit: what is counted in it, ``line`` or ``row``.
+            before: how many of them lie before the piece; called once, when first asked for, as
+                it may read the file from its start. None: the piece begins the file.
+        """
+        self.path = path
+        self._unit = unit
+        self._before = before
+        self._num_before = 0
+
+    def where(self, number: int) -> str:
+        """Name the record at a number, which counts from 1 in the piece; 0 is the file itself."""
+        if number == 0:
+            return self.path
+        if self._before is not None:
+            self._num_before, self._before = self._before(), None
+        return f"{self.path}, {self._unit} {self._num_before + number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document of a file."""
+
+    value: bytes | str | dict[str, Any]
+    """Its text (bytes: UTF-8 as it lies on disk), or a whole row where rows are asked for."""
+    num_bytes: int
+    """Bytes of the file that were read for it: a sum over all records of a piece says how far it
+    is; what is compressed is counted so."""
+    origin: Origin
+    number: int
+
+    @property
+    def where(self) -> str:
+        """File and line or row, as messages name them."""
+        return self.origin.where(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """What stands in a document's place and is none."""
+
+    message: str
+    """File, line or row, found, expected."""
+    num_bytes: int
+    """As a record's."""

@@ -1,0 +1,195 @@
+"""A source that is not tokenised becomes a pair in a cache, once for the same files and tokenizer.
+
+``FOLDER/NAME-KEY.bin/.idx`` (of conversations ``.spans``, too) beside ``NAME-KEY.json``, the
+manifest, which is written last: without it the others are not there. What is under way lies in
+``NAME-KEY.work``, a pair and a mark for each finished shard.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hdp.data.formats import files_of, kind_of
+from megatron_hdp.data.prepare.contents import (
+    Content,
+    contents_of,
+    key_of,
+    recipe_of,
+    require_unchanged,
+)
+from megatron_hdp.data.prepare.ledger import Ledger, known_contents
+from megatron_hdp.data.prepare.lock import only_one
+from megatron_hdp.data.prepare.shards import Counts, cut, shard_bytes_for
+from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
+from megatron_hdp.data.prepare.work import MOST_NAMED, Job
+from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.tokenizers import build_tokenizer
+
+Say = Callable[[str], None]
+
+_DAY_S = 86_400.0
+_SUFFIXES = {"text": (".bin", ".idx"), "chat": (".bin", ".idx", ".spans")}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A source as tokens."""
+
+    prefix: str
+    """Of the ``.bin/.idx`` pair, of conversations also of the ``.spans``."""
+    manifest: str
+    """File that says what it was made of."""
+    documents: int
+    tokens: int
+    bad: int
+    """Documents that were left out because they are none."""
+
+
+def prepare(
+    spec: SourceSpec,
+    *,
+    tokenizer: str,
+    folder: Path,
+    workers: int,
+    say: Say | None = None,
+    wait_s: float = _DAY_S,
+    shard_bytes: int | None = None,
+) -> Prepared:
+    """Tokenise a source into a cache, or find it there.
+
+    The pair is the same whatever the number of workers, and wherever earlier calls were
+    interrupted: what they had finished is not done again.
+
+    Args:
+        spec: a source of text or conversations.
+        tokenizer: of a source that names none.
+        folder: of the cache; made if it is missing.
+        workers: processes; 0: this one does it.
+        say: is told what happens, a line at a time (default: standard error).
+        wait_s: how long to wait for another process that prepares the same.
+        shard_bytes: how much of the files is one piece of work; None: by their size.
+
+    Raises:
+        ValueError: a file is no such thing, too many documents are bad, or none has a token.
+        OSError: the disk is full, the folder cannot be written, another process takes too long.
+        ImportError: a package is missing.
+    """
+    say = say or _print
+    kind = kind_of(spec)
+    if kind not in _SUFFIXES:
+        raise ValueError(
+            f"source {spec.name} ({spec.path}) is a .bin/.idx pair, expected text or "
+            "conversations: use it as it is"
+        )
+    files = files_of(spec.path, spec.glob)
+    tokenizer = spec.tokenizer or tokenizer
+    os.makedirs(folder, exist_ok=True)
+    name = re.sub(r"[^\w.-]", "_", spec.name)
+    recipe = recipe_of(spec, kind, tokenizer)
+    size = sum(map(os.path.getsize, files))
+    with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
+        contents = contents_of(files, known_contents(folder, name), tell)
+    key = key_of(recipe, contents, _text_key(spec, kind))
+    ledger = Ledger(folder, f"{name}-{key}", _SUFFIXES[kind])
+    if (counts := ledger.prepared()) is None:
+        with only_one(ledger.path(".lock"), f"source {spec.name}", wait_s, say):
+            if (counts := ledger.prepared()) is None:
+                job = _job(spec, kind, tokenizer)
+                ledger.begin(contents)
+                counts = _run(spec, ledger, job, files, contents, workers, shard_bytes, say)
+                ledger.finish(
+                    {"source": spec.name, "tokenizer_name": tokenizer, **recipe}, counts, contents
+                )
+                say(_summary(spec, counts, ledger.prefix))
+    require_few_bad(spec, counts)
+    return Prepared(
+        ledger.prefix, str(ledger.path(".json")), counts.documents, counts.tokens, counts.bad
+    )
+
+
+def require_few_bad(spec: SourceSpec, counts: Counts) -> None:
+    """Refuse a source of which more is bad than it may be.
+
+    Raises:
+        ValueError: names the first of its bad documents.
+    """
+    total = counts.documents + counts.empty + counts.bad
+    if counts.bad > spec.bad_limit * total:
+        raise ValueError(
+            f"source {spec.name}: {counts.bad:,} of {total:,} documents are bad "
+            f"({counts.bad / total:.3%}), expected at most {spec.bad_limit:.3%}: mend them or "
+            f"raise its bad-limit; the first: {'; '.join(counts.named)}"
+        )
+
+
+def _run(
+    spec: SourceSpec,
+    ledger: Ledger,
+    job: Job,
+    files: Sequence[str],
+    contents: Sequence[Content],
+    workers: int,
+    shard_bytes: int | None,
+    say: Say,
+) -> Counts:
+    """Run the shards that are not finished, and put all of them together."""
+    total = sum(one.size for one in contents)
+    shards = cut(files, job.key, lines=False, shard_bytes=shard_bytes or shard_bytes_for(total))
+    finished = {shard.index: counts for shard in shards if (counts := ledger.finished(shard))}
+    missing = [shard for shard in shards if shard.index not in finished]
+    how = f"{len(shards):,} shards"
+    if finished:
+        how = f"{len(missing):,} of {how}, the others were finished before"
+    say(f"source {spec.name}: prepares {total:,} bytes with {workers} workers, {how}")
+    done = total - sum(shard.num_bytes for shard in missing)
+    with progress_bar(spec.name, total, done=done) as tell:
+        tasks = [(shard, ledger.shard_prefix(shard)) for shard in missing]
+        for shard, counts in run_tasks(job, tasks, workers, tell):
+            ledger.note(shard, counts)
+            finished[shard.index] = counts
+    require_unchanged(contents)
+    result = Counts()
+    for shard in shards:
+        result.add(finished[shard.index], MOST_NAMED)
+    require_few_bad(spec, result)
+    if result.documents == 0:
+        raise ValueError(
+            f"source {spec.name} ({spec.path}): none of {len(files):,} files has a token "
+            f"({result.empty:,} empty documents), expected text: change path, glob or key"
+        )
+    join(job, [ledger.shard_prefix(shard) for shard in shards], ledger.prefix)
+    return result
+
+
+def _job(spec: SourceSpec, kind: str, tokenizer: str) -> Job:
+    return Job(
+        tokenizer=build_tokenizer(tokenizer),
+        key=_text_key(spec, kind),
+        append_eod=spec.append_eod,
+        template=spec.template,
+        train_on=spec.train_on,
+        may_be_bad=spec.bad_limit > 0,
+        durable=True,
+    )
+
+
+def _text_key(spec: SourceSpec, kind: str) -> str | None:
+    return spec.key if kind == "text" else None
+
+
+def _summary(spec: SourceSpec, counts: Counts, prefix: str) -> str:
+    left_out = [f"{counts.empty:,} empty ones left out"] if counts.empty else []
+    if counts.bad:
+        left_out.append(f"{counts.bad:,} bad ones left out, the first: {counts.named[0]}")
+    more = f" ({'; '.join(left_out)})" if left_out else ""
+    return (
+        f"source {spec.name}: {counts.documents:,} documents, {counts.tokens:,} tokens in "
+        f"{prefix}.bin{more}"
+    )
+
+
+def _print(text: str) -> None:
+    print(f"megatron_hdp: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,219 @@
+"""Worker processes: fresh interpreters without torch, that take shards and end with their parent.
+
+They are neither forked, for the parent may have threads and a GPU, nor made by multiprocessing,
+which would run the parent's main module, a training script perhaps, once more in each.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_hdp.data.prepare.shards import Counts, Shard
+from megatron_hdp.data.prepare.work import Job, Tell, run_shard
+from megatron_hdp.data.tokenizers import available_cpus
+from megatron_hdp.processes import end_with_parent
+
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from megatron_hdp.data.prepare.crew import serve; serve({descriptor}, {parent})"
+)
+_LOOK_S = 1.0
+_TOLD_BYTES = 2**19
+_MISTAKES: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
+
+Task = tuple[Shard, str]
+"""A shard and the prefix to write it to."""
+
+
+class Crew:
+    """A context manager with processes that run shards; all of them have ended when it ends."""
+
+    def __init__(self, job: Job, workers: int) -> None:
+        """Set what they do and how many they are."""
+        self._job = job
+        self._num_workers = workers
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        """Start them."""
+        job = pickle.dumps(self._job)
+        try:
+            for _ in range(self._num_workers):
+                self._workers.append(_Worker(threads=max(1, available_cpus() // self._num_workers)))
+            for worker in self._workers:
+                worker.give(job)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End them, whatever they are at: what is half has a temporary name."""
+        self._end()
+
+    def run(self, tasks: Sequence[Task], tell: Tell) -> Iterator[tuple[Shard, Counts]]:
+        """Run the shards, as many at a time as there are workers; yield them as they are finished.
+
+        Raises:
+            ValueError, OSError, ImportError: what a worker came upon, in its words.
+            ChildProcessError: a worker died.
+            RuntimeError: a worker failed otherwise; holds its traceback.
+        """
+        waiting = iter(tasks)
+        busy: dict[Connection, _Worker] = {}
+        for worker in self._workers:
+            if (task := next(waiting, None)) is not None:
+                worker.start(task)
+                busy[worker.connection] = worker
+        while busy:
+            for connection in wait(list(busy), timeout=_LOOK_S):
+                worker = busy[connection]  # type: ignore[index]
+                if (counts := worker.heard(tell)) is None:
+                    continue
+                finished = worker.shard
+                if (task := next(waiting, None)) is not None:
+                    worker.start(task)
+                else:
+                    del busy[worker.connection]
+                yield finished, counts
+            for worker in busy.values():
+                worker.require_alive()
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.connection.close()
+
+
+class _Worker:
+    """One process, seen from its parent."""
+
+    shard: Shard
+
+    def __init__(self, threads: int) -> None:
+        self.connection, theirs = Pipe()
+        program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # it inherits the mask: Ctrl-C is its parent's to hear
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(threads),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+
+    def give(self, job: bytes) -> None:
+        self._send(job)
+
+    def start(self, task: Task) -> None:
+        self.shard = task[0]
+        self._send(pickle.dumps(task))
+
+    def _send(self, raw: bytes) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # `require_alive` says that it died
+            self.connection.send_bytes(raw)
+
+    def heard(self, tell: Tell) -> Counts | None:
+        """Take one message; what it came to if it has finished its shard."""
+        try:
+            kind, content = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.wait()
+            self.require_alive()
+            raise
+        if kind == "read":
+            tell(content)
+            return None
+        if kind == "failed":
+            number, message = content
+            raise _MISTAKES[number](message)
+        if kind == "broke":
+            raise RuntimeError(f"a worker failed on {self._files()}:\n{content}")
+        found: Counts = content
+        return found
+
+    def require_alive(self) -> None:
+        if (code := self.process.poll()) is not None and not self.connection.poll():
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            raise ChildProcessError(
+                f"worker process {self.process.pid} ended {how} while it read {self._files()}, "
+                "expected it to finish: if memory ran out, fewer workers take less of it"
+            )
+
+    def _files(self) -> str:
+        first, last = self.shard.pieces[0].path, self.shard.pieces[-1].path
+        return first if first == last else f"{first} to {last}"
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """A worker's environment; the threads are those of Rust, and what the user has set stays."""
+    ours = {
+        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+        "RAYON_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {**ours, **os.environ}
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Run shards for the parent until it closes the connection; what a worker process runs."""
+    end_with_parent(parent)
+    connection = Connection(descriptor)
+    try:
+        job = pickle.loads(connection.recv_bytes())
+        while True:
+            shard, prefix = pickle.loads(connection.recv_bytes())
+            connection.send(_answer(job, shard, prefix, connection))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent needs no more
+        return
+
+
+def _answer(job: Job, shard: Shard, prefix: str, connection: Connection) -> tuple[str, Any]:
+    progress = _Progress(connection)
+    try:
+        counts = run_shard(job, shard, prefix, progress.tell)
+        progress.send()
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except _MISTAKES as error:
+        number = next(i for i, kind in enumerate(_MISTAKES) if isinstance(error, kind))
+        return "failed", (number, str(error))
+    except Exception:  # handed on to the parent, which raises it
+        return "broke", traceback.format_exc()
+    return "done", counts
+
+
+class _Progress:
+    """Tells the parent how much was read, not more often than anybody would look."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._untold = 0
+
+    def tell(self, num_bytes: int) -> None:
+        self._untold += num_bytes
+        if self._untold >= _TOLD_BYTES:
+            self.send()
+
+    def send(self) -> None:
+        self._connection.send(("read", self._untold))
+        self._untold = 0

@@ -1,0 +1,118 @@
+"""What is finished of a prepared source, in files that are whole or not there.
+
+The manifest ``NAME.json`` is written last: without it, or with other sizes than it says, nothing is
+prepared. In the folder ``NAME.work`` each finished shard has a pair and a mark.
+"""
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_hdp.data.prepare.contents import Content
+from megatron_hdp.data.prepare.shards import Counts, Shard
+from megatron_hdp.data.token_writer import sync
+
+_FILES = "files"
+
+
+class Ledger:
+    """Of one source, its files and what is done with them."""
+
+    def __init__(self, folder: Path, name: str, suffixes: Sequence[str]) -> None:
+        """Name what is made.
+
+        Args:
+            folder: of the cache.
+            name: of all its files.
+            suffixes: of what is made besides the manifest.
+        """
+        self.prefix = os.path.join(folder, name)
+        self._suffixes = suffixes
+        self._work = self.prefix + ".work"
+
+    def path(self, suffix: str) -> Path:
+        """A file of the source."""
+        return Path(self.prefix + suffix)
+
+    def prepared(self) -> Counts | None:
+        """What became of the documents, if all is finished."""
+        manifest = _read(self.path(".json"))
+        if manifest is None or manifest.get("sizes") != self._sizes():
+            return None
+        return Counts(**manifest["counts"])
+
+    def begin(self, contents: Sequence[Content]) -> None:
+        """Remove what a killed process left half, and note the files' contents."""
+        os.makedirs(self._work, exist_ok=True)
+        for pattern in (f"{glob.escape(self.prefix)}.tmp*", f"{glob.escape(self._work)}/*.tmp*"):
+            for path in glob.glob(pattern):
+                os.remove(path)
+        _write(f"{self._work}/{_FILES}.json", {_FILES: list(map(asdict, contents))})
+
+    def shard_prefix(self, shard: Shard) -> str:
+        """Where the pair of a shard lies."""
+        return os.path.join(self._work, f"{shard.index:06d}")
+
+    def finished(self, shard: Shard) -> Counts | None:
+        """What became of the documents of a shard, if it is finished."""
+        mark = _read(Path(self.shard_prefix(shard) + ".json"))
+        if mark is None or mark.get("fingerprint") != shard.fingerprint:
+            return None
+        return Counts(**mark["counts"])
+
+    def note(self, shard: Shard, counts: Counts) -> None:
+        """Mark a shard as finished: its pair is whole and on the disk."""
+        mark = {"fingerprint": shard.fingerprint, "counts": asdict(counts)}
+        _write(self.shard_prefix(shard) + ".json", mark)
+
+    def finish(self, about: Mapping[str, Any], counts: Counts, contents: Sequence[Content]) -> None:
+        """Write the manifest, once all else is in place; then the shards are needed no more."""
+        manifest = {
+            **about,
+            "counts": asdict(counts),
+            "sizes": self._sizes(),
+            _FILES: list(map(asdict, contents)),
+        }
+        _write(self.prefix + ".json", manifest)
+        shutil.rmtree(self._work)
+
+    def _sizes(self) -> dict[str, int | None]:
+        paths = {suffix: self.path(suffix) for suffix in self._suffixes}
+        return {one: path.stat().st_size if path.exists() else None for one, path in paths.items()}
+
+
+def known_contents(folder: str | os.PathLike[str], name: str) -> Iterator[Content]:
+    """Yield what files held when a source of this name was prepared, or begun, before."""
+    base = os.path.join(glob.escape(os.fspath(folder)), glob.escape(name))
+    for path in (*glob.glob(f"{base}-*.json"), *glob.glob(f"{base}-*.work/{_FILES}.json")):
+        for one in (_read(Path(path)) or {}).get(_FILES, ()):
+            yield Content(**one)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return what a file holds; None if there is none, or a crash of the machine emptied it."""
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: str, content: Mapping[str, Any]) -> None:
+    """Write JSON that is whole or not there."""
+    temporary = f"{path}.tmp{os.getpid()}"
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(orjson.dumps(content, option=orjson.OPT_INDENT_2))
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+    sync(os.path.dirname(path) or ".")

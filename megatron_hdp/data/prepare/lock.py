@@ -1,0 +1,66 @@
+"""One process at a time makes a thing: others wait for it, and say so."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOOK_S = 0.2
+_SAY_AGAIN_S = 60.0
+
+
+@contextmanager
+def only_one(path: Path, what: str, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock file within the block; it is released however the process ends.
+
+    Args:
+        path: of the lock file, which stays.
+        what: is made, for messages.
+        wait_s: how long to wait for another process.
+        say: is told of waiting, once a minute.
+
+    Raises:
+        TimeoutError: the other process has not finished.
+        OSError: the file system has no locks, for one.
+    """
+    with open(path, "a+") as file:
+        _acquire(file.fileno(), path, what, wait_s, say)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+def _acquire(
+    descriptor: int, path: Path, what: str, wait_s: float, say: Callable[[str], None]
+) -> None:
+    began = time.monotonic()
+    said = -_SAY_AGAIN_S
+    while not _try(descriptor, path):
+        waited = time.monotonic() - began
+        holder = path.read_text().strip() or "another process"
+        if waited >= wait_s:
+            raise TimeoutError(
+                f"{what} is still being prepared by {holder} after {waited:,.0f} s, expected it to "
+                f"be finished within {wait_s:,.0f} s: look what that process does, or end it; what "
+                "it has finished is kept"
+            )
+        if waited - said >= _SAY_AGAIN_S:
+            say(f"{what} is being prepared by {holder}: waiting for it")
+            said = waited
+        time.sleep(_LOOK_S)
+
+
+def _try(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise OSError(
+            error.errno, f"no lock ({error.strerror}): take another folder", path
+        ) from error
+    return True

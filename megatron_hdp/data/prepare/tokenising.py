@@ -1,0 +1,107 @@
+"""Files to one pair: the shards are run, here or by workers, and put together in their order."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_hdp.data.prepare.crew import Crew, Task
+from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
+from megatron_hdp.data.prepare.work import MOST_NAMED, Job, Tell, run_shard
+from megatron_hdp.data.token_writer import concatenate_pairs, move_pair, sync
+
+_ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0
+
+
+def write_pair(
+    files: Sequence[str], prefix: str, job: Job, *, lines: bool, workers: int, name: str
+) -> Counts:
+    """Write the documents of files, in order, as one pair: all of it or nothing.
+
+    Args:
+        files: what to read.
+        prefix: of the pair.
+        job: what to do with a document.
+        lines: whether what is no table by its name holds JSON lines.
+        workers: processes; this one alone if 1, or if there is little to do.
+        name: of the progress bar.
+
+    Returns:
+        What became of the documents; where none has a token, nothing is written.
+
+    Raises:
+        ValueError, OSError, ImportError: as of `Crew.run`.
+    """
+    total = sum(map(os.path.getsize, files))
+    shard_bytes = shard_bytes_for(total) if workers > 1 else max(total, 1)
+    shards = cut(files, job.key, lines=lines, shard_bytes=shard_bytes)
+    folder = f"{prefix}.tmp{os.getpid()}"
+    counts = Counts()
+    try:
+        os.makedirs(folder)
+        tasks = [(shard, os.path.join(folder, f"{shard.index:06d}")) for shard in shards]
+        with progress_bar(name, total) as tell:
+            found = run_tasks(job, tasks, workers if workers > 1 and len(tasks) > 1 else 0, tell)
+            for _, one in sorted(found, key=lambda pair: pair[0].index):
+                counts.add(one, MOST_NAMED)
+        if counts.documents:
+            join(job, [one for _, one in tasks], prefix)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return counts
+
+
+def run_tasks(
+    job: Job, tasks: Sequence[Task], workers: int, tell: Tell
+) -> Iterator[tuple[Shard, Counts]]:
+    """Run shards and yield each with its counts once it is finished; 0 workers: in this process.
+
+    Raises:
+        ValueError, OSError, ImportError: as of `Crew.run`.
+    """
+    if workers == 0:
+        for shard, prefix in tasks:
+            yield shard, run_shard(job, shard, prefix, tell)
+    elif tasks:
+        with Crew(job, min(workers, len(tasks))) as crew:
+            yield from crew.run(tasks, tell)
+
+
+def join(job: Job, prefixes: Sequence[str], target: str) -> None:
+    """Put finished shards together, in their order, as one pair.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
+    if job.key is None:
+        _join_spans(job, prefixes, target)
+    if len(prefixes) == 1:
+        move_pair(prefixes[0], target)
+    else:
+        concatenate_pairs(prefixes, target, durable=job.durable)
+
+
+def _join_spans(job: Job, prefixes: Sequence[str], target: str) -> None:
+    from megatron_hdp.data.spans import concatenate_spans
+
+    temporary = f"{target}.tmp{os.getpid()}.spans"
+    try:
+        concatenate_spans([prefix + ".spans" for prefix in prefixes], temporary)
+        if job.durable:
+            sync(temporary)
+        os.replace(temporary, target + ".spans")
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+@contextmanager
+def progress_bar(name: str, total: int, *, done: int = 0, delay_s: float = 0.0) -> Iterator[Tell]:
+    """Show a bar over bytes on standard error; yields what is told how many more were read."""
+    from tqdm import tqdm
+
+    interval = _ON_A_TERMINAL_S if sys.stderr.isatty() else _IN_A_LOG_S
+    how = {"unit": "B", "unit_scale": True, "mininterval": interval, "delay": delay_s}
+    with tqdm(total=total, initial=done, desc=name, **how) as bar:
+        yield bar.update
