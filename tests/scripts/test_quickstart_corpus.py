@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data import StepSampler
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import CostModel, plan
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,8 @@ def lengths(whole_corpus):
 def planned_traffic(lengths):
     """What HDP's plans of a few steps send around rings, of what the static mesh sends."""
     lengths = np.minimum(lengths, CONTEXT)
-    sampler = StepSampler(lengths, seed=1234, global_batch_tokens=BATCH_TOKENS)
+    table = SequenceTable.build(lengths, max_length=CONTEXT)
+    sampler = StepSampler(table, seed=1234, global_batch_tokens=BATCH_TOKENS)
     cost_model = CostModel.from_json(ROOT / "configs/tiny-cpu-cost-model.json")
     consumed, sent = 0, {"static": 0, "auto": 0}
     for _ in range(5):

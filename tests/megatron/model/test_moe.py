@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_hdp.data import StepSampler
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.moe import HdpRouter
@@ -24,7 +25,8 @@ TENSOR |= {"expert_tensor_parallel_size": 1}
 def planned(arguments, ranks):
     """A run with a plan that no strategy would make: rings of every size, counts that differ."""
     lengths = np.array(LENGTHS)
-    drawn = StepSampler(lengths, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
+    table = SequenceTable.build(lengths, max_length=max(LENGTHS))
+    drawn = StepSampler(table, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
     lengths, capacity = lengths[drawn.sequences], arguments.hdp_tokens_per_rank
     plans = (
         random_plan(lengths, ranks=ranks, tokens_per_rank=capacity, seed=seed) for seed in range(20)

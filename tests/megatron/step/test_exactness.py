@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data import StepSampler, read_micro_batch
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 from tests.support.random_plans import random_plan
@@ -158,9 +159,8 @@ STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance")
 
 
 def drawn_lengths(arguments, lengths):
-    step = StepSampler(np.array(lengths), seed=arguments.seed, global_batch_size=len(lengths)).step(
-        0
-    )
+    table = SequenceTable.build(lengths, max_length=max(lengths))
+    step = StepSampler(table, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
     return np.array(lengths)[step.sequences]
 
 

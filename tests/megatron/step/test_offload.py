@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hdp.data import StepSampler, padding_micro_batch
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
@@ -66,9 +67,8 @@ def with_and_without(arguments, stay, leave):
 
 
 def check(run_ranks, arguments, hdp_ranks, world):
-    step = StepSampler(np.array(LENGTHS), seed=arguments.seed, global_batch_size=len(LENGTHS)).step(
-        0
-    )
+    table = SequenceTable.build(LENGTHS, max_length=max(LENGTHS))
+    step = StepSampler(table, seed=arguments.seed, global_batch_size=len(LENGTHS)).step(0)
     stay, leave = (
         random_plan(
             np.array(LENGTHS)[step.sequences],
