@@ -2,8 +2,8 @@
 
 ``python scripts/bench_data.py`` draws steps of epochs of growing length, every time another epoch,
 and prints medians and private memory (USS) that the order added; then a whole step of
-`StepSampler`, lengths gathered, at one length. What keeps a table of the epoch is measured up to
-``--table-up-to`` rows, once: numpy's permutation, and version 1 of the order.
+`Mixture` of one source, lengths gathered, at one length. What keeps a table of the epoch is
+measured up to ``--table-up-to`` rows, once: numpy's permutation, and version 1 of the order.
 
 ``python scripts/bench_data.py --tables 1000000 50000000`` makes up a ``.idx`` of so many documents
 (log-normal lengths, 20 bytes each on disk; the ``.bin`` is a hole), and lets processes of their own
@@ -29,7 +29,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megatron_hdp.data import StepSampler
+from megatron_hdp.data.mixture import BatchSize, Mixture, Position, Schedule
+from megatron_hdp.data.mixture.draw import MixedSource
+from megatron_hdp.data.mixture.stream import SourceStream
 from megatron_hdp.data.shuffles import Feistel, SortedDraws
 from megatron_hdp.data.tables import SequenceTable, TableFacts, open_source
 from megatron_hdp.data.tables.cache_file import TableOrigin, TableWriter, read_table
@@ -114,12 +116,12 @@ def _once(make: Callable[[int], Any], num_rows: int) -> str:
 def _whole_steps(num_rows: int, count: int, rounds: int) -> str:
     lengths = np.random.default_rng(1).integers(1, _MAX_LENGTH, num_rows)
     table = SequenceTable.build(lengths, max_length=_MAX_LENGTH)
-    sampler = StepSampler(table, seed=1, global_batch_size=count)
-    by_tokens = StepSampler(table, seed=1, global_batch_tokens=count * int(table.mean_length))
+    by_tokens = BatchSize(tokens=count * int(table.mean_length))
     cells = []
-    for name, one in (("sequences", sampler), ("tokens", by_tokens)):
+    for name, batch in (("sequences", BatchSize(sequences=count)), ("tokens", by_tokens)):
+        one = _mixture(table, batch)
         starts = [i * num_rows // rounds for i in range(rounds)]
-        ms = [1e3 * _timed(lambda at=at, it=one: it.step(at))[0] for at in starts]
+        ms = [1e3 * _timed(lambda at=at, it=one: it.step(_position(at)))[0] for at in starts]
         cells.append(f"{statistics.median(ms):.1f} ms by {name}")
     return f"a step of about {count:,} sequences of {num_rows:,}: {', '.join(cells)}"
 
@@ -226,8 +228,30 @@ def _open_sparse(folder: Path, draws: int, _: bool) -> Callable[[int], Any]:
 
 
 def _steps(table: SequenceTable, draws: int, kept: Any) -> Callable[[int], Any]:
-    sampler = StepSampler(table, seed=1, global_batch_size=draws)
-    return lambda at: (sampler.step(at * len(table) // 97), kept)
+    drawing = _mixture(table, BatchSize(sequences=draws))
+    return lambda at: (drawing.step(_position(at * len(table) // 97)), kept)
+
+
+class _Rows:
+    """A whole table as a source's rows."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self.num_rows = len(table)
+        self.lengths = table.lengths
+        self.num_labels = table.num_labels
+
+    def num_trained(self, rows: Any, starts: Any, stops: Any) -> Any:
+        return stops - starts
+
+
+def _mixture(table: SequenceTable, batch: BatchSize) -> Mixture:
+    stream = SourceStream(_Rows(table), Feistel(len(table), seed=1), splits_long=False)
+    schedule = Schedule().resolved({"data": 1.0}, _MAX_LENGTH)
+    return Mixture([MixedSource("data", stream, table.mean_length)], schedule, batch)
+
+
+def _position(sequences: int) -> Position:
+    return Position.of_one_source("data", sequences)
 
 
 def _open_megatron(folder: Path, draws: int, _: bool) -> Callable[[int], Any]:

@@ -94,9 +94,14 @@ class HdpSteps:
     def _agreed_order(self) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
         with self._agreement():
+            facts = {  # first of all: what follows has a length for each source
+                "names of the sources": fingerprint(self.corpus.names),
+                "weights and lengths over time": fingerprint(self.corpus.spec.schedule),
+            }
+            require_agreement(facts, compute_device())
             contents = contents_of(self.corpus, self.place)
             order = data_order(self.arguments, self.corpus, contents)
-            facts = {"weights and lengths over time": fingerprint(self.corpus.schedule)}
+            facts = {}
             for name, one in order.sources.items():
                 facts[f"sequences of {name}"] = one.corpus
                 facts[f"tokens in the .bin of {name}"] = contents[name]
