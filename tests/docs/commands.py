@@ -37,6 +37,7 @@ SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
     "./scripts/quickstart.sh": Elsewhere("tests/scripts/test_quickstart.py::test_quickstart"),
+    "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
     "./scripts/test.sh --slow": NotHere("hours; the same script as without the flag"),
