@@ -139,7 +139,11 @@ def test_everything_on_the_list_is_refused(name):
         (ON, {"global_batch_size": None}, "found neither of"),
         (ON, {"attention_dropout": 0.1}, "--attention-dropout 0"),
         (ON, {"data_path": None}, "--data-path is missing"),
-        ((*ON, "--hdp-data", "f"), {"train_data_path": ["a"]}, "--data-path, --train-data-path, exp"),
+        (
+            (*ON, "--hdp-data", "f"),
+            {"train_data_path": ["a"]},
+            "--data-path, --train-data-path, exp",
+        ),
         (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
     ],
 )
