@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(found: Sequence[Description]) -> str:
     """Return the tables: how much there is, how long it is, where its tokens lie."""
-    return "\n\n".join("\n".join(table) for table in (_sizes(found), _lengths(found), _shares(found)))
+    return "\n\n".join(
+        "\n".join(table) for table in (_sizes(found), _lengths(found), _shares(found))
+    )
 
 
 def charts_of(found: Sequence[Description]) -> list[Chart]:

@@ -47,9 +47,7 @@ def check_outputs(paths: Sequence[str], suffixes: Sequence[str], read: Sequence[
     seen = {os.path.realpath(path): "is read" for path in read}
     for path in paths:
         if os.path.splitext(path)[1] not in suffixes:
-            raise ValueError(
-                f"--output {path}: expected a name that ends in {', '.join(suffixes)}"
-            )
+            raise ValueError(f"--output {path}: expected a name that ends in {', '.join(suffixes)}")
         if (known := seen.get(os.path.realpath(path))) is not None:
             raise ValueError(f"--output {path}: the file {known}, too: give another name")
         folder = os.path.dirname(path) or "."

@@ -82,7 +82,8 @@ def _draw(axes: Any, chart: Chart) -> None:
     for mark in chart.marks:
         axes.axvline(mark, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     if chart.log:
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     else:
         axes.set_ylim(bottom=0)
     axes.set_title(chart.title, loc="left", fontsize=10)
