@@ -64,7 +64,12 @@ ROOMS: dict[str, set[str]] = {
     "plugin": {"megatron", "training"},
     "ray_launch": set(),
     "__main__": {"plugin"},
-    "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
+    "cli/shared": {"planner"},
+    "cli/data_commands": {"cli/shared", "planner", "data", "simulator"},
+    "cli": {
+        *{"cli/shared", "cli/data_commands"},
+        *{"planner", "data", "simulator", "runtime", "megatron", "training"},
+    },
 }
 BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}

@@ -10,7 +10,14 @@ from megatron_hdp.data.mixture.micro_batch import (
     read_micro_batch,
 )
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
-from megatron_hdp.data.mixture.opening import Opening, any_documents, open_corpus
+from megatron_hdp.data.mixture.opening import (
+    Opening,
+    any_documents,
+    open_corpus,
+    prefix_of,
+    prepare_source,
+    prepared,
+)
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase, Schedule
 from megatron_hdp.data.mixture.step import Step
@@ -36,6 +43,9 @@ __all__ = [
     "open_corpus",
     "padding_micro_batch",
     "position_of_run",
+    "prefix_of",
+    "prepare_source",
+    "prepared",
     "read_data_file",
     "read_micro_batch",
     "specs_of_flags",

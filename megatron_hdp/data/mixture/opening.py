@@ -12,7 +12,7 @@ import numpy as np
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.mixture.corpus import Corpus, OpenSource
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
-from megatron_hdp.data.prepare import prepare
+from megatron_hdp.data.prepare import Prepared, prepare
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable, count_documents, open_source, split_documents
@@ -68,7 +68,7 @@ def any_documents(spec: MixtureSpec) -> bool:
         return True
     return any(
         kind_of(source) != "tokens"
-        or len(split_documents(count_documents(_prefix_of(source)), spec.split)[spec.part])
+        or len(split_documents(count_documents(prefix_of(source)), spec.split)[spec.part])
         for source in spec.sources
     )
 
@@ -76,21 +76,30 @@ def any_documents(spec: MixtureSpec) -> bool:
 def prepared(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> tuple[str, int]:
     """Return the ``.bin/.idx`` prefix of a source and how many documents were left out as bad."""
     if kind_of(source) == "tokens":
-        return _prefix_of(source), 0
+        return prefix_of(source), 0
+    made = prepare_source(source, spec, opening)
+    return made.prefix, made.bad
+
+
+def prepare_source(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> Prepared:
+    """Tokenise a source that is no pair into the cache where a run finds it, or find it there.
+
+    Raises:
+        ValueError: there is no tokenizer, or the source cannot be prepared.
+    """
     tokenizer = source.tokenizer or opening.tokenizer
     if tokenizer is None:
         raise ValueError(
             f"{spec.origin}: source '{source.name}' holds text, and the run's tokenizer is none "
             "that can read it: give the source a tokenizer, such as hf:PATH"
         )
-    made = prepare(
+    return prepare(
         source,
         tokenizer=tokenizer,
         folder=opening.cache_folder or cache_folder_of(source, spec),
         workers=opening.workers if opening.workers is not None else available_cpus(),
         say=opening.say,
     )
-    return made.prefix, made.bad
 
 
 def cache_folder_of(source: SourceSpec, spec: MixtureSpec) -> Path:
@@ -102,7 +111,8 @@ def cache_folder_of(source: SourceSpec, spec: MixtureSpec) -> Path:
     return Path(os.path.abspath(origin)).parent / CACHE_FOLDER
 
 
-def _prefix_of(source: SourceSpec) -> str:
+def prefix_of(source: SourceSpec) -> str:
+    """Return the path of a pair without ``.bin`` and ``.idx``."""
     return source.path.removesuffix(".idx").removesuffix(".bin")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.cli.models import describe, find_model
+from megatron_hdp.cli.shared.models import describe, find_model
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.models import MODELS
 
