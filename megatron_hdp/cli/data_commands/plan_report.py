@@ -209,8 +209,8 @@ def _headline(found: Findings, phase: PhaseSums) -> str:
     if declared.end > declared.begin:
         places += f", changing until {short(declared.end)}"
     return (
-        f"{places}: sequences of {phase.mean_length:,.1f} tokens, the longest of {phase.longest:,}; "
-        f"{phase.num_tokens / phase.num_steps:,.0f} tokens a step"
+        f"{places}: {phase.num_tokens / phase.num_steps:,.0f} tokens a step in sequences of "
+        f"{phase.mean_length:,.1f}, the longest of {phase.longest:,}"
     )
 
 
