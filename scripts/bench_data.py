@@ -204,12 +204,14 @@ def _work(way: str, folder: str, draws: int, rounds: int) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     before, peak_before = _private(), _peak()
     open_s, step = _timed(lambda: begin(Path(folder), draws, way == "cached"))
+    peak_bytes = _peak() - peak_before  # later pages of mapped files would count
     first_s = _timed(lambda: step(0))[0]
     later = [_timed(lambda at=at: step(at))[0] for at in range(1, rounds + 1)]
     times = {"open_s": open_s, "first_s": first_s, "step_s": statistics.median(later)}
-    print(json.dumps(times | {"peak_bytes": _peak() - peak_before}), flush=True)
+    print(json.dumps(times | {"peak_bytes": peak_bytes}), flush=True)
     sys.stdin.readline()
     print(json.dumps({"private_bytes": _private() - before}), flush=True)
+    sys.stdin.readline()  # while others look, what is shared with them stays shared
 
 
 def _open_ours(folder: Path, draws: int, is_cached: bool) -> Callable[[int], Any]:

@@ -16,6 +16,7 @@ import orjson
 
 from megatron_hdp.data.content import hash_of_bytes, hash_of_files
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.remembered_words import RememberedWords, ascii_pattern, heeds_surroundings
 
 _SPECIFICATIONS = "byte, hf:PATH (a Hugging Face tokenizer) or tiktoken:NAME"
 
@@ -146,8 +147,9 @@ class HuggingFaceTokenizer:
         self.eod = int(self._backend.token_to_id(eos_token))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is loaded again where it is needed."""
-        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+        """Leave out what is made again where it is needed."""
+        made = ("_tokenizer", "_words")
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -155,7 +157,7 @@ class HuggingFaceTokenizer:
         transformers = _import_extra("transformers", f"hf:{self._path}")
         try:
             return transformers.AutoTokenizer.from_pretrained(self._path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Rust has no other class for what a file lacks
             raise ValueError(
                 f"tokenizer hf:{self._path} cannot be loaded: expected the folder of a Hugging "
                 f"Face tokenizer or the name of a model that can be downloaded ({error})"
@@ -172,13 +174,34 @@ class HuggingFaceTokenizer:
     def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
         """Return the ids of documents; Rust takes as many threads as RAYON_NUM_THREADS says."""
         texts = _texts(documents)
-        if self._backend is not None:
-            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            return _batch([one.ids for one in found])
-        found = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        if self._backend is None:
+            settings = {"add_special_tokens": False, "return_attention_mask": False}
+            return _batch(self._tokenizer(texts, verbose=False, **settings)["input_ids"])
+        words = self._words
+        parts = [[text] if words is None else words.parts_of(text) for text in texts]
+        asked = [part for one in parts for part in one if isinstance(part, str)]
+        found = iter(self._backend.encode_batch_fast(asked, add_special_tokens=False))
+        ids = (
+            (next(found).ids if isinstance(part, str) else part for part in one) for one in parts
         )
-        return _batch(found["input_ids"])
+        return _batch([list(chain.from_iterable(one)) for one in ids])
+
+    @cached_property
+    def _words(self) -> RememberedWords | None:
+        """A shorter way to the same ids, for most text of most tokenizers."""
+        model = self._backend.model
+        if type(model).__name__ != "BPE" or model.dropout:
+            return None
+        parts = [self._backend.normalizer, self._backend.pre_tokenizer]
+        pattern = ascii_pattern(*(part and orjson.loads(part.__getstate__()) for part in parts))
+        added = self._backend.get_added_tokens_decoder().values()
+        if pattern is None or any(map(_heeds_surroundings, added)):
+            return None
+        return RememberedWords(
+            pattern,
+            lambda word: [token.id for token in model.tokenize(word)],
+            [token.content for token in added],
+        )
 
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
@@ -417,6 +440,12 @@ def _backend_of(tokenizer: Any) -> Any:
     found = [getattr(type(tokenizer), name) for name in methods if hasattr(tokenizer, name)]
     own = [one for one in found if not one.__module__.startswith("transformers.tokenization_")]
     return None if own else backend
+
+
+def _heeds_surroundings(token: Any) -> bool:
+    return heeds_surroundings(
+        token.content, strips_right=token.rstrip, is_single_word=token.single_word
+    )
 
 
 def _json(path: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 import orjson
 
-from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport
+from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport, words_by_source
 
 _BEGINNING = b'{"'  # of a step's line
 _ROOM = 64  # bytes: a validation loss instead of null, or its name among those not finite
@@ -184,6 +184,8 @@ def log_line(metrics: StepMetrics, train_iters: int) -> str:
             parts.append(f"{label}: {value:{form}}")
     if metrics.micro_batches_max is not None:
         parts.append(f"micro-batches: {metrics.micro_batches_min}-{metrics.micro_batches_max}")
+    if metrics.sources is not None and len(metrics.sources) > 1:
+        parts.append(f"loss (share) by source: {words_by_source(metrics.sources)}")
     if metrics.validation_loss is not None:
         parts.append(f"validation loss: {metrics.validation_loss:.6E}")
     return " " + " | ".join(parts) + " |"

@@ -191,11 +191,11 @@ def test_a_full_disk_leaves_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
-    def end(self, raw):
+    def end(self, documents):
         os.kill(os.getpid(), number)
         raise AssertionError("the signal did nothing")
 
-    monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_bytes", end)
+    monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_batch", end)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored by what a shell starts with &

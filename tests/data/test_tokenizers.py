@@ -1,13 +1,24 @@
 """Tokenizers: ids, ends of documents, and what is said when one cannot be made."""
 
 import json
+import pickle
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_hdp.data import ByteTokenizer, build_tokenizer
-from megatron_hdp.data.tokenizers import TiktokenTokenizer
+from megatron_hdp.data.tokenizers import (
+    HuggingFaceTokenizer,
+    TiktokenTokenizer,
+    tokenizer_identity,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+DOCUMENTS = ["def f", "", "aé f\n\n", b"f \xff def", "x </s> def f", "  "]
 
 
 def test_bytes_are_their_own_ids():
@@ -119,3 +130,200 @@ def test_a_missing_library_names_the_extra(specification, module, monkeypatch):
 def test_bad_specification(specification):
     with pytest.raises(ValueError, match="expected byte, hf:PATH"):
         build_tokenizer(specification)
+
+
+def test_places_of_bytes():
+    ids, places = ByteTokenizer().tokenize_markup("aé€😀\ud800b")
+    assert bytes(ids.tolist()) == "aé€😀?b".encode()
+    assert places.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5]
+    assert [len(one) for one in ByteTokenizer().tokenize_markup("")] == [0, 0]
+    assert (ByteTokenizer().id_of("a"), ByteTokenizer().id_of("ab")) == (97, None)
+    assert (ByteTokenizer().chat_template, ByteTokenizer().special_tokens) == (None, {})
+
+
+def test_markup_of_hugging_face(hugging_face_folder):
+    tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
+    ids, places = tokenizer.tokenize_markup("def  f</s>g")
+    assert ids.tolist() == [2, 3, 1, 0]
+    assert places.tolist() == [0, 5, 6, 10]
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "unk_token": "[UNK]"}
+    assert (tokenizer.id_of("</s>"), tokenizer.id_of("unknown")) == (1, 0)
+    assert tokenizer.chat_template is None
+
+
+def test_markup_of_tiktoken(tiny_encoding):
+    tokenizer = build_tokenizer("tiktoken:tiny")
+    ids, places = tokenizer.tokenize_markup("é<|endoftext|>a")
+    assert ids.tolist() == [0xC3, 0xA9, 256, 97]
+    assert places.tolist() == [0, 0, 1, 14]
+    assert (tokenizer.id_of("<|endoftext|>"), tokenizer.id_of("none")) == (256, None)
+    assert tokenizer.special_tokens == {"eos_token": "<|endoftext|>"}
+    assert tokenizer.chat_template is None
+
+
+def same_as_one_by_one(tokenizer):
+    batch = tokenizer.tokenize_batch(DOCUMENTS)
+    alone = [
+        tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.tokenize_bytes(one)
+        for one in DOCUMENTS
+    ]
+    assert batch.lengths.tolist() == [len(ids) for ids in alone]
+    assert batch.ids.tolist() == np.concatenate(alone).tolist()
+    assert batch.lengths.dtype == np.int64
+    return batch.ids.tolist()
+
+
+def test_batches_of_bytes():
+    same_as_one_by_one(ByteTokenizer())
+    assert ByteTokenizer().tokenize_batch(["\ud800"]).ids.tolist() == [ord("?")]
+    assert ByteTokenizer().tokenize_batch([]).lengths.tolist() == []
+
+
+def test_batches_of_tiktoken(tiny_encoding):
+    same_as_one_by_one(build_tokenizer("tiktoken:tiny"))
+    assert pickle.loads(pickle.dumps(build_tokenizer("tiktoken:tiny"))).vocab_size == 257
+
+
+def library_ids(folder):
+    """What transformers itself makes of the documents."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [one if isinstance(one, str) else one.decode(errors="replace") for one in DOCUMENTS]
+    ids = [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)]
+    return ids, len(tokenizer), tokenizer.eos_token_id
+
+
+def change(folder, file="tokenizer_config.json", **changes):
+    path = folder / file
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**found, **changes}))
+
+
+def token(content, number, **flags):
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": content, **plain, "special": True, **flags}
+
+
+def byte_level(folder):
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([one for one in DOCUMENTS if isinstance(one, str)], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+
+
+FOLDERS = {
+    "word level": lambda folder: None,
+    "end declared": lambda folder: change(
+        folder, "tokenizer.json", added_tokens=[token("</s>", 1)]
+    ),
+    "byte level": byte_level,
+    "from a model": lambda folder: (
+        byte_level(folder),
+        change(folder, "config.json", model_type="gpt2"),
+    ),
+    "spaces stripped": lambda folder: (
+        byte_level(folder),
+        change(folder, "tokenizer.json", added_tokens=[token("</s>", 0, lstrip=True, rstrip=True)]),
+    ),
+    "cut short": lambda folder: (
+        byte_level(folder),
+        change(
+            folder,
+            "tokenizer.json",
+            truncation={
+                "direction": "Right",
+                "max_length": 3,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            },
+        ),
+    ),
+    "special split": lambda folder: (byte_level(folder), change(folder, split_special_tokens=True)),
+    "more special": lambda folder: (
+        byte_level(folder),
+        change(folder, additional_special_tokens=["x", "def"]),
+    ),
+    "unknown token added": lambda folder: (byte_level(folder), change(folder, pad_token="f")),
+    "added later": lambda folder: (
+        byte_level(folder),
+        change(folder, added_tokens_decoder={"0": {**token("</s>", 0), "special": False}}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_are_those_of_the_library(hugging_face_folder, name):
+    FOLDERS[name](hugging_face_folder)
+    change(hugging_face_folder, tokenizer_class="PreTrainedTokenizerFast")
+    ids, vocab_size, eod = library_ids(hugging_face_folder)
+    tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
+    assert same_as_one_by_one(tokenizer) == ids
+    assert (tokenizer.vocab_size, tokenizer.eod) == (vocab_size, eod)
+    assert same_as_one_by_one(pickle.loads(pickle.dumps(tokenizer))) == ids
+
+
+def test_the_library_is_left_out_where_the_folder_says_all(hugging_face_folder):
+    byte_level(hugging_face_folder)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps(config))
+    program = (
+        "import pickle, sys; from megatron_hdp.data import build_tokenizer; "
+        f"made = build_tokenizer('hf:{hugging_face_folder}'); made.tokenize('def f'); "
+        "pickle.loads(pickle.dumps(made)).tokenize('def f'); "
+        "print({'transformers', 'torch', 'tokenizers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "{'tokenizers'}"
+
+
+def test_a_tokenizer_of_python_is_asked_through_the_library(hugging_face_folder, monkeypatch):
+    monkeypatch.setattr("megatron_hdp.data.tokenizers._whole_backend", lambda path: None)
+    monkeypatch.setattr("megatron_hdp.data.tokenizers._backend_of", lambda tokenizer: None)
+    tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
+    ids, vocab_size, eod = library_ids(hugging_face_folder)
+    assert same_as_one_by_one(tokenizer) == ids
+    assert (tokenizer.vocab_size, tokenizer.eod) == (vocab_size, eod)
+    assert isinstance(pickle.loads(pickle.dumps(tokenizer)), HuggingFaceTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer.json", '{"added_tokens": [], "model": 1}'),
+    ],
+)
+def test_a_damaged_folder_is_named(hugging_face_folder, file, content):
+    (hugging_face_folder / file).write_text(content)
+    with pytest.raises(ValueError, match=str(hugging_face_folder)):
+        build_tokenizer(f"hf:{hugging_face_folder}")
+
+
+def test_an_identity_is_of_contents(hugging_face_folder, tmp_path):
+    name = f"hf:{hugging_face_folder}"
+    before = tokenizer_identity(name)
+    assert before.startswith("hf:") and tokenizer_identity(name) == before
+    (hugging_face_folder / "model.safetensors").write_bytes(b"weights")
+    assert tokenizer_identity(name) == before
+    copy = shutil.copytree(hugging_face_folder, tmp_path / "elsewhere")
+    assert tokenizer_identity(f"hf:{copy}") == before
+    change(hugging_face_folder, eos_token="def")
+    assert tokenizer_identity(name) != before
+    assert tokenizer_identity("byte") == "byte"
+    with pytest.raises(ValueError, match="expected byte, hf:PATH"):
+        tokenizer_identity("gpt")
+
+
+def test_an_identity_of_tiktoken_has_its_version(tiny_encoding):
+    assert tokenizer_identity("tiktoken:tiny").startswith("tiktoken:tiny@")

@@ -37,6 +37,7 @@ SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
     "./scripts/quickstart.sh": Elsewhere("tests/scripts/test_quickstart.py::test_quickstart"),
+    "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
     "./scripts/test.sh --slow": NotHere("hours; the same script as without the flag"),
@@ -68,6 +69,9 @@ COMMANDS = {
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
     "python scripts/bench_data.py": Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run"),
+    "python scripts/bench_data.py --tables 1000000 50000000 200000000 --sparse 1000000000": (
+        Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables")
+    ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),

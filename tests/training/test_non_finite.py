@@ -186,7 +186,7 @@ def test_the_micro_batches_of_a_gradient_are_named(run_ranks, prefix, tmp_path):
     assert "first in embedding.word_embeddings.weight (rank 0): expected" in message
     lines = re.findall(GRADIENT_LINE, message)
     assert len({micro_batch for _, micro_batch, *_ in lines}) == 1, message
-    for _, _, value, _, documents in lines:
+    for _, _, value, documents in lines:
         assert value == "nan" and POISONED in map(int, documents.split(", "))
     step = int(re.search(r"step (\d)", message)[1])
     assert all(same and saves == step - 1 for _, _, same, saves in results)

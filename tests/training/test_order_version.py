@@ -109,5 +109,7 @@ def test_a_run_that_begins_now_says_nothing(run_ranks, run, tmp_path):
 def test_a_version_that_this_release_does_not_know_is_refused(run_ranks, run, tmp_path):
     saving = replace(run, save=tmp_path / "checkpoints", save_interval=2, train_iters=2)
     run_ranks(1, curve_of_a_newer_release, saving)
-    with pytest.raises(RankError, match="has version 3 of the order of the data, expected 1 to 2"):
+    with pytest.raises(
+        RankError, match="has version 3 of the order of the data of .*, expected 1 to 2"
+    ):
         run_ranks(1, curve, replace(run, load=saving.save))

@@ -110,13 +110,27 @@ class Conversations:
         return ChatTokens(ids, _checked(_spans_of_mask(is_trained), conversation))
 
     def _by_template(self, conversation: Conversation) -> ChatTokens:
-        text = self._template.render(conversation.messages, conversation.tools)
+        conversation, text = self._written(conversation)
         turns = self._turns(conversation, text)
         # Half a surrogate pair has no encoding; a character for a character, so places stay.
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         ids, places = self._tokenizer.tokenize_markup(clean)
         borders = np.searchsorted(places, np.asarray(turns, dtype=np.int64).reshape(-1, 2))
         return ChatTokens(ids, _checked(_normal(borders.astype(np.int64)), conversation))
+
+    def _written(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """Return a conversation as the template takes it, and what the template makes of it."""
+        try:
+            return conversation, self._template.render(conversation.messages, conversation.tools)
+        except BadConversationError:
+            if not any("tool_calls" in message for message in conversation.messages):
+                raise
+            other = conversation.with_text_arguments()
+            try:
+                return other, self._template.render(other.messages, other.tools)
+            except BadConversationError:
+                pass
+            raise
 
     def _turns(self, conversation: Conversation, text: str) -> list[Range]:
         """Return the ranges of characters to train on."""

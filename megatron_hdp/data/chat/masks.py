@@ -8,21 +8,22 @@ Many templates write a turn otherwise once others follow: they drop its thoughts
 turn with another token, or move the system message. Then the turn is found by its content: the
 conversation is written once more with a mark in the content's place, and what stands before and
 behind the mark stands before and behind the content. From there the turn reaches back to the
-prompt, and on to the text by which this template ends turns. Each step is compared with the whole
-text; where one does not hold, the conversation is refused, never masked by guess.
+prompt, and on to the text by which this template ends turns (``traits``). Each step is compared
+with the whole text; where one does not hold, the conversation is refused, never masked by guess.
 
 What ends a turn belongs to it; white space that the template puts after that does not.
 """
 
-import os
-from typing import Any
-
 from megatron_hdp.data.chat.rows import LEADING, BadConversationError, Conversation, Message
 from megatron_hdp.data.chat.templates import ChatTemplate
+from megatron_hdp.data.chat.traits import MARK, Traits, beginning, prompts, questions, traits_of
 
 Range = tuple[int, int]
 
-_USER: Message = {"role": "user", "content": "zero"}
+_PROBE: list[Message] = [
+    {"role": "user", "content": "zero"},
+    {"role": "assistant", "content": "one"},
+]
 
 
 class UnmaskableError(BadConversationError):
@@ -33,21 +34,18 @@ class TurnFinder:
     """Finds turns in what one template writes."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        """Learn from made-up conversations how the template ends turns.
+        """Learn how the template writes turns, and try it.
 
         Raises:
             ValueError: it can write a conversation, but its turns cannot be found.
         """
         self._template = template
-        self._ends = _ends_of_turns(template)
-        probe: list[Message] = [_USER, {"role": "assistant", "content": "one"}]
-        conversation = Conversation(probe, None, [False, True])
-        try:
-            text = template.render(probe)
-        except BadConversationError:
+        self._traits = traits_of(template)
+        text = beginning(template, _PROBE)
+        if text is None:
             return  # it wants more than that; the rows will tell
         try:
-            (turn,) = self.find(conversation, text, [1])
+            (turn,) = self.find(Conversation(_PROBE, None, [False, True]), text, [1])
         except UnmaskableError as error:
             raise ValueError(f"this template cannot be masked: {error}") from error
         if "one" not in text[slice(*turn)]:
@@ -68,14 +66,20 @@ class TurnFinder:
 
         Raises:
             UnmaskableError: a turn cannot be placed exactly.
+            BadConversationError: the template leaves out what a turn calls.
         """
-        view = _View(self._template, conversation, text, self._ends)
+        view = _View(self._template, self._traits, conversation, text)
         found = [view.turn(number) for number in turns]
-        for number, (start, stop), (_, before) in zip(
-            turns, found, [(0, 0), *found[:-1]], strict=True
-        ):
+        before = 0
+        for number, (start, stop) in zip(turns, found, strict=True):
             if not before <= start < stop:
                 raise UnmaskableError(f"message {number} cannot be told from the turn before it")
+            before = stop
+            for call in conversation.messages[number].get("tool_calls", []):
+                if call["function"]["name"] not in text[start:stop]:
+                    raise BadConversationError(
+                        f"the chat template leaves out the tool calls of message {number}"
+                    )
         return found
 
 
@@ -83,12 +87,11 @@ class _View:
     """One conversation, its text, and what has been found out about it."""
 
     def __init__(
-        self, template: ChatTemplate, conversation: Conversation, text: str, ends: list[str]
+        self, template: ChatTemplate, traits: Traits, conversation: Conversation, text: str
     ) -> None:
-        self._template = template
+        self._template, self._traits = template, traits
         self._messages, self._tools = conversation.messages, conversation.tools
         self._text = text
-        self._ends = ends
         self._contents: dict[int, Range | None] = {}
 
     def turn(self, number: int) -> Range:
@@ -97,14 +100,20 @@ class _View:
         stop = self._stop(number, start)
         written = self._text[start:stop]
         kept = len(written.rstrip())
-        if any(written.endswith(end, 0, kept) for end in self._ends):
+        if any(written.endswith(end, 0, kept) for end in self._traits.ends):
             stop = start + kept
         return start, stop
 
     def _start(self, number: int) -> int:
         """Return the character behind the prompt for a turn."""
-        prompts = _prompts(self._template, self._messages[:number], self._tools)
-        fitting = [len(prompt) for prompt in prompts if self._text.startswith(prompt)]
+        given = self._messages[:number]
+        fitting = [
+            len(prompt)
+            for prompt in prompts(self._template, given, self._tools)
+            if self._text.startswith(prompt)
+        ]
+        if fitting and self._template.knows_thinking:
+            fitting += self._after_questions(given)
         if fitting:  # a turn without thoughts is one that was asked without
             return max(fitting)
         content, before = self._content(number), self._content(number - 1)
@@ -112,33 +121,44 @@ class _View:
             begin = before[1]
             limit = content[0] if content else self._limit(number, begin)
             begin = max([begin, *(stop for _, stop in self._leading() if stop <= limit)])
-            for question in _questions(self._template, self._messages[:number], self._tools):
-                place = self._text.find(question, begin, limit)
+            for asked in (*self._questions(given), *self._traits.headers):
+                place = self._text.find(asked, begin, limit)
                 if place >= 0:
-                    return place + len(question)
+                    return place + len(asked)
         if content is None:
             raise UnmaskableError(f"this template cannot be masked where message {number} begins")
         return len(self._text[: content[0]].rstrip(" "))  # spaces are of the first word's token
 
+    def _after_questions(self, given: list[Message]) -> list[int]:
+        """Return the characters behind questions that stand in the text after these messages."""
+        plain = beginning(self._template, given, self._tools, self._traits.closing)
+        if plain is None or not self._text.startswith(plain):
+            return []
+        asked = [one for one in self._questions(given) if self._text.startswith(one, len(plain))]
+        return [len(plain) + len(one) for one in asked]
+
+    def _questions(self, given: list[Message]) -> list[str]:
+        return questions(self._template, given, self._tools, self._traits.closing)
+
     def _stop(self, number: int, start: int) -> int:
         """Return the character behind a turn, white space after it included where there is any."""
         if number == len(self._messages) - 1:
-            return len(self._text)
-        upto = _render(self._template, self._messages[: number + 1], self._tools)
+            return len(self._text.removesuffix(self._traits.closing))
+        given = self._messages[: number + 1]
+        upto = beginning(self._template, given, self._tools, self._traits.closing)
         if upto is not None and len(upto) > start and self._text.startswith(upto):
             return len(upto)
         content = self._content(number)
         if content and not self._messages[number].get("tool_calls"):
-            places = [
-                content[1] if self._text.startswith(end, content[1]) else -1 for end in self._ends
+            ends = self._traits.ends or self._traits.bare_ends
+            found = [
+                content[1] + len(end) for end in ends if self._text.startswith(end, content[1])
             ]
         else:  # arguments may hold what ends turns: the last one is the template's
             begin = content[1] if content else start
             limit = self._limit(number, begin)
-            places = [self._text.rfind(end, begin, limit) for end in self._ends]
-        found = [
-            place + len(end) for place, end in zip(places, self._ends, strict=True) if place >= 0
-        ]
+            places = ((self._text.rfind(end, begin, limit), end) for end in self._traits.ends)
+            found = [place + len(end) for place, end in places if place >= 0]
         if not found:
             raise UnmaskableError(f"this template cannot be masked where message {number} ends")
         return max(found)
@@ -171,12 +191,12 @@ class _View:
         content = self._messages[number].get("content", "").strip() if number >= 0 else ""
         if not content:
             return None
-        mark = "qzx"
+        mark = MARK
         while mark in self._text:
-            mark += "qzx"
+            mark += MARK
         other = [dict(message) for message in self._messages]
         other[number]["content"] = mark
-        written = _render(self._template, other, self._tools)
+        written = beginning(self._template, other, self._tools)
         if written is None or written.count(mark) != 1:
             return None
         before, behind = written.split(mark)
@@ -185,71 +205,3 @@ class _View:
             return None
         is_turn = self._messages[number]["role"] == "assistant"
         return None if is_turn and self._text[start:stop].strip() not in content else (start, stop)
-
-
-def _ends_of_turns(template: ChatTemplate) -> list[str]:
-    """Return the texts that end turns: the last one, one before others, one that calls a tool.
-
-    None where white space alone ends them: it cannot be told from the template's other white space.
-    """
-    mark = "qzx"
-    answers = _whole_turns(template, {"role": "assistant", "content": mark})
-    ends = {text.rpartition(mark)[2].rstrip() for text in answers if mark in text} - {""}
-    if not ends:
-        return []
-    calls = [
-        _whole_turns(template, {"role": "assistant", "content": "", "tool_calls": [call]})
-        for call in (
-            {"type": "function", "function": {"name": "one", "arguments": {"one": "two"}}},
-            {"type": "function", "function": {"name": "two", "arguments": {"three": 4}}},
-        )
-    ]
-    for first, second in zip(*calls, strict=False):
-        if first != second:  # else it does not write calls
-            ends.add(os.path.commonprefix([first[::-1], second[::-1]])[::-1].rstrip())
-    return sorted(ends - {""})
-
-
-def _whole_turns(template: ChatTemplate, turn: Message) -> list[str]:
-    """Return a conversation that ends with a turn, as it stands alone and before other turns."""
-    alone = _render(template, [_USER, turn], None)
-    followed = _render(template, [_USER, turn], None, prompt=True)
-    found = [alone] if alone is not None else []
-    for question in _questions(template, [_USER], None):
-        if followed is not None and followed.endswith(question):
-            return [*found, followed.removesuffix(question)]
-    return found
-
-
-def _prompts(template: ChatTemplate, messages: list[Message], tools: list[Any] | None) -> list[str]:
-    """Return each text that can ask for the next turn."""
-    switches = (True, False) if template.knows_thinking else (True,)
-    texts = (_render(template, messages, tools, prompt=True, thinking=one) for one in switches)
-    return [text for text in texts if text is not None]
-
-
-def _questions(
-    template: ChatTemplate, messages: list[Message], tools: list[Any] | None
-) -> list[str]:
-    """Return what the prompts add to the messages, the longest first."""
-    plain = _render(template, messages, tools)
-    if plain is None:
-        return []
-    prompts = _prompts(template, messages, tools)
-    added = {prompt[len(plain) :] for prompt in prompts if prompt.startswith(plain)}
-    return sorted(added - {""}, key=len, reverse=True)
-
-
-def _render(
-    template: ChatTemplate,
-    messages: list[Message],
-    tools: list[Any] | None,
-    *,
-    prompt: bool = False,
-    thinking: bool = True,
-) -> str | None:
-    """Return the text of a part of a conversation, None where the template refuses the part."""
-    try:
-        return template.render(messages, tools, prompt=prompt, thinking=thinking)
-    except BadConversationError:
-        return None

@@ -57,6 +57,16 @@ class Conversation:
                 )
             before = role
 
+    def with_text_arguments(self) -> "Conversation":
+        """Return the conversation with arguments of calls as JSON text, as some templates want."""
+        messages = [
+            message | {"tool_calls": [_in_text(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in self.messages
+        ]
+        return Conversation(messages, self.tools, self.is_trained)
+
     def split(self) -> list["Conversation"]:
         """Cut before each system message, as Megatron-LM reads a row."""
         begins = [i for i, message in enumerate(self.messages) if message["role"] == "system"]
@@ -198,6 +208,13 @@ def _calls(number: int, calls: Any) -> list[Message]:
         rest = {key: value for key, value in call.items() if key not in ("name", "arguments")}
         result.append({"type": "function", **rest, "function": function})
     return result
+
+
+def _in_text(call: Message) -> Message:
+    function = dict(call["function"])
+    if "arguments" in function:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function}
 
 
 def _is_trained(number: int, message: Message) -> bool:

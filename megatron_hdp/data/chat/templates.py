@@ -41,6 +41,7 @@ class ChatTemplate:
         source: its text.
         knows_thinking: whether it takes ``enable_thinking``, the usual switch of a prompt that asks
             for an answer without thoughts.
+        eos_token: text of the token that ends texts, empty if it has no name.
     """
 
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
@@ -57,6 +58,7 @@ class ChatTemplate:
         """
         self.source = source
         self.knows_thinking = _NO_THINKING in source
+        self.eos_token = special_tokens.get("eos_token", "")
         self._special_tokens = dict(special_tokens)
         self._jinja = import_jinja()
         try:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from megatron_hdp.data.index_checks import IndexChecks
@@ -105,7 +106,7 @@ class TableCache:
         return time_now == found.origin.mtime_ns or time_now in self._known_times(found)
 
     def _is_same(self, found: CachedTable, progress: "_Progress") -> bool:
-        return self._identity.content(progress.of("compared")) == found.origin.content
+        return self._identity.content(partial(progress.tell, "compared")) == found.origin.content
 
     def _known_times(self, found: CachedTable) -> list[int]:
         """Return times of an ``.idx`` that has been compared with the table."""
@@ -130,7 +131,7 @@ class TableCache:
         index, identity = self._index, self._identity
         for left in self._folder.glob(f"{self._path.stem}.t*.*"):  # by a process that was killed
             left.unlink(missing_ok=True)
-        content = identity.content(progress.of("summed"))
+        content = identity.content(partial(progress.tell, "summed"))
         checks, all_of_them = IndexChecks(index), index.num_documents
         documents = progress.along("checked", checks.documents(), all_of_them)
         survey = Survey.of(self._cutting, documents)
@@ -157,20 +158,16 @@ class _Progress:
         self._say = say
         self._noted = self._said = time.monotonic()
 
-    def of(self, verb: str) -> "_Part":
-        """Return what takes how many of how many have been compared, checked or written."""
-        return _Part(self, verb)
-
     def along(
         self, verb: str, documents: Iterable[Documents], num_documents: int
     ) -> Iterator[Documents]:
         """Hand on documents, and tell how many of all have come."""
-        part = self.of(verb)
         for piece in documents:
             yield piece
-            part(piece.first + len(piece.lengths), num_documents)
+            self.tell(verb, piece.first + len(piece.lengths), num_documents)
 
     def tell(self, verb: str, done: int, total: int) -> None:
+        """Say how many of how many have been compared, checked or written, if it is time."""
         now = time.monotonic()
         if self._note is not None and now - self._noted > _NOTE_EVERY_S:
             self._note(f"{done / total:.0%} {verb}")
@@ -178,14 +175,3 @@ class _Progress:
         if self._say is not None and now - self._said > _SAY_EVERY_S:
             self._say(f"{self._what}: {done / total:.0%} {verb}")
             self._said = now
-
-
-class _Part:
-    """One pass over an ``.idx``."""
-
-    def __init__(self, progress: _Progress, verb: str) -> None:
-        self._progress = progress
-        self._verb = verb
-
-    def __call__(self, done: int, total: int) -> None:
-        self._progress.tell(self._verb, done, total)

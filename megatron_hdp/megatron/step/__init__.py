@@ -4,7 +4,13 @@ from megatron_hdp.megatron.step.data import open_split, split_specs, tokenizer_o
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
-from megatron_hdp.megatron.step.report import EvaluationLoss, SourceFigures, StepFigures, StepReport
+from megatron_hdp.megatron.step.report import (
+    EvaluationLoss,
+    SourceFigures,
+    StepFigures,
+    StepReport,
+    words_by_source,
+)
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
@@ -25,4 +31,5 @@ __all__ = [
     "open_split",
     "split_specs",
     "tokenizer_of",
+    "words_by_source",
 ]

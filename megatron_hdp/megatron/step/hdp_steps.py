@@ -28,7 +28,7 @@ from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.preparation import PreparedStep, StepPreparation
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
-from megatron_hdp.runtime.health import fingerprint, largest, require_agreement
+from megatron_hdp.runtime.health import fingerprint, largest, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
@@ -93,6 +93,7 @@ class HdpSteps:
 
     def _agreed_order(self) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
+        meet(self.executor.timeline)  # some may have prepared their data for long
         with self._agreement():
             facts = {  # first of all: what follows has a length for each source
                 "names of the sources": fingerprint(self.corpus.names),

@@ -108,6 +108,14 @@ class StepReport(StepFigures):
     """Micro-batches of any rank whose loss is NaN or infinite, in words."""
 
 
+def words_by_source(sources: Mapping[str, SourceFigures]) -> str:
+    """Loss and share of each source, for a line of the log."""
+    return ", ".join(
+        f"{name} {'-' if one.loss is None else f'{one.loss:.4f}'} ({one.share:.3f})"
+        for name, one in sources.items()
+    )
+
+
 @dataclass(frozen=True)
 class EvaluationLoss:
     """Mean losses over the batches of an evaluation, in nats."""

@@ -70,7 +70,19 @@ def shown(text, mask):
 hard = [
     *("assistant", "<|im_start|>assistant\n", "<|im_end|>", "<|im_end|>\n<|im_start|>user\n"),
     *("<|eot|>", "</turn>\n", "<|end|>", "<|start|>assistant", "[INST]", " [/INST]", "</s>", "<A>"),
-    *("qzx", "qzxqzx", "zero", "one", "<think>", "{{ x }}", "{%", "\n", "  ", "Assistant:", "é€😀"),
+    *(
+        "qzx",
+        "qzxqzx",
+        "zero",
+        "one",
+        "a<think>\n",
+        "{{ x }}",
+        "{%",
+        "\n",
+        "  ",
+        "Assistant:",
+        "é€😀",
+    ),
 ]
 texts = st.lists(st.one_of(st.sampled_from(hard), st.text("ab \n", max_size=4)), max_size=4).map(
     "".join
@@ -122,6 +134,8 @@ def test_plain_talks(name, messages, every):
 @given(messages=talks_with_tools())
 def test_talks_with_tools(name, messages, every):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    if not WRITTEN[name].takes_calls:
+        messages = [one for one in messages if "content" in one and one["role"] != "tool"]
     row = {"messages": messages, "tools": json.dumps(tools)}
     aliased = [{**one, "thinking": one.get("reasoning_content")} for one in messages]
     assert_as_believed(name, every[name].render(row), aliased, tools)

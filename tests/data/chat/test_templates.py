@@ -76,6 +76,26 @@ def test_chatml_leaves_nothing_out(row):
         Conversations(ByteTokenizer()).render(row)
 
 
+@pytest.mark.parametrize("row", [[], [said("user", "more"), said("assistant", "bye")]])
+def test_calls_that_a_template_leaves_out_are_no_empty_turns(tmp_path, row):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
+    chats = made(tmp_path, LOOP + PROMPT)
+    with pytest.raises(BadConversationError, match="leaves out the tool calls of message 1"):
+        chats.render({"messages": [PAIR[0], call, *row]})
+
+
+def test_a_template_is_asked_once_more_with_arguments_as_text(tmp_path):
+    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}" + (
+        "{{ c.function.name + c.function.arguments }};{% endfor %}{% endfor %}"
+    )
+    calls = [{"name": "look", "arguments": {"at": "é"}}]
+    row = {"messages": [PAIR[0], {"role": "assistant", "tool_calls": calls}]}
+    (tokens,) = made(tmp_path, source).render(row)
+    assert bytes(tokens.ids.tolist()).decode() == 'hilook{"at": "é"};'
+    with pytest.raises(BadConversationError, match='can only concatenate str .not "dict"'):
+        made(tmp_path, source + "{{ 1 + '' }}", train_on="all").render(row)
+
+
 def made(tmp_path, source, **more):
     path = tmp_path / "given.jinja"
     path.write_text(source)

@@ -21,7 +21,11 @@ class Written:
     source: str
     pieces: Callable[[list[dict], list | None], Iterator[Piece]]
     takes_tools: bool = False
-    """Whether it writes tools, calls and reasoning."""
+    """Whether it writes calls and reasoning."""
+    takes_calls: bool = True
+    """If not, it writes reasoning alone."""
+    text_arguments: bool = False
+    """Whether it wants the arguments of calls as JSON text."""
 
 
 def _json(value: object) -> str:
@@ -308,10 +312,8 @@ def thinker(messages, tools):
     yield "<bos>", False
     for message in messages:
         if message["role"] == "assistant":
-            content = message["content"].split("</think>")[-1]
-            given = "<think>\n" if content.startswith("<think>\n") else ""
-            yield f"<A>{given}", False  # the model is given what it would begin with
-            yield content.removeprefix(given) + "</s>", True
+            yield "<A>", False
+            yield message["content"].split("</think>")[-1] + "</s>", True
         else:
             yield ("<U>" if message["role"] == "user" else "") + message["content"], False
 
@@ -334,7 +336,105 @@ def plain(messages, tools):
         yield f" {message['content']}\n", message["role"] == "assistant"
 
 
+CLOSED = r"""
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}
+{%- endfor %}
+{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}
+"""
+
+
+def closed(messages, tools):
+    """Whole texts end with a token that no turn ends with."""
+    for message in messages:
+        yield f"<|{message['role']}|>\n", False
+        yield f"{message['content']}<|end|>", message["role"] == "assistant"
+        yield "\n", False
+    yield "</s>", False
+
+
+SWITCHED = r"""
+{%- set quiet = enable_thinking is defined and not enable_thinking %}
+{%- set query = namespace(last=-1) %}
+{%- for message in messages if message.role == 'user' %}
+    {%- set query.last = loop.index %}
+{%- endfor %}
+{%- set seen = namespace(users=0) %}
+{%- for message in messages %}
+    {%- set seen.users = seen.users + (1 if message.role == 'user' else 0) %}
+    {{- '<|' + message.role + '|>\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- set thoughts = message.reasoning_content if seen.users == query.last else '' %}
+        {{- '<think>' + (thoughts or '') + '</think>\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {{- '/quiet' if quiet and message.role == 'user' else '' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\n' + ('<think></think>\n' if quiet else '') }}
+{%- endif %}
+"""
+
+
+def switched(messages, tools):
+    """No text ends turns, and the switch that asks for no thoughts writes into users' turns."""
+    num_users = sum(message["role"] == "user" for message in messages)
+    seen = 0
+    for message in messages:
+        role = message["role"]
+        seen += role == "user"
+        yield f"<|{role}|>\n", False
+        if role == "assistant":
+            thoughts = message.get("reasoning_content", "") if seen == num_users else ""
+            yield f"<think>{thoughts}</think>\n", bool(thoughts)
+        yield message["content"], role == "assistant"
+
+
+ASKING = r"""
+{%- set query = namespace(last=0) %}
+{%- for message in messages if message.role == 'user' %}
+    {%- set query.last = loop.index %}
+{%- endfor %}
+{%- set seen = namespace(users=0) %}
+{%- for message in messages %}
+    {%- set seen.users = seen.users + (1 if message.role == 'user' else 0) %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and seen.users == query.last %}
+        {{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n<think>\n' }}
+{%- endif %}
+"""
+
+
+def asking(messages, tools):
+    """A prompt that begins thoughts, which earlier turns lack; arguments of calls as text."""
+    num_users = sum(message["role"] == "user" for message in messages)
+    seen = 0
+    for message in messages:
+        role = message["role"]
+        seen += role == "user"
+        yield f"<|im_start|>{role}\n", False
+        if role == "assistant" and seen == num_users:
+            yield "<think>\n", False
+            yield f"{message.get('reasoning_content', '')}\n</think>\n\n", True
+        calls = (one["function"] for one in message.get("tool_calls", []))
+        text = "".join(f"<call>{one['name']} {_json(one['arguments'])}</call>" for one in calls)
+        yield message.get("content", "") + text + "<|im_end|>", role == "assistant"
+        yield "\n", False
+
+
 WRITTEN = {
+    "closed": Written(CLOSED, closed),
+    "switched": Written(SWITCHED, switched, takes_tools=True, takes_calls=False),
+    "asking": Written(ASKING, asking, takes_tools=True, text_arguments=True),
     "chatml": Written(CHATML, chatml),
     "llama": Written(LLAMA, llama, takes_tools=True),
     "qwen": Written(QWEN, qwen, takes_tools=True),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import re
 import shutil
 from contextlib import nullcontext
@@ -126,6 +127,19 @@ def test_a_damaged_file_is_made_again(corpus, damage, words):
     (line,) = corpus.said
     assert re.search(f"{re.escape(str(path))}.*{words}.*: it is made again", line)
     assert path.read_bytes() == whole
+
+
+def test_no_flipped_byte_of_a_small_file_changes_the_table(corpus, seeds):
+    """A small file is sampled whole; of a large one, damage between samples is not looked for."""
+    first = corpus.open()
+    (path,) = corpus.tables
+    whole = path.read_bytes()
+    for seed in seeds:
+        draw = random.Random(seed)
+        place = draw.choice([draw.randrange(1000), draw.randrange(len(whole))])
+        replace(path, changed(place, bytes([whole[place] ^ 1 << draw.randrange(8)]))(whole))
+        assert corpus.open() == first, seed
+    assert len(corpus.said) > len(seeds) / 2
 
 
 def replace(path, content):
@@ -275,11 +289,12 @@ def test_a_folder_that_is_none_is_refused(corpus):
         ("pwrite", None, errno.EDQUOT, "no room"),
         ("fsync", None, errno.EIO, "Input/output error"),
         ("replace", None, errno.EACCES, "Permission denied.*change its permissions"),
-        ("open", f".table.{os.getpid()}", errno.EACCES, "Permission denied"),
+        ("open", ".table.PID", errno.EACCES, "Permission denied"),
         ("open", ".lock", errno.EACCES, "Permission denied"),
     ],
 )
 def test_what_cannot_be_written_is_refused_by_name(corpus, name, suffix, code, message):
+    suffix = suffix and suffix.replace("PID", str(os.getpid()))
     with refuse(name, suffix, code), pytest.raises(TableCacheError, match=message) as caught:
         corpus.open()
     assert f"--data-cache-path {corpus.folder}" in str(caught.value)

@@ -142,7 +142,7 @@ def test_everything_on_the_list_is_refused(name):
         (
             (*ON, "--hdp-data", "f"),
             {"train_data_path": ["a"]},
-            "--data-path, --train-data-path, exp",
+            "--train-data-path, expected",
         ),
         (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
     ],
