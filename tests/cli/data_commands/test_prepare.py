@@ -58,7 +58,7 @@ def test_a_run_after_it_does_not_tokenise(path, tmp_path, capsys, cache):
     for source in corpus.sources:
         table = source.table
         figures = [f"{n:,}" for n in (table.num_documents, table.num_tokens, source.bad)]
-        assert rows[source.name][1:] == [*figures, f"{source.prefix}.bin"]
+        assert rows[source.name][1:] == [*figures, source.prefix]
     assert rows["chat"][1:4:2] == ["2", "1"]
     assert "web: a .bin/.idx pair already, checked" in printed.out
     manifests = [line.split()[-1] for line in printed.out.splitlines() if "manifest" in line]
@@ -72,6 +72,14 @@ def test_a_second_time_changes_nothing(path, tmp_path, capsys):
     second = capsys.readouterr()
     assert (second.out, snapshot(tmp_path)) == (first, before)
     assert "prepares" not in second.err
+
+
+def test_what_lies_below_is_named_from_here_on(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(path.name, "--workers", 1) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("  web/corpus")
+    assert lines[-2].startswith("  lines: manifest hdp-cache/lines-")
 
 
 def test_another_tokenizer_is_another_cache(path, tmp_path, capsys):
