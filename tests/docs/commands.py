@@ -33,6 +33,7 @@ TRAIN = (
     "torchrun --nproc-per-node {} -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
     "--hybrid-data-parallel --data-path data/corpus {}"
 )
+DATA_PLAN = "megatron-hdp data plan mix.yaml --steps 60 --hdp-global-batch-tokens 2048"
 SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
@@ -64,6 +65,10 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),
+    "megatron-hdp data prepare mix.yaml": COMMAND,
+    "megatron-hdp data describe mix.yaml": COMMAND,
+    f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
+    f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"

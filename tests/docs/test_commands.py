@@ -44,6 +44,8 @@ def folder(tmp_path_factory):
     texts = ["x" * length for length in (250, 120, 100, 80, 60, 50, 40, 30, 20, 10)] * 10
     lines = [json.dumps({"text": text}) for text in texts]
     (path / "corpus.jsonl").write_text("\n".join(lines))
+    (mix,) = (block.text for block in all_blocks() if block.text.startswith("# mix.yaml\n"))
+    (path / "mix.yaml").write_text(mix)
     given = [command for command in shown("command") if " preprocess " in command.text]
     assert run_command(given[0], path) == 0
     for suffix in ("bin", "idx"):

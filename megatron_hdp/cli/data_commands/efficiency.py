@@ -43,7 +43,8 @@ class Ranks:
         """Return what the flags say; None where they name no ranks.
 
         Raises:
-            ValueError: only one of the ranks and their capacity, or costs that cannot be used.
+            ValueError: only one of the ranks and their capacity, costs of no ranks, or costs that
+                cannot be used.
         """
         ranks, tokens = arguments.ranks, arguments.tokens_per_rank
         if (ranks is None) != (tokens is None):
@@ -53,6 +54,7 @@ class Ranks:
                 "of efficiency: give both or none"
             )
         if ranks is None:
+            _require_unused(arguments)
             return None
         cost_model, costs_of = cost_model_of(arguments)
         return cls(ranks, tokens, arguments.pipeline_stages, seq_length, cost_model, costs_of)
@@ -85,3 +87,19 @@ class Ranks:
                 pipeline_stages=self.pipeline_stages,
             )
         return figures(made, self.cost_model, self.pipeline_stages)
+
+
+def _require_unused(arguments: argparse.Namespace) -> None:
+    """Refuse what would say nothing."""
+    given = {
+        "--model": arguments.model,
+        "--cost-model": arguments.cost_model,
+        "--ranks-per-node": arguments.ranks_per_node,
+        "--rank-speeds": arguments.rank_speeds,
+        "--pipeline-stages": arguments.pipeline_stages != 1,
+    }
+    if found := [flag for flag, value in given.items() if value]:
+        raise ValueError(
+            f"found {found[0]} without --ranks, expected --ranks N and --tokens-per-rank C beside "
+            "it: add them, or leave it out"
+        )

@@ -1,6 +1,7 @@
 """``megatron-hdp data plan``: draws a run's steps and says what comes of them."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.simulator.files import complete_file
 
 _SILENT_S = 1.0  # before a bar is shown
+_ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0  # between two looks of it
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +70,9 @@ def drawn(corpus: Corpus, mixture: Mixture, num_steps: int) -> Forecast:
     from tqdm import tqdm
 
     forecaster = Forecaster(corpus, mixture, num_steps)
-    with tqdm(total=num_steps, desc="steps drawn", delay=_SILENT_S) as bar:
+    interval = _ON_A_TERMINAL_S if sys.stderr.isatty() else _IN_A_LOG_S
+    how = {"desc": "steps drawn", "delay": _SILENT_S, "mininterval": interval}
+    with tqdm(total=num_steps, **how) as bar:
         for _ in forecaster.steps():
             bar.update()
     forecast = forecaster.forecast()

@@ -209,8 +209,8 @@ def _headline(found: Findings, phase: PhaseSums) -> str:
     if declared.end > declared.begin:
         places += f", changing until {short(declared.end)}"
     return (
-        f"{places}: sequences of {phase.mean_length:,.1f} tokens, the longest of {phase.longest:,}; "
-        f"{phase.num_tokens / phase.num_steps:,.0f} tokens a step"
+        f"{places}: {phase.num_tokens / phase.num_steps:,.0f} tokens a step in sequences of "
+        f"{phase.mean_length:,.1f}, the longest of {phase.longest:,}"
     )
 
 
@@ -247,7 +247,6 @@ def _memory(found: Findings) -> str:
     size = num_bytes(found.index_bytes)
     if found.has_cache:
         return f"indices: {size} in files that the processes of a node share, nothing in each"
-    return (
-        f"indices: {size}, of which every process holds {num_bytes(found.private_index_bytes)}; "
-        "with --data-cache-path the processes of a node share them"
-    )
+    private = num_bytes(found.private_index_bytes)
+    held = "in every process" if private == size else f"of which {private} in every process"
+    return f"indices: {size} {held}; with --data-cache-path the processes of a node share them"

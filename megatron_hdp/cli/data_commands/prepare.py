@@ -14,7 +14,7 @@ from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.exit_codes import ExitCode
 
-_HEADER = ("source", "documents", "tokens", "bad", "tokens lie in")
+_HEADER = ("source", "documents", "tokens", "bad", "pair")
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,19 @@ def checked(name: str, prefix: str) -> Ready:
 def report(found: list[Ready]) -> str:
     """Return a line for each source, and below them where the manifests lie."""
     rows = [
-        (one.name, f"{one.documents:,}", f"{one.tokens:,}", f"{one.bad:,}", f"{one.prefix}.bin")
+        (one.name, *(f"{n:,}" for n in (one.documents, one.tokens, one.bad)), _near(one.prefix))
         for one in found
     ]
     notes = [
-        f"  {one.name}: manifest {one.manifest}"
+        f"  {one.name}: manifest {_near(one.manifest)}"
         if one.manifest
         else f"  {one.name}: a .bin/.idx pair already, checked"
         for one in found
     ]
     return "\n".join([*aligned([_HEADER, *rows], texts=(0, 4)), *notes])
+
+
+def _near(path: str) -> str:
+    """Return a path from here on where it lies below."""
+    near = os.path.relpath(path)
+    return path if near.startswith(os.pardir) else near
