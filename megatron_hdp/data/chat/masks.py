@@ -14,6 +14,8 @@ with the whole text; where one does not hold, the conversation is refused, never
 What ends a turn belongs to it; white space that the template puts after that does not.
 """
 
+import re
+
 from megatron_hdp.data.chat.rows import LEADING, BadConversationError, Conversation, Message
 from megatron_hdp.data.chat.templates import ChatTemplate
 from megatron_hdp.data.chat.traits import MARK, Traits, beginning, prompts, questions, traits_of
@@ -106,36 +108,24 @@ class _View:
 
     def _start(self, number: int) -> int:
         """Return the character behind the prompt for a turn."""
-        given = self._messages[:number]
-        fitting = [
-            len(prompt)
-            for prompt in prompts(self._template, given, self._tools)
-            if self._text.startswith(prompt)
-        ]
-        if fitting and self._template.knows_thinking:
-            fitting += self._after_questions(given)
+        given, quiet = self._messages[:number], self._traits.quiet
+        asked = prompts(self._template, given, self._tools, thinking_only=bool(quiet))
+        fitting = [len(prompt) for prompt in asked if self._text.startswith(prompt)]
         if fitting:  # a turn without thoughts is one that was asked without
-            return max(fitting)
+            start = max(fitting)
+            return start + (len(quiet) if self._text.startswith(quiet, start) else 0)
         content, before = self._content(number), self._content(number - 1)
         if before is not None:
             begin = before[1]
             limit = content[0] if content else self._limit(number, begin)
             begin = max([begin, *(stop for _, stop in self._leading() if stop <= limit)])
-            for asked in (*self._questions(given), *self._traits.headers):
-                place = self._text.find(asked, begin, limit)
+            for question in (*self._questions(given), *self._traits.headers):
+                place = self._text.find(question, begin, limit)
                 if place >= 0:
-                    return place + len(asked)
+                    return place + len(question)
         if content is None:
             raise UnmaskableError(f"this template cannot be masked where message {number} begins")
         return len(self._text[: content[0]].rstrip(" "))  # spaces are of the first word's token
-
-    def _after_questions(self, given: list[Message]) -> list[int]:
-        """Return the characters behind questions that stand in the text after these messages."""
-        plain = beginning(self._template, given, self._tools, self._traits.closing)
-        if plain is None or not self._text.startswith(plain):
-            return []
-        asked = [one for one in self._questions(given) if self._text.startswith(one, len(plain))]
-        return [len(plain) + len(one) for one in asked]
 
     def _questions(self, given: list[Message]) -> list[str]:
         return questions(self._template, given, self._tools, self._traits.closing)
@@ -183,17 +173,43 @@ class _View:
 
     def _content(self, number: int) -> Range | None:
         """Return where the content of a message lies, None if it has none or cannot be placed."""
+        if not self._contents:
+            self._contents |= self._all_contents()
         if number not in self._contents:
             self._contents[number] = self._placed_content(number)
         return self._contents[number]
+
+    def _all_contents(self) -> dict[int, Range | None]:
+        """Return where contents lie if all are written as they are, or but for white space."""
+        mark = self._mark()
+        texts = [message.get("content", "") for message in self._messages]
+        numbers = [number for number, text in enumerate(texts) if text.strip()]
+        other = [dict(message) for message in self._messages]
+        for number in numbers:
+            other[number]["content"] = f"{mark}{number}z"
+        written = beginning(self._template, other, self._tools) or ""
+        pieces = re.split(rf"{mark}(\d+)z", written)
+        order, pieces = pieces[1::2], pieces[::2]
+        if order != [str(number) for number in numbers]:
+            return {}
+        found: dict[int, Range | None] = {}
+        place = 0
+        for number, piece in zip(numbers, pieces[:-1], strict=True):
+            start = place + len(piece)
+            is_whole = self._text.startswith(texts[number], start)
+            content = texts[number] if is_whole else texts[number].strip()
+            place = start + len(content)
+            held = self._text.startswith(piece, start - len(piece))
+            if not held or not self._text.startswith(content, start):
+                return {}
+            found[number] = (start, place)
+        return found if self._text[place:] == pieces[-1] else {}
 
     def _placed_content(self, number: int) -> Range | None:
         content = self._messages[number].get("content", "").strip() if number >= 0 else ""
         if not content:
             return None
-        mark = MARK
-        while mark in self._text:
-            mark += MARK
+        mark = self._mark()
         other = [dict(message) for message in self._messages]
         other[number]["content"] = mark
         written = beginning(self._template, other, self._tools)
@@ -205,3 +221,10 @@ class _View:
             return None
         is_turn = self._messages[number]["role"] == "assistant"
         return None if is_turn and self._text[start:stop].strip() not in content else (start, stop)
+
+    def _mark(self) -> str:
+        """Return a word that the text does not have."""
+        mark = MARK
+        while mark in self._text:
+            mark += MARK
+        return mark

@@ -25,6 +25,8 @@ class Traits:
     """What it puts behind the last turn's end, at the end of every text."""
     headers: tuple[str, ...] = ()
     """With what turns before others begin of what a prompt says; the whole prompt left out."""
+    quiet: str = ""
+    """What a prompt for an answer without thoughts adds to one with, if it adds to it."""
 
 
 def traits_of(template: ChatTemplate) -> Traits:
@@ -40,10 +42,15 @@ def traits_of(template: ChatTemplate) -> Traits:
         *(text.rpartition(MARK)[2] for text in _before_others(template, _ANSWER, closing)),
     }
     ends = {one.rstrip() for one in tails} - {""}
-    if not ends:
-        return Traits((), tuple(sorted(tails)), closing, _headers(template, followed, closing))
-    ends |= _ends_of_calls(template, closing)
-    return Traits(tuple(sorted(ends)), (), closing, _headers(template, followed, closing))
+    if ends:
+        tails, ends = set(), ends | _ends_of_calls(template, closing)
+    return Traits(
+        ends=tuple(sorted(ends)),
+        bare_ends=tuple(sorted(tails)),
+        closing=closing,
+        headers=_headers(template, followed, closing),
+        quiet=_quiet(template, closing),
+    )
 
 
 def beginning(
@@ -64,12 +71,16 @@ def beginning(
 
 
 def prompts(
-    template: ChatTemplate, messages: list[Message], tools: list[Any] | None = None
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: list[Any] | None = None,
+    *,
+    thinking_only: bool = False,
 ) -> list[str]:
     """Return each text that can ask for the turn after the messages."""
     texts = (
         beginning(template, messages, tools, prompt=True, thinking=thinking)
-        for thinking in _switches(template)
+        for thinking in _switches(template)[: 1 if thinking_only else None]
     )
     return [text for text in texts if text is not None]
 
@@ -126,6 +137,14 @@ def _ends_of_calls(template: ChatTemplate, closing: str) -> set[str]:
         if first != second  # else it writes no calls
     }
     return ends - {""}
+
+
+def _quiet(template: ChatTemplate, closing: str) -> str:
+    """Return what the longer one of two questions adds to the other."""
+    found = questions(template, [_USER], closing=closing)
+    if len(found) != 2 or not found[0].startswith(found[1]):
+        return ""
+    return found[0].removeprefix(found[1])
 
 
 def _headers(template: ChatTemplate, followed: str, closing: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.fingerprints import Fingerprint
+from megatron_hdp.data.tables.fingerprints import Fingerprint
 from megatron_hdp.data.index_file import Documents, TokenFileError
 from megatron_hdp.data.tables.cutting import Rows, Survey
 from megatron_hdp.data.tables.facts import TableFacts

@@ -155,6 +155,14 @@ def test_the_last_turn_alone_and_all(name, tmp_path):
     assert whole.ids.tolist() == usual.ids.tolist() == last.ids.tolist()
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_equal_contents_are_told_apart(name, every):
+    """Where a template moves the system message, the order of contents is not that of messages."""
+    roles = ["system", *4 * ("user", "assistant")]
+    messages = [said(role, "hi") for role in roles]
+    assert_as_believed(name, every[name].render({"messages": messages}), messages)
+
+
 def test_a_planted_wrong_mask_is_found(every):
     messages = [said("user", "hi"), said("assistant", "hello")]
     (tokens,) = every["qwen"].render({"messages": messages})
