@@ -100,6 +100,14 @@ def test_a_case_by_hand(folder):
     assert (found["tokens"], found["sequences"], found["seq_length"]) == (2 * 407, 24, 100)
 
 
+def test_what_is_held_out_is_not_drawn(folder):
+    path = data_file(folder, "validation: {web: 3}", names=["web"], web="max-epochs: 4")
+    found = planned(folder, path, "--steps", 99, "--global-batch-size", 1)
+    assert found["steps"] == found["exhausted"]["web"] == 4 * 5
+    assert found["tokens"] == 4 * sum(LENGTHS["web"][:5])
+    assert found["phases"][0]["epochs"] == {"web": 4.0}
+
+
 def test_a_source_that_ends_and_one_that_never_does(folder, capsys):
     path = data_file(folder, PHASES, **{**CUT, "code": "long-sequence: split, max-epochs: 3"})
     found = planned(folder, path, "--steps", 60, "--hdp-global-batch-tokens", 300)
