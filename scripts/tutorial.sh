@@ -48,7 +48,7 @@ train base "$STEPS" --hdp-data "$folder/data/base.yaml" "$@"
 echo
 echo "== then: code comes in, sequences grow to 4,096 tokens; prose goes on where it was"
 hdp data plan "$folder/data/more.yaml" --tokenizer byte --steps $((2 * STEPS)) \
-    --hdp-global-batch-tokens 16384 --seq-length 4096
+    --hdp-global-batch-tokens 16384 --seq-length 4096 --hdp-long-sequence split
 train more $((2 * STEPS)) --hdp-data "$folder/data/more.yaml" --load "$folder/base" "$@"
 
 echo

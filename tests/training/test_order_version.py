@@ -11,6 +11,7 @@ from megatron_hdp.data import DataOrder
 from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.older import order_before_mixtures
 from tests.support.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 64, 3] * 2
@@ -33,11 +34,9 @@ def curve_of_an_older_release(arguments):
     def without_version(self, progress):
         saved = content(self, progress)
         ours = saved["megatron_hdp"]
-        (source,) = ours["order"].pop("sources").values()
-        assert source.pop("version") == 1 and source.pop("key") == 0
-        ours["order"] |= source
-        for name in ("absent", "weight_unit"):
-            del ours["order"][name]
+        (source,) = ours["order"]["sources"].values()
+        assert (source["version"], source["key"]) == (1, 0)
+        ours["order"] = order_before_mixtures(ours["order"])
         del ours["position"]
         return saved
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.tables.fingerprints import Fingerprint
 from megatron_hdp.data.index_file import Documents, TokenFileError
 from megatron_hdp.data.tables.cutting import Rows, Survey
 from megatron_hdp.data.tables.facts import TableFacts
+from megatron_hdp.data.tables.fingerprints import Fingerprint
 
 Column = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 Put = Callable[[str, int, Column], None]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron_hdp.megatron.lm.releases import installed_release
 from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
@@ -242,6 +243,9 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     values |= {name: getattr(args, name) for name in _PATHS}
+    if getattr(args, "sft", False):  # releases mask some formats differently
+        release = ".".join(installed_release().split(".")[:2])
+        values["sft_tokenizer_prompt_format"] += f"@{release}"
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
     return TrainingArguments(**values)

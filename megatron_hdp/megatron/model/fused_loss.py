@@ -58,16 +58,21 @@ class FusedLossModel(GPTModel):
         *,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
         """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`."""
         if labels is None or not self.post_process:
             return super()._postprocess(
-                hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **others
+                hidden_states=hidden_states,
+                labels=labels,
+                loss_mask=loss_mask,
+                packed_seq_params=packed_seq_params,
+                **others,
             )
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        sums = getattr(others["packed_seq_params"], "loss_sums", None)
+        sums = getattr(packed_seq_params, "loss_sums", None)
         return self.output_layer(
             hidden_states, weight, labels=labels, loss_mask=loss_mask, loss_sums=sums
         )
