@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_hdp.data import TokenWriter
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import known_warnings, parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.checksums import FileSum
@@ -74,7 +75,7 @@ def _one_step(job: Job) -> None:
     """After it the optimizer has its state."""
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
-    job.training.run(0)
+    job.training.run(Position())
     job.optimizer.step()
     job.scheduler.step(increment=1)
 

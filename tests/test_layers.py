@@ -26,7 +26,12 @@ ROOMS: dict[str, set[str]] = {
     "planner/memory": set(),
     "data": {"planner"},
     "data/formats": {"data"},
+    "data/chat": {"data"},
+    "data/tables": {"data"},
     "data/prepare": {"data", "data/formats", "data/chat"},
+    "data/mixture": {
+        *{"planner", "data", "data/tables", "data/prepare", "data/formats", "data/chat"},
+    },
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -59,7 +64,12 @@ ROOMS: dict[str, set[str]] = {
     "plugin": {"megatron", "training"},
     "ray_launch": set(),
     "__main__": {"plugin"},
-    "cli": {"planner", "data", "simulator", "runtime", "megatron", "training"},
+    "cli/shared": {"planner"},
+    "cli/data_commands": {"cli/shared", "planner", "data", "simulator"},
+    "cli": {
+        *{"cli/shared", "cli/data_commands"},
+        *{"planner", "data", "simulator", "runtime", "megatron", "training"},
+    },
 }
 BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
@@ -73,6 +83,7 @@ FACES = {
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
+    *{"data/formats", "data/chat", "data/tables", "data/prepare", "data/mixture"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,20 @@ def subcommands() -> str:
     """Arguments of each ``megatron-hdp`` command, one section a command."""
     from megatron_hdp.cli.main import build_parser
 
-    parser = build_parser()
-    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    helps = {one.dest: one.help for one in action._choices_actions}
     return "\n".join(
-        f"### megatron-hdp {name}\n\nTo {helps[name]}:\n\n{_table_of_parser(one)}"
-        for name, one in action.choices.items()
+        f"### {one.prog}\n\nTo {words}:\n\n{_table_of_parser(one)}"
+        for words, one in _lowest(build_parser())
     )
+
+
+def _lowest(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Parsers with none below them, and what each is for."""
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        helps = {one.dest: one.help or "" for one in action._choices_actions}
+        for name, one in action.choices.items():
+            yield from list(_lowest(one)) or [(helps[name], one)]
 
 
 def ray_launch() -> str:

@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.numbers import whole
+from megatron_hdp.cli.shared.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:

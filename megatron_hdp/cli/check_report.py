@@ -5,7 +5,7 @@ from dataclasses import asdict
 import orjson
 
 from megatron_hdp.cli.checking import Finding
-from megatron_hdp.cli.plan_report import seconds
+from megatron_hdp.cli.shared.units import seconds
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 
 _ROWS = (

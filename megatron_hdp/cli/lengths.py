@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.numbers import lines_of, pieces, shown
+from megatron_hdp.cli.shared.numbers import lines_of, pieces, shown
 
 if TYPE_CHECKING:
     import numpy as np

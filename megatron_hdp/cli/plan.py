@@ -1,16 +1,15 @@
 """``megatron-hdp plan``: plans one global batch of given lengths and says how good the plan is."""
 
 import argparse
-import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.numbers import whole
+from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.ranks import add_ranks, cost_model_of
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from megatron_hdp.cli.planning import Outcome, Request
-    from megatron_hdp.planner import CostModel
 
 STRATEGIES = (
     "auto",
@@ -21,14 +20,13 @@ STRATEGIES = (
     "bytescale",
     "megatron-hybrid-cp",
 )
-_MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="plan a global batch and print its efficiency")
     _add_batch(parser.add_argument_group("the global batch"))
-    _add_ranks(parser.add_argument_group("the ranks and what they cost"))
+    add_ranks(parser.add_argument_group("the ranks and what they cost"), required=True)
     _add_planning(parser.add_argument_group("how to plan"))
     _add_results(parser.add_argument_group("results"))
     parser.set_defaults(run=_run)
@@ -59,38 +57,6 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
         help="context length; longer sequences are cut to it (default with a preset: the smaller "
         "of 2M and N x C)",
     )
-
-
-def _add_ranks(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
-    add("--ranks", type=whole(1, 2**20), required=True, metavar="N", help="HDP ranks")
-    add(
-        "--tokens-per-rank",
-        type=whole(1, 2**40),
-        required=True,
-        metavar="C",
-        help="capacity: tokens that one rank holds in one micro-batch",
-    )
-    add(
-        "--pipeline-stages",
-        type=whole(1, 1024),
-        default=1,
-        metavar="P",
-        help="stages of a rank (default: 1)",
-    )
-    add(
-        "--model",
-        metavar="NAME|FILE.yaml",
-        help=f"{_MODELS}, or a file of Megatron's flags that gives the shape (default: llama-7b)",
-    )
-    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, instead of --model")
-    add(
-        "--ranks-per-node",
-        type=whole(1, 2**20),
-        metavar="K",
-        help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
-    )
-    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
 
 
 def _add_planning(group: "argparse._ArgumentGroup") -> None:
@@ -138,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         max_length=arguments.max_length,
         seed=arguments.seed,
     )
-    cost_model, costs_of = _cost_model(arguments)
+    cost_model, costs_of = cost_model_of(arguments)
     request = planning.Request(
         lengths=batch.lengths,
         ranks=arguments.ranks,
@@ -178,32 +144,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
         if other := seen.get(os.path.realpath(path)):
             raise ValueError(f"{flag} {path} is the file of {other} as well: give another name")
         seen[os.path.realpath(path)] = flag
-
-
-def _cost_model(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
-    """The cost model with the ranks' speeds and nodes, and what it stands for, in words."""
-    from megatron_hdp.cli.models import describe, find_model
-    from megatron_hdp.cli.numbers import read_speeds
-    from megatron_hdp.planner import CostModel
-
-    if arguments.cost_model and arguments.model:
-        raise ValueError(
-            f"found --cost-model {arguments.cost_model} and --model {arguments.model}; expected "
-            "one of them: drop --model to plan with the measured coefficients"
-        )
-    changes: dict[str, object] = {}
-    if arguments.cost_model:
-        cost_model, costs_of = CostModel.from_json(arguments.cost_model), arguments.cost_model
-    else:
-        name = arguments.model or "llama-7b"
-        model = find_model(name)
-        cost_model, costs_of = model.cost_model(), describe(name, model)
-        changes["num_layers"] = max(1, model.num_layers // arguments.pipeline_stages)
-    if arguments.ranks_per_node is not None:
-        changes["ranks_per_node"] = arguments.ranks_per_node
-    if arguments.rank_speeds is not None:
-        changes["rank_speeds"] = read_speeds(arguments.rank_speeds, arguments.ranks)
-    return dataclasses.replace(cost_model, **changes), costs_of  # type: ignore[arg-type]
 
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:

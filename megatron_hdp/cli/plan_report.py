@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.cli.planning import Outcome, Request
+from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
 
@@ -76,22 +77,6 @@ def comparison(outcomes: Sequence[Outcome]) -> str:
     if proven_s:
         notes.append(f"  no plan takes less than {seconds(proven_s)}")
     return "\n".join(lines + notes)
-
-
-def seconds(value: float) -> str:
-    """Return a duration in the unit that keeps it readable."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3f} {unit}"
-    return f"{value * 1e6:.3f} us"
-
-
-def num_bytes(value: float) -> str:
-    """Return a size in decimal units."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.2f} {unit}"
-    return f"{value:.0f} B"
 
 
 def share(part_s: float, evaluation: Figures) -> float:

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from megatron_hdp.cli.numbers import whole
+from megatron_hdp.cli.shared.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
 
 _ANY = "*"

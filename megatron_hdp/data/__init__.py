@@ -1,38 +1,31 @@
-"""From documents on disk to sequences, steps, and one rank's part of a step."""
+"""From documents on disk to sequences, steps, and one rank's part of a step.
 
-from megatron_hdp.data.index_file import (
-    DocumentIndex,
-    TokenFileError,
-    TokenFileNotFoundError,
-    read_document_index,
-)
-from megatron_hdp.data.micro_batch import RankMicroBatch, padding_micro_batch, read_micro_batch
-from megatron_hdp.data.order import DataOrder
-from megatron_hdp.data.sampler import Step, StepSampler
-from megatron_hdp.data.sequences import LONG_SEQUENCE_POLICIES, SequenceTable, split_documents
+Here are files of tokens, tokenizers and the order of an epoch; the rooms in it do the rest.
+"""
+
+from megatron_hdp.data.document_index import DocumentIndex, read_document_index
+from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
+from megatron_hdp.data.order import Continuation, DataOrder, SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER
-from megatron_hdp.data.token_file import TokenFile
+from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.token_file import TokenFile, TokenReader
 from megatron_hdp.data.token_writer import TokenWriter
 from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
     "LATEST_ORDER",
-    "LONG_SEQUENCE_POLICIES",
     "ByteTokenizer",
+    "Continuation",
     "DataOrder",
     "DocumentIndex",
-    "RankMicroBatch",
-    "SequenceTable",
-    "Step",
-    "StepSampler",
+    "SourceOrder",
+    "SourceSpec",
     "TokenFile",
     "TokenFileError",
     "TokenFileNotFoundError",
+    "TokenReader",
     "TokenWriter",
     "Tokenizer",
     "build_tokenizer",
-    "padding_micro_batch",
     "read_document_index",
-    "read_micro_batch",
-    "split_documents",
 ]

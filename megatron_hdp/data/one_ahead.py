@@ -4,23 +4,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+Key = TypeVar("Key")
 Item = TypeVar("Item")
 
 
-class OneAhead(Generic[Item]):
+class OneAhead(Generic[Key, Item]):
     """Calls ``prepare(key)`` in a thread for the key that is expected next."""
 
-    def __init__(self, prepare: Callable[[int], Item]) -> None:
+    def __init__(self, prepare: Callable[[Key], Item]) -> None:
         """Set what prepares an item; it runs in one thread at a time."""
         self._prepare = prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="one-ahead")
-        self._expected: tuple[int, Future[Item]] | None = None
+        self._expected: tuple[Key, Future[Item]] | None = None
 
-    def expect(self, key: int) -> None:
+    def expect(self, key: Key) -> None:
         """Start preparing the item of ``key``."""
         self._expected = (key, self._thread.submit(self._prepare, key))
 
-    def get(self, key: int) -> Item:
+    def get(self, key: Key) -> Item:
         """Return the item of ``key``, prepared before or now; raise what preparing it raised."""
         expected, self._expected = self._expected, None
         if expected is not None:

@@ -37,8 +37,9 @@ class SortedDraws:
     It takes 16 bytes a row while it sorts, 8 a row and epoch later, and seconds for 50M rows.
     """
 
-    def __init__(self, num_rows: int, seed: int) -> None:
-        """Set what decides the orders."""
+    def __init__(self, num_rows: int, seed: int, source: int = 0) -> None:
+        """Set what decides the orders; there was one source, whose key is 0."""
+        assert source == 0, source
         self._num_rows = num_rows
         self._seed = seed
         self._kept: dict[int, Int64Array] = {}
@@ -71,7 +72,7 @@ class Feistel:
     """
 
     def __init__(self, num_rows: int, seed: int, source: int = 0) -> None:
-        """Set what decides the orders; ``source`` is the index of the source among several."""
+        """Set what decides the orders; ``source`` is a key of the source among several."""
         self._num_rows = num_rows
         self._seed = seed
         self._source = source
@@ -88,13 +89,13 @@ class Feistel:
         )
 
 
-_VERSIONS: dict[int, Callable[[int, int], Shuffle]] = {1: SortedDraws, 2: Feistel}
+_VERSIONS: dict[int, Callable[[int, int, int], Shuffle]] = {1: SortedDraws, 2: Feistel}
 LATEST_ORDER = max(_VERSIONS)
 """The version of runs that begin now."""
 
 
-def shuffle_of(version: int, num_rows: int, seed: int) -> Shuffle:
-    """Return the orders of a table of ``num_rows`` rows in a version.
+def shuffle_of(version: int, num_rows: int, seed: int, source: int = 0) -> Shuffle:
+    """Return the orders of a table of ``num_rows`` rows in a version, for a key of its source.
 
     Raises:
         ValueError: this release does not know the version.
@@ -104,4 +105,4 @@ def shuffle_of(version: int, num_rows: int, seed: int) -> Shuffle:
             f"version {version} of the order of the data, expected 1 to {LATEST_ORDER}: a newer "
             "release of megatron_hdp made it, install that one"
         )
-    return _VERSIONS[version](num_rows, seed)
+    return _VERSIONS[version](num_rows, seed, source)

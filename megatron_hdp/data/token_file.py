@@ -1,4 +1,4 @@
-"""A Megatron ``.bin/.idx`` pair read with numpy alone: lengths now, tokens when asked for."""
+"""The tokens of a Megatron ``.bin/.idx`` pair, read with numpy alone and when asked for."""
 
 import hashlib
 import os
@@ -7,63 +7,61 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.index_file import (
-    Int64Array,
-    TokenFileError,
-    TokenFileNotFoundError,
-    read_document_index,
-)
+from megatron_hdp.data.document_index import read_document_index
+from megatron_hdp.data.index_file import Int64Array, TokenFileError, TokenFileNotFoundError
 
 _NUM_SAMPLES = 48
 _SAMPLE_BYTES = 4096
 
 
-class TokenFile:
-    """The documents of one ``PREFIX.bin`` / ``PREFIX.idx`` pair.
+class TokenReader:
+    """Reads tokens of one ``PREFIX.bin`` by their place in it.
 
-    The index is read and both files are checked at once; tokens are read when asked for, so a rank
-    touches only its own slices. The ``.bin`` is not memory-mapped: where a mapped file shrinks, the
-    kernel kills whoever touches what is gone (SIGBUS); a read says it.
+    It holds nothing but an open file. The ``.bin`` is not memory-mapped: where a mapped file
+    shrinks, the kernel kills whoever touches what is gone (SIGBUS); a read says it.
 
     Attributes:
-        prefix: path without ``.bin`` / ``.idx``.
-        lengths: ``int64[D]``, tokens of each document; a document that spans several ``.idx``
-            sequences is their sum. Empty documents keep their place.
+        prefix: path without ``.bin``.
         dtype: integer type of the tokens on disk.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """Open the pair.
+    def __init__(
+        self, prefix: str | os.PathLike[str], dtype: np.dtype[np.generic], num_bytes: int
+    ) -> None:
+        """Open the file.
+
+        Args:
+            prefix: path without ``.bin``.
+            dtype: integer type of the tokens, as the ``.idx`` says.
+            num_bytes: of the ``.bin`` that the ``.idx`` covers, at least.
 
         Raises:
-            TokenFileNotFoundError: the ``.idx`` or the ``.bin`` is missing.
-            TokenFileError: the ``.idx`` is malformed or promises more than the ``.bin`` holds.
+            TokenFileNotFoundError: the ``.bin`` is missing.
+            TokenFileError: it is shorter than that.
         """
         self.prefix = os.fspath(prefix)
+        self.dtype = dtype
         self._bin_path = self.prefix + ".bin"
-        index = read_document_index(self.prefix + ".idx")
-        self.lengths = index.lengths
-        self.dtype = index.dtype
-        self._pointers = index.pointers
-        self._num_bytes = index.num_bytes
+        self._num_bytes = num_bytes
         self._file = self._open()
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
 
-    def read(self, document: int, start: int, stop: int) -> Int64Array:
-        """Return tokens ``[start, stop)`` of a document as ``int64``.
+    def read(self, begin: int, count: int) -> Int64Array:
+        """Return ``count`` tokens from the one at place ``begin`` on, as ``int64``.
 
         Raises:
+            ValueError: they lie outside of what the ``.idx`` covers.
             TokenFileError: the ``.bin`` has become too short.
         """
-        if not 0 <= start <= stop <= self.lengths[document]:
+        num_tokens = self._num_bytes // self.dtype.itemsize
+        if not 0 <= begin <= begin + count <= num_tokens:
             raise ValueError(
-                f"tokens [{start}, {stop}) of document {document} of {self.prefix}: "
-                f"it has tokens [0, {self.lengths[document]})"
+                f"tokens [{begin}, {begin + count}) of {self._bin_path}: its .idx covers tokens "
+                f"[0, {num_tokens})"
             )
-        tokens = np.empty(stop - start, dtype=self.dtype)
-        place = int(self._pointers[document]) + start * self.dtype.itemsize
-        self._read_into(tokens.view(np.uint8), place)
+        tokens = np.empty(count, dtype=self.dtype)
+        self._read_into(tokens.view(np.uint8), begin * self.dtype.itemsize)
         return tokens.astype(np.int64, copy=False)
 
     def fingerprint(self) -> int:
@@ -112,3 +110,53 @@ class TokenFile:
             "the file is truncated or belongs to another .idx; copy it again or make the pair "
             "again with `megatron-hdp preprocess`"
         )
+
+
+class TokenFile:
+    """The documents of one ``PREFIX.bin`` / ``PREFIX.idx`` pair, with all their lengths in memory.
+
+    For commands that look at every document; a run takes a `TokenReader` and a sequence table,
+    which hold no memory of their own.
+
+    Attributes:
+        prefix: path without ``.bin`` / ``.idx``.
+        lengths: ``int64[D]``, tokens of each document; a document that spans several ``.idx``
+            sequences is their sum. Empty documents keep their place.
+        begins: ``int64[D]``, place of each document's first token in the ``.bin``, in tokens.
+        reader: of the tokens.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        """Open the pair, and check both files.
+
+        Raises:
+            TokenFileNotFoundError: the ``.idx`` or the ``.bin`` is missing.
+            TokenFileError: the ``.idx`` is malformed or promises more than the ``.bin`` holds.
+        """
+        self.prefix = os.fspath(prefix)
+        index = read_document_index(self.prefix + ".idx")
+        self.lengths = index.lengths
+        self.begins = index.begins
+        self.reader = TokenReader(self.prefix, index.dtype, index.num_bytes)
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Integer type of the tokens on disk."""
+        return self.reader.dtype
+
+    def read(self, document: int, start: int, stop: int) -> Int64Array:
+        """Return tokens ``[start, stop)`` of a document as ``int64``.
+
+        Raises:
+            TokenFileError: the ``.bin`` has become too short.
+        """
+        if not 0 <= start <= stop <= self.lengths[document]:
+            raise ValueError(
+                f"tokens [{start}, {stop}) of document {document} of {self.prefix}: "
+                f"it has tokens [0, {self.lengths[document]})"
+            )
+        return self.reader.read(int(self.begins[document]) + start, stop - start)
+
+    def fingerprint(self) -> int:
+        """As `TokenReader.fingerprint`."""
+        return self.reader.fingerprint()

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from megatron_hdp.data.index_file import (
     HEADER_BYTES,
+    IndexFile,
     Int64Array,
     TokenFileError,
     pack_header,
-    read_header,
 )
 
 Int32Array = npt.NDArray[np.int32]
@@ -216,14 +216,15 @@ class _Shard:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.dtype, self._num_documents, num_borders = read_header(prefix + ".idx")
+        index = IndexFile(prefix + ".idx")
+        self.dtype, self._num_documents = index.dtype, index.num_sequences
         num_tokens = sum(int(part.sum(dtype=np.int64)) for part in self)
         found, expected = os.path.getsize(prefix + ".bin"), num_tokens * self.dtype.itemsize
-        if num_borders != self._num_documents + 1 or found != expected:
+        if index.num_documents != self._num_documents or found != expected:
             raise TokenFileError(
-                f"{prefix}.bin has {found:,} bytes and its .idx {num_borders:,} borders of "
-                f"{self._num_documents:,} sequences, expected {expected:,} bytes and a document a "
-                "sequence: it is damaged or of another kind; make it again"
+                f"{prefix}.bin has {found:,} bytes and its .idx {index.num_documents:,} documents "
+                f"of {self._num_documents:,} sequences, expected {expected:,} bytes and a document "
+                "a sequence: it is damaged or of another kind; make it again"
             )
 
     def __iter__(self) -> Iterator[Int32Array]:

@@ -52,12 +52,34 @@ class Tokenizer(Protocol):
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template that comes with the tokenizer and writes conversations as text."""
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of special tokens by the names that chat templates give them: ``bos_token`` ..."""
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text; of an unknown one the id that stands for such."""
+
+    def tokenize_markup(self, text: str) -> tuple[Int64Array, Int64Array]:
+        """Return the ids of a text that may hold special tokens, and where each of them begins.
+
+        Special tokens written in the text become their ids; none is added. Places count characters
+        and never fall.
+
+        Raises:
+            ValueError: the tokenizer does not tell places.
+        """
+
 
 class ByteTokenizer:
     """The 256 byte values and one end-of-document id: 257 entries, nothing to download."""
 
     vocab_size = 257
     eod = 256
+    chat_template: str | None = None
 
     def tokenize(self, text: str) -> Int64Array:
         """Return the text's UTF-8 bytes; what has no encoding (lone surrogates) becomes ``?``."""
@@ -79,6 +101,21 @@ class ByteTokenizer:
         """Return the text of the bytes; end-of-document ids are left out."""
         kept = [token for token in tokens if token != self.eod]
         return bytes(kept).decode("utf-8", errors="replace")
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Return none: the end-of-document id has no text."""
+        return {}
+
+    def id_of(self, token: str) -> int | None:
+        """Return the byte of a text of one byte."""
+        raw = token.encode("utf-8", errors="replace")
+        return raw[0] if len(raw) == 1 else None
+
+    def tokenize_markup(self, text: str) -> tuple[Int64Array, Int64Array]:
+        """Return the bytes; those of one character begin where it does."""
+        ids = self.tokenize(text)
+        return ids, np.cumsum(ids & 0xC0 != 0x80, dtype=np.int64) - 1
 
 
 class HuggingFaceTokenizer:
@@ -170,6 +207,48 @@ class HuggingFaceTokenizer:
         """Return the text of ids."""
         return str(self._tokenizer.decode(list(map(int, tokens))))
 
+    @property
+    def chat_template(self) -> str | None:
+        """Return the template of ``chat_template.jinja`` or ``tokenizer_config.json``.
+
+        Raises:
+            ValueError: there are several and none is named ``default``.
+        """
+        found = self._tokenizer.chat_template
+        if not isinstance(found, dict):
+            return None if found is None else str(found)
+        if "default" not in found:
+            raise ValueError(
+                f"the tokenizer has chat templates named {', '.join(sorted(found))}, expected one "
+                "named default: give the one to use as a file"
+            )
+        return str(found["default"])
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Return those that the tokenizer names."""
+        named = self._tokenizer.special_tokens_map
+        return {name: str(text) for name, text in named.items() if not isinstance(text, list)}
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text, or of the unknown token if there is one."""
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        return None if found is None else int(found)
+
+    def tokenize_markup(self, text: str) -> tuple[Int64Array, Int64Array]:
+        """Return ids and first characters, as the library tells them."""
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"tokenizer {type(self._tokenizer).__name__} does not tell where tokens begin: "
+                "expected a fast one, with a tokenizer.json in its folder"
+            )
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        ids = np.asarray(found["input_ids"], dtype=np.int64)
+        return ids, np.maximum.accumulate(places[:, 0])
+
     def identity(self) -> str:
         """What its ids depend on: the contents of a folder, or what was downloaded."""
         if os.path.isdir(self._path):
@@ -200,6 +279,7 @@ class TiktokenTokenizer:
         self._name = name
         self.vocab_size = int(self._encoding.n_vocab)
         self.eod = int(self._encoding.eot_token)
+        self.chat_template: str | None = None
 
     def __reduce__(self) -> tuple[type["TiktokenTokenizer"], tuple[str]]:
         """Another process loads it by name."""
@@ -222,6 +302,24 @@ class TiktokenTokenizer:
     def detokenize(self, tokens: Int64Array | list[int]) -> str:
         """Return the text of ids."""
         return str(self._encoding.decode(list(map(int, tokens))))
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Return the text of the end-of-document id."""
+        return {"eos_token": self.detokenize([self.eod])}
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text."""
+        try:
+            return int(self._encoding.encode_single_token(token))
+        except KeyError:
+            return None
+
+    def tokenize_markup(self, text: str) -> tuple[Int64Array, Int64Array]:
+        """Return ids and first characters; a token in the middle of one begins where it does."""
+        ids = self._encoding.encode(text, allowed_special="all")
+        _, places = self._encoding.decode_with_offsets(ids)
+        return np.asarray(ids, dtype=np.int64), np.asarray(places, dtype=np.int64)
 
 
 def build_tokenizer(specification: str) -> Tokenizer:

@@ -52,6 +52,12 @@ class HdpOptions:
         choices=("error", "truncate", "split"),
         help="What to do with a document longer than --seq-length.",
     )
+    hdp_data: Path | None = option(
+        None,
+        metavar="FILE",
+        help="YAML file of the data, instead of --data-path and its kin: sources, their weights "
+        "and the longest sequence over time, held-out validation.",
+    )
     hdp_cost_model: Path | None = option(
         None,
         metavar="FILE",

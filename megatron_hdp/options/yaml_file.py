@@ -1,8 +1,4 @@
-"""A YAML file is flags written vertically: argparse stays the only parser.
-
-Scalars are read as they are written. YAML 1.1 would make 8 of ``010``, 90 of ``1:30`` and False of
-``no``; here they are the texts that they are on a command line.
-"""
+"""A YAML file is flags written vertically: argparse stays the only parser."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,19 +8,18 @@ import yaml
 
 from megatron_hdp.options.declaration import OptionError, flag_of
 from megatron_hdp.options.parser import RESEMBLANCE, did_you_mean, nearest
+from megatron_hdp.options.yaml_nodes import (
+    PLAIN_TAGS,
+    AsWritten,
+    is_nothing,
+    is_text,
+    shown,
+    switch_of,
+)
 
 _PARTS = "config"  # of a YAML file: further files, whose keys its own win over
 _SLIP = 0.9  # difflib's ratio, above which a name is misspelt
-_SWITCH = {"true": True, "false": False}
-_NOTHING = ("", "~", "null")
 _MOST_PARTS = 50  # files that lead from one to the next
-_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
-
-
-class _AsWritten(yaml.SafeLoader):
-    """Resolves no scalar: each is the text that stands in the file."""
-
-    yaml_implicit_resolvers = {}
 
 
 def yaml_to_argv(
@@ -81,7 +76,7 @@ def yaml_to_argv(
 def _read(path: Path, including: tuple[Path, ...]) -> yaml.MappingNode | None:
     """The file's one mapping as it is written; None for an empty file."""
     try:
-        node = yaml.compose(path.read_bytes(), Loader=_AsWritten)
+        node = yaml.compose(path.read_bytes(), Loader=AsWritten)
     except OSError as error:
         given = f"{including[-1]}: {_PARTS}" if including else "--config"
         raise OptionError(f"{given} {path}: {error.strerror}: give the path of a file") from None
@@ -91,10 +86,10 @@ def _read(path: Path, including: tuple[Path, ...]) -> yaml.MappingNode | None:
         raise OptionError(
             f"{path}: found lists or sections nested hundreds of levels deep, expected flags"
         ) from None
-    if node is None or (isinstance(node, yaml.ScalarNode) and _is_nothing(node)):
+    if node is None or (isinstance(node, yaml.ScalarNode) and is_nothing(node)):
         return None
     if not isinstance(node, yaml.MappingNode):
-        raise OptionError(f"{path}: found {_shown(node)}, expected keys and values")
+        raise OptionError(f"{path}: found {shown(node)}, expected keys and values")
     return node
 
 
@@ -105,7 +100,7 @@ def _pairs(path: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.No
         if not isinstance(key_node, yaml.ScalarNode):
             line = key_node.start_mark.line + 1
             raise OptionError(
-                f"{path}, line {line}: found {_shown(key_node)} as a key, expected a flag's name"
+                f"{path}, line {line}: found {shown(key_node)} as a key, expected a flag's name"
             )
         key = key_node.value
         if other := seen.get(flag_of(key)):
@@ -119,9 +114,9 @@ def _parts(path: Path, names: yaml.Node | None, including: tuple[Path, ...]) -> 
     if names is None:
         return []
     texts = [names] if isinstance(names, yaml.ScalarNode) else names.value
-    if isinstance(names, yaml.MappingNode) or not all(_is_text(text) for text in texts):
+    if isinstance(names, yaml.MappingNode) or not all(is_text(text) for text in texts):
         raise OptionError(
-            f"{path}: {_PARTS}: found {_shown(names)}, expected a file or a list of files"
+            f"{path}: {_PARTS}: found {shown(names)}, expected a file or a list of files"
         )
     if len(including) >= _MOST_PARTS:
         raise OptionError(
@@ -157,12 +152,12 @@ def _arguments(
     parser: argparse.ArgumentParser, action: argparse.Action, flag: str, value: yaml.Node
 ) -> list[str]:
     """Return the arguments that give ``value`` to ``flag``, having checked its type."""
-    if value.tag not in _PLAIN_TAGS:
+    if value.tag not in PLAIN_TAGS:
         raise ValueError(f"found the tag {value.tag}, expected the value alone")
     if action.nargs == 0:
-        wanted = _switch_of(value)
+        wanted = switch_of(value)
         if wanted is None:
-            raise ValueError(f"found {_shown(value)}, expected true or false")
+            raise ValueError(f"found {shown(value)}, expected true or false")
         return [flag if wanted else _opposite(parser, action)]
     if isinstance(value, yaml.SequenceNode):
         if action.nargs is None:
@@ -186,49 +181,24 @@ def _one_of_many(action: argparse.Action, value: yaml.Node) -> str:
     """Return one of several values of a flag, which argparse must not take for a flag."""
     text = _checked(action, value)
     if text.startswith("-") and action.type in (None, str):
-        raise ValueError(f"found {_shown(value)}, which begins like a flag: write ./ before a path")
+        raise ValueError(f"found {shown(value)}, which begins like a flag: write ./ before a path")
     return text
 
 
 def _checked(action: argparse.Action, value: yaml.Node) -> str:
     """Return ``value`` as the text of an argument."""
     expected = f"expected a value of type {_type_name(action)}"
-    if not _is_text(value):
-        raise ValueError(f"found {_shown(value)}, {expected}")
+    if not is_text(value):
+        raise ValueError(f"found {shown(value)}, {expected}")
     text: str = value.value
     try:
         converted = action.type(text) if callable(action.type) else text
     except ValueError:
-        raise ValueError(f"found {_shown(value)}, {expected}") from None
+        raise ValueError(f"found {shown(value)}, {expected}") from None
     if action.choices and converted not in action.choices:
         choices = " or ".join(map(str, action.choices))
-        raise ValueError(f"found {_shown(value)}, expected {choices}")
+        raise ValueError(f"found {shown(value)}, expected {choices}")
     return text
-
-
-def _is_text(value: yaml.Node) -> bool:
-    """Whether it is a scalar that says something and is no switch's."""
-    if not isinstance(value, yaml.ScalarNode) or value.tag not in _PLAIN_TAGS:
-        return False
-    return not _is_nothing(value) and _switch_of(value) is None and "\0" not in value.value
-
-
-def _is_nothing(value: yaml.ScalarNode) -> bool:
-    return value.style is None and value.value.lower() in _NOTHING
-
-
-def _switch_of(value: yaml.Node) -> bool | None:
-    if not isinstance(value, yaml.ScalarNode) or value.style is not None:
-        return None
-    return _SWITCH.get(value.value.lower())
-
-
-def _shown(value: yaml.Node) -> str:
-    if not isinstance(value, yaml.ScalarNode):
-        return "a list" if isinstance(value, yaml.SequenceNode) else "keys and values"
-    if _is_nothing(value):
-        return "nothing"
-    return repr(value.value if len(value.value) <= 60 else value.value[:60] + "...")
 
 
 def _type_name(action: argparse.Action) -> str:

@@ -26,9 +26,10 @@ TO_HOST = "copy to the host"
 TO_DEVICE = "copy to the device"
 AGREEMENT = "agreement of all ranks"
 DEVICE_WAIT = "wait for the device"
-WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC, AGREEMENT, DEVICE_WAIT})
+MEETING = "wait for ranks that prepare their data"
+WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC, AGREEMENT, DEVICE_WAIT, MEETING})
 """What a main thread does while it may wait for other ranks. On a GPU the thread itself passes the
-first three at once; it stands in the last two, for what the device waits for."""
+first three at once; it stands in the others, of the device's for what that waits for."""
 
 
 @dataclass(frozen=True)

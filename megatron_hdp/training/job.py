@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_hdp.data import DataOrder, TokenFile, Tokenizer, build_tokenizer, split_documents
+from megatron_hdp.data import DataOrder, Tokenizer, build_tokenizer
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
@@ -23,10 +24,11 @@ from megatron_hdp.megatron.step import (
     build_datasets,
     build_executor,
     cost_model_of,
+    open_split,
+    split_specs,
+    tokenizer_of,
 )
 from megatron_hdp.runtime.timeline import Timeline
-
-_TOKENIZER_PREFIX = {"HuggingFaceTokenizer": "hf:", "TikTokenizer": "tiktoken:"}
 
 
 class Steps(Protocol):
@@ -34,12 +36,16 @@ class Steps(Protocol):
 
     order: DataOrder
 
-    def follow(self, order_version: int) -> None:
-        """Draws in the version of the order that the run began with; before its first step here."""
+    def follow(self, order: DataOrder) -> None:
+        """Draws each source in the order that its run began with; before the first step here."""
         ...
 
-    def run(self, consumed: int, forward_only: bool = False) -> StepReport:
-        """Runs the step that begins after `consumed` sequences."""
+    def run(self, position: Position, forward_only: bool = False) -> StepReport:
+        """Runs the step that begins at a position, unless it is over there."""
+        ...
+
+    def is_over(self, position: Position) -> bool:
+        """Whether every source of the data has ended, so that no step begins at a position."""
         ...
 
     def non_finite_gradients(self) -> tuple[str, ...]:
@@ -80,12 +86,12 @@ class Job:
         Every rank must call it, before the first step.
         """
         progress = self.checkpoints.load()
-        version = self.state.order.version
-        if version != self.training.order.version:
-            parallel.say(self.state.order.announcement)
-            self.training.follow(version)
+        for line in self.state.announcements:
+            parallel.say(line)
+        if self.state.order != self.training.order:
+            self.training.follow(self.state.order)
             if self.validation is not None:
-                self.validation.follow(version)
+                self.validation.follow(self.state.order)
         return progress
 
     def close(self) -> None:
@@ -102,9 +108,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         arguments: of the run.
         timeline: where this rank's time will be noted.
     """
-    model_name = arguments.tokenizer_model or ""
-    prefix = _TOKENIZER_PREFIX.get(arguments.tokenizer_type)
-    tokenizer = build_tokenizer(prefix + model_name if prefix else arguments.tokenizer_type)
+    tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
     model = build_gpt(arguments, tokenizer.vocab_size)
     optimizer = build_optimizer(arguments, model)
     scheduler = build_scheduler(arguments, optimizer)
@@ -130,19 +134,23 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
 def _hdp_steps(
     arguments: TrainingArguments, model: Any, tokenizer: Tokenizer, timeline: Timeline
 ) -> tuple[Steps, Steps | None]:
-    token_file = TokenFile(arguments.data_path[0])
-    train, valid, _ = split_documents(len(token_file.lengths), arguments.split)
+    specs = split_specs(arguments)
+    if arguments.eval_iters and "valid" not in specs:
+        raise ValueError(
+            f"--eval-iters {arguments.eval_iters}: found no data to validate on, expected some: "
+            "add validation to the file of --hdp-data, or --valid-data-path, or leave it out"
+        )
     executor = build_executor(arguments, model, timeline)
     cost_model = cost_model_of(arguments, executor)
 
-    def steps(documents: range) -> HdpSteps:
-        return HdpSteps(
-            arguments, executor, cost_model, token_file, documents, tokenizer.vocab_size
-        )
+    def steps(split: str) -> HdpSteps:
+        corpus = open_split(arguments, specs[split])
+        return HdpSteps(arguments, executor, cost_model, corpus, tokenizer.vocab_size)
 
-    training = steps(train)
-    parallel.say(training.describe("to train on"))
-    return training, steps(valid) if arguments.eval_iters else None
+    training = steps("train")
+    for line in training.describe("to train on"):
+        parallel.say(line)
+    return training, steps("valid") if arguments.eval_iters else None
 
 
 def _stock_steps(

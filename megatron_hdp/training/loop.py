@@ -12,10 +12,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields
 
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.state import Progress
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import NonFiniteError, StepReport, non_finite_parameters
+from megatron_hdp.megatron.step import (
+    EvaluationLoss,
+    NonFiniteError,
+    StepReport,
+    non_finite_parameters,
+)
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT, CHECKPOINT, OPTIMIZER, START, Timeline
@@ -72,7 +78,7 @@ def _train(
         stop = signals.agreed(parallel.compute_device())
         if stop is not None:
             parallel.say(f"{stop.name} received: the job ends before its first step")
-        while progress.iteration < arguments.train_iters and stop is None:
+        while not _is_done(job, progress) and stop is None:
             heartbeat.begin_step(progress.iteration + 1)
             metrics, progress = _train_step(job, outputs, progress)
             records.append(metrics)
@@ -80,6 +86,11 @@ def _train(
                 parallel.say(log_line(metrics, arguments.train_iters))
             stop = signals.agreed(parallel.compute_device())
             _save_if_due(job, progress, stop)
+        if stop is None and progress.iteration < arguments.train_iters:
+            parallel.say(
+                "every source of the data has ended: the job ends after iteration "
+                f"{progress.iteration} of {arguments.train_iters}"
+            )
     return records
 
 
@@ -99,7 +110,7 @@ def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[Ste
     started = time.perf_counter()
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
-    report = job.training.run(progress.consumed_sequences)
+    report = job.training.run(progress.position)
     _require_finite_loss(report, f"step {step}")
     _require_finite_gradients(job, report, step)
     learning_rate = job.optimizer.param_groups[0]["lr"]
@@ -116,26 +127,25 @@ def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[Ste
         learning_rate=learning_rate,
         consumed_tokens=progress.consumed_tokens + report.tokens,
         seconds=seconds,
-        validation_loss=_validate(job, step),
+        validation=_validate(job, step),
     )
-    return metrics, Progress(step, report.consumed_after, metrics.consumed_tokens)
+    return metrics, Progress(step, report.position_after, metrics.consumed_tokens)
 
 
-def _validate(job: Job, step: int) -> float | None:
+def _validate(job: Job, step: int) -> EvaluationLoss | None:
     """Mean loss over `eval_iters` validation batches, on the steps that are due."""
     arguments = job.arguments
     if job.validation is None or step % arguments.eval_interval:
         return None
     job.model.eval()
-    consumed, loss_sum, loss_tokens = 0, 0.0, 0
+    position, reports = Position(), []
     for batch in range(arguments.eval_iters):
-        report = job.validation.run(consumed, forward_only=True)
+        report = job.validation.run(position, forward_only=True)
         _require_finite_loss(report, f"batch {batch + 1} of the validation after step {step}")
-        consumed = report.consumed_after
-        loss_sum += report.loss * report.loss_tokens
-        loss_tokens += report.loss_tokens
+        position = report.position_after
+        reports.append(report)
     job.model.train()
-    return loss_sum / max(loss_tokens, 1)
+    return EvaluationLoss.of(reports)
 
 
 def _require_finite_loss(report: StepReport, what: str) -> None:
@@ -167,12 +177,19 @@ def _non_finite(what: str, where: Sequence[str]) -> NonFiniteError:
     )
 
 
+def _is_done(job: Job, progress: Progress) -> bool:
+    """Whether no step follows."""
+    if progress.iteration >= job.arguments.train_iters:
+        return True
+    return job.training.is_over(progress.position)
+
+
 def _save_if_due(job: Job, progress: Progress, stop: signal.Signals | None) -> None:
     arguments, iteration = job.arguments, progress.iteration
     if stop is not None:
         place = "without --save, nothing is saved" if arguments.save is None else "saving first"
         parallel.say(f"{stop.name} received: the job ends after iteration {iteration}, {place}")
-    last = stop is not None or iteration == arguments.train_iters
+    last = stop is not None or _is_done(job, progress)
     due = arguments.save_interval and iteration % arguments.save_interval == 0
     with job.timeline.span(CHECKPOINT):
         job.checkpoints.poll()

@@ -7,16 +7,16 @@ for what the evaluation will find, so that its line can be completed in place.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
 import orjson
 
-from megatron_hdp.megatron.step import StepFigures, StepReport
+from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport, words_by_source
 
 _BEGINNING = b'{"'  # of a step's line
 _ROOM = 64  # bytes: a validation loss instead of null, or its name among those not finite
@@ -47,6 +47,8 @@ class StepMetrics(StepFigures):
     """The same per rank; the log's ``throughput per GPU (TFLOP/s/GPU)``."""
     validation_loss: float | None = None
     """Nats; only on steps that ended with an evaluation."""
+    validation_sources: Mapping[str, float] | None = None
+    """The same by source of the data, where they are known."""
 
     @classmethod
     def of_report(
@@ -64,17 +66,23 @@ class StepMetrics(StepFigures):
         return cls(
             **{item.name: getattr(report, item.name) for item in fields(StepFigures)},
             **more,
-            consumed_sequences=report.consumed_after,
+            consumed_sequences=report.position_after.sequences,
             seconds=seconds,
             tokens_per_second=report.tokens / seconds,
             model_flops_per_second=model_flops / seconds,
             model_flops_per_second_per_rank=model_flops / seconds / num_ranks,
         )
 
+    def validated(self, found: EvaluationLoss) -> Self:
+        """Return the metrics with the losses of the evaluation that the step ended with."""
+        return replace(
+            self, validation_loss=found.loss, validation_sources=dict(found.sources) or None
+        )
+
     def to_json(self) -> bytes:
         """Return the object on one line; NaN and infinity are null and named in ``non_finite``."""
         record = asdict(self)
-        non_finite = [key for key, value in record.items() if _is_non_finite(value)]
+        non_finite = [key for key, value in self.scalars().items() if not math.isfinite(value)]
         if non_finite:
             record["non_finite"] = non_finite
         return orjson.dumps(record)
@@ -120,15 +128,17 @@ class MetricsLogger:
             self._writer = self._new_writer()
         if self._file is not None:
             line = metrics.to_json()
-            self._latest = self._file.seek(0, os.SEEK_END), len(line) + (0 if is_whole else _ROOM)
+            room = 0 if is_whole else _room_for(metrics)
+            self._latest = self._file.seek(0, os.SEEK_END), len(line) + room
             self._put(line)
-        self._add_scalars({key: v for key, v in asdict(metrics).items() if key != "step"}, metrics)
+        self._add_scalars(metrics.tagged(), metrics.step)
 
     def complete(self, metrics: StepMetrics) -> None:
         """Write the latest step's metrics again, now with its validation loss, in their place."""
         if self._file is not None:
             self._put(metrics.to_json())
-        self._add_scalars({"validation_loss": metrics.validation_loss}, metrics)
+        found = {key: v for key, v in metrics.tagged().items() if key.startswith("validation")}
+        self._add_scalars(found, metrics.step)
 
     def _put(self, line: bytes) -> None:
         """Write the latest step's line at its place, in one go, padded to the room that it has."""
@@ -140,12 +150,12 @@ class MetricsLogger:
             self._file.write(line.ljust(room) + b"\n")
             self._file.flush()
 
-    def _add_scalars(self, values: dict[str, float | None], metrics: StepMetrics) -> None:
+    def _add_scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._writer is None:
             return
         for key, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(key.replace("_", "-"), value, metrics.step)
+            if key != "step":
+                self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -174,6 +184,8 @@ def log_line(metrics: StepMetrics, train_iters: int) -> str:
             parts.append(f"{label}: {value:{form}}")
     if metrics.micro_batches_max is not None:
         parts.append(f"micro-batches: {metrics.micro_batches_min}-{metrics.micro_batches_max}")
+    if metrics.sources is not None and len(metrics.sources) > 1:
+        parts.append(f"loss (share) by source: {words_by_source(metrics.sources)}")
     if metrics.validation_loss is not None:
         parts.append(f"validation loss: {metrics.validation_loss:.6E}")
     return " " + " | ".join(parts) + " |"
@@ -203,8 +215,9 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _is_non_finite(value: float | None) -> bool:
-    return value is not None and not math.isfinite(value)
+def _room_for(metrics: StepMetrics) -> int:
+    """Return bytes that an evaluation may add to a line."""
+    return _ROOM + sum(_ROOM + len(orjson.dumps(name)) for name in metrics.sources or ())
 
 
 def _steps_before(first_step: int, path: Path) -> bytes:

@@ -5,7 +5,6 @@ The same for this package's own loop and for Megatron-LM's, which writes its log
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import HdpSteps, StepReport
+from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.job import Steps
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
@@ -63,12 +62,18 @@ class StepOutputs:
             self._steps.draw_plan(Path(arguments.hdp_plot_plan), title)
 
     def write(
-        self, report: StepReport, *, validation_follows: bool = False, **figures: Any
+        self,
+        report: StepReport,
+        *,
+        validation: EvaluationLoss | None = None,
+        validation_follows: bool = False,
+        **figures: Any,
     ) -> StepMetrics:
         """Writes the metrics of a step that has ended, and returns them.
 
         Args:
             report: what it did.
+            validation: of the evaluation that it ended with.
             validation_follows: whether `add_validation_loss` will complete them.
             figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
         """
@@ -78,14 +83,16 @@ class StepOutputs:
             num_ranks=dist.get_world_size(),
             **figures,
         )
+        if validation is not None:
+            metrics = metrics.validated(validation)
         self._logger.write(metrics, is_whole=not validation_follows)
         self._to_validate = metrics if validation_follows else None
         return metrics
 
-    def add_validation_loss(self, loss: float) -> None:
+    def add_validation_loss(self, found: EvaluationLoss) -> None:
         """Completes the latest step's metrics, once, if that was said when they were written."""
         if self._to_validate is not None:
-            self._logger.complete(replace(self._to_validate, validation_loss=loss))
+            self._logger.complete(self._to_validate.validated(found))
             self._to_validate = None
 
     def close(self) -> None:

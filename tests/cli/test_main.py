@@ -13,7 +13,14 @@ HEAVY = ("torch", "megatron", "numpy", "matplotlib", "transformers")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan", "--help"], ["check", "--help"], ["preprocess", "--help"], ["--version"]]
+    "arguments",
+    [
+        ["plan", "--help"],
+        ["check", "--help"],
+        ["preprocess", "--help"],
+        ["data", "plan", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments):
     script = f"""
@@ -51,7 +58,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["simulat"], ["plan"], ["plan", "--lengths", "x", "--ranks", "two"]]
+    "arguments", [[], ["simulat"], ["plan"], ["data"], ["plan", "--lengths", "x", "--ranks", "two"]]
 )
 def test_wrong_flags_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as leaving:

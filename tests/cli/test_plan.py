@@ -9,8 +9,8 @@ import pytest
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.cli.plan import STRATEGIES
-from megatron_hdp.cli.plan_report import num_bytes, seconds
 from megatron_hdp.cli.planning import COMPARED
+from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
 
@@ -361,7 +361,7 @@ def test_the_flag_offers_the_strategies_there_are():
 
 
 def test_the_help_names_the_models_there_are():
-    from megatron_hdp.cli.plan import _MODELS
+    from megatron_hdp.cli.shared.ranks import _MODELS
     from megatron_hdp.planner.models import MODELS
 
     named = _MODELS.split(", ")

@@ -31,7 +31,9 @@ def patch_bytes(path, offset, new):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8, np.int64])
 @pytest.mark.parametrize("sequence_length", [None, 1, 2])
-def test_reads_documents_written_by_megatron(tmp_path, dtype, sequence_length):
+@pytest.mark.parametrize("piece", [1, 2, 2**18])
+def test_reads_documents_written_by_megatron(tmp_path, monkeypatch, dtype, sequence_length, piece):
+    monkeypatch.setattr("megatron_hdp.data.index_file._PIECE", piece)
     file = TokenFile(write_pair(tmp_path / "data", dtype=dtype, sequence_length=sequence_length))
     assert file.dtype == dtype
     assert file.lengths.tolist() == [3, 0, 1, 5]
@@ -65,6 +67,14 @@ def test_only_empty_documents(tmp_path):
     file = TokenFile(write_pair(tmp_path / "data", [[], []]))
     assert file.lengths.tolist() == [0, 0]
     assert file.read(1, 0, 0).tolist() == []
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (0, 10), (9, 1), (3, -1)])
+def test_reading_outside_what_the_index_covers_is_refused(tmp_path, span):
+    reader = TokenFile(write_pair(tmp_path / "data")).reader
+    assert reader.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    with pytest.raises(ValueError, match=r"data\.bin: its \.idx covers tokens \[0, 9\)"):
+        reader.read(*span)
 
 
 @pytest.mark.parametrize("span", [(-1, 1), (0, 4), (2, 1)])
@@ -132,7 +142,10 @@ BORDERS_AT = POINTERS_AT + 3 * 8
         (BORDERS_AT + 4 * 8, struct.pack("<q", 2), "document borders"),
     ],
 )
-def test_damaged_idx(tmp_path, offset, new, message):
+@pytest.mark.parametrize("piece", [1, 2, 2**18])
+def test_damaged_idx(tmp_path, monkeypatch, offset, new, message, piece):
+    monkeypatch.setattr("megatron_hdp.data.index_file._PIECE", piece)
+    monkeypatch.setattr("megatron_hdp.data.index_checks._PIECE", piece)
     prefix = write_pair(tmp_path / "data")
     patch_bytes(tmp_path / "data.idx", offset, new)
     with pytest.raises(TokenFileError, match=message):
@@ -187,13 +200,13 @@ def test_a_bin_that_is_cut_while_it_is_read_is_an_error(tmp_path):
 
 def test_an_idx_that_is_cut_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     prefix = write_pair(tmp_path / "data")
-    read = np.fromfile
+    read = os.preadv
 
-    def cut_first(stream, **options):
+    def cut_first(*args):
         os.truncate(f"{prefix}.idx", 50)
-        return read(stream, **options)
+        return read(*args)
 
-    monkeypatch.setattr(np, "fromfile", cut_first)
+    monkeypatch.setattr(os, "preadv", cut_first)
     with pytest.raises(TokenFileError, match=r"data\.idx ended at byte 50 while it was read"):
         TokenFile(prefix)
 

@@ -1,11 +1,13 @@
 """Damaged ``.idx`` files: they open as they are or are refused by name; reading never crashes."""
 
 import random
+from unittest import mock
 
 import numpy as np
 
 from megatron_hdp.data import TokenFile, TokenFileError
 from tests.data.test_token_file import write_pair
+from tests.support.index_reference import documents_of
 
 DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 
@@ -33,20 +35,35 @@ def damaged(raw, draw):
 
 
 def check(folder, seed):
-    """One damaged pair; returns whether it opened."""
+    """One damaged pair, read in pieces of a few; returns whether it opened."""
     draw = random.Random(seed)
+    few = draw.choice([1, 2, 3, 100])
+    with (
+        mock.patch("megatron_hdp.data.index_file._PIECE", few),
+        mock.patch("megatron_hdp.data.index_checks._PIECE", few),
+    ):
+        return check_in_pieces(folder, seed, draw)
+
+
+def check_in_pieces(folder, seed, draw):
+    """The same, in pieces of one size."""
     documents = [[draw.randrange(200)] * draw.randrange(9) for _ in range(draw.randrange(1, 9))]
     length = draw.choice([None, 1, 3])
     prefix = write_pair(folder / "data", documents, draw.choice(DTYPES), length)
     path = folder / "data.idx"
     path.write_bytes(damaged(path.read_bytes(), draw))
     size = (folder / "data.bin").stat().st_size
+    expected = documents_of(path.read_bytes(), size)
     try:
         file = TokenFile(prefix)
     except TokenFileError as error:
         assert prefix in str(error), (seed, error)
+        assert expected is None, (seed, error)
         return False
     file.fingerprint()
+    assert expected is not None, seed
+    found = zip(file.begins.tolist(), file.lengths.tolist(), strict=True)
+    assert [one for one in found if one[1]] == [one for one in expected if one[1]], seed
     num_bytes = 0
     for document, tokens in enumerate(file.lengths.tolist()):
         assert len(file.read(document, 0, tokens)) == tokens, seed

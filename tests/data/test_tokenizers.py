@@ -132,6 +132,35 @@ def test_bad_specification(specification):
         build_tokenizer(specification)
 
 
+def test_places_of_bytes():
+    ids, places = ByteTokenizer().tokenize_markup("aé€😀\ud800b")
+    assert bytes(ids.tolist()) == "aé€😀?b".encode()
+    assert places.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5]
+    assert [len(one) for one in ByteTokenizer().tokenize_markup("")] == [0, 0]
+    assert (ByteTokenizer().id_of("a"), ByteTokenizer().id_of("ab")) == (97, None)
+    assert (ByteTokenizer().chat_template, ByteTokenizer().special_tokens) == (None, {})
+
+
+def test_markup_of_hugging_face(hugging_face_folder):
+    tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
+    ids, places = tokenizer.tokenize_markup("def  f</s>g")
+    assert ids.tolist() == [2, 3, 1, 0]
+    assert places.tolist() == [0, 5, 6, 10]
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "unk_token": "[UNK]"}
+    assert (tokenizer.id_of("</s>"), tokenizer.id_of("unknown")) == (1, 0)
+    assert tokenizer.chat_template is None
+
+
+def test_markup_of_tiktoken(tiny_encoding):
+    tokenizer = build_tokenizer("tiktoken:tiny")
+    ids, places = tokenizer.tokenize_markup("é<|endoftext|>a")
+    assert ids.tolist() == [0xC3, 0xA9, 256, 97]
+    assert places.tolist() == [0, 0, 1, 14]
+    assert (tokenizer.id_of("<|endoftext|>"), tokenizer.id_of("none")) == (256, None)
+    assert tokenizer.special_tokens == {"eos_token": "<|endoftext|>"}
+    assert tokenizer.chat_template is None
+
+
 def same_as_one_by_one(tokenizer):
     batch = tokenizer.tokenize_batch(DOCUMENTS)
     alone = [

@@ -33,10 +33,12 @@ TRAIN = (
     "torchrun --nproc-per-node {} -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
     "--hybrid-data-parallel --data-path data/corpus {}"
 )
+DATA_PLAN = "megatron-hdp data plan mix.yaml --steps 60 --hdp-global-batch-tokens 2048"
 SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
     "./scripts/quickstart.sh": Elsewhere("tests/scripts/test_quickstart.py::test_quickstart"),
+    "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
     "./scripts/test.sh --slow": NotHere("hours; the same script as without the flag"),
@@ -63,11 +65,18 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),
+    "megatron-hdp data prepare mix.yaml": COMMAND,
+    "megatron-hdp data describe mix.yaml": COMMAND,
+    f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
+    f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
     "python scripts/bench_data.py": Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run"),
+    "python scripts/bench_data.py --tables 1000000 50000000 200000000 --sparse 1000000000": (
+        Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables")
+    ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),

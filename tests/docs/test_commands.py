@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_hdp.cli.main import main
+from megatron_hdp.data.mixture import read_data_file
 from megatron_hdp.megatron.options import build_parser, parse_arguments
 from megatron_hdp.options import yaml_to_argv
 from megatron_hdp.training.loop import pretrain
@@ -44,6 +45,8 @@ def folder(tmp_path_factory):
     texts = ["x" * length for length in (250, 120, 100, 80, 60, 50, 40, 30, 20, 10)] * 10
     lines = [json.dumps({"text": text}) for text in texts]
     (path / "corpus.jsonl").write_text("\n".join(lines))
+    (mix,) = (block.text for block in all_blocks() if block.text.startswith("# mix.yaml\n"))
+    (path / "mix.yaml").write_text(mix)
     given = [command for command in shown("command") if " preprocess " in command.text]
     assert run_command(given[0], path) == 0
     for suffix in ("bin", "idx"):
@@ -232,5 +235,8 @@ def test_yaml_is_read(block, tmp_path):
     (tmp_path / "models").symlink_to(ROOT / "configs" / "models")
     path = tmp_path / "page.yaml"
     path.write_text(block.text)
+    if "\nsources:\n" in block.text:
+        assert len(read_data_file(path).training.sources) > 1
+        return
     argv = yaml_to_argv(path, build_parser())
     assert len(argv) > len(block.text.splitlines())

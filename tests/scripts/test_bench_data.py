@@ -16,3 +16,18 @@ def test_a_small_run():
     assert few.count(" ms (") == 3 and many.count(" ms (") == 1
     assert step.startswith("a step of about 50 sequences of 1,000: ")
     assert "ms by sequences" in step and "ms by tokens" in step
+
+
+def test_a_small_run_of_tables():
+    small = ("--draws", "50", "--rounds", "3", "--beside-up-to", "1000")
+    done = run_script(SCRIPT, "--tables", "1000", "2000", "--sparse", "5000", *small)
+    assert done.returncode == 0, done.stderr
+    _, *lines = done.stdout.splitlines()
+    found = [line.split() for line in lines]
+    ways = [(documents, way) for documents, way, *_ in found]
+    assert ways == [
+        *(("1,000", way) for way in ("cached", "private", "megatron")),
+        ("2,000", "cached"),
+        ("5,000", "sparse"),
+    ]
+    assert [len(cells) for cells in found] == [9, 7, 9, 9, 7]

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.data import StepSampler
+from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.planner import CostModel, plan
+from tests.support.mixtures import mixture
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "quickstart"))
@@ -61,15 +62,15 @@ def lengths(whole_corpus):
 def planned_traffic(lengths):
     """What HDP's plans of a few steps send around rings, of what the static mesh sends."""
     lengths = np.minimum(lengths, CONTEXT)
-    sampler = StepSampler(lengths, seed=1234, global_batch_tokens=BATCH_TOKENS)
+    drawing = mixture({"corpus": lengths}, batch=BatchSize(tokens=BATCH_TOKENS), seed=1234)
     cost_model = CostModel.from_json(ROOT / "configs/tiny-cpu-cost-model.json")
-    consumed, sent = 0, {"static": 0, "auto": 0}
+    position, sent = Position(), {"static": 0, "auto": 0}
     for _ in range(5):
-        step = sampler.step(consumed)
-        consumed = step.consumed_after
+        step = drawing.step(position)
+        position = step.after
         for strategy in sent:
             made = plan(
-                lengths[step.sequences],
+                step.lengths,
                 ranks=4,
                 tokens_per_rank=CAPACITY,
                 strategy=strategy,

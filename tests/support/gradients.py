@@ -16,7 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state
 
-from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, TokenWriter
+from megatron_hdp.data import TokenFile, TokenWriter
+from megatron_hdp.data.mixture import BatchSize, Position
+from megatron_hdp.data.tables import count_documents
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import (
@@ -26,7 +28,7 @@ from megatron_hdp.megatron.model.initialisation import (
 )
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.megatron.step import hdp_steps, setup
+from megatron_hdp.megatron.step import hdp_steps, open_split, setup, split_specs
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 257
@@ -84,7 +86,7 @@ def tiny_arguments(prefix, **overrides):
         "stall_timeout_seconds": 300.0,
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
-        "global_batch_size": len(TokenFile(prefix).lengths),
+        "global_batch_size": count_documents(prefix),
         "expert_tensor_parallel_size": overrides.get("tensor_model_parallel_size", 1),
     }
     return TrainingArguments(**(settings | overrides))
@@ -112,10 +114,9 @@ def hdp_step(arguments, *faults, plan=None):
     parallel.set_seeds(arguments.seed)
     gpt = building.build_gpt(arguments, VOCABULARY)
     executor = setup.build_executor(arguments, gpt, Timeline())
-    token_file = TokenFile(arguments.data_path[0])
     cost_model = setup.cost_model_of(arguments, executor)
-    documents = range(len(token_file.lengths))
-    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, token_file, documents, VOCABULARY)
+    corpus = open_split(arguments, split_specs(arguments)["train"])
+    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
@@ -123,7 +124,7 @@ def hdp_step(arguments, *faults, plan=None):
             planted.enter_context(
                 mock.patch("megatron_hdp.megatron.step.preparation.plan", lambda *_, **__: plan)
             )
-        report = steps.run(0)
+        report = steps.run(Position())
         steps.close()
     if arguments.use_distributed_optimizer:
         _gather_shards(gpt)
@@ -138,28 +139,47 @@ def reference_gradients(arguments):
     gpt = building.build_gpt(_stock(arguments), VOCABULARY).module
     initialise_by_name(gpt, arguments.seed)
     router_logits = _watch_routers(gpt)
-    token_file = TokenFile(arguments.data_path[0])
-    table = SequenceTable.build(token_file.lengths, max_length=arguments.seq_length)
-    step = StepSampler(
-        table.length, seed=arguments.seed, global_batch_size=arguments.global_batch_size
-    ).step(0)
     total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
-    for row in step.sequences.tolist():
-        length = int(table.length[row])
-        document = torch.from_numpy(token_file.read(int(table.document[row]), 0, length))
-        if document.max() >= VOCABULARY:
+    for tokens, labels, is_trained in drawn_sequences(arguments):
+        if max(tokens.max(), labels.max(initial=0)) >= VOCABULARY:
             continue
+        tokens, labels = torch.from_numpy(tokens), torch.from_numpy(labels)
+        length, is_trained = len(tokens), torch.from_numpy(is_trained)
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = gpt(document[None], torch.arange(length)[None], mask)[0]
-        total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+        logits = gpt(tokens[None], torch.arange(length)[None], mask)[0, : len(labels)]
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        total = total + (losses * is_trained).sum()
         routers = routers + sum(_router_loss(arguments, seen) for seen in router_logits)
         router_logits.clear()
-        num_loss_tokens += length - 1
+        num_loss_tokens += int(is_trained.sum())
     whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
     grads = {}
     for name, p in global_parameters(gpt):
         (grads[name],) = torch.autograd.grad(whole, p, retain_graph=True)
     return loss.item(), grads
+
+
+def drawn_sequences(arguments):
+    """Tokens, labels and which labels are trained of each sequence of the first step.
+
+    Which sequences these are is what the run draws; what is in them is read by document.
+    """
+    corpus = open_split(arguments, split_specs(arguments)["train"])
+    batch = BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens)
+    step = corpus.mixture(corpus.orders(), batch, arguments.seed).step(Position())
+    for i in range(len(step)):
+        source, row = corpus.sources[step.sources[i]], step.rows[i : i + 1]
+        row = row + source.first_row
+        document = int(source.table.documents(row)[0])
+        begin = int(source.table.starts(row)[0] + step.starts[i])
+        end, last = begin + int(step.lengths[i]), begin + int(step.num_labels[i])
+        tokens = TokenFile(source.prefix).read(document, begin, max(end, last + 1))
+        is_trained = np.ones(last - begin, dtype=bool)
+        if source.spans is not None:
+            is_trained[:] = False
+            for first, stop in source.spans.of(document):
+                is_trained[max(0, first - begin - 1) : max(0, stop - begin - 1)] = True
+        yield tokens[: end - begin], tokens[1 : last - begin + 1], is_trained
 
 
 def _watch_routers(gpt):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.data import TokenFile
+from megatron_hdp.data import TokenReader
 from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -27,7 +27,8 @@ def steps_of_an_older_release(arguments):
 
     def without_contents(self, progress):
         saved = content(self, progress)
-        del saved["megatron_hdp"]["order"]["contents"]
+        (source,) = saved["megatron_hdp"]["order"]["sources"].values()
+        source["contents"] = None
         return saved
 
     with mock.patch.object(TrainingState, "content", without_contents):
@@ -36,7 +37,7 @@ def steps_of_an_older_release(arguments):
 
 def steps_until_cut(arguments):
     """Body of a rank: the same; after a few reads the file is cut."""
-    read = TokenFile.read
+    read = TokenReader.read
     num_read = 0
 
     def cut_after_some(self, *span):
@@ -46,7 +47,7 @@ def steps_until_cut(arguments):
             os.truncate(f"{self.prefix}.bin", 100)
         return read(self, *span)
 
-    with mock.patch.object(TokenFile, "read", cut_after_some):
+    with mock.patch.object(TokenReader, "read", cut_after_some):
         return steps_of(arguments)
 
 
@@ -60,7 +61,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("saving", "message"),
     [
-        (steps_of, r"fingerprint of samples of its tokens\): found \d+, expected \d+"),
+        (steps_of, r"fingerprint of samples of its tokens: found \d+, expected \d+"),
         (steps_of_an_older_release, None),
     ],
 )

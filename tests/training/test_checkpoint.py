@@ -183,9 +183,12 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
     other_corpus = write_corpus(tmp_path / "other", [31, *LENGTHS[1:]])
     expected = [
         (replace(same, seed=7), "--seed: found 7, expected 1234"),
-        (replace(same, data_path=(other_corpus,)), r"fingerprint of the corpus\): found"),
+        (replace(same, data_path=(other_corpus,)), "fingerprint of its lengths: found"),
         (replace(same, seq_length=150, max_position_embeddings=150), "--seq-length: found 150"),
-        (replace(same, hdp_long_sequence="split"), "--hdp-long-sequence: found split, expected er"),
+        (
+            replace(same, hdp_long_sequence="split"),
+            r"--hdp-long-sequence\): found split, expected er",
+        ),
         (replace(same, lr=2e-2), "--lr: found 0.02, expected 0.01"),
         (replace(same, lr_decay_iters=9), "--override-opt-param-scheduler"),
         (replace(same, use_distributed_optimizer=True), "--no-load-optim"),

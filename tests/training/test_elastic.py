@@ -126,7 +126,9 @@ def curve_of_later_data(arguments):
 
     def load_later(self):
         progress = load(self)
-        return replace(progress, consumed_sequences=progress.consumed_sequences + 1)
+        found = progress.position
+        later = {name: replace(one, rows=one.rows + 1) for name, one in found.sources.items()}
+        return replace(progress, position=replace(found, sources=later))
 
     with mock.patch.object(Checkpoints, "load", load_later):
         return curve(arguments)

@@ -9,7 +9,7 @@ random generator is held; a run without HDP keeps Megatron's generators (`rng_st
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_hdp.data import DataOrder
+from megatron_hdp.data import Continuation, DataOrder
+from megatron_hdp.data.mixture import Position, position_of_run
 from megatron_hdp.megatron.checkpoint import reading, rng_state
 from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
@@ -32,8 +33,10 @@ class Progress:
     """How far training has come; the same on every rank."""
 
     iteration: int = 0
-    consumed_sequences: int = 0
+    position: Position = Position()
+    """Where in the data the next step begins."""
     consumed_tokens: int = 0
+    """Tokens trained on; corrupt documents are drawn and not counted here."""
 
 
 class TrainingState:
@@ -57,6 +60,8 @@ class TrainingState:
     ) -> None:
         self._arguments = arguments
         self.order = order
+        self.announcements: list[str] = []
+        """What the log says of how a resumed run goes on in its data."""
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -67,9 +72,13 @@ class TrainingState:
         content["scheduler"] = self.scheduler.state_dict()
         content[_OURS] = {
             "version": _VERSION,
-            "progress": asdict(progress),
-            "order": asdict(self.order),
-            "epoch": progress.consumed_sequences // self.order.num_sequences,
+            "progress": {
+                "iteration": progress.iteration,
+                "consumed_sequences": progress.position.sequences,
+                "consumed_tokens": progress.consumed_tokens,
+            },
+            "position": progress.position.to_record(),
+            "order": self.order.to_record(),
             "optimizer": self._optimizer_kind(),
         }
         if not self.order.hybrid_data_parallel:
@@ -95,9 +104,9 @@ class TrainingState:
         arguments = self._arguments
         common = reading.read_common(source)
         ours = _require_ours(common, source)
-        order = self.order.continuing(DataOrder(**ours["order"]), str(source))
+        goes_on = self.order.continuing(DataOrder.from_record(ours["order"]), str(source))
         self._require_same_schedule(common["scheduler"], source)
-        progress = Progress(**ours["progress"])
+        progress = _progress_of(ours, goes_on)
         content = {"model": self._sharded_weights()}
         with ExitStack() as stack:
             if arguments.load_optim:
@@ -117,7 +126,8 @@ class TrainingState:
         self.scheduler.load_state_dict(common["scheduler"])
         if "rng_state" in content:
             rng_state.restore(content["rng_state"])
-        self.order = order
+        self.order = goes_on.order
+        self.announcements = goes_on.announcements()
         return progress
 
     def _use_own_settings(self, state: dict[Any, Any]) -> None:
@@ -188,6 +198,16 @@ def _metadata() -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _progress_of(ours: dict[str, Any], goes_on: Continuation) -> Progress:
+    """How far training had come; releases before mixtures saved no position."""
+    saved = ours["progress"]
+    iteration, tokens = saved["iteration"], saved["consumed_tokens"]
+    position = position_of_run(
+        ours.get("position"), goes_on, iteration, saved["consumed_sequences"], tokens
+    )
+    return Progress(iteration, position, tokens)
 
 
 def _require_ours(common: dict[str, Any], source: Path) -> dict[str, Any]:

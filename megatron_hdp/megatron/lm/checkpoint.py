@@ -7,12 +7,13 @@ order of the data and the tokens consumed so far lie among them.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
-from megatron_hdp.data import LATEST_ORDER, DataOrder, TokenFile, split_documents
+from megatron_hdp.data import DataOrder
+from megatron_hdp.data.mixture import Corpus, Position, position_of_run
 from megatron_hdp.megatron import step
 from megatron_hdp.megatron.checkpoint import write_results
 from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
@@ -23,6 +24,7 @@ from megatron_hdp.processes import bound_to_this_process
 
 _ORDER = "hdp_data_order"
 _TOKENS = "hdp_consumed_tokens"
+_POSITIONS = "hdp_data_positions"
 
 
 def prepare_optimizer(optimizer: Any, args: argparse.Namespace) -> None:
@@ -57,22 +59,42 @@ def saving() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _opened(arguments: TrainingArguments) -> Corpus:
+    return step.open_split(arguments, step.split_specs(arguments)["train"])
+
+
+def training_corpus(arguments: TrainingArguments) -> Corpus:
+    """The data of the training steps, opened once."""
+    return _opened(arguments)
+
+
 def data_order(arguments: TrainingArguments) -> DataOrder:
-    """What decides which sequences form the training steps; reads the corpus's index."""
-    token_file = TokenFile(arguments.data_path[0])
-    documents = split_documents(len(token_file.lengths), arguments.split)[0]
-    return step.data_order(arguments, step.sequence_table(arguments, token_file, documents))
+    """What decides which sequences form the training steps; reads no token."""
+    return step.data_order(arguments, training_corpus(arguments), {})
 
 
 def remember(order: DataOrder, args: argparse.Namespace) -> None:
     """Puts the order of the data where Megatron's checkpoints take it along."""
-    setattr(args, _ORDER, asdict(order))
+    setattr(args, _ORDER, order.to_record())
 
 
 def order_of_run(args: argparse.Namespace, arguments: TrainingArguments) -> DataOrder:
     """The order that this run draws in: the loaded checkpoint's, or that of runs that begin now."""
     remembered = getattr(args, _ORDER, None)
-    return data_order(arguments) if remembered is None else DataOrder(**remembered)
+    return data_order(arguments) if remembered is None else DataOrder.from_record(remembered)
+
+
+def remember_position(args: argparse.Namespace, split: str, position: Position) -> None:
+    """Puts where a split's next step begins where Megatron's checkpoints take it along."""
+    positions = {**getattr(args, _POSITIONS, {}), split: position.to_record()}
+    setattr(args, _POSITIONS, positions)
+
+
+def position_of(args: argparse.Namespace, split: str) -> Position | None:
+    """Where a split's next step begins; None where nothing was drawn yet."""
+    record = getattr(args, _POSITIONS, {}).get(split)
+    return None if record is None else Position.from_record(record)
 
 
 def count_tokens(args: argparse.Namespace, num_tokens: int) -> int:
@@ -111,9 +133,20 @@ def continue_order(
             "repeated and skipped. Add --finetune to start at step 0 from its weights alone"
         )
     try:
-        order = data_order(arguments).continuing(DataOrder(**before), source)
+        goes_on = data_order(arguments).continuing(DataOrder.from_record(before), source)
     except ValueError as error:
         raise OptionError(str(error)) from None
-    if order.version < LATEST_ORDER:
-        say(order.announcement)
-    remember(order, args)
+    for line in goes_on.announcements():
+        say(line)
+    remember(goes_on.order, args)
+    samples = saved.consumed_train_samples
+    records = getattr(saved, _POSITIONS, {})
+    for split in {"train", *records}:
+        position = position_of_run(
+            records.get(split),
+            goes_on,
+            samples // saved.global_batch_size,
+            samples,
+            getattr(saved, _TOKENS, 0),
+        )
+        remember_position(args, split, position)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step import StepFigures, StepReport
+from megatron_hdp.megatron.step import StepFigures, StepReport, words_by_source
 
 Flops = Callable[[argparse.Namespace, int], float]
 
@@ -33,7 +33,7 @@ class LmLog:
 
     def add(self, report: StepReport) -> None:
         """Notes a training step; one that the rerun machine runs again counts once."""
-        if self._reports and self._reports[-1].consumed_after == report.consumed_after:
+        if self._reports and self._reports[-1].position_after == report.position_after:
             self._reports.pop()
         self._reports.append(report)
 
@@ -65,11 +65,11 @@ class LmLog:
         report = self.latest
         if report is None:
             return
-        figures = {
-            item.name.replace("_", "-"): value
-            for item in fields(StepFigures)
-            if item.name != "loss" and (value := getattr(report, item.name)) is not None
-        }
+        shown = StepFigures(
+            **{item.name: getattr(report, item.name) for item in fields(StepFigures)}
+        )
+        figures = shown.tagged()
+        del figures["loss"]  # Megatron's
         for write in scalars:
             for name, value in figures.items():
                 write(f"hdp/{name}", value)
@@ -99,11 +99,14 @@ def operations(
 
 
 def _line(iteration: int, report: StepReport) -> str:
+    by_source = ""
+    if report.sources is not None and len(report.sources) > 1:
+        by_source = f" loss (share) by source: {words_by_source(report.sources)} |"
     return (
         f" hybrid data parallelism, iteration {iteration}: {report.sequences:,} sequences | "
         f"{report.tokens:,} tokens | planned efficiency: {report.planned_efficiency:.3f} | "
         f"measured efficiency: {report.measured_efficiency:.3f} | micro-batches: "
         f"{report.micro_batches_min}-{report.micro_batches_max} | ring traffic (MB): "
         f"{(report.ring_bytes or 0) / 1e6:.1f} | planning (ms): {report.planning_ms:.2f} | exposed "
-        f"planning (ms): {report.planning_exposed_ms:.2f} |"
+        f"planning (ms): {report.planning_exposed_ms:.2f} |{by_source}"
     )

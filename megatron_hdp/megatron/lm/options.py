@@ -12,21 +12,23 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron_hdp.megatron.lm.releases import installed_release
 from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
     TrainingArguments,
+    check_data,
     check_layout,
     check_moe,
 )
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 
 LEFT_OUT = ("hdp_global_batch_tokens",)  # Megatron counts --global-batch-size samples a step
-_PATHS = ("hdp_cost_model", "hdp_plot_plan", "hdp_trace", "metrics_path")
+_PATHS = ("hdp_cost_model", "hdp_data", "hdp_plot_plan", "hdp_trace", "metrics_path")
 _STALL = "stall_timeout_seconds"
 
 _OWN_RINGS = "HDP forms its own rings"
-_DOCUMENTS = "HDP takes whole documents of one --data-path"
+_DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
 _EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
 _GPT = "HDP trains a GPT with rotary positions and full attention"
@@ -103,14 +105,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "logits_load_dir": (None, _PRETRAINS),
     "inprocess_restart": (False, "use torchrun --max-restarts"),
     "mock_data": (False, _DOCUMENTS),
-    "sft": (False, _DOCUMENTS),
     "fim_data": (False, _DOCUMENTS),
-    "train_data_path": (None, _DOCUMENTS),
-    "valid_data_path": (None, _DOCUMENTS),
-    "test_data_path": (None, _DOCUMENTS),
-    "data_args_path": (None, _DOCUMENTS),
-    "per_split_data_args_path": (None, _DOCUMENTS),
-    "multiple_validation_sets": (False, _DOCUMENTS),
     "full_validation": (False, "give --eval-iters"),
     "reset_position_ids": (False, "positions are each document's own already"),
     "reset_attention_mask": (False, "attention is each document's own already"),
@@ -186,11 +181,7 @@ def check(args: argparse.Namespace) -> None:
                 f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
                 f"needs {wanted}: {why}"
             )
-    if len(args.data_path or ()) != 1:
-        raise OptionError(
-            f"--data-path: found {len(args.data_path or ())} values, expected one prefix: "
-            f"{_DOCUMENTS}, mixtures are not supported"
-        )
+    check_data(args)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
 
@@ -240,6 +231,7 @@ def settle(args: argparse.Namespace) -> None:
     """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions."""
     args.calculate_per_token_loss = True
     args.apply_rope_fusion = False  # each token turns by its own position
+    args.multiple_validation_sets = False  # one evaluation, whose losses are told by source
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
@@ -251,6 +243,9 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     values |= {name: getattr(args, name) for name in _PATHS}
+    if getattr(args, "sft", False):  # releases mask some formats differently
+        release = ".".join(installed_release().split(".")[:2])
+        values["sft_tokenizer_prompt_format"] += f"@{release}"
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
     return TrainingArguments(**values)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
-from megatron_hdp.data import TokenFile, split_documents
+from megatron_hdp.data.mixture import SPLITS, Corpus, Position, any_documents
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
@@ -25,15 +25,17 @@ from megatron_hdp.megatron.lm.param_gather import start_param_gather
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
+    EvaluationLoss,
     HdpExecutor,
     HdpSteps,
     StepReport,
     build_executor,
     cost_model_of,
+    open_split,
+    split_specs,
 )
 from megatron_hdp.planner import CostModel
 
-_SPLITS = ("train", "valid", "test")
 _SPIKY = 10  # the factor of Megatron's pretrain_gpt
 
 
@@ -52,7 +54,7 @@ class StepOutputs(Protocol):
         """Writes the metrics of a step that has ended."""
         ...
 
-    def add_validation_loss(self, loss: float) -> None:
+    def add_validation_loss(self, found: EvaluationLoss) -> None:
         """Completes the metrics of the latest step, if they wait for that."""
         ...
 
@@ -82,9 +84,7 @@ class LmRun:
         self.args = args
         self.arguments = options.training_arguments(args)
         self.vocab_size = vocab_size
-        self.token_file = TokenFile(self.arguments.data_path[0])
-        parts = split_documents(len(self.token_file.lengths), self.arguments.split)
-        self.documents = dict(zip(_SPLITS, parts, strict=True))
+        self.specs = split_specs(self.arguments)
         self.order = checkpoint.order_of_run(args, self.arguments)
         checkpoint.remember(self.order, args)
         self.log = LmLog(args)
@@ -98,6 +98,8 @@ class LmRun:
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._steps: dict[str, HdpSteps] = {}
+        self._positions: dict[tuple[str, int], Position] = {}
+        """By split and Megatron's count of consumed samples: where a step begins."""
 
     def data_iterators(self) -> list[RerunDataIterator | None]:
         """Iterators of the three splits: they name a split and hold no data.
@@ -107,11 +109,11 @@ class LmRun:
         args = self.args
         wanted = {
             "train": not args.skip_train and args.train_iters > 0,
-            "valid": args.eval_iters > 0 and len(self.documents["valid"]) > 0,
-            "test": args.eval_iters > 0 and len(self.documents["test"]) > 0,
+            "valid": args.eval_iters > 0 and self._has_documents("valid"),
+            "test": args.eval_iters > 0 and self._has_documents("test"),
         }
-        args.do_train, args.do_valid, args.do_test = (int(wanted[one]) for one in _SPLITS)
-        return [RerunDataIterator(_Split(one)) if wanted[one] else None for one in _SPLITS]
+        args.do_train, args.do_valid, args.do_test = (int(wanted[one]) for one in SPLITS)
+        return [RerunDataIterator(_Split(one)) if wanted[one] else None for one in SPLITS]
 
     def forward_backward(
         self,
@@ -141,13 +143,16 @@ class LmRun:
         steps = self._of_split(split, model[0])
         if split == "train" and not forward_only:
             self._begin_step(steps, model[0])
-        report = steps.run(self._position(split), forward_only)
+        count = self._count(split)
+        report = steps.run(self._position(split, count), forward_only)
+        self._positions[split, count + self.args.global_batch_size] = report.position_after
         self._validate(report)
         if split == "train":
             self.log.add(report)
         elif split == "test":
-            self._num_tested = report.consumed_after
+            self._num_tested += self.args.global_batch_size
         else:
+            checkpoint.remember_position(self.args, split, report.position_after)
             self._add_validation(report)
         assert self._executor is not None
         ranks = self._executor.place.num_hdp_ranks
@@ -176,6 +181,8 @@ class LmRun:
         if report is None or self._outputs is None:
             return
         consumed_tokens = checkpoint.count_tokens(self.args, report.tokens)
+        checkpoint.remember_position(self.args, "train", report.position_after)
+        self._end_with_the_data(step, report.position_after)
         self._job.timeline.settle()
         seconds = time.perf_counter() - self._began_at
         self._outputs.end_step(step)
@@ -220,16 +227,42 @@ class LmRun:
         self._validated.append(report)
         if len(self._validated) < self.args.eval_iters:
             return
-        tokens = sum(one.loss_tokens for one in self._validated)
-        loss = sum(one.loss * one.loss_tokens for one in self._validated) / max(tokens, 1)
+        found = EvaluationLoss.of(self._validated)
         self._validated.clear()
         if self._outputs is not None:
-            self._outputs.add_validation_loss(loss)
+            self._outputs.add_validation_loss(found)
 
-    def _position(self, split: str) -> int:
+    def _end_with_the_data(self, step: int, position: Position) -> None:
+        """Lets Megatron's loop save and end after this step if no data are left."""
+        if self._steps["train"].is_over(position) and step < self.args.train_iters:
+            say(f"every source of the data has ended: the job ends after iteration {step}")
+            self.args.exit_interval = step
+
+    def _count(self, split: str) -> int:
+        """Megatron's count of consumed samples."""
         if split == "test":
             return self._num_tested
         return int(getattr(self.args, f"consumed_{split}_samples"))
+
+    def _position(self, split: str, count: int) -> Position:
+        """Where the step begins that follows `count` samples."""
+        known = self._positions.get((split, count))
+        if known is not None:
+            return known
+        if count == 0:
+            return Position()
+        saved = checkpoint.position_of(self.args, split)
+        if saved is not None and (saved.sequences == count or split == "train"):
+            return saved
+        if split == "train":
+            raise ValueError(
+                f"found {count:,} consumed samples and no record of where the run was in its data, "
+                "expected one from --load: add --finetune to begin at step 0"
+            )
+        return Position()  # an evaluation may begin anew
+
+    def _has_documents(self, split: str) -> bool:
+        return split in self.specs and any_documents(self.specs[split])
 
     def _of_split(self, split: str, model: Any) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""
@@ -243,13 +276,18 @@ class LmRun:
                 self.arguments,
                 self._executor,
                 self._cost_model,
-                self.token_file,
-                self.documents[split],
+                self._corpus(split),
                 self.vocab_size,
             )
-            self._steps[split].follow(self.order.version)
-            say(self._steps[split].describe(f"in split {split}"))
+            self._steps[split].follow(self.order)
+            for line in self._steps[split].describe(f"in split {split}"):
+                say(line)
         return self._steps[split]
+
+    def _corpus(self, split: str) -> Corpus:
+        if split == "train":
+            return checkpoint.training_corpus(self.arguments)
+        return open_split(self.arguments, self.specs[split])
 
     def _validate(self, report: StepReport) -> None:
         """Hands the loss to Megatron's rerun machine, as its pretrain_gpt does."""

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.loss import LossSums
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 
 
@@ -34,6 +35,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
     comm: RingComm = field(kw_only=True)
     attention: AttentionBackend = field(kw_only=True)
+    loss_sums: LossSums | None = field(kw_only=True, default=None)
+    """Where the fused loss adds up the tokens' losses by source."""
 
 
 class HdpCoreAttention(MegatronModule):

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_hdp.runtime.loss import linear_cross_entropy
+from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy
 
 
 class FusedLossModel(GPTModel):
@@ -58,16 +58,24 @@ class FusedLossModel(GPTModel):
         *,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
         """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`."""
         if labels is None or not self.post_process:
             return super()._postprocess(
-                hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **others
+                hidden_states=hidden_states,
+                labels=labels,
+                loss_mask=loss_mask,
+                packed_seq_params=packed_seq_params,
+                **others,
             )
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        return self.output_layer(hidden_states, weight, labels=labels, loss_mask=loss_mask)
+        sums = getattr(packed_seq_params, "loss_sums", None)
+        return self.output_layer(
+            hidden_states, weight, labels=labels, loss_mask=loss_mask, loss_sums=sums
+        )
 
 
 class FusedLossOutputLayer(ColumnParallelLinear):
@@ -93,6 +101,7 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         *,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
+        loss_sums: LossSums | None = None,
     ) -> Any:
         """Stock without `labels`.
 
@@ -102,6 +111,7 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             runtime_gather_output: whether logits are gathered; the loss has none.
             labels: ``[b, s]``, all tokens on every tensor-parallel rank.
             loss_mask: ``[b, s]`` bool.
+            loss_sums: where losses are added up by group, too.
         """
         if labels is None or loss_mask is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -116,4 +126,5 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             labels.transpose(0, 1).flatten(),
             loss_mask.transpose(0, 1).flatten(),
             group if group.size() > 1 else None,
+            sums=loss_sums,
         )

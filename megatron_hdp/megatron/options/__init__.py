@@ -1,7 +1,7 @@
 """The options of a training run under Megatron's own names: declared, derived, checked together."""
 
 from megatron_hdp.megatron.options.arguments import GROUPS, TrainingArguments, expert_domain_size
-from megatron_hdp.megatron.options.checks import check_layout
+from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
@@ -12,6 +12,7 @@ __all__ = [
     "ParallelOptions",
     "TrainingArguments",
     "build_parser",
+    "check_data",
     "check_layout",
     "check_moe",
     "expert_domain_size",

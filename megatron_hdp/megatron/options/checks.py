@@ -3,8 +3,20 @@
 Every check here raises `OptionError`.
 """
 
+from typing import Any
+
 from megatron_hdp.megatron.options.arguments import TrainingArguments
-from megatron_hdp.options import OptionError
+from megatron_hdp.options import OptionError, flag_of
+
+DATA_FLAGS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+"""Fields of Megatron's flags that name data."""
 
 _ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
 
@@ -99,13 +111,21 @@ def check_schedule(args: TrainingArguments) -> None:
         raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
 
 
+def check_data(args: Any) -> None:
+    """Checks that the flags, of `TrainingArguments` or Megatron's, name data in one way."""
+    given = [name for name in DATA_FLAGS if getattr(args, name, None)]
+    if args.hdp_data is not None and given:
+        raise OptionError(
+            f"found --hdp-data and {', '.join(map(flag_of, given))}, expected only one of them: "
+            "the file names all data"
+        )
+    if args.hdp_data is None and not given:
+        raise OptionError("--data-path is missing: name the data by it or by --hdp-data")
+
+
 def check_run(args: TrainingArguments) -> None:
     """Checks what a run reads, writes and resumes from, before defaults are derived."""
-    if len(args.data_path) != 1:
-        raise OptionError(
-            f"--data-path: found {len(args.data_path)} values, expected one prefix (mixtures "
-            "are not supported): preprocess all input into one pair of files"
-        )
+    check_data(args)
     if (args.tokenizer_type == "byte") != (args.tokenizer_model is None):
         expected = "no --tokenizer-model" if args.tokenizer_type == "byte" else "--tokenizer-model"
         raise OptionError(f"--tokenizer-type {args.tokenizer_type} goes with {expected}")

@@ -214,7 +214,44 @@ class DataOptions:
     """Data."""
 
     data_path: tuple[str, ...] = option(
-        (), required=True, metavar="PREFIX", help="Prefix of the .bin/.idx pair to train on."
+        (),
+        metavar="[WEIGHT] PREFIX",
+        help="Prefixes of the .bin/.idx pairs to train on, or weights (shares of the tokens) and "
+        "prefixes in turn.",
+    )
+    data_args_path: str | None = option(
+        None, metavar="FILE", help="Text file that holds what --data-path would."
+    )
+    train_data_path: tuple[str, ...] = option(
+        (), metavar="[WEIGHT] PREFIX", help="Like --data-path, for training alone, whole documents."
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), metavar="[WEIGHT] PREFIX", help="The same for validation."
+    )
+    test_data_path: tuple[str, ...] = option(
+        (), metavar="[WEIGHT] PREFIX", help="The same for test; this command runs none."
+    )
+    per_split_data_args_path: str | None = option(
+        None, metavar="FILE", help="JSON file that holds these lists under train, valid and test."
+    )
+    data_cache_path: str | None = option(
+        None,
+        metavar="DIR",
+        help="Folder of files that the processes of a node share: tables of sequences, sources "
+        "that were tokenised. Without it tables lie in every process, and sources are tokenised "
+        "into the folder hdp-cache beside the data.",
+    )
+    sft: bool = option(
+        False, help="The data are JSON lines of conversations; weights are shares of rows."
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "nemotron-h-aligned",
+        metavar="NAME",
+        help="How --sft writes a conversation, by Megatron's names.",
+    )
+    multiple_validation_sets: bool = option(
+        False,
+        help="Report validation losses by source; under hybrid data parallelism that is always so.",
     )
     split: str = option(
         "969,30,1", metavar="A,B,C", help="Shares of documents to train, validate and test on."

@@ -1,16 +1,25 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
+from megatron_hdp.megatron.step.data import open_split, split_specs, tokenizer_of
 from megatron_hdp.megatron.step.executor import HdpExecutor
-from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order, sequence_table
+from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
-from megatron_hdp.megatron.step.report import StepFigures, StepReport
+from megatron_hdp.megatron.step.report import (
+    EvaluationLoss,
+    SourceFigures,
+    StepFigures,
+    StepReport,
+    words_by_source,
+)
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
 __all__ = [
+    "EvaluationLoss",
     "HdpExecutor",
     "HdpSteps",
     "NonFiniteError",
+    "SourceFigures",
     "StepFigures",
     "StepReport",
     "StockSteps",
@@ -19,5 +28,8 @@ __all__ = [
     "cost_model_of",
     "data_order",
     "non_finite_parameters",
-    "sequence_table",
+    "open_split",
+    "split_specs",
+    "tokenizer_of",
+    "words_by_source",
 ]

@@ -1,24 +1,25 @@
-"""What stands in the token file, as every rank says it: an ``.idx`` says only how long it is."""
+"""What stands in the token files, as every rank says it: an ``.idx`` says only how long it is."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data import TokenFile
+from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 
 _HALF = 2**32
 
 
-def contents_of(token_file: TokenFile, place: RankPlace) -> int:
-    """The fingerprint of the tokens that this rank reads, for all ranks to compare.
+def contents_of(corpus: Corpus, place: RankPlace) -> dict[str, int]:
+    """Fingerprints of the tokens that this rank reads, by source, for all ranks to compare.
 
-    A rank that reads none is not asked for its file: it takes the word of the first rank, which
+    A rank that reads none is not asked for its files: it takes the word of the first rank, which
     always reads. Every rank of the job must call this.
     """
-    found = token_file.fingerprint() if place.reads_tokens else 0
-    halves = torch.tensor(divmod(found, _HALF), device=compute_device())
+    found = [one.contents() if place.reads_tokens else 0 for one in corpus.sources]
+    halves = torch.tensor([divmod(one, _HALF) for one in found], device=compute_device())
     dist.broadcast(halves, src=0)
-    high, low = halves.tolist()
-    return found if place.reads_tokens else high * _HALF + low
+    if not place.reads_tokens:
+        found = [high * _HALF + low for high, low in halves.tolist()]
+    return dict(zip(corpus.names, found, strict=True))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch.distributed as dist
 
-from megatron_hdp.data import SequenceTable
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import Corpus, Step
 from megatron_hdp.megatron.parallel import say
 from megatron_hdp.megatron.step.preparation import PreparedStep
 
@@ -19,58 +17,57 @@ class CorruptDocuments:
     on the data alone, so every parallel layout trains the same steps.
 
     Attributes:
-        num_skipped: sequences taken out so far.
+        num_skipped: sequences taken out so far, of each source.
     """
 
-    def __init__(self, table: SequenceTable, prefix: str, vocab_size: int, limit: int) -> None:
-        self.num_skipped = 0
-        self._table = table
-        self._prefix = prefix
+    def __init__(self, corpus: Corpus, vocab_size: int, limit: int) -> None:
+        self.num_skipped = [0] * len(corpus.sources)
+        self._corpus = corpus
         self._vocab_size = vocab_size
         self._limit = limit
-        self._in_a_row: list[int] = []
+        self._in_a_row: list[str] = []
 
-    def drop(self, prepared: PreparedStep) -> Int64Array:
+    def drop(self, prepared: PreparedStep) -> list[int]:
         """Takes the corrupt sequences, wherever they were found, out of this rank's micro-batches.
 
         Every rank of the job must call this.
 
         Returns:
-            Rows of the sequence table, alike on every rank.
+            Their places in the step, alike on every rank.
 
         Raises:
             ValueError: more corrupt documents in a row than the limit.
         """
-        mine = sorted({row for one in prepared.micro_batches for row in one.corrupt_ids})
+        mine = sorted({i for one in prepared.micro_batches for i in one.corrupt_ids})
         found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
-        rows = {row for one in found for row in one}
+        corrupt = {i for one in found for i in one}
         for micro_batch in prepared.micro_batches:
-            micro_batch.drop(rows)
-        for row in prepared.step.sequences.tolist():
-            self._note(row, row in rows)
-        return np.array(sorted(rows), dtype=np.int64)
+            micro_batch.drop(corrupt)
+        for i in range(len(prepared.step)):
+            self._note(prepared.step, i, i in corrupt)
+        return sorted(corrupt)
 
     def none_found(self) -> None:
         """Notes a step without corrupt sequences."""
         self._in_a_row.clear()
 
-    def _note(self, row: int, is_corrupt: bool) -> None:
+    def _note(self, step: Step, i: int, is_corrupt: bool) -> None:
         if not is_corrupt:
             self._in_a_row.clear()
             return
-        document = int(self._table.document[row])
+        document = self._corpus.words_for(step, [i])
         expected = f"token ids from 0 to {self._vocab_size - 1}, the tokenizer's"
         self._in_a_row.append(document)
         if len(self._in_a_row) > self._limit:
             raise ValueError(
                 f"{len(self._in_a_row)} corrupt documents in a row: "
-                f"{', '.join(map(str, self._in_a_row))} of {self._prefix}; expected {expected}: "
+                f"{', '.join(self._in_a_row)}; expected {expected}: "
                 "train with the tokenizer that made the data, make the data again, or raise "
                 "--hdp-corrupt-limit"
             )
-        self.num_skipped += 1
+        self.num_skipped[int(step.sources[i])] += 1
         say(
-            f"skipped corrupt document {document} of {self._prefix} (expected {expected}); "
-            f"{self.num_skipped} skipped so far"
+            f"skipped corrupt {document} (expected {expected}); {sum(self.num_skipped)} skipped so "
+            "far"
         )

@@ -23,13 +23,13 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_hdp.data import RankMicroBatch, padding_micro_batch
+from megatron_hdp.data.mixture import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.step.schedule_timers import noting_compute
 from megatron_hdp.runtime.attention import AttentionBackend
-from megatron_hdp.runtime.loss import token_sum_loss
+from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
@@ -42,6 +42,8 @@ class RankOutcome:
 
     losses: tuple[float, ...]
     """Sum of the token losses of each micro-batch, in order; empty but on the last stage."""
+    source_losses: tuple[float, ...]
+    """The same of each source of the data; 0 but on the last stage."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
     ring_wait_s: float
@@ -84,6 +86,7 @@ class HdpExecutor:
             self.layers, compute_device(), model.parameters, timeline=self.timeline
         )
         self._losses: list[torch.Tensor] = []
+        self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
         """Of the latest step, on the first stage, for each micro-batch: norm of the gradient that
         reached the embedding. Nothing waits for them."""
@@ -110,6 +113,7 @@ class HdpExecutor:
         micro_batches: Sequence[RankMicroBatch],
         num_loss_tokens: int,
         forward_only: bool = False,
+        num_sources: int = 1,
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
@@ -117,11 +121,13 @@ class HdpExecutor:
             micro_batches: this rank's, in order; at least one on every rank.
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
+            num_sources: of the data, by which losses are added up.
         """
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
         self.timeline.reset()
         self._losses, self.gradient_norms = [], []
+        self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
         indices = [one.index for one in micro_batches]
         with (
@@ -134,6 +140,7 @@ class HdpExecutor:
         totals_s = self.timeline.totals_s
         return RankOutcome(
             losses=tuple(loss.item() for loss in self._losses),
+            source_losses=tuple(self._source_losses.tolist()),
             until_sync_s=self.timeline.since_start_s(self._reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
@@ -217,6 +224,7 @@ class HdpExecutor:
             local_lengths=micro_batch.local_lengths,
             device=device,
         )
+        sums = LossSums(_sources_of_tokens(micro_batch).to(device), self._source_losses)
         params = HdpPackedSeqParams(
             qkv_format="sbhd",
             layout=layout,
@@ -224,6 +232,7 @@ class HdpExecutor:
             sequence_index=sequence_index,
             comm=self.comm,
             attention=self.attention,
+            loss_sums=sums,
         )
         targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
         # without gradients nothing is saved
@@ -237,15 +246,16 @@ class HdpExecutor:
                 packed_seq_params=params,
                 **(targets if self.fused_loss else {}),
             )
-        return output, partial(self._loss, **targets)
+        return output, partial(self._loss, sums=sums, **targets)
 
     def _loss(
-        self, output: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor
+        self, output: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, sums: LossSums
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         loss = output
         if not self.fused_loss:
             group = parallel_state.get_tensor_model_parallel_group()
-            loss = token_sum_loss(output, labels, loss_mask, group if group.size() > 1 else None)
+            group = group if group.size() > 1 else None
+            loss = token_sum_loss(output, labels, loss_mask, group, sums)
         self._losses.append(loss.detach())
         return loss, loss_mask.sum().to(torch.int), {}
 
@@ -277,3 +287,9 @@ def _groups() -> ProcessGroupCollection:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return groups
+
+
+def _sources_of_tokens(micro_batch: RankMicroBatch) -> torch.Tensor:
+    """int64 ``[t]``: index of each token's source; of padding, which has no loss, 0."""
+    sources = np.array([*micro_batch.sources, 0])  # padding's index is -1
+    return torch.from_numpy(sources[micro_batch.sequence_index])

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_hdp.data import LATEST_ORDER, DataOrder, SequenceTable, TokenFile
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data import DataOrder
+from megatron_hdp.data.mixture import Corpus, Position, Step
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
@@ -25,9 +26,9 @@ from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.preparation import PreparedStep, StepPreparation
-from megatron_hdp.megatron.step.report import StepReport, over_all_ranks
+from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
-from megatron_hdp.runtime.health import fingerprint, largest, require_agreement
+from megatron_hdp.runtime.health import fingerprint, largest, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
@@ -35,35 +36,25 @@ class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
 
 
-def sequence_table(
-    arguments: TrainingArguments, token_file: TokenFile, documents: range
-) -> SequenceTable:
-    """The sequences that a split's documents give.
-
-    Raises:
-        ValueError: a document is longer than the context, which the flags do not allow.
-    """
-    return SequenceTable.build(
-        token_file.lengths,
-        max_length=arguments.seq_length,
-        long_sequence=arguments.hdp_long_sequence,
-        documents=documents,
-    )
-
-
 def data_order(
-    arguments: TrainingArguments, table: SequenceTable, contents: int | None = None
+    arguments: TrainingArguments, corpus: Corpus, contents: Mapping[str, int]
 ) -> DataOrder:
-    """What decides which of the table's sequences form a step, and what stands in them."""
+    """What decides which sequences form a step, and what stands in them.
+
+    Args:
+        arguments: of the run.
+        corpus: of the split.
+        contents: fingerprints of the sources' tokens, where they are known.
+    """
+    sources = {
+        name: replace(one, contents=contents.get(name)) for name, one in corpus.orders().items()
+    }
     return DataOrder(
         hybrid_data_parallel=True,
         seed=arguments.seed,
         seq_length=arguments.seq_length,
-        long_sequence=arguments.hdp_long_sequence,
-        num_sequences=len(table),
-        corpus=fingerprint(table.length.tobytes()),
-        contents=contents,
-        version=LATEST_ORDER,
+        weight_unit=corpus.spec.weight_unit,
+        sources=sources,
     )
 
 
@@ -82,63 +73,79 @@ class HdpSteps:
         arguments: TrainingArguments,
         executor: HdpExecutor,
         cost_model: CostModel,
-        token_file: TokenFile,
-        documents: range,
+        corpus: Corpus,
         vocab_size: int,
     ) -> None:
         self.arguments = arguments
         self.executor = executor
         self.place = executor.place
         self.cost_model = cost_model
-        self.table = sequence_table(arguments, token_file, documents)
-        self.preparation = StepPreparation(
-            arguments, self.place, cost_model, self.table, token_file, vocab_size
-        )
+        self.corpus = corpus
+        self.preparation = StepPreparation(arguments, self.place, cost_model, corpus, vocab_size)
         self.latest: PreparedStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
         self._ahead = OneAhead(self.preparation.prepare)
-        self._corrupt = CorruptDocuments(
-            self.table, token_file.prefix, vocab_size, arguments.hdp_corrupt_limit
-        )
-        self.order = self._agreed_order(token_file)
+        self._corrupt = CorruptDocuments(corpus, vocab_size, arguments.hdp_corrupt_limit)
+        self.order = self._agreed_order()
         # what cannot be planned is refused now, not when it is drawn
-        self.preparation.plan(self.table.length.max(keepdims=True))
+        self.preparation.plan(np.array([corpus.longest]))
 
-    def _agreed_order(self, token_file: TokenFile) -> DataOrder:
+    def _agreed_order(self) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
+        meet(self.executor.timeline)  # some may have prepared their data for long
         with self._agreement():
-            contents = contents_of(token_file, self.place)
-            order = data_order(self.arguments, self.table, contents)
-            facts = {"corpus": order.corpus, "tokens in the .bin of --data-path": contents}
+            facts = {  # first of all: what follows has a length for each source
+                "names of the sources": fingerprint(self.corpus.names),
+                "weights and lengths over time": fingerprint(self.corpus.spec.schedule),
+            }
+            require_agreement(facts, compute_device())
+            contents = contents_of(self.corpus, self.place)
+            order = data_order(self.arguments, self.corpus, contents)
+            facts = {}
+            for name, one in order.sources.items():
+                facts[f"sequences of {name}"] = one.corpus
+                facts[f"tokens in the .bin of {name}"] = contents[name]
             require_agreement(facts, compute_device())
         return order
 
-    def follow(self, order_version: int) -> None:
-        """Draws in the version of the order that the run began with; before its first step here."""
+    def follow(self, order: DataOrder) -> None:
+        """Draws each source in the order that its run began with; before the first step here."""
         assert self.latest is None, "a step has run in another order"
-        self.order = replace(self.order, version=order_version)
-        self.preparation.follow(order_version)
+        mine = {}
+        for name, one in self.order.sources.items():
+            began = order.sources.get(name, one)
+            mine[name] = replace(one, version=began.version, key=began.key)
+        self.order = replace(self.order, sources=mine)
+        self.preparation.follow(mine)
 
-    def run(self, consumed: int, forward_only: bool = False) -> StepReport:
-        """Runs the step after `consumed` sequences; leaves gradients in the DDP buffers.
+    def run(self, position: Position, forward_only: bool = False) -> StepReport:
+        """Runs the step that begins at a position; leaves gradients in the DDP buffers.
 
         Raises:
             DisagreementError: ranks planned different things.
             PlannerError: the planner failed in two steps in a row.
-            ValueError: too many corrupt documents in a row.
+            ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
         started = time.perf_counter()
-        prepared = self._ahead.get(consumed)
+        prepared = self._ahead.get(position)
         exposed_s = time.perf_counter() - started
         prepared = self.latest = self._agree(prepared)
-        trained = self._without_corrupt(prepared)
-        num_loss_tokens = int(self.table.num_labels[trained].sum())
-        self._ahead.expect(prepared.step.consumed_after)
+        is_trained = self._without_corrupt(prepared)
+        num_loss_tokens = int(prepared.step.num_loss_tokens[is_trained].sum())
+        self._ahead.expect(prepared.step.after)
         self._share_tokens(prepared)
-        self._seed_dropout(prepared.step.consumed_before)
-        outcome = self.executor.run(prepared.micro_batches, num_loss_tokens, forward_only)
-        return self._report(prepared, outcome, trained, exposed_s)
+        self._seed_dropout(prepared.step.before.sequences)
+        if not forward_only:
+            self._say_what_ends(prepared.step)
+        outcome = self.executor.run(
+            prepared.micro_batches, num_loss_tokens, forward_only, len(self.corpus.sources)
+        )
+        return self._report(prepared, outcome, is_trained, exposed_s)
+
+    def is_over(self, position: Position) -> bool:
+        """Whether every source of the data has ended, so that no step begins at a position."""
+        return self.preparation.mixture.is_over(position)
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
@@ -159,9 +166,10 @@ class HdpSteps:
         self._failed_before = bool(failed)
         step = prepared.step
         facts = {
-            "corpus": self.order.corpus,
-            "consumed sequences": step.consumed_before,
-            "sequences of the step": fingerprint(step.sequences.tobytes()),
+            "consumed sequences": step.before.sequences,
+            "sequences of the step": fingerprint(
+                step.sources.tobytes(), step.rows.tobytes(), step.starts.tobytes()
+            ),
             "sequence lengths": fingerprint(prepared.plan.lengths.tobytes()),
             "cost model": fingerprint(self.cost_model.to_json()),
             "plan": prepared.plan.fingerprint(),
@@ -183,16 +191,27 @@ class HdpSteps:
             )
         say(f"the planner failed ({failure}): this step runs the static plan")
 
-    def _without_corrupt(self, prepared: PreparedStep) -> Int64Array:
-        """Takes corrupt sequences out of the step; returns the rows that are left of the table."""
+    def _without_corrupt(self, prepared: PreparedStep) -> npt.NDArray[np.bool_]:
+        """Takes corrupt sequences out of the step; returns which ones are left."""
         num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
         with self._agreement():
             (anywhere,) = largest([num_found], compute_device())
-        rows = prepared.step.sequences
-        if not anywhere:
+        is_left = np.ones(len(prepared.step), dtype=np.bool_)
+        if anywhere:
+            is_left[self._corrupt.drop(prepared)] = False
+        else:
             self._corrupt.none_found()
-            return rows
-        return rows[~np.isin(rows, self._corrupt.drop(prepared))]
+        return is_left
+
+    def _say_what_ends(self, step: Step) -> None:
+        """Tells of sources whose last sequence is in a step, so that each is told once."""
+        for source in self.preparation.mixture.sources:
+            before, after = step.before.of(source.name).rows, step.after.of(source.name).rows
+            if source.stream.has_ended(after) and not source.stream.has_ended(before):
+                say(
+                    f"source '{source.name}' ends with this step, its max-epochs are over: its "
+                    "share goes to the others"
+                )
 
     def _share_tokens(self, prepared: PreparedStep) -> None:
         """Gives the tensor-parallel ranks of the first and last stage what their first one read."""
@@ -223,14 +242,14 @@ class HdpSteps:
         self,
         prepared: PreparedStep,
         outcome: RankOutcome,
-        trained: Int64Array,
+        is_trained: npt.NDArray[np.bool_],
         exposed_s: float,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
         non_finite = self._non_finite(prepared, "loss", outcome.losses)
-        lengths = self.table.length[trained]
-        num_loss_tokens = int(self.table.num_labels[trained].sum())
+        lengths = prepared.step.lengths[is_trained]
+        num_loss_tokens = int(prepared.step.num_loss_tokens[is_trained].sum())
         with self._agreement():
             job = over_all_ranks(
                 sums={
@@ -242,6 +261,7 @@ class HdpSteps:
                     "sync_s": outcome.sync_s,
                     "ring_bytes": outcome.ring_bytes,
                     "offloaded_bytes": outcome.offloaded_bytes,
+                    **dict(zip(_loss_keys(self.corpus), outcome.source_losses, strict=True)),
                 },
                 maxima={
                     "makespan_s": outcome.until_sync_s,
@@ -258,8 +278,8 @@ class HdpSteps:
             tokens=int(lengths.sum()),
             squared_tokens=int((lengths**2).sum()),
             loss_tokens=num_loss_tokens,
-            sequences=len(prepared.step.sequences),
-            consumed_after=prepared.step.consumed_after,
+            sequences=len(prepared.step),
+            position_after=prepared.step.after,
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
             planned_efficiency=prepared.plan.summary["efficiency"],
@@ -275,10 +295,34 @@ class HdpSteps:
             host_bytes_max=int(job["host_bytes"]),
             planning_ms=prepared.plan.summary["planning_ms"],
             planning_exposed_ms=job["exposed_s"] * 1e3,
-            skipped_documents=self._corrupt.num_skipped,
+            skipped_documents=sum(self._corrupt.num_skipped),
             planner_failures=self.num_planner_failures,
+            sources=self._by_source(prepared.step, is_trained, job),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
+
+    def _by_source(
+        self, step: Step, is_trained: npt.NDArray[np.bool_], job: Mapping[str, float]
+    ) -> dict[str, SourceFigures]:
+        """Figures of each source; `job` holds the sums of losses over all ranks."""
+        drawn = {name: step.after.of(name).amount for name in self.corpus.names}
+        total = sum(drawn.values())
+        found = {}
+        for i, (source, key) in enumerate(
+            zip(self.corpus.sources, _loss_keys(self.corpus), strict=True)
+        ):
+            mine = is_trained & (step.sources == i)
+            loss_tokens = int(step.num_loss_tokens[mine].sum())
+            loss = job[key] / self.place.num_tensor_ranks / max(loss_tokens, 1)
+            found[source.name] = SourceFigures(
+                tokens=int(step.lengths[mine].sum()),
+                loss_tokens=loss_tokens,
+                loss=loss if loss_tokens else None,
+                share=drawn[source.name] / max(total, 1),
+                epoch=step.before.of(source.name).rows // source.num_rows,
+                bad=source.bad + self._corrupt.num_skipped[i],
+            )
+        return found
 
     def non_finite_gradients(self) -> tuple[str, ...]:
         """Names the latest step's micro-batches whose gradient was not finite at the embedding.
@@ -296,20 +340,15 @@ class HdpSteps:
         found = []
         for micro_batch, value in zip(prepared.micro_batches, values, strict=False):
             if not math.isfinite(value):
-                what = f"{name} {value}"
-                rows = micro_batch.sequence_ids
-                documents = tuple(self.table.document[list(rows)].tolist())
-                found.append(NonFinite(micro_batch.index, what, rows, documents))
+                documents = self.corpus.words_for(prepared.step, micro_batch.sequence_ids)
+                found.append(NonFinite(micro_batch.index, f"{name} {value}", documents))
         return found
 
-    def describe(self, use: str) -> str:
-        """One line for the log on the ranks and the sequences, which are ``use``."""
-        table = self.table
-        return (
-            f"hybrid data parallelism over {self.place.num_hdp_ranks} ranks, {len(table):,} "
-            f"sequences {use} (documents: {table.num_empty:,} empty and skipped, "
-            f"{table.num_truncated:,} truncated, {table.num_split:,} split)"
-        )
+    def describe(self, use: str) -> list[str]:
+        """Lines for the log on the ranks and the sequences, which are ``use``."""
+        ranks = f"hybrid data parallelism over {self.place.num_hdp_ranks} ranks"
+        lines = [f"{self.corpus.describe(i, use)}" for i in range(len(self.corpus.sources))]
+        return [f"{ranks}, {lines[0]}", *lines[1:]]
 
     def draw_plan(self, path: Path, title: str) -> None:
         """Draws the latest step's plan as a Gantt chart, a lane a rank."""
@@ -322,3 +361,8 @@ class HdpSteps:
         assert self.latest is not None, "no step has run"
         made = self.latest.plan
         return made, evaluate(made, self.cost_model, self.place.num_stages)
+
+
+def _loss_keys(corpus: Corpus) -> list[str]:
+    """What the sum of each source's losses is called among sums over all ranks."""
+    return [f"loss of {name}" for name in corpus.names]

@@ -10,7 +10,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_hdp.megatron.finite import non_finite
 
 _SHOWN_MICRO_BATCHES = 8
-_SHOWN_SEQUENCES = 16
 
 
 class NonFiniteError(ValueError):
@@ -25,10 +24,8 @@ class NonFinite:
     """Index in the step's plan; None for padding."""
     what: str
     """``loss nan``, for example."""
-    sequences: tuple[int, ...]
-    """Rows of the sequence table."""
-    documents: tuple[int, ...]
-    """The document of each sequence, as an index into the token file."""
+    documents: str
+    """What is in it, in words."""
 
 
 def gather_words(found: list[NonFinite]) -> tuple[str, ...]:
@@ -36,8 +33,7 @@ def gather_words(found: list[NonFinite]) -> tuple[str, ...]:
     everyone: list[list[NonFinite]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, found)
     lines = [
-        f"rank {rank}: micro-batch {one.micro_batch} has {one.what}; "
-        f"sequences {_shown(one.sequences)} (documents {_shown(one.documents)} of the token file)"
+        f"rank {rank}: micro-batch {one.micro_batch} has {one.what}: {one.documents}"
         for rank, findings in enumerate(everyone)
         for one in findings
     ]
@@ -59,9 +55,3 @@ def non_finite_parameters(model: DistributedDataParallel) -> tuple[str, ...]:
         ),
         [buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers)],
     )
-
-
-def _shown(numbers: tuple[int, ...]) -> str:
-    more = len(numbers) - _SHOWN_SEQUENCES
-    shown = ", ".join(map(str, numbers[:_SHOWN_SEQUENCES]))
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -7,19 +7,21 @@ plans the same; each reads only what it must.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_hdp.data import (
-    LATEST_ORDER,
+from megatron_hdp.data import SourceOrder
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import (
+    BatchSize,
+    Corpus,
+    Mixture,
+    Position,
     RankMicroBatch,
-    SequenceTable,
     Step,
-    StepSampler,
-    TokenFile,
     padding_micro_batch,
     read_micro_batch,
 )
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.options import PLANNER_FLAGS
@@ -49,44 +51,56 @@ class StepPreparation:
         arguments: TrainingArguments,
         place: RankPlace,
         cost_model: CostModel,
-        table: SequenceTable,
-        token_file: TokenFile,
+        corpus: Corpus,
         vocab_size: int,
     ) -> None:
         self.arguments = arguments
         self.place = place
         self.cost_model = cost_model
-        self.table = table
-        self.token_file = token_file if place.reads_tokens else None
+        self.corpus = corpus
         self.vocab_size = vocab_size
-        self.sampler = self._sampler(LATEST_ORDER)
+        self.mixture = self._mixture(corpus.orders())
 
-    def follow(self, order_version: int) -> None:
-        """Draws from now on in this version of the order; call it while nothing is prepared."""
-        self.sampler = self._sampler(order_version)
+    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
+        """Draws from now on in these orders of the sources; call it while nothing is prepared."""
+        self.mixture = self._mixture(orders)
 
-    def _sampler(self, order_version: int) -> StepSampler:
-        return StepSampler(
-            self.table.length,
-            seed=self.arguments.seed,
-            global_batch_size=self.arguments.global_batch_size,
-            global_batch_tokens=self.arguments.hdp_global_batch_tokens,
-            order_version=order_version,
-        )
+    def _mixture(self, orders: Mapping[str, SourceOrder]) -> Mixture:
+        arguments = self.arguments
+        batch = BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens)
+        return self.corpus.mixture(orders, batch, arguments.seed)
 
-    def prepare(self, consumed: int) -> PreparedStep:
-        """The step after `consumed` sequences; planned statically where the strategy fails."""
+    def prepare(self, position: Position) -> PreparedStep:
+        """The step that begins at a position; planned statically where the strategy fails.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or every source has ended.
+        """
         started = time.perf_counter()
-        step = self.sampler.step(consumed)
+        step = self.mixture.step(position)
+        self._require_loss(step)
         failure = None
         try:
-            step_plan = self.plan(self.table.length[step.sequences])
+            step_plan = self.plan(step.lengths)
             self._validate(step_plan)
         except Exception as error:  # whatever went wrong, another plan can still train the step
             failure = f"{type(error).__name__}: {error}"
-            step_plan = self.plan(self.table.length[step.sequences], strategy="static")
+            step_plan = self.plan(step.lengths, strategy="static")
             self._validate(step_plan)
         return self._read(step, step_plan, failure, started)
+
+    def _require_loss(self, step: Step) -> None:
+        if step.num_loss_tokens.any():
+            return
+        if not len(step):
+            raise ValueError("every source of the data has ended: no step is left")
+        names = [self.corpus.names[i] for i in sorted(set(step.sources.tolist()))]
+        raise ValueError(
+            f"found no token with loss in the {len(step):,} sequences of step "
+            f"{step.before.steps + 1}, expected at least one: they are of {', '.join(names)}, and "
+            "a sequence of one token predicts nothing, a conversation only its trained turns. Look "
+            "at these sources, or make the global batch larger"
+        )
 
     def prepare_statically(self, prepared: PreparedStep, failure: str) -> PreparedStep:
         """The same step under the static plan, because the strategy's plan failed somewhere."""
@@ -146,9 +160,9 @@ class StepPreparation:
             step_plan,
             m,
             self.place.hdp_rank,
-            step.sequences,
-            self.table,
-            self.token_file,
+            step,
+            self.corpus,
             vocab_size=self.vocab_size,
+            reads_tokens=self.place.reads_tokens,
             token_multiple=self.place.token_multiple,
         )

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
+
+from megatron_hdp.data.mixture import Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFigures:
+    """Figures of one source of the data in one step, over all ranks."""
+
+    tokens: int
+    """Tokens of the step that are its; padding and corrupt documents are not counted."""
+    loss_tokens: int
+    """Those of them that carry loss."""
+    loss: float | None
+    """Nats: mean over its loss tokens; None where it has none in this step."""
+    share: float
+    """Of all that was drawn since the start of training, in the unit of the weights."""
+    epoch: int
+    """The pass over the source in which the step began, from 0."""
+    bad: int
+    """Bad documents: left out when it was prepared, or skipped since this process began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +76,24 @@ class StepFigures:
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
     """Micro-batches of the rank that ran the most."""
+    sources: Mapping[str, SourceFigures] | None = None
+    """Figures of each source of the data."""
+
+    def scalars(self) -> dict[str, float]:
+        """Each figure that there is as one number by its name, those of sources by theirs, too."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        for key in [key for key, value in found.items() if isinstance(value, Mapping)]:
+            for name, figures in found.pop(key).items():
+                ours = asdict(figures) if isinstance(figures, SourceFigures) else {"loss": figures}
+                found |= {f"{key}/{name}/{what}": value for what, value in ours.items()}
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+    def tagged(self) -> dict[str, float]:
+        """The same under the tags of TensorBoard and W&B: ``grad-norm``, ``sources/web_1/loss``."""
+        return {
+            name if "/" in name else name.replace("_", "-"): value
+            for name, value in self.scalars().items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +102,42 @@ class StepReport(StepFigures):
 
     squared_tokens: int
     """Sum of the squares of its sequences' lengths."""
-    consumed_after: int
-    """Sequences drawn up to and including this step; where the next step begins."""
+    position_after: Position
+    """Where in the data the next step begins."""
     non_finite: tuple[str, ...] = ()
     """Micro-batches of any rank whose loss is NaN or infinite, in words."""
+
+
+def words_by_source(sources: Mapping[str, SourceFigures]) -> str:
+    """Loss and share of each source, for a line of the log."""
+    return ", ".join(
+        f"{name} {'-' if one.loss is None else f'{one.loss:.4f}'} ({one.share:.3f})"
+        for name, one in sources.items()
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationLoss:
+    """Mean losses over the batches of an evaluation, in nats."""
+
+    loss: float
+    sources: Mapping[str, float]
+    """By source, of those that had loss tokens."""
+
+    @classmethod
+    def of(cls, reports: Sequence[StepReport]) -> EvaluationLoss:
+        """That of all batches together."""
+        tokens = sum(one.loss_tokens for one in reports)
+        loss = sum(one.loss * one.loss_tokens for one in reports) / max(tokens, 1)
+        found: dict[str, list[SourceFigures]] = {}
+        for report in reports:
+            for name, figures in (report.sources or {}).items():
+                found.setdefault(name, []).append(figures)
+        sources = {}
+        for name, parts in found.items():
+            if counted := sum(one.loss_tokens for one in parts):
+                sources[name] = sum((one.loss or 0.0) * one.loss_tokens for one in parts) / counted
+        return cls(loss, sources)
 
 
 def over_all_ranks(

@@ -18,7 +18,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.data import DataOrder, Tokenizer
+from megatron_hdp.data import DataOrder, SourceOrder, Tokenizer
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.order import UNNAMED
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step.report import StepReport
@@ -73,19 +75,18 @@ class StockSteps:
             hybrid_data_parallel=False,
             seed=arguments.seed,
             seq_length=arguments.seq_length,
-            long_sequence="concatenated",
-            num_sequences=len(dataset),
-            corpus=fingerprint(dataset.dataset.sequence_lengths.tobytes()),
+            sources={UNNAMED: _order_of(dataset)},
         )
         config = get_model_config(model)
         config.no_sync_func = model.no_sync
         config.finalize_model_grads_func = finalize_model_grads
 
-    def follow(self, order_version: int) -> None:
+    def follow(self, order: DataOrder) -> None:
         """Nothing to do: Megatron's own order has one version."""
 
-    def run(self, consumed: int, forward_only: bool = False) -> StepReport:
-        """Runs the step after `consumed` samples; leaves gradients in the DDP buffers."""
+    def run(self, position: Position, forward_only: bool = False) -> StepReport:
+        """Runs the step that begins at a position; leaves gradients in the DDP buffers."""
+        consumed = position.sequences
         reports = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=self._batches(consumed),
@@ -106,10 +107,18 @@ class StockSteps:
             squared_tokens=self.global_batch_size * self.seq_length**2,
             loss_tokens=round(loss_tokens / self.num_tensor_ranks),
             sequences=self.global_batch_size,
-            consumed_after=consumed + self.global_batch_size,
+            position_after=Position(
+                steps=position.steps + 1,
+                sequences=consumed + self.global_batch_size,
+                tokens=position.tokens + self.global_batch_size * self.seq_length,
+            ),
             micro_batches_min=self.num_micro_batches,
             micro_batches_max=self.num_micro_batches,
         )
+
+    def is_over(self, position: Position) -> bool:
+        """Never: Megatron makes as many samples as all steps take."""
+        return False
 
     def non_finite_gradients(self) -> tuple[str, ...]:
         """No micro-batch can be told."""
@@ -130,6 +139,17 @@ class StockSteps:
             samples = [self.dataset[start + i] for i in range(self.micro_batch_size)]
             batch = torch.utils.data.default_collate(samples)
             yield {key: value.to(compute_device()) for key, value in batch.items()}
+
+
+def _order_of(dataset: GPTDataset) -> SourceOrder:
+    """Megatron's: one chain of samples, also of a blend."""
+    parts = getattr(dataset, "datasets", [dataset])
+    return SourceOrder(
+        num_sequences=len(dataset),
+        corpus=fingerprint(*(one.dataset.sequence_lengths.tobytes() for one in parts)),
+        long_sequence="concatenated",
+        version=1,
+    )
 
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -12,6 +12,7 @@ from megatron_hdp.runtime.health.heartbeat import (
     RankFailure,
     is_communication_error,
 )
+from megatron_hdp.runtime.health.meeting import meet
 from megatron_hdp.runtime.health.root_cause import tell_torchrun
 from megatron_hdp.runtime.health.signals import StopSignals
 
@@ -23,6 +24,7 @@ __all__ = [
     "fingerprint",
     "is_communication_error",
     "largest",
+    "meet",
     "require_agreement",
     "store_of_attempt",
     "tell_torchrun",

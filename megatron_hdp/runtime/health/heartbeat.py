@@ -6,6 +6,7 @@ those hang.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from torch.distributed import distributed_c10d
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
 from megatron_hdp.runtime.health.store import HeartbeatStore
-from megatron_hdp.runtime.timeline import CHECKPOINT, START, WAITS, Timeline
+from megatron_hdp.runtime.timeline import CHECKPOINT, MEETING, START, WAITS, Timeline
 
 # In heartbeats:
 _SILENCE = 3  # what a living rank may miss while another one waits too long for it
@@ -223,6 +224,8 @@ class Heartbeat:
         return _LONGEST if is_long else None
 
     def _limit_s(self) -> float:
+        if any(kind == MEETING for kind, _, _ in self._timeline.current()):
+            return math.inf
         unhurried = any(kind in _UNHURRIED for kind, _, _ in self._timeline.current())
         is_slow = unhurried or self._steps_begun < 2
         return self._slow_timeout_s if is_slow else self._stall_timeout_s

@@ -2,9 +2,11 @@
 
 from megatron_hdp.runtime.loss.balance import RouterTokens, sequence_balance_loss, z_loss
 from megatron_hdp.runtime.loss.fused_cross_entropy import linear_cross_entropy
+from megatron_hdp.runtime.loss.sums import LossSums
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 
 __all__ = [
+    "LossSums",
     "RouterTokens",
     "linear_cross_entropy",
     "sequence_balance_loss",

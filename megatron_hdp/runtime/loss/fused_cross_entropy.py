@@ -31,6 +31,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.loss.sums import LossSums
+
 LOGITS_BYTES = {"cpu": 2**24, "cuda": 2**30}
 """Most bytes that a chunk's logits take, by device.
 
@@ -147,6 +149,7 @@ def linear_cross_entropy(
     loss_mask: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     logits_bytes: int | None = None,
+    sums: LossSums | None = None,
 ) -> torch.Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` over the tokens that carry loss.
 
@@ -161,6 +164,7 @@ def linear_cross_entropy(
         loss_mask: ``[t]`` bool, true where the token carries loss.
         group: the ranks that share the vocabulary, or None where it is whole.
         logits_bytes: bound of a chunk's logits in bytes, by default `LOGITS_BYTES` of the device.
+        sums: where losses are added up by group, too.
 
     Returns:
         Scalar, float32 or (for float64 weights) float64, equal on all ranks of the group.
@@ -179,7 +183,7 @@ def linear_cross_entropy(
     chunk = chunk_tokens(num_tokens, len(weight) * weight.itemsize, logits_bytes)
     learns = torch.is_grad_enabled()  # inside of a Function it is always off
     return _LinearCrossEntropy.apply(
-        hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns
+        hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns, sums
     )
 
 
@@ -206,6 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk: int,
         learns: bool,
+        sums: LossSums | None,
     ) -> torch.Tensor:
         rows = rows_for(weight.device, weight.dtype)
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -234,7 +239,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(dweight, dlogits.t(), hidden[part])
         ctx.dtype = weight.dtype
         ctx.gradients = dhidden, dweight  # not saved tensors: they are ours to scale in place
-        return (losses * weights).sum()
+        losses *= weights
+        if sums is not None:
+            sums.add(losses)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -249,7 +257,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight.mul_(grad)
         elif dweight is not None:  # scaled before it is rounded, without a float32 copy
             dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
-        return dhidden, dweight, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

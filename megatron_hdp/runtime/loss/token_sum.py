@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.loss.sums import LossSums
+
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross entropy in the logits' precision (at least float32), the vocabulary in slices."""
@@ -48,6 +50,7 @@ def token_sum_loss(
     labels: torch.Tensor,
     loss_mask: torch.Tensor,
     group: dist.ProcessGroup | None = None,
+    sums: LossSums | None = None,
 ) -> torch.Tensor:
     """Sum of the cross entropies of the tokens that carry loss.
 
@@ -56,9 +59,13 @@ def token_sum_loss(
         labels: ``[...]`` token ids.
         loss_mask: ``[...]`` bool, true where the token carries loss.
         group: tensor-parallel group, or None where the vocabulary is whole.
+        sums: where losses are added up by group, too.
 
     Returns:
         Scalar, float32 or (for float64 logits) float64.
     """
     losses = _VocabParallelCrossEntropy.apply(logits, labels, group)
-    return (losses * loss_mask).sum()
+    losses = losses * loss_mask
+    if sums is not None:
+        sums.add(losses)
+    return losses.sum()

@@ -19,6 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_hdp.data import DataOrder
+from megatron_hdp.data.mixture import Position
+from tests.support.older import order_before_mixtures
 from tests.support.processes import free_port
 
 DEADLINE_S = 240
@@ -118,18 +120,19 @@ def _start(run: dict) -> int:
 @contextmanager
 def _older_release() -> Iterator[None]:
     """Within the block, the order of the data has its first version only, which nothing names."""
+    from megatron_hdp.data.mixture import corpus
     from megatron_hdp.megatron.lm import checkpoint
-    from megatron_hdp.megatron.step import hdp_steps, preparation
 
     def remember(order: DataOrder, args: argparse.Namespace) -> None:
         original(order, args)
-        assert args.hdp_data_order.pop("version") == 1
+        args.hdp_data_order = order_before_mixtures(args.hdp_data_order)
 
     original = checkpoint.remember
-    with ExitStack() as stack:
-        for module in (checkpoint, hdp_steps, preparation):
-            stack.enter_context(mock.patch.object(module, "LATEST_ORDER", 1))
-        stack.enter_context(mock.patch.object(checkpoint, "remember", remember))
+    with (
+        mock.patch.object(corpus, "LATEST_ORDER", 1),
+        mock.patch.object(checkpoint, "remember", remember),
+        mock.patch.object(checkpoint, "remember_position", lambda *_: None),
+    ):
         yield
 
 
@@ -139,9 +142,9 @@ def _nan_after(consumed: int) -> AbstractContextManager[object]:
 
     original = HdpSteps.run
 
-    def run(self: HdpSteps, position: int, forward_only: bool = False) -> object:
+    def run(self: HdpSteps, position: Position, forward_only: bool = False) -> object:
         report = original(self, position, forward_only)
-        if forward_only or position != consumed:
+        if forward_only or position.sequences != consumed:
             return report
         print(f"instead of {report.loss!r}", flush=True)
         return replace(report, loss=float("nan"))

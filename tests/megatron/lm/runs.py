@@ -44,9 +44,20 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(
 
 
 def planned(
-    folder, name, ranks, extra, *, model=MODEL, script=SCRIPT, save=None, load=None, **more
+    folder,
+    name,
+    ranks,
+    extra,
+    *,
+    model=MODEL,
+    script=SCRIPT,
+    data=None,
+    steps=4,
+    save=None,
+    load=None,
+    **more,
 ):
-    """A run for `drive`: four steps on the corpus in `folder`.
+    """A run for `drive`.
 
     Args:
         folder: where everything lies.
@@ -55,12 +66,15 @@ def planned(
         extra: flags after the common ones.
         model: the model's flags.
         script: what runs, under the plugin unless ``plugin=False``.
+        data: flags that name the data; None: the corpus in `folder`.
+        steps: to train.
         save: folder of checkpoints, in `folder`.
         load: likewise.
         more: what the driver knows besides.
     """
     arguments = [*model.split(), *TRAINING.split(), *ON_CPU.split(), *extra]
-    arguments += ["--train-iters", "4", "--data-path", str(folder / "corpus")]
+    arguments += ["--train-iters", str(steps)]
+    arguments += ["--data-path", str(folder / "corpus")] if data is None else data
     arguments += ["--tensorboard-dir", str(folder / f"tensorboard {name}")]
     if save is not None:
         arguments += ["--save", str(folder / save)]

@@ -17,6 +17,7 @@ from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm import checkpoint, replacements
 from megatron_hdp.megatron.releases import own_checkpoint_writer
 from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.older import order_before_mixtures
 
 
 @pytest.fixture
@@ -24,8 +25,12 @@ def arguments(tmp_path):
     return tiny_arguments(write_corpus(tmp_path, [3, 50, 20, 7, 9, 30, 11, 2, 40, 5]))
 
 
+def versions(order):
+    return [one.version for one in order.sources.values()]
+
+
 def saved_by(arguments):
-    args = SimpleNamespace()
+    args = SimpleNamespace(consumed_train_samples=30, global_batch_size=10)
     checkpoint.remember(checkpoint.data_order(arguments), args)
     return args
 
@@ -38,17 +43,17 @@ def test_the_same_order_goes_on_whatever_the_plan(arguments):
     with mock.patch.object(checkpoint, "say") as say:
         args = SimpleNamespace(load="checkpoints")
         checkpoint.continue_order(args, other_plan, saved_by(arguments))
-    assert checkpoint.order_of_run(args, other_plan).version == LATEST_ORDER
+    assert versions(checkpoint.order_of_run(args, other_plan)) == [LATEST_ORDER]
     say.assert_not_called()
 
 
 def test_an_older_checkpoints_version_goes_on(arguments):
     saved, args = saved_by(arguments), SimpleNamespace(load="checkpoints")
-    assert saved.hdp_data_order.pop("version") == LATEST_ORDER
+    saved.hdp_data_order = order_before_mixtures(saved.hdp_data_order)
     with mock.patch.object(checkpoint, "say") as say:
         checkpoint.continue_order(args, arguments, saved)
-    assert checkpoint.order_of_run(args, arguments).version == 1
-    assert args.hdp_data_order == saved.hdp_data_order | {"version": 1}
+    assert versions(checkpoint.order_of_run(args, arguments)) == [1]
+    assert checkpoint.position_of(args, "train").sources["corpus"].rows == 30
     say.assert_called_once()
     saved.hdp_data_order["version"] = LATEST_ORDER + 1
     with pytest.raises(ValueError, match="--load checkpoints has version 3 of the order"):
@@ -56,15 +61,15 @@ def test_an_older_checkpoints_version_goes_on(arguments):
 
 
 def test_a_run_that_begins_now_has_the_latest_version(arguments):
-    assert checkpoint.order_of_run(SimpleNamespace(), arguments).version == LATEST_ORDER
+    assert versions(checkpoint.order_of_run(SimpleNamespace(), arguments)) == [LATEST_ORDER]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"seed": 99}, "--seed: found 99, expected"),
-        ({"split": "50,50,0"}, "--data-path and --split"),
-        ({"hdp_long_sequence": "split"}, "--hdp-long-sequence: found split, expected"),
+        ({"split": "50,50,0"}, "sequences to train on .--split"),
+        ({"hdp_long_sequence": "split"}, r"--hdp-long-sequence\): found split, expected"),
     ],
 )
 def test_another_order_is_refused(arguments, changed, message):

@@ -138,8 +138,12 @@ def test_everything_on_the_list_is_refused(name):
         ((*ON, "--hdp-trace", "t", "--hdp-trace-steps", "9" * 5000), {}, "--hdp-trace-steps: fou"),
         (ON, {"global_batch_size": None}, "found neither of"),
         (ON, {"attention_dropout": 0.1}, "--attention-dropout 0"),
-        (ON, {"data_path": ["0.3", "a", "0.7", "b"]}, "found 4 values, expected one prefix"),
-        (ON, {"data_path": None}, "found 0 values, expected one prefix"),
+        (ON, {"data_path": None}, "--data-path is missing"),
+        (
+            (*ON, "--hdp-data", "f"),
+            {"train_data_path": ["a"]},
+            "--train-data-path, expected",
+        ),
         (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
     ],
 )

@@ -25,6 +25,7 @@ def run(tmp_path, monkeypatch):
     run._job = SimpleNamespace(timeline=SimpleNamespace(settle=lambda: None))
     run.log = SimpleNamespace(latest=REPORT)
     run.__dict__ |= {"_outputs": outputs, "_validated": [], "_began_at": 0.0}
+    run._steps = {"train": SimpleNamespace(is_over=lambda position: False)}
     return run
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,6 +28,7 @@ from tests.megatron.lm.runs import (
     weights,
 )
 from tests.megatron.lm.test_patch_files import patched_script
+from tests.support.drawn import first_rows
 from tests.support.gradients import write_corpus
 from tests.support.megatron_formula import formula_of
 
@@ -165,22 +165,20 @@ def test_operations_are_those_of_each_length(runs):
     """What checkpoints add up is Megatron's formula, sequence by sequence."""
     from megatron.core import dist_checkpointing
 
-    from megatron_hdp.data import SequenceTable, StepSampler, TokenFile, split_documents
+    from megatron_hdp.data import TokenFile
+    from megatron_hdp.data.tables import split_documents
 
     file = TokenFile(str(runs / "corpus"))
     documents = split_documents(len(file.lengths), "90,10,0")[0]
-    table = SequenceTable.build(
-        file.lengths, max_length=256, long_sequence="error", documents=documents
-    )
-    sampler = StepSampler(table.length, seed=7, global_batch_size=8, global_batch_tokens=None)
-    lengths = [table.length[sampler.step(8 * i).sequences] for i in range(4)]
+    lengths = file.lengths[documents.start : documents.stop]
+    lengths = lengths[first_rows(len(lengths), 7, 4 * 8)]
     before, state = (
         dist_checkpointing.load_common_state_dict(str(runs / name / "iter_0000004"))
         for name in (STOCK, "whole")
     )
     formula = formula_of(CHECKOUT)
     args, expected = state["args"], before["num_floating_point_operations_so_far"]
-    for length in np.concatenate(lengths).tolist():
+    for length in lengths.tolist():
         args.seq_length = length
         expected += formula(args, 1)
     assert state["num_floating_point_operations_so_far"] == pytest.approx(expected, rel=1e-9)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hdp.data import StepSampler
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.moe import HdpRouter
 from megatron_hdp.megatron.step.executor import HdpExecutor
+from tests.support.drawn import first_rows
 from tests.support.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
 from tests.support.random_plans import random_plan
 
@@ -23,9 +23,8 @@ TENSOR |= {"expert_tensor_parallel_size": 1}
 
 def planned(arguments, ranks):
     """A run with a plan that no strategy would make: rings of every size, counts that differ."""
-    lengths = np.array(LENGTHS)
-    drawn = StepSampler(lengths, seed=arguments.seed, global_batch_size=len(lengths)).step(0)
-    lengths, capacity = lengths[drawn.sequences], arguments.hdp_tokens_per_rank
+    lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
+    capacity = arguments.hdp_tokens_per_rank
     plans = (
         random_plan(lengths, ranks=ranks, tokens_per_rank=capacity, seed=seed) for seed in range(20)
     )

@@ -262,7 +262,7 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         ("--max-position-embeddings 64", "less than --seq-length 128"),
         ("--bf16 --fp64", "both --bf16 and --fp64"),
         ("--recompute-method block", "go together"),
-        ("--data-path a b", "found 2 values, expected one prefix"),
+        ("--hdp-data f", "found --hdp-data and --data-path, expected only one"),
         ("--tokenizer-type TikTokenizer", "goes with --tokenizer-model"),
         ("--tokenizer-model gpt2", "--tokenizer-type byte goes with no --tokenizer-model"),
         ("--min-lr 1", "--min-lr 1.0 is greater than --lr 0.001"),

@@ -17,7 +17,7 @@ from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 
-TOKENS = "tokens in the .bin of --data-path"
+TOKENS = "tokens in the .bin of corpus"
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 130, 129]
 NUM_RANKS = 3
 ODD_RANK = 1
@@ -96,14 +96,23 @@ def test_other_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS[:-1], LENGTHS[-1] - 1])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert facts == {"corpus", TOKENS}
+    assert facts == {"sequences of corpus", TOKENS}
 
 
 def test_more_data(run_ranks, prefix, tmp_path):
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", [*LENGTHS, *range(5, 15)])
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert facts == {"corpus", TOKENS}
+    assert facts == {"sequences of corpus", TOKENS}
+
+
+def test_more_sources(run_ranks, prefix, tmp_path):
+    """Ranks that know different numbers of sources say so, instead of talking past each other."""
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other", LENGTHS)
+    run = arguments(prefix)
+    facts = check(run_ranks, run, replace(run, data_path=("1", prefix, "1", other)))
+    assert facts == {"names of the sources", "weights and lengths over time"}
 
 
 def another_bin(folder, prefix):

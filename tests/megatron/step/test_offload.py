@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_hdp.data import StepSampler, padding_micro_batch
+from megatron_hdp.data.mixture import padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory.model import MemoryModel
 from megatron_hdp.runtime.timeline import Timeline
+from tests.support.drawn import first_rows
 from tests.support.gradients import (
     VOCABULARY,
     hdp_step,
@@ -66,12 +67,9 @@ def with_and_without(arguments, stay, leave):
 
 
 def check(run_ranks, arguments, hdp_ranks, world):
-    step = StepSampler(np.array(LENGTHS), seed=arguments.seed, global_batch_size=len(LENGTHS)).step(
-        0
-    )
     stay, leave = (
         random_plan(
-            np.array(LENGTHS)[step.sequences],
+            np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)],
             ranks=hdp_ranks,
             tokens_per_rank=128,
             seed=3,

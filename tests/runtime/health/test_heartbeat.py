@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
-from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, RING_WAIT, Timeline
+from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, MEETING, RING_WAIT, Timeline
 
 INTERVAL_S = 0.2
 LIMIT_S = 0.6
@@ -175,6 +175,20 @@ def test_a_job_of_living_ranks_that_was_asked_to_end_goes_on():
     patient = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
     with job(wait, compute, wait, **patient) as ranks:
         assert still_run(ranks, 4 * LIMIT_S)
+
+
+def meet(rank):
+    wait(rank, MEETING)
+
+
+def test_who_waits_for_data_to_be_prepared_waits_while_the_others_live():
+    patient = {"slow_timeout_s": LIMIT_S}
+    with job(meet, meet, compute, **patient) as ranks:
+        assert still_run(ranks, 8 * LIMIT_S)
+    with job(meet, meet, fall_silent, **patient) as ranks:
+        text = ended(ranks[0])
+        heard_of.set()
+    assert "rank 2 (host " in text and "died or was stopped" in text, text
 
 
 def test_a_rank_that_never_came_is_named():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_hdp.cli.numbers import read_speeds
+from megatron_hdp.cli.shared.numbers import read_speeds
 
 
 def read(tmp_path, text, ranks=2):

@@ -1,5 +1,6 @@
 """The slices of all ranks, put back together, are the documents."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data import SequenceTable, padding_micro_batch, read_micro_batch
+from megatron_hdp.data.mixture import Position, Step, padding_micro_batch, read_micro_batch
+from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, chunk_tokens, plan
 
 # A busy machine is no failure.
@@ -19,17 +21,79 @@ class CountingFile:
 
     def __init__(self, lengths):
         rng = np.random.default_rng(0)
-        self.documents = [rng.integers(1, 10**6, size=n) for n in lengths]
+        self.tokens = rng.integers(1, 10**6, size=sum(lengths))
+        self.documents = np.split(self.tokens, np.cumsum(lengths)[:-1])  # views
         self.num_read = 0
 
-    def read(self, document, start, stop):
-        assert 0 <= start <= stop <= len(self.documents[document])
-        self.num_read += stop - start
-        return self.documents[document][start:stop]
+    def read(self, begin, count):
+        assert 0 <= begin <= begin + count <= len(self.tokens)
+        self.num_read += count
+        return self.tokens[begin : begin + count]
 
 
-def read(*args, **kwargs):
-    return read_micro_batch(*args, vocab_size=10**6, **kwargs)
+class Pieces:
+    """Consecutive pieces of one document, of any lengths."""
+
+    def __init__(self, lengths):
+        self._lengths = np.array(lengths)
+
+    def __len__(self):
+        return len(self._lengths)
+
+    def lengths(self, rows):
+        return self._lengths[rows]
+
+    def num_labels(self, rows):
+        return self._lengths[rows] - (np.asarray(rows) == len(self) - 1)
+
+    def begins(self, rows):
+        return (np.cumsum(self._lengths) - self._lengths)[rows]
+
+    def documents(self, rows):
+        return np.zeros_like(rows)
+
+    starts = begins
+
+
+def of_row(column, row):
+    return int(column(np.array([row]))[0])
+
+
+class OneSource:
+    """A corpus of one table and one file."""
+
+    def __init__(self, table, file):
+        self.table, self.file = table, file
+
+    def tokens(self, step, i, first, count):
+        begin = of_row(self.table.begins, step.rows[i])
+        return self.file.read(begin + first, count)
+
+    def is_trained(self, step, i, first, stop):
+        return np.ones(stop - first, dtype=bool)
+
+
+def step_of(rows, table):
+    return Step(
+        sources=np.zeros_like(rows),
+        rows=rows,
+        starts=np.zeros_like(rows),
+        lengths=table.lengths(rows),
+        num_labels=table.num_labels(rows),
+        num_loss_tokens=table.num_labels(rows),
+        before=Position(),
+        after=Position(),
+        max_length=100,
+        weights=(1.0,),
+    )
+
+
+def read(plan_, m, rank, rows, table, file, **kwargs):
+    """A rank's part; its sequences under their rows."""
+    step, corpus = step_of(rows, table), OneSource(table, file)
+    kwargs |= {"vocab_size": 10**6, "reads_tokens": file is not None}
+    part = read_micro_batch(plan_, m, rank, step, corpus, **kwargs)
+    return replace(part, sequence_ids=tuple(int(rows[i]) for i in part.sequence_ids))
 
 
 def put_back(plan_, step_sequences, table, file):
@@ -60,7 +124,7 @@ def check_shapes(part, micro_batch, rank, plan_, table):
     degrees = [degree] * num_sharded + [1] * len(part.local_lengths)
     sizes = [*(size // 2 for size in part.ring_slices), *part.local_lengths]
     for row, d, size in zip(part.sequence_ids, degrees, sizes, strict=True):
-        assert size == chunk_tokens(int(table.length[row]), d, plan_.slice_multiple)
+        assert size == chunk_tokens(of_row(table.lengths, row), d, plan_.slice_multiple)
     member, begin = micro_batch.ranks.index(rank), 0
     for size in part.ring_slices:
         chunk = size // 2
@@ -77,12 +141,12 @@ def walk(part, table, file, held, labelled):
     places = [i for i in range(num_sharded) for _ in range(2)]
     places += range(num_sharded, len(part.sequence_ids))
     for row, place, size in zip(rows, places, runs, strict=True):
-        document = file.documents[table.document[row]][table.start[row] :]
+        document = file.documents[of_row(table.documents, row)][of_row(table.starts, row) :]
         first = part.positions[begin]
         for i in range(begin, begin + size):
             position = int(part.positions[i])
             assert position == first + i - begin
-            if position >= table.length[row]:
+            if position >= of_row(table.lengths, row):
                 assert (part.tokens[i], part.labels[i], part.loss_mask[i]) == (0, 0, False)
                 assert part.sequence_index[i] == -1
                 continue
@@ -97,8 +161,10 @@ def walk(part, table, file, held, labelled):
 
 def check_cover(plan_, step_sequences, table, file):
     held, labelled = put_back(plan_, step_sequences, table, file)
-    expected_held = {(row, p) for row in step_sequences for p in range(table.length[row])}
-    expected_labelled = {(row, p) for row in step_sequences for p in range(table.num_labels[row])}
+    expected_held = {(row, p) for row in step_sequences for p in range(of_row(table.lengths, row))}
+    expected_labelled = {
+        (row, p) for row in step_sequences for p in range(of_row(table.num_labels, row))
+    }
     assert (set(held), set(labelled)) == (expected_held, expected_labelled)
     assert set(held.values()) | set(labelled.values()) <= {1}
 
@@ -120,7 +186,7 @@ def test_planned_slices_make_up_the_documents(
     step_sequences = np.random.default_rng(1).permutation(len(table))
     capacity = 2 * slice_multiple * -(-max_length // (2 * ranks * slice_multiple)) + 8
     made = plan(
-        table.length[step_sequences],
+        table.lengths(step_sequences),
         ranks=ranks,
         tokens_per_rank=capacity,
         strategy=strategy,
@@ -165,10 +231,7 @@ def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, 
     if policy == "error":
         table = SequenceTable.build(np.array(lengths), max_length=70)
     else:  # all sequences are consecutive pieces of one document
-        starts = np.cumsum([0, *lengths[:-1]])
-        labels = np.array(lengths)
-        labels[-1] -= 1
-        table = SequenceTable(np.zeros_like(labels), starts, np.array(lengths), labels)
+        table = Pieces(lengths)
     made = hand_made(lengths, [micro_batch], slice_multiple)
     check_cover(made, np.arange(len(lengths)), table, file)
 
@@ -205,7 +268,7 @@ def test_a_rank_outside_the_ring_is_refused():
 def test_a_plan_of_another_step_is_refused():
     made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
     table = SequenceTable.build(np.array([3, 5]), max_length=5)
-    with pytest.raises(ValueError, match="3 tokens, the sequence table 5 .*another step"):
+    with pytest.raises(ValueError, match="3 tokens, the step 5: .*another step"):
         read(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
 
 

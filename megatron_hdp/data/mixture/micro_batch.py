@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.sequences import SequenceTable
-from megatron_hdp.data.token_file import TokenFile
+from megatron_hdp.data.mixture.corpus import Corpus
+from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.planner import Plan, chunk_tokens
 
 
@@ -39,7 +39,9 @@ class RankMicroBatch:
     local_lengths: tuple[int, ...]
     """Padded tokens of each whole sequence here."""
     sequence_ids: tuple[int, ...]
-    """Rows of the sequence table, ring slices first, then whole sequences."""
+    """Places in the step's sequences, ring slices first, then whole sequences."""
+    sources: tuple[int, ...]
+    """Index of the source of each of them."""
     index: int | None
     """The micro-batch's index in the plan; None for padding."""
     corrupt_ids: tuple[int, ...]
@@ -50,8 +52,8 @@ class RankMicroBatch:
         """Take the tokens, labels and loss of these sequences out, as if they were padding."""
         begin = 0
         lengths = self.ring_slices + self.local_lengths
-        for row, length in zip(self.sequence_ids, lengths, strict=False):
-            if row in sequence_ids:
+        for sequence, length in zip(self.sequence_ids, lengths, strict=False):
+            if sequence in sequence_ids:
                 for array in (self.tokens, self.labels, self.loss_mask):
                     array[begin : begin + length] = 0
                 self.sequence_index[begin : begin + length] = -1
@@ -62,23 +64,23 @@ def read_micro_batch(
     plan: Plan,
     m: int,
     rank: int,
-    step_sequences: Int64Array,
-    table: SequenceTable,
-    token_file: TokenFile | None,
+    step: Step,
+    corpus: Corpus,
     *,
     vocab_size: int,
+    reads_tokens: bool = True,
     token_multiple: int = 1,
 ) -> RankMicroBatch:
-    """Read this rank's part of micro-batch ``m``, and nothing else, from the token file.
+    """Read this rank's part of micro-batch ``m``, and no other token.
 
     Args:
-        plan: the step's plan; its sequence ids are indices into ``step_sequences``.
+        plan: the step's plan; its sequence ids are places in the step.
         m: micro-batch index.
         rank: HDP rank, a member of the micro-batch.
-        step_sequences: rows of ``table``, as drawn by the sampler.
-        table: the sequences.
-        token_file: their tokens; without it tokens and labels stay 0.
+        step: what was drawn.
+        corpus: what it was drawn from.
         vocab_size: token ids must be below this.
+        reads_tokens: without it tokens and labels stay 0.
         token_multiple: the number of tokens is padded to a multiple of this.
 
     Raises:
@@ -94,17 +96,17 @@ def read_micro_batch(
     whole = micro_batch.local.get(rank, ())
     if degree == 1:
         whole = micro_batch.sequences + whole
-    ring_rows = [_row(plan, sequence, step_sequences, table) for sequence in sharded]
-    whole_rows = [_row(plan, sequence, step_sequences, table) for sequence in whole]
-    chunks = [chunk_tokens(int(table.length[r]), degree, plan.slice_multiple) for r in ring_rows]
-    wholes = [chunk_tokens(int(table.length[r]), 1, plan.slice_multiple) for r in whole_rows]
+    sequence_ids = (*sharded, *whole)
+    _require_lengths(plan, step, sequence_ids)
+    chunks = [chunk_tokens(int(step.lengths[i]), degree, plan.slice_multiple) for i in sharded]
+    wholes = [chunk_tokens(int(step.lengths[i]), 1, plan.slice_multiple) for i in whole]
 
     head = micro_batch.ranks.index(rank)
     tail = 2 * degree - 1 - head
     runs: list[_Run] = []
-    for row, chunk in zip(ring_rows, chunks, strict=True):
-        runs += [_Run(row, head * chunk, chunk), _Run(row, tail * chunk, chunk)]
-    runs += [_Run(row, 0, size) for row, size in zip(whole_rows, wholes, strict=True)]
+    for i, chunk in zip(sharded, chunks, strict=True):
+        runs += [_Run(i, head * chunk, chunk), _Run(i, tail * chunk, chunk)]
+    runs += [_Run(i, 0, size) for i, size in zip(whole, wholes, strict=True)]
 
     num_tokens = sum(run.num_tokens for run in runs)
     excess = -num_tokens % token_multiple
@@ -116,19 +118,20 @@ def read_micro_batch(
     for run in runs:
         here = slice(begin, begin + run.num_tokens)
         positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        num_labelled = min(max(int(table.num_labels[run.row]) - run.first, 0), run.num_tokens)
-        loss_mask[begin : begin + num_labelled] = True
-        if token_file is not None:
+        num_labelled = min(max(int(step.num_labels[run.i]) - run.first, 0), run.num_tokens)
+        loss_mask[begin : begin + num_labelled] = corpus.is_trained(
+            step, run.i, run.first, run.first + num_labelled
+        )
+        if reads_tokens:
             in_vocabulary = _read(
-                run, num_labelled, table, token_file, tokens[here], labels[here], vocab_size
+                run, num_labelled, step, corpus, tokens[here], labels[here], vocab_size
             )
-            if not in_vocabulary and run.row not in corrupt:
-                corrupt.append(run.row)
+            if not in_vocabulary and run.i not in corrupt:
+                corrupt.append(run.i)
         begin = here.stop
-    sequence_ids = (*ring_rows, *whole_rows)
     sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
     places = np.arange(len(sequence_ids)).repeat([2 * chunk for chunk in chunks] + wholes)
-    is_real = positions[:num_tokens] < table.length[list(sequence_ids)][places]
+    is_real = positions[:num_tokens] < step.lengths[list(sequence_ids)][places]
     sequence_index[:num_tokens][is_real] = places[is_real]
     return RankMicroBatch(
         tokens=tokens,
@@ -140,6 +143,7 @@ def read_micro_batch(
         ring_slices=tuple(2 * chunk for chunk in chunks),
         local_lengths=(*wholes, excess) if excess else tuple(wholes),
         sequence_ids=sequence_ids,
+        sources=tuple(int(step.sources[i]) for i in sequence_ids),
         index=m,
         corrupt_ids=tuple(corrupt),
         offload_ratio=micro_batch.offload_ratio,
@@ -158,6 +162,7 @@ def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
         ring_slices=(),
         local_lengths=(num_tokens,),
         sequence_ids=(),
+        sources=(),
         index=None,
         corrupt_ids=(),
         offload_ratio=0.0,
@@ -166,41 +171,38 @@ def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring tokens of one sequence: ``num_tokens`` from position ``first``, padded."""
+    """Neighbouring tokens of sequence ``i``: ``num_tokens`` from position ``first``, padded."""
 
-    row: int
+    i: int
     first: int
     num_tokens: int
 
 
-def _row(plan: Plan, sequence: int, step_sequences: Int64Array, table: SequenceTable) -> int:
-    """Return the table row of a plan's sequence, after checking that the plan knows its length."""
-    row = int(step_sequences[sequence])
-    if plan.lengths[sequence] != table.length[row]:
-        raise ValueError(
-            f"the plan gives sequence {sequence} {plan.lengths[sequence]:,} tokens, the sequence "
-            f"table {table.length[row]:,} (row {row}): the plan was made for another step"
-        )
-    return row
+def _require_lengths(plan: Plan, step: Step, sequences: Collection[int]) -> None:
+    """Check that the plan knows the sequences' lengths."""
+    for i in sequences:
+        if plan.lengths[i] != step.lengths[i]:
+            raise ValueError(
+                f"the plan gives sequence {i} {plan.lengths[i]:,} tokens, the step "
+                f"{step.lengths[i]:,}: the plan was made for another step"
+            )
 
 
 def _read(
     run: _Run,
     num_labelled: int,
-    table: SequenceTable,
-    token_file: TokenFile,
+    step: Step,
+    corpus: Corpus,
     tokens: Int64Array,
     labels: Int64Array,
     vocab_size: int,
 ) -> bool:
     """Fill a run's tokens and labels; return whether all of them are in the vocabulary."""
-    num_held = min(max(int(table.length[run.row]) - run.first, 0), run.num_tokens)
+    num_held = min(max(int(step.lengths[run.i]) - run.first, 0), run.num_tokens)
     if not num_held:
         return True
     # The label of a run's last token is the token after it, which another rank may hold.
-    begin = int(table.start[run.row]) + run.first
-    end = begin + max(num_held, num_labelled + 1)
-    read = token_file.read(int(table.document[run.row]), begin, end)
+    read = corpus.tokens(step, run.i, run.first, max(num_held, num_labelled + 1))
     tokens[:num_held] = read[:num_held]
     labels[:num_labelled] = read[1 : num_labelled + 1]
     return bool(read.min() >= 0 and read.max() < vocab_size)

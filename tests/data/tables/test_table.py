@@ -1,15 +1,11 @@
-"""The sequence table under every policy, and Megatron's split."""
+"""The sequence table under every policy."""
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 
-from megatron_hdp.data import SequenceTable, split_documents
+from megatron_hdp.data.tables import SequenceTable
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -17,8 +13,9 @@ LENGTHS = np.array([3, 0, 10, 1, 4, 8, 0])
 
 
 def rows(table):
-    columns = (table.document, table.start, table.length, table.num_labels)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    every = np.arange(len(table))
+    columns = (table.documents, table.starts, table.lengths, table.num_labels)
+    return list(zip(*(column(every).tolist() for column in columns), strict=True))
 
 
 def test_error_keeps_documents_and_counts_empty_ones():
@@ -65,7 +62,7 @@ def test_split():
 @pytest.mark.parametrize("documents", [range(2, 5), slice(2, 5)])
 def test_documents_are_numbered_in_the_whole_corpus(documents):
     table = SequenceTable.build(LENGTHS, max_length=10, documents=documents)
-    assert table.document.tolist() == [2, 3, 4]
+    assert table.documents(np.arange(3)).tolist() == [2, 3, 4]
     assert table.num_empty == 0
 
 
@@ -110,26 +107,4 @@ def test_every_next_token_pair_is_counted_once(lengths, max_length, policy):
     expected = {(d, p) for d, n in enumerate(lengths) for p in range(min(n, cut) - 1)}
     assert set(pairs) == expected
     assert all(count == 1 for count in pairs.values())
-    assert len(set(table.document.tolist())) + table.num_empty == len(lengths)
-
-
-SPLITS = ["969,30,1", "100", "99,1", "1,1,1", "0.98,0.02,0", "0,1,0", "949, 50, 1", "7,2,.5"]
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("num_documents", [0, 1, 2, 3, 10, 999, 1001, 1_234_567, 10**8 + 3])
-def test_split_is_that_of_megatron(split, num_documents):
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    for ours, share in zip(split_documents(num_documents, split), matrix, strict=True):
-        if share is None:
-            assert len(ours) == 0
-        else:
-            # the arithmetic of BlendedMegatronDatasetBuilder
-            begin, end = (int(round(border * float(num_documents))) for border in share)
-            assert ours == range(begin, end)
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "1;2", "nan"])
-def test_bad_split(split):
-    with pytest.raises(ValueError, match="expected one to three weights"):
-        split_documents(10, split)
+    assert len({document for document, *_ in rows(table)}) + table.num_empty == len(lengths)

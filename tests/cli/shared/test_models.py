@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.cli.models import describe, find_model
+from megatron_hdp.cli.shared.models import describe, find_model
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.models import MODELS
 
-TINY = str(Path(__file__).parents[2] / "configs" / "tiny-cpu.yaml")
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny-cpu.yaml")
 
 MIXTRAL = """
 # flags of a training run; only the shape counts

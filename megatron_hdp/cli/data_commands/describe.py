@@ -1,0 +1,135 @@
+"""``megatron-hdp data describe``: what each source holds, as tables, JSON, a picture or a page."""
+
+import argparse
+from collections.abc import Sequence
+
+import orjson
+
+from megatron_hdp.cli.data_commands.charts import Chart
+from megatron_hdp.cli.data_commands.describing import Description, describe, sources_of
+from megatron_hdp.cli.data_commands.flags import PICTURES, check_outputs, opening_of
+from megatron_hdp.cli.data_commands.histogram import QUANTILES
+from megatron_hdp.cli.data_commands.text import aligned
+from megatron_hdp.cli.data_commands.writing import write_charts
+from megatron_hdp.exit_codes import ExitCode
+
+_NO_LIMIT = 2**40
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Describe, print and write."""
+    check_outputs(arguments.output, (*PICTURES, ".html"), arguments.data)
+    opening = opening_of(arguments, max_length=arguments.max_length or _NO_LIMIT)
+    found = describe(sources_of(arguments.data), opening, arguments.split)
+    if arguments.json:
+        record = {"sources": {one.title: one.to_record() for one in found}}
+        print(orjson.dumps(record, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print(report(found))
+    for path in arguments.output:
+        write_charts(path, "What the data holds", charts_of(found), report(found))
+        if not arguments.json:
+            print(f"written to {path}")
+    return ExitCode.DONE
+
+
+def report(found: Sequence[Description]) -> str:
+    """Return the tables: how much there is, how long it is, where its tokens lie."""
+    return "\n\n".join(
+        "\n".join(table) for table in (_sizes(found), _lengths(found), _shares(found))
+    )
+
+
+def charts_of(found: Sequence[Description]) -> list[Chart]:
+    """Return what pictures show: where the tokens lie, and how many each source has."""
+    buckets = _buckets(found)
+    return [
+        Chart(
+            kind="bars",
+            title="share of a source's tokens by length of their sequence",
+            x_label="tokens of a sequence, at most",
+            y_label="share of the source's tokens",
+            x=[short_power(most) for most in buckets],
+            series={
+                one.title: [one.histogram.token_shares().get(most, 0.0) for most in buckets]
+                for one in found
+            },
+        ),
+        Chart(
+            kind="bars",
+            title="tokens",
+            x_label="source",
+            y_label="tokens",
+            x=[one.title for one in found],
+            series={
+                "all": [one.histogram.num_tokens for one in found],
+                **(
+                    {"with loss": [one.loss_tokens for one in found]}
+                    if any(one.is_masked for one in found)
+                    else {}
+                ),
+            },
+        ),
+    ]
+
+
+def short_power(most: int) -> str:
+    """Return a power of two as people say it: 8192 is ``8K``."""
+    for unit, power in (("G", 30), ("M", 20), ("K", 10)):
+        if most >= 2**power:
+            return f"{most >> power}{unit}"
+    return str(most)
+
+
+def _sizes(found: Sequence[Description]) -> list[str]:
+    columns = {
+        "documents": [one.documents for one in found],
+        "empty": [one.empty for one in found],
+        "bad": [one.bad for one in found],
+        "cut": [one.cut for one in found],
+        "sequences": [one.histogram.num_sequences for one in found],
+        "tokens": [one.histogram.num_tokens for one in found],
+        "loss tokens": [one.loss_tokens for one in found],
+    }
+    for name in ("empty", "bad", "cut"):
+        if not any(columns[name]):
+            del columns[name]
+    if columns["sequences"] == columns["documents"]:
+        del columns["sequences"]
+    if not any(one.is_masked for one in found):
+        del columns["loss tokens"]
+    totals = [("all", *(f"{sum(column):,}" for column in columns.values()))]
+    rows = [
+        (one.title, *(f"{column[i]:,}" for column in columns.values()))
+        for i, one in enumerate(found)
+    ]
+    return aligned([("source", *columns), *rows, *(totals if len(found) > 1 else [])])
+
+
+def _lengths(found: Sequence[Description]) -> list[str]:
+    header = ("length", "shortest", *(f"{share:.0%}" for share in QUANTILES), "longest", "mean")
+    rows = [
+        (
+            one.title,
+            f"{one.histogram.shortest:,}",
+            *(f"{one.histogram.quantile(share):,}" for share in QUANTILES),
+            f"{one.histogram.longest:,}",
+            f"{one.histogram.mean:,.1f}",
+        )
+        for one in found
+    ]
+    return aligned([header, *rows])
+
+
+def _shares(found: Sequence[Description]) -> list[str]:
+    buckets = _buckets(found)
+    rows = []
+    for one in found:
+        shares = one.histogram.token_shares()
+        rows.append((one.title, *(f"{shares.get(most, 0.0):.1%}" for most in buckets)))
+    return aligned([("tokens up to", *map(short_power, buckets)), *rows])
+
+
+def _buckets(found: Sequence[Description]) -> list[int]:
+    known = {most for one in found for most in one.histogram.token_shares()}
+    return [2**power for power in range(min(known).bit_length() - 1, max(known).bit_length())]

@@ -1,0 +1,151 @@
+"""What each source holds: documents, tokens, lengths, counted along its table in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_hdp.cli.data_commands.histogram import QUANTILES, Histogram, Int64Array
+from megatron_hdp.data.mixture import (
+    SPLITS,
+    BlendFlags,
+    MixtureSpec,
+    Opening,
+    OpenSource,
+    Schedule,
+    open_corpus,
+    prepared,
+    read_data_file,
+    specs_of_flags,
+)
+from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.tables import count_documents, split_documents
+
+_PIECE = 1 << 20  # rows counted at once
+_FILE_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Description:
+    """One source, or what a split takes of it."""
+
+    name: str
+    part: str | None
+    """``train``, ``valid`` or ``test``; None: all of it."""
+    documents: int
+    """With at least one token."""
+    empty: int
+    bad: int
+    """Left out when it was prepared."""
+    cut: int
+    """Longer than the context length."""
+    loss_tokens: int
+    """Whose prediction is trained."""
+    is_masked: bool
+    """Whether some tokens are not trained though they could be predicted."""
+    histogram: Histogram
+    """Of its sequences: the documents, cut to the context length."""
+
+    @property
+    def title(self) -> str:
+        """The source, and what of it."""
+        return self.name if self.part is None else f"{self.name} {self.part}"
+
+    def to_record(self) -> dict[str, object]:
+        """Return it as plain values."""
+        lengths = self.histogram
+        return {
+            "documents": self.documents,
+            "empty": self.empty,
+            "bad": self.bad,
+            "cut": self.cut,
+            "sequences": lengths.num_sequences,
+            "tokens": lengths.num_tokens,
+            "loss_tokens": self.loss_tokens,
+            "lengths": {
+                "shortest": lengths.shortest,
+                "mean": lengths.mean,
+                **{f"p{share * 100:g}": lengths.quantile(share) for share in QUANTILES},
+                "longest": lengths.longest,
+            },
+            "token_shares": {str(most): part for most, part in lengths.token_shares().items()},
+        }
+
+
+def sources_of(words: Sequence[str]) -> MixtureSpec:
+    """Return the sources that a data file, or prefixes and files, name.
+
+    Raises:
+        ValueError: a data file and something else, or a data file that cannot be used.
+    """
+    files = [word for word in words if word.endswith(_FILE_SUFFIXES)]
+    if files and len(words) > 1:
+        raise ValueError(
+            f"found {files[0]} among {len(words)} names, expected one file of --hdp-data, or "
+            "prefixes alone: describe them one after the other"
+        )
+    if files:
+        spec = read_data_file(files[0]).training
+    else:
+        prefixes = [word.removesuffix(".idx").removesuffix(".bin") for word in words]
+        spec = specs_of_flags(BlendFlags(data_path=prefixes, split="1"))["train"]
+        sources = [replace(one, format="auto") for one in spec.sources]  # text is welcome, too
+        spec = replace(spec, sources=tuple(sources))
+    # the schedule and what is held out say nothing of what a source holds
+    return replace(spec, schedule=Schedule(), held_out={})
+
+
+def describe(spec: MixtureSpec, opening: Opening, split: str | None) -> list[Description]:
+    """Describe each source, with a split each of its parts that has a document.
+
+    Raises:
+        ValueError: a source cannot be opened, or has no token.
+    """
+    found = []
+    for source in spec.sources:
+        if source.long_sequence == "error":  # here it is told, and no error
+            source = replace(source, long_sequence="truncate")
+        alone = replace(spec, sources=(source,))
+        if split is None:
+            found.append(_described(alone, opening, None))
+            continue
+        parts = [replace(alone, split=split, part=part) for part in range(len(SPLITS))]
+        found += [
+            _described(part, opening, name)
+            for name, part in zip(SPLITS, parts, strict=True)
+            if _has_documents(source, part, opening)
+        ]
+    return found
+
+
+def _has_documents(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> bool:
+    prefix, _ = prepared(source, spec, opening)
+    return len(split_documents(count_documents(prefix), spec.split)[spec.part]) > 0
+
+
+def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Description:
+    (source,) = open_corpus(spec, opening).sources
+    table = source.table
+    histogram = Histogram.of(source.lengths(rows) for rows in _pieces(source))
+    return Description(
+        name=source.name,
+        part=part,
+        documents=table.num_documents - table.num_empty,
+        empty=table.num_empty,
+        bad=source.bad,
+        cut=table.num_truncated + table.num_split,
+        loss_tokens=sum(_loss_tokens(source, rows) for rows in _pieces(source)),
+        is_masked=source.spans is not None,
+        histogram=histogram,
+    )
+
+
+def _pieces(source: OpenSource) -> Iterator[Int64Array]:
+    for first in range(0, source.num_rows, _PIECE):
+        yield np.arange(first, min(first + _PIECE, source.num_rows))
+
+
+def _loss_tokens(source: OpenSource, rows: Int64Array) -> int:
+    return int(source.num_trained(rows, np.zeros_like(rows), source.num_labels(rows)).sum())

@@ -1,0 +1,252 @@
+"""What ``data plan`` has found, as text, as JSON and as charts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_hdp.cli.data_commands.charts import Chart
+from megatron_hdp.cli.data_commands.efficiency import Estimate, Ranks
+from megatron_hdp.cli.data_commands.forecast import Float64Array, Forecast, PhaseSums, Sums
+from megatron_hdp.cli.data_commands.text import aligned, short
+from megatron_hdp.cli.shared.units import num_bytes, seconds
+from megatron_hdp.data.mixture import Corpus, Position
+
+_UNITS = {"tokens": "tokens", "loss-tokens": "loss tokens", "sequences": "sequences"}
+
+
+@dataclass
+class Findings:
+    """All of it."""
+
+    corpus: Corpus
+    forecast: Forecast
+    seq_length: int
+    seed: int
+    has_cache: bool
+    """Whether tables lie in files that the processes of a node share."""
+    ranks: Ranks | None
+    estimates: list[Estimate] = field(default_factory=list)
+    """One a phase, where there are ranks."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all tables of sequences, and of what says which tokens are trained."""
+        return sum(
+            one.table.num_bytes + (os.path.getsize(one.spans.path) if one.spans is not None else 0)
+            for one in self.corpus.sources
+        )
+
+    @property
+    def private_index_bytes(self) -> int:
+        """Those of them that every process holds for itself."""
+        return 0 if self.has_cache else sum(one.table.num_bytes for one in self.corpus.sources)
+
+    def epochs(self, begin: Position, end: Position) -> Float64Array:
+        """Return how often each source is passed between two positions, by its rows."""
+        return np.array(
+            [
+                (end.of(one.name).rows - begin.of(one.name).rows) / one.num_rows
+                for one in self.corpus.sources
+            ]
+        )
+
+    def span(self, phase: PhaseSums) -> tuple[int, int]:
+        """Return where a phase begins and where the next one does, or the steps end."""
+        phases, unit = self.corpus.schedule.phases, self.corpus.schedule.unit
+        end = phase.end.steps if unit == "steps" else phase.end.tokens
+        is_last = phase is self.forecast.phases[-1]
+        return phases[phase.number].begin, end if is_last else phases[phase.number + 1].begin
+
+
+def record(found: Findings) -> dict[str, Any]:
+    """Return all figures as plain values."""
+    forecast, names = found.forecast, found.forecast.names
+
+    def named(values: Float64Array) -> dict[str, float]:
+        return dict(zip(names, values.tolist(), strict=True))
+
+    start, total = Position(), np.zeros(len(names))
+    phases = []
+    for i, phase in enumerate(forecast.phases):
+        begin, end = found.span(phase)
+        total = total + phase.amounts
+        phases.append(
+            {
+                "from": begin,
+                "to": end,
+                "shares": named(phase.shares),
+                "epochs": named(found.epochs(phase.begin, phase.end)),
+                "shares_since_start": named(total / max(total.sum(), 1.0)),
+                "epochs_since_start": named(found.epochs(start, phase.end)),
+                **_figures(phase),
+                "estimate": asdict(found.estimates[i]) if found.estimates else None,
+            }
+        )
+    return {
+        "unit": found.corpus.schedule.unit,
+        "weight_unit": found.corpus.spec.weight_unit,
+        "phases": phases,
+        "exhausted": forecast.exhausted,
+        "steps": forecast.end.steps,
+        "steps_wanted": forecast.steps_wanted,
+        "tokens": forecast.end.tokens,
+        "sequences": forecast.end.sequences,
+        "first_step_without_loss": forecast.without_loss,
+        "seq_length": found.seq_length,
+        "seed": found.seed,
+        "index_bytes": found.index_bytes,
+        "private_index_bytes": found.private_index_bytes,
+        "over_time": [
+            {
+                "step": one.end.steps,
+                "tokens": one.end.tokens,
+                "shares": named(one.shares),
+                "epochs_since_start": named(found.epochs(start, one.end)),
+                "mean_length": one.mean_length,
+                "longest": one.longest,
+            }
+            for one in forecast.stretches
+        ],
+    }
+
+
+def title(found: Findings) -> str:
+    """Return one line on what was drawn."""
+    forecast = found.forecast
+    steps = f"{forecast.end.steps:,} steps"
+    if forecast.is_cut_short:
+        steps = f"{steps} of {forecast.steps_wanted:,}, then all sources have ended"
+    return (
+        f"{steps}: {forecast.end.tokens:,} tokens in {forecast.end.sequences:,} sequences of "
+        f"at most {found.seq_length:,}, seed {found.seed}"
+    )
+
+
+def text(found: Findings) -> str:
+    """Return the tables."""
+    forecast = found.forecast
+    lines = [title(found)]
+    for i, phase in enumerate(forecast.phases):
+        lines += ["", _headline(found, phase), *_shares(found, phase)]
+        if found.estimates:
+            lines.append(_estimate(found, found.estimates[i]))
+    lines += ["", _exhaustion(forecast), _memory(found)]
+    if forecast.without_loss is not None:
+        lines.append(
+            f"step {forecast.without_loss:,} has no token with loss: a run stops there; make the "
+            "global batch larger"
+        )
+    return "\n".join(lines)
+
+
+def charts(found: Findings) -> list[Chart]:
+    """Return shares, lengths and epochs over the steps."""
+    forecast, names = found.forecast, found.forecast.names
+    stretches = forecast.stretches
+    x = [(one.begin.steps + one.end.steps) / 2 for one in stretches]
+    marks = [float(phase.begin.steps) for phase in forecast.phases[1:]]
+    unit = _UNITS[found.corpus.spec.weight_unit]
+
+    def by_source(rows: list[Float64Array]) -> dict[str, list[float]]:
+        return dict(zip(names, np.array(rows).T.tolist(), strict=True))
+
+    shared: dict[str, Any] = {"x_label": "step", "marks": marks}
+    start = Position()
+    places = [start, *(one.end for one in stretches)]
+    return [
+        Chart(
+            kind="stacked",
+            title=f"share of each source in the {unit} that are drawn",
+            y_label="share",
+            x=x,
+            series=by_source([one.shares for one in stretches]),
+            **shared,
+        ),
+        Chart(
+            kind="lines",
+            title="lengths of sequences",
+            y_label="tokens",
+            x=x,
+            series={
+                "longest": [float(one.longest) for one in stretches],
+                "mean": [one.mean_length for one in stretches],
+            },
+            log=True,
+            **shared,
+        ),
+        Chart(
+            kind="lines",
+            title="epochs of each source",
+            y_label="epochs since the start",
+            x=[float(one.steps) for one in places],
+            series=by_source([found.epochs(start, one) for one in places]),
+            **shared,
+        ),
+    ]
+
+
+def _figures(sums: Sums) -> dict[str, float]:
+    return {
+        "steps": sums.num_steps,
+        "tokens": sums.num_tokens,
+        "loss_tokens": sums.num_loss_tokens,
+        "sequences": sums.num_sequences,
+        "mean_length": sums.mean_length,
+        "longest": sums.longest,
+    }
+
+
+def _headline(found: Findings, phase: PhaseSums) -> str:
+    begin, end = found.span(phase)
+    places = f"steps {begin:,} to {end:,}"
+    if found.corpus.schedule.unit == "tokens":
+        places = f"tokens {short(begin)} to {short(end)} ({phase.num_steps:,} steps)"
+    declared = found.corpus.schedule.phases[phase.number]
+    if declared.end > declared.begin:
+        places += f", changing until {short(declared.end)}"
+    return (
+        f"{places}: {phase.num_tokens / phase.num_steps:,.0f} tokens a step in sequences of "
+        f"{phase.mean_length:,.1f}, the longest of {phase.longest:,}"
+    )
+
+
+def _shares(found: Findings, phase: PhaseSums) -> list[str]:
+    epochs = found.epochs(phase.begin, phase.end)
+    since = found.epochs(Position(), phase.end)
+    unit = _UNITS[found.corpus.spec.weight_unit]
+    header = ("source", f"share of {unit}", "epochs", "since the start")
+    rows = [
+        (name, f"{phase.shares[i]:.4f}", f"{epochs[i]:,.2f}", f"{since[i]:,.2f}")
+        for i, name in enumerate(found.forecast.names)
+    ]
+    return aligned([header, *rows])
+
+
+def _estimate(found: Findings, one: Estimate) -> str:
+    assert found.ranks is not None
+    return (
+        f"  efficiency {one.efficiency:.3f}, makespan {seconds(one.makespan_s)}: means of "
+        f"{one.num_planned:,} planned steps on {found.ranks.ranks:,} ranks of "
+        f"{found.ranks.tokens_per_rank:,} tokens ({found.ranks.costs_of.split('  ')[0]})"
+    )
+
+
+def _exhaustion(forecast: Forecast) -> str:
+    ends = {name: step for name, step in forecast.exhausted.items() if step is not None}
+    words = [f"{name} with step {step:,}" for name, step in ends.items()]
+    if rest := [name for name in forecast.names if name not in ends]:
+        words.append(f"{', '.join(rest)} never")
+    return f"runs out: {'; '.join(words)}"
+
+
+def _memory(found: Findings) -> str:
+    size = num_bytes(found.index_bytes)
+    if found.has_cache:
+        return f"indices: {size} in files that the processes of a node share, nothing in each"
+    private = num_bytes(found.private_index_bytes)
+    held = "in every process" if private == size else f"of which {private} in every process"
+    return f"indices: {size} {held}; with --data-cache-path the processes of a node share them"

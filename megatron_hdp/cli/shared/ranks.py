@@ -1,0 +1,80 @@
+"""The ranks that a command plans for, and what they cost: flags, and the cost model they give."""
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from megatron_hdp.cli.shared.numbers import whole
+
+if TYPE_CHECKING:
+    from megatron_hdp.planner import CostModel
+
+_MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
+
+
+def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
+    """Declare the ranks and their costs.
+
+    Args:
+        group: gets the flags.
+        required: whether the command does nothing without ranks.
+    """
+    add = group.add_argument
+    add("--ranks", type=whole(1, 2**20), required=required, metavar="N", help="HDP ranks")
+    add(
+        "--tokens-per-rank",
+        type=whole(1, 2**40),
+        required=required,
+        metavar="C",
+        help="capacity: tokens that one rank holds in one micro-batch",
+    )
+    add(
+        "--pipeline-stages",
+        type=whole(1, 1024),
+        default=1,
+        metavar="P",
+        help="stages of a rank (default: 1)",
+    )
+    add(
+        "--model",
+        metavar="NAME|FILE.yaml",
+        help=f"{_MODELS}, or a file of Megatron's flags that gives the shape (default: llama-7b)",
+    )
+    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, instead of --model")
+    add(
+        "--ranks-per-node",
+        type=whole(1, 2**20),
+        metavar="K",
+        help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
+    )
+    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
+
+
+def cost_model_of(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
+    """Return the cost model with the ranks' speeds and nodes, and what it stands for, in words.
+
+    Raises:
+        ValueError: flags that do not go together, or a file that cannot be used.
+    """
+    from megatron_hdp.cli.shared.models import describe, find_model
+    from megatron_hdp.cli.shared.numbers import read_speeds
+    from megatron_hdp.planner import CostModel
+
+    if arguments.cost_model and arguments.model:
+        raise ValueError(
+            f"found --cost-model {arguments.cost_model} and --model {arguments.model}; expected "
+            "one of them: drop --model to plan with the measured coefficients"
+        )
+    changes: dict[str, object] = {}
+    if arguments.cost_model:
+        cost_model, costs_of = CostModel.from_json(arguments.cost_model), arguments.cost_model
+    else:
+        name = arguments.model or "llama-7b"
+        model = find_model(name)
+        cost_model, costs_of = model.cost_model(), describe(name, model)
+        changes["num_layers"] = max(1, model.num_layers // arguments.pipeline_stages)
+    if arguments.ranks_per_node is not None:
+        changes["ranks_per_node"] = arguments.ranks_per_node
+    if arguments.rank_speeds is not None:
+        changes["rank_speeds"] = read_speeds(arguments.rank_speeds, arguments.ranks)
+    return dataclasses.replace(cost_model, **changes), costs_of  # type: ignore[arg-type]

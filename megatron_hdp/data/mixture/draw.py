@@ -1,0 +1,243 @@
+"""Which sequences form a step: a function of the data, the seed, the schedule and the position.
+
+Neither the number of ranks nor the strategy enters, so a job restarted on another number of ranks
+sees the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_hdp.data.extension import _order
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture.position import Drawn, Position
+from megatron_hdp.data.mixture.schedule import ResolvedSchedule, Setting
+from megatron_hdp.data.mixture.step import Step
+from megatron_hdp.data.mixture.stream import Pieces, SourceStream
+
+_UNBOUNDED = 2**62
+_SPARE = 1.1  # of the rows that a step is expected to take, so that it seldom looks twice
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The size of a global batch, in sequences or in tokens.
+
+    Raises:
+        ValueError: not exactly one of them, or one below 1.
+    """
+
+    sequences: int | None = None
+    tokens: int | None = None
+    """A step takes sequences until the next one would exceed this many; at least one."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in (self.sequences, self.tokens) if size is not None]
+        if len(sizes) != 1 or sizes[0] < 1:
+            raise ValueError(
+                f"global batch of {self.sequences} sequences and {self.tokens} tokens: give "
+                "exactly one, at least 1 (--global-batch-size or --hdp-global-batch-tokens)"
+            )
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """A source as it is drawn from."""
+
+    name: str
+    stream: SourceStream
+    mean_length: float
+    """Tokens of a row, to guess how many rows a step takes."""
+
+
+class Mixture:
+    """Draws global batches from sources, each of which keeps its share."""
+
+    def __init__(
+        self,
+        sources: Sequence[MixedSource],
+        schedule: ResolvedSchedule,
+        batch: BatchSize,
+        weight_unit: str = "tokens",
+    ) -> None:
+        """Set what is drawn.
+
+        Args:
+            sources: in the order that ties go by.
+            schedule: weights, in the sources' order, and lengths.
+            batch: size of a step.
+            weight_unit: what a weight is a share of: ``tokens``, ``loss-tokens``, ``sequences``.
+        """
+        self.sources = tuple(sources)
+        self.schedule = schedule
+        self._batch = batch
+        self._unit = weight_unit
+
+    def step(self, position: Position) -> Step:
+        """Return the step that begins at a position; it has no sequence where all have ended."""
+        setting = self.schedule.at(position)
+        return _Draw(self, setting, self._batch, position).step()
+
+    def is_over(self, position: Position) -> bool:
+        """Return whether a step that begins at a position would have no sequence."""
+        weights = self.schedule.at(position).weights
+        return all(
+            not weight or one.stream.has_ended(position.of(one.name).rows)
+            for weight, one in zip(weights, self.sources, strict=True)
+        )
+
+    def amounts(self, pieces: Pieces) -> Int64Array:
+        """Return what sequences count, in the unit of the weights."""
+        if self._unit == "tokens":
+            return pieces.lengths
+        if self._unit == "loss-tokens":
+            return pieces.num_loss_tokens
+        return np.ones_like(pieces.lengths)
+
+
+class _Draw:
+    """The drawing of one step."""
+
+    def __init__(
+        self, mixture: Mixture, setting: Setting, batch: BatchSize, position: Position
+    ) -> None:
+        self._mixture = mixture
+        self._setting = setting
+        self._position = position
+        self._batch = batch
+        self._drawn = [position.of(one.name) for one in mixture.sources]
+        self._weights = self._live(setting.weights)
+        self._owed = self._rebased([one.owed for one in self._drawn])
+        self._pieces: list[Pieces] = []
+        self._used = [0] * len(self._drawn)
+        self._order: list[Int64Array] = []
+
+    def step(self) -> Step:
+        sequences = self._batch.sequences or _UNBOUNDED
+        tokens = self._batch.tokens or _UNBOUNDED
+        if any(self._weights):
+            counts = self._guess(sequences, tokens)
+            self._pieces = [self._take(i, count) for i, count in enumerate(counts)]
+        must_take = True
+        while any(self._weights):
+            lengths, amounts, first = self._ready()
+            before = list(self._used)
+            drawn, self._owed, self._used, needed = _order.mix(
+                self._weights,
+                self._owed,
+                lengths,
+                amounts,
+                first,
+                self._used,
+                sequences=sequences,
+                tokens=tokens,
+                must_take=must_take,
+            )
+            self._order.append(drawn.astype(np.int64))
+            sequences -= len(drawn)
+            tokens -= self._tokens_between(before)
+            must_take = must_take and not len(drawn)
+            if needed < 0:
+                break
+            self._replenish(needed)
+        return self._finished()
+
+    def _live(self, weights: Sequence[float]) -> list[float]:
+        """Return weights without those of sources that have ended, whose share the others get."""
+        streams = [one.stream for one in self._mixture.sources]
+        live = [
+            0.0 if stream.has_ended(drawn.rows) else weight
+            for weight, stream, drawn in zip(weights, streams, self._drawn, strict=True)
+        ]
+        total = sum(live)
+        return [weight / total for weight in live] if total else live
+
+    def _rebased(self, owed: list[float]) -> list[float]:
+        """Return `owed` with what is owed to the sources that are drawn from summing to 0.
+
+        It does not where sources came, went or ended: what they leave is shared out by weight.
+        """
+        active = [i for i, weight in enumerate(self._weights) if weight]
+        rest = sum(owed[i] for i in active)
+        if len(active) == 1:
+            return [0.0 if i in active else one for i, one in enumerate(owed)]
+        return [one - self._weights[i] * rest for i, one in enumerate(owed)]
+
+    def _guess(self, sequences: int, tokens: int) -> list[int]:
+        """Return how many rows of each source the step will take, a little more."""
+        means = [min(one.mean_length, self._setting.max_length) for one in self._mixture.sources]
+        rates = list(self._weights)
+        if self._mixture._unit != "sequences":
+            rates = [weight / mean for weight, mean in zip(rates, means, strict=True)]
+        total = sum(rates)
+        per_sequence = sum(rate * mean for rate, mean in zip(rates, means, strict=True)) / total
+        expected = min(sequences, tokens / per_sequence)
+        return [int(_SPARE * expected * rate / total) + 4 if rate else 0 for rate in rates]
+
+    def _take(self, i: int, count: int) -> Pieces:
+        drawn, stream = self._drawn[i], self._mixture.sources[i].stream
+        return stream.pieces(drawn.rows, drawn.offset, count, self._setting.max_length)
+
+    def _ready(self) -> tuple[Int64Array, Int64Array, list[int]]:
+        lengths = np.concatenate([one.lengths for one in self._pieces])
+        amounts = np.concatenate([self._mixture.amounts(one) for one in self._pieces])
+        first = np.cumsum([0, *(len(one) for one in self._pieces)])
+        return lengths, amounts, first.tolist()
+
+    def _tokens_between(self, before: list[int]) -> int:
+        return sum(
+            int(one.lengths[begin:end].sum())
+            for one, begin, end in zip(self._pieces, before, self._used, strict=True)
+        )
+
+    def _replenish(self, i: int) -> None:
+        """Get more of the source whose turn it is, or let it end."""
+        if not self._pieces[i].is_last:
+            self._pieces[i] = self._take(i, 2 * len(self._pieces[i]) + 4)
+            return
+        self._weights[i] = 0.0
+        total = sum(self._weights)
+        if total:
+            self._weights = [weight / total for weight in self._weights]
+            self._owed = self._rebased(self._owed)
+
+    def _finished(self) -> Step:
+        order = np.concatenate([np.zeros(0, dtype=np.int64), *self._order])
+        columns = {
+            name: np.zeros(len(order), dtype=np.int64)
+            for name in ("rows", "starts", "lengths", "num_labels", "num_loss_tokens")
+        }
+        for i, pieces in enumerate(self._pieces):
+            places = order == i
+            for name, column in columns.items():
+                column[places] = getattr(pieces, name)[: self._used[i]]
+        records = dict(self._position.sources)
+        for i, source in enumerate(self._mixture.sources):
+            records[source.name] = self._after(i)
+        before = self._position
+        after = Position(
+            steps=before.steps + 1,
+            sequences=before.sequences + len(order),
+            tokens=before.tokens + int(columns["lengths"].sum()),
+            sources=records,
+        )
+        return Step(
+            sources=order,
+            **columns,
+            before=before,
+            after=after,
+            max_length=self._setting.max_length,
+            weights=self._setting.weights,
+        )
+
+    def _after(self, i: int) -> Drawn:
+        drawn = replace(self._drawn[i], owed=self._owed[i])
+        if not self._pieces or not self._used[i]:
+            return drawn
+        pieces, used = self._pieces[i], self._used[i]
+        rows, offset = pieces.after(used)
+        amount = drawn.amount + int(self._mixture.amounts(pieces)[:used].sum())
+        return replace(drawn, rows=rows, offset=offset, amount=amount)

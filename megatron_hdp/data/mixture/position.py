@@ -1,0 +1,83 @@
+"""Where a run is in its data: one small record, by source, from which it goes on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_hdp.data.order import UNNAMED, Continuation
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What has been drawn of one source since the start of training."""
+
+    rows: int = 0
+    """Rows of its sequence table drawn to their end, over all epochs."""
+    offset: int = 0
+    """Tokens of the next row that are drawn already: it was cut, and a step ended inside it."""
+    amount: int = 0
+    """In the unit of the weights: tokens, loss tokens or sequences."""
+    owed: float = 0.0
+    """Its share of all that was drawn, less what was drawn of it, in the same unit."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """What has been drawn since the start of training; a step is a function of it."""
+
+    steps: int = 0
+    sequences: int = 0
+    """Of all sources; Megatron's consumed samples."""
+    tokens: int = 0
+    sources: Mapping[str, Drawn] = field(default_factory=dict)
+    """By name. A source that was taken out of the run keeps its record: it may come back."""
+
+    def of(self, name: str) -> Drawn:
+        """Return the record of a source; nothing is drawn of one that has none."""
+        return self.sources.get(name, Drawn())
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as plain values, for a checkpoint or a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Position:
+        """Return what `to_record` made a record of."""
+        sources = {name: Drawn(**one) for name, one in record["sources"].items()}
+        return cls(**{**record, "sources": sources})
+
+    @classmethod
+    def of_one_source(
+        cls, name: str, sequences: int, *, steps: int = 0, tokens: int = 0
+    ) -> Position:
+        """Return where a run of a single source is that never cut a row."""
+        return cls(steps, sequences, tokens, {name: Drawn(rows=sequences, amount=tokens)})
+
+
+def position_of_run(
+    record: Mapping[str, Any] | None,
+    goes_on: Continuation,
+    steps: int,
+    sequences: int,
+    tokens: int,
+) -> Position:
+    """Return where a run that goes on is in its data, under today's names of its sources.
+
+    Args:
+        record: what the checkpoint holds of it; None in one of a release before mixtures, which
+            drew from one source.
+        goes_on: how it goes on.
+        steps: that were trained.
+        sequences: that were drawn.
+        tokens: that were drawn.
+    """
+    if record is not None:
+        found = Position.from_record(record)
+    else:
+        found = Position.of_one_source(UNNAMED, sequences, steps=steps, tokens=tokens)
+    today = {old: name for name, old in goes_on.names_before.items()}
+    return replace(
+        found, sources={today.get(name, name): one for name, one in found.sources.items()}
+    )

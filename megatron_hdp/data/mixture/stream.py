@@ -1,0 +1,151 @@
+"""The sequences of one source: an endless chain of epochs, each its own permutation of the rows.
+
+A row that is longer than the schedule allows is cut when it is drawn. So a source's position is a
+number of rows, whatever the schedule was and will be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.shuffles import Shuffle
+
+
+class Rows(Protocol):
+    """Metadata of a source's sequences."""
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences of an epoch."""
+
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows."""
+
+    def num_labels(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows, from the first, that have a next one."""
+
+    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Sequences of one source in the order in which they are drawn, ``[n]`` each."""
+
+    numbers: Int64Array
+    """The row's number since the start of training, over all epochs."""
+    rows: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
+    num_labels: Int64Array
+    num_loss_tokens: Int64Array
+    next: tuple[int, int]
+    """Row number and offset behind the last of them."""
+    is_last: bool
+    """Whether the source ends behind them."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def after(self, count: int) -> tuple[int, int]:
+        """Return the row number and offset behind the first ``count`` of them."""
+        if count == len(self):
+            return self.next
+        return int(self.numbers[count]), int(self.starts[count])
+
+
+class SourceStream:
+    """Draws from one source."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        shuffle: Shuffle,
+        *,
+        splits_long: bool,
+        max_epochs: int | None = None,
+    ) -> None:
+        """Set what is drawn.
+
+        Args:
+            rows: the source's sequences.
+            shuffle: their order in each epoch.
+            splits_long: whether a row that is too long gives several sequences, rather than one
+                that lacks the row's end.
+            max_epochs: after which the source ends; None: never.
+        """
+        self.rows = rows
+        self._shuffle = shuffle
+        self._splits_long = splits_long
+        self._end = None if max_epochs is None else max_epochs * rows.num_rows
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether nothing is left from a row number on."""
+        return self._end is not None and number >= self._end
+
+    def pieces(self, number: int, offset: int, count: int, max_length: int) -> Pieces:
+        """Return the sequences of the next ``count`` rows, fewer where the source ends.
+
+        Args:
+            number: of the first row, since the start of training.
+            offset: tokens of that row that are drawn already.
+            count: rows to take.
+            max_length: tokens of the longest sequence.
+        """
+        stop = number + count if self._end is None else min(number + count, self._end)
+        rows = self._rows_of(number, stop)
+        lengths, labels = self.rows.lengths(rows), self.rows.num_labels(rows)
+        numbers = np.arange(number, stop)
+        starts = np.zeros_like(lengths)
+        if offset and len(starts):
+            starts[0] = offset
+        if len(lengths) and (offset or int(lengths.max()) > max_length):
+            cut = self._split if self._splits_long else self._truncate
+            chosen, starts, lengths, labels = cut(starts, lengths, labels, max_length)
+            numbers, rows = numbers[chosen], rows[chosen]
+        return Pieces(
+            numbers=numbers,
+            rows=rows,
+            starts=starts,
+            lengths=lengths,
+            num_labels=labels,
+            num_loss_tokens=self.rows.num_trained(rows, starts, starts + labels),
+            next=(stop, 0),
+            is_last=stop == self._end,
+        )
+
+    def _rows_of(self, number: int, stop: int) -> Int64Array:
+        parts = [np.zeros(0, dtype=np.int64)]
+        while number < stop:
+            epoch, first = divmod(number, self.rows.num_rows)
+            part = self._shuffle.rows(epoch, first, min(stop - number, self.rows.num_rows - first))
+            parts.append(part)
+            number += len(part)
+        return np.concatenate(parts)
+
+    @staticmethod
+    def _split(
+        starts: Int64Array, lengths: Int64Array, labels: Int64Array, max_length: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Return for every piece the row's place here, start, tokens and labelled tokens."""
+        left = lengths - starts
+        num_pieces = -(-left // max_length)
+        chosen = np.repeat(np.arange(len(left)), num_pieces)
+        first = np.cumsum(num_pieces) - num_pieces
+        begins = starts[chosen] + (np.arange(len(chosen)) - first[chosen]) * max_length
+        sizes = np.minimum(lengths[chosen] - begins, max_length)
+        return chosen, begins, sizes, np.clip(labels[chosen] - begins, 0, sizes)
+
+    @staticmethod
+    def _truncate(
+        starts: Int64Array, lengths: Int64Array, labels: Int64Array, max_length: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Return the same for one piece a row; the last token of one that is cut has no label."""
+        left = lengths - starts
+        sizes = np.minimum(left, max_length)
+        found = np.minimum(labels - starts, sizes - (left > max_length))
+        return np.arange(len(left)), starts, sizes, found

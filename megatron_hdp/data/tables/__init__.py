@@ -1,0 +1,19 @@
+"""Tables of sequences: from documents to rows, kept in files that the processes of a node share."""
+
+from megatron_hdp.data.tables.cutting import LONG_SEQUENCE_POLICIES
+from megatron_hdp.data.tables.facts import TableFacts
+from megatron_hdp.data.tables.folder import TableCacheError
+from megatron_hdp.data.tables.opening import count_documents, open_source, open_table
+from megatron_hdp.data.tables.splits import split_documents
+from megatron_hdp.data.tables.table import SequenceTable
+
+__all__ = [
+    "LONG_SEQUENCE_POLICIES",
+    "SequenceTable",
+    "TableCacheError",
+    "TableFacts",
+    "count_documents",
+    "open_source",
+    "open_table",
+    "split_documents",
+]

@@ -1,0 +1,105 @@
+"""The columns of a table of sequences: their types, and their values piece by piece."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.data.index_file import Documents, TokenFileError
+from megatron_hdp.data.tables.cutting import Rows, Survey
+from megatron_hdp.data.tables.facts import TableFacts
+from megatron_hdp.data.tables.fingerprints import Fingerprint
+
+Column = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+Put = Callable[[str, int, Column], None]
+"""Takes the name of a column, a row, and the values from that row on."""
+
+_MOST_UINT32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Of a table, one value a row; in memory of this process, or mapped from a file."""
+
+    begin: Column
+    """Place of each sequence's first token in the token file, in tokens."""
+    length: Column
+    """Tokens of each sequence."""
+    document: Column | None
+    """Number of each one's document; None where row ``r`` is document ``first + r``."""
+
+
+def column_types(survey: Survey) -> dict[str, str]:
+    """The numpy type of each column, the least that holds it: 12 to 24 bytes a row in all."""
+    types = {"begin": "<i8", "length": _least_type(survey.longest)}
+    if not survey.is_plain:
+        types["document"] = _least_type(survey.cutting.documents.stop)
+    return types
+
+
+def fill(documents: Iterable[Documents], survey: Survey, put: Put) -> TableFacts:
+    """Hand over all rows of a table.
+
+    Args:
+        documents: those that were counted, piece by piece.
+        survey: what was counted.
+        put: takes the values, each column from its first row on.
+
+    Raises:
+        TokenFileError: the documents are others than those that were counted.
+    """
+    types = column_types(survey)
+    digest = Fingerprint(8 * survey.num_sequences)
+    num_rows = num_tokens = 0
+    for rows in (rows for piece in documents for rows in survey.cutting.rows(piece)):
+        if len(rows.lengths) == 0:
+            continue
+        digest.update(rows.lengths.data)
+        num_rows, first = num_rows + len(rows.lengths), num_rows
+        num_tokens += int(rows.lengths.sum())
+        if num_rows > survey.num_sequences:
+            break
+        for name, values in _by_column(rows):
+            if name in types:
+                put(name, first, values.astype(types[name], copy=False))
+    if (num_rows, num_tokens) != (survey.num_sequences, survey.num_tokens):
+        raise TokenFileError(
+            f"the .idx gave {survey.num_sequences:,} sequences of {survey.num_tokens:,} tokens "
+            "when it was read first, others when it was read again: something changes it; wait "
+            "until it is complete"
+        )
+    documents_taken = survey.cutting.documents
+    return TableFacts(
+        num_sequences=num_rows,
+        num_tokens=num_tokens,
+        longest=survey.longest,
+        corpus=digest.value,
+        first_document=documents_taken.start,
+        num_documents=len(documents_taken),
+        num_empty=survey.num_empty,
+        num_truncated=survey.num_truncated,
+        num_split=survey.num_split,
+    )
+
+
+def fill_private(documents: Iterable[Documents], survey: Survey) -> tuple[TableFacts, Columns]:
+    """Make the columns in memory of this process."""
+    columns: dict[str, Column] = {
+        name: np.empty(survey.num_sequences, dtype=dtype)
+        for name, dtype in column_types(survey).items()
+    }
+
+    def put(name: str, first: int, values: Column) -> None:
+        columns[name][first : first + len(values)] = values
+
+    facts = fill(documents, survey, put)
+    return facts, Columns(columns["begin"], columns["length"], columns.get("document"))
+
+
+def _by_column(rows: Rows) -> tuple[tuple[str, Column], ...]:
+    return (("begin", rows.begins), ("length", rows.lengths), ("document", rows.documents))
+
+
+def _least_type(largest: int) -> str:
+    return "<u4" if largest <= _MOST_UINT32 else "<i8"

@@ -1,0 +1,151 @@
+"""The sequences that training draws from, one row each, looked up by row and never as a whole."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.data.index_file import Documents, Int64Array
+from megatron_hdp.data.tables.cutting import Cutting, Survey
+from megatron_hdp.data.tables.facts import TableFacts
+from megatron_hdp.data.tables.filling import Columns, fill_private
+
+_PIECE = 1 << 18  # documents cut at once
+
+
+class SequenceTable:
+    """Rows in document order; columns lie in memory of this process or in a file mapped by many.
+
+    A token's label is the next token of its document. So the last token of a document has none, the
+    last token of a truncated sequence has none, and the last token of a split piece has one (the
+    first token of the next piece).
+
+    Attributes:
+        facts: what is known without a look at the rows.
+    """
+
+    def __init__(self, facts: TableFacts, columns: Columns) -> None:
+        """Take columns of ``facts.num_sequences`` rows; see `build` and `open_table`."""
+        self.facts = facts
+        self._begin = columns.begin
+        self._length = columns.length
+        self._document = columns.document
+
+    @classmethod
+    def build(
+        cls,
+        lengths: npt.ArrayLike,
+        begins: npt.ArrayLike | None = None,
+        *,
+        max_length: int,
+        long_sequence: str = "error",
+        documents: range | slice | None = None,
+    ) -> "SequenceTable":
+        """Make the table of ``documents`` (all when ``None``) in memory of this process.
+
+        Args:
+            lengths: tokens of every document of the token file.
+            begins: place of each one's first token, in tokens; ``None``: they lie one after
+                another.
+            max_length: the context length in tokens.
+            long_sequence: what happens to a longer document: ``error``, ``truncate`` (keep its
+                beginning) or ``split`` (pieces of ``max_length``, the last one shorter).
+            documents: the contiguous documents to take, such as a part of :func:`split_documents`.
+
+        Raises:
+            ValueError: a document is too long under ``error``, or no sequence is left.
+        """
+        counts = np.asarray(lengths, dtype=np.int64)
+        places = np.cumsum(counts) - counts if begins is None else np.asarray(begins, np.int64)
+        cutting = Cutting.of(
+            len(counts), max_length=max_length, long_sequence=long_sequence, documents=documents
+        )
+        survey = Survey.of(cutting, _pieces(counts, places))
+        return cls(*fill_private(_pieces(counts, places), survey))
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return self.facts.num_sequences
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.facts.longest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.facts.num_tokens
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence on average."""
+        return self.facts.num_tokens / self.facts.num_sequences
+
+    @property
+    def corpus(self) -> int:
+        """64-bit fingerprint of the sequences' lengths, in their order."""
+        return self.facts.corpus
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that the table was made from, empty ones included."""
+        return self.facts.num_documents
+
+    @property
+    def num_empty(self) -> int:
+        """Documents without a token, left out."""
+        return self.facts.num_empty
+
+    @property
+    def num_truncated(self) -> int:
+        """Documents cut to the context length."""
+        return self.facts.num_truncated
+
+    @property
+    def num_split(self) -> int:
+        """Documents cut into several sequences."""
+        return self.facts.num_split
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the columns, wherever they lie."""
+        columns = (self._begin, self._length, self._document)
+        return sum(column.nbytes for column in columns if column is not None)
+
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return the tokens of each of these sequences, at least 1."""
+        return self._length[rows].astype(np.int64, copy=False)
+
+    def begins(self, rows: Int64Array) -> Int64Array:
+        """Return the place of each one's first token in the token file, in tokens."""
+        return self._begin[rows].astype(np.int64, copy=False)
+
+    def documents(self, rows: Int64Array) -> Int64Array:
+        """Return the number of each one's document in the token file."""
+        if self._document is None:
+            return np.asarray(rows, dtype=np.int64) + self.facts.first_document
+        return self._document[rows].astype(np.int64, copy=False)
+
+    def num_labels(self, rows: Int64Array) -> Int64Array:
+        """Return how many tokens of each sequence, counted from its first, have a label."""
+        if self._document is None or not self.num_split:
+            return self.lengths(rows) - 1
+        following = np.minimum(np.asarray(rows) + 1, len(self) - 1)
+        goes_on = (self._document[following] == self._document[rows]) & (following > rows)
+        num_labels: Int64Array = self.lengths(rows) - ~goes_on
+        return num_labels
+
+    def starts(self, rows: Int64Array) -> Int64Array:
+        """Return the place of each sequence's first token within its document, in tokens."""
+        if self._document is None or not self.num_split:
+            return np.zeros(len(rows), dtype=np.int64)
+        # of the column's own type: of another one numpy would copy the whole column
+        first = np.searchsorted(self._document, self._document[rows], side="left")
+        return self.begins(rows) - self.begins(first)
+
+
+def _pieces(lengths: Int64Array, begins: Int64Array) -> Iterator[Documents]:
+    for first in range(0, len(lengths), _PIECE):
+        here = slice(first, first + _PIECE)
+        yield Documents(first, lengths[here], begins[here])

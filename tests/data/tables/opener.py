@@ -1,0 +1,54 @@
+"""A process that opens a table and prints what it found: ``python -m tests.data.tables.opener``.
+
+Arguments as JSON: ``prefix``, ``folder``, ``log`` (a line is added for every build); ``stall``: say
+so on standard output once the first rows are written, and never write the rest; ``start``: a file
+to wait for; ``unlocked``: as if there were no lock.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_hdp.data.tables import cache, open_table
+from megatron_hdp.data.tables.cache import TableCache
+from megatron_hdp.data.tables.cache_file import TableWriter
+from tests.data.tables.pairs import everything
+
+
+@contextmanager
+def no_lock(path, what, say):
+    yield say
+
+
+def main():
+    said = json.loads(sys.argv[1])
+    build, put = TableCache._build, TableWriter.put
+
+    def logged(self, progress):
+        with open(said["log"], "a") as log:
+            log.write("built\n")
+        time.sleep(0.1)  # so that the others come before it is done
+        build(self, progress)
+
+    def stalled(self, name, first, values):
+        put(self, name, first, values)
+        print("stalled", flush=True)
+        time.sleep(600)
+
+    TableCache._build = logged
+    if said.get("stall"):
+        TableWriter.put = stalled
+    if said.get("unlocked"):
+        cache.node_lock = no_lock
+    print("ready", flush=True)
+    while said.get("start") and not Path(said["start"]).exists():
+        time.sleep(0.005)
+    table = open_table(said["prefix"], max_length=9, cache_folder=Path(said["folder"]))
+    print(hashlib.sha256(repr(everything(table)).encode()).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

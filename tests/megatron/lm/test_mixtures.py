@@ -1,0 +1,77 @@
+"""Several sources in a stock checkout: the same steps on any ranks, resumed, until they end."""
+
+import json
+from functools import partial
+
+import pytest
+
+from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
+from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
+
+pytestmark = MARKS
+ENDING = dict.fromkeys(LENGTHS, "max-epochs: 1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_sources(tmp_path_factory.mktemp("mixtures"))
+    path = data_file(folder, WEIGHTS + "\nvalidation: {web: 2, chat: 1}")
+    data = ["--hdp-data", str(path)]
+    ends = ["--hdp-data", str(data_file(folder, "", name="ends.yaml", **ENDING))]
+    run = partial(planned, folder, data=data)
+
+    def hdp(capacity, name):
+        return [*HDP, str(capacity), "--metrics-path", str(folder / f"{name}.jsonl")]
+
+    plan = [
+        run("one", 1, hdp(256, "one"), save="begun", data=data),
+        run("half", 2, [*hdp(60, "half"), "--exit-interval", "2"], load="begun", save="halves"),
+        run("ends", 2, hdp(100, "ends"), data=ends, steps=40, save="ended"),
+    ]
+    plan[1]["arguments"] += ["--finetune"]  # from the weights of the first one's end
+    plan += [
+        run("whole", 1, [*hdp(256, "whole"), "--finetune"], load="begun"),
+        run("rest", 1, hdp(256, "rest"), load="halves"),
+    ]
+    drive(folder, plan)
+    return folder
+
+
+def metrics(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_exactly_on_other_ranks(folder):
+    whole, half, rest = (metrics(folder, name) for name in ("whole", "half", "rest"))
+    assert [one["step"] for one in whole] == [1, 2, 3, 4]
+    assert [one["step"] for one in half + rest] == [1, 2, 3, 4]
+    for expected, found in zip(whole, half + rest, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        for name in LENGTHS:
+            one, other = expected["sources"][name], found["sources"][name]
+            assert (other.pop("loss") or 0) == pytest.approx(one.pop("loss") or 0, rel=2e-4)
+            assert one == other
+
+
+def test_figures_by_source_reach_megatrons_logs(folder):
+    tags = scalars(folder, "whole")
+    for step, record in enumerate(metrics(folder, "whole"), 1):
+        for name in LENGTHS:
+            for key in ("loss", "share", "tokens"):
+                expected = record["sources"][name][key]
+                found = tags[f"hdp/sources/{name}/{key}"].get(step)
+                assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))
+    losses = metrics(folder, "whole")[1]["validation_sources"]
+    assert set(losses) == {"web", "chat"}
+    log = (folder / "log whole.0").read_text()
+    assert "loss (share) by source: web " in log
+
+
+def test_a_run_ends_with_its_data(folder):
+    records = metrics(folder, "ends")
+    assert sum(one["sequences"] for one in records) == sum(map(len, LENGTHS.values()))
+    log = (folder / "log ends.0").read_text()
+    assert "every source of the data has ended: the job ends after iteration 3" in log
+    assert log.count("source 'code' ends with this step") == 1
+    latest = folder / "ended" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text() == "3"

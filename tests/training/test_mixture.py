@@ -1,0 +1,176 @@
+"""Runs over several sources: figures by source, resumption, sources that come, go and end."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import pytest
+
+from megatron_hdp.training.loop import pretrain
+from tests.support.ranks import RankError
+from tests.support.sources import LENGTHS, WEIGHTS, data_file, mixed_arguments, write_sources
+
+
+def trained(arguments):
+    """Body of a rank: metrics of every step, and the log."""
+    log = io.StringIO()
+    with redirect_stdout(log):
+        found = pretrain(arguments)
+    return found, log.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_sources(tmp_path)
+
+
+def run(folder, path=None, **overrides):
+    settings = {"train_iters": 6, "lr_decay_iters": 6, "global_batch_size": 4, "lr": 1e-2}
+    settings["hdp_tokens_per_rank"] = 100
+    return mixed_arguments(folder, path or data_file(folder), **(settings | overrides))
+
+
+def test_figures_by_source(run_ranks, folder):
+    path = folder / "metrics.jsonl"
+    (found, _), *_ = run_ranks(3, trained, run(folder, metrics_path=path))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    weights, drawn = {"web": 0.5, "chat": 0.2, "code": 0.3}, dict.fromkeys(LENGTHS, 0)
+    for metrics, record in zip(found, records, strict=True):
+        sources = record["sources"]
+        assert list(sources) == list(LENGTHS)
+        keys = ["tokens", "loss_tokens", "loss", "share", "epoch", "bad"]
+        assert all(list(one) == keys for one in sources.values())
+        for name in drawn:
+            drawn[name] += sources[name]["tokens"]
+        total = sum(drawn.values())
+        assert [one["share"] for one in sources.values()] == pytest.approx(
+            [amount / total for amount in drawn.values()]
+        )
+        for name, weight in weights.items():
+            assert abs(drawn[name] - weight * total) <= max(map(max, LENGTHS.values()))
+        # what sources lost is what the step lost
+        loss = sum(one["loss_tokens"] * (one["loss"] or 0) for one in sources.values())
+        assert loss / record["loss_tokens"] == pytest.approx(metrics.loss, rel=1e-12)
+        for key in ("tokens", "loss_tokens"):
+            assert sum(one[key] for one in sources.values()) == record[key]
+        assert all((one["loss"] is None) == (one["loss_tokens"] == 0) for one in sources.values())
+    assert {one["sources"]["web"]["epoch"] for one in records} == {0, 1}
+
+
+def test_losses_by_source_do_not_depend_on_the_layout(run_ranks, folder):
+    settings = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    few = run(folder, train_iters=2)
+    (one, _), *_ = run_ranks(1, trained, few)
+    (other, _), *_ = run_ranks(4, trained, replace(few, **settings, expert_tensor_parallel_size=2))
+    for here, there in zip(one, other, strict=True):
+        for name in LENGTHS:
+            expected, found = here.sources[name], there.sources[name]
+            assert replace(found, loss=None) == replace(expected, loss=None)
+            assert (found.loss or 0) == pytest.approx(expected.loss or 0, rel=1e-9)
+
+
+def test_a_run_goes_on_exactly_on_other_ranks(run_ranks, folder):
+    whole = run(folder, save=folder / "saved", save_interval=3)
+    (expected, _), *_ = run_ranks(2, trained, whole)
+    resumed = replace(whole, save=None, save_interval=None, load=folder / "saved", ckpt_step=3)
+    for ranks in (1, 3):
+        (found, log), *_ = run_ranks(ranks, trained, resumed)
+        assert [one.step for one in found] == [4, 5, 6]
+        for one, other in zip(found, expected[3:], strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-9)
+            assert replace(one.sources["web"], loss=None) == replace(
+                other.sources["web"], loss=None
+            )
+        assert "sources" not in log.split("loading")[-1] or "new to this run" not in log
+
+
+def test_sources_come_and_go_on_resume(run_ranks, folder):
+    two = data_file(folder, "", names=("web", "code"), name="two.yaml")
+    began = run(folder, two, train_iters=3, save=folder / "saved")
+    run_ranks(1, trained, began)
+    heavier = "schedule: [{from: 0, weights: {chat: 0.9, code: 0.1}}]"
+    other = data_file(folder, heavier, names=("chat", "code"), name="other.yaml")
+    goes_on = replace(began, hdp_data=other, load=folder / "saved", train_iters=5)
+    (found, log), *_ = run_ranks(2, trained, goes_on)
+    assert "sources that are new to this run: 'chat'" in log
+    assert "draws from no more: 'web'; their positions are kept" in log
+    assert [one.step for one in found] == [4, 5]
+    assert set(found[0].sources) == {"chat", "code"}
+    # the one that left comes back to where it was
+    (found, log), *_ = run_ranks(1, trained, replace(goes_on, hdp_data=two, train_iters=6))
+    assert "draws from no more: 'chat'" in log and "new to this run" not in log
+
+
+def test_what_must_not_change_is_refused_by_name(run_ranks, folder):
+    began = run(folder, train_iters=1, save=folder / "saved")
+    run_ranks(1, trained, began)
+    goes_on = replace(began, load=folder / "saved", train_iters=2)
+    changes = {
+        "weight-unit: sequences\n" + WEIGHTS: "weight-unit: found sequences, expected tokens",
+        "validation: {code: 1}\n" + WEIGHTS: r"source 'code', sequences to train on.*found 3, exp",
+    }
+    for number, (more, message) in enumerate(changes.items()):
+        path = data_file(folder, more, name=f"changed{number}.yaml")
+        with pytest.raises(RankError, match=message):
+            run_ranks(1, trained, replace(goes_on, hdp_data=path))
+
+
+def test_a_source_that_ends(run_ranks, folder):
+    ends = data_file(folder, code="max-epochs: 1", chat="max-epochs: 1", web="max-epochs: 2")
+    settings = {"train_iters": 50, "save": folder / "saved", "metrics_path": folder / "m.jsonl"}
+    for _ in range(2):  # the second run finds nothing left to do
+        results = run_ranks(2, trained, run(folder, ends, load=folder / "saved", **settings))
+        log = results[0][1]
+        settings["metrics_path"] = None
+        assert "every source of the data has ended: the job ends after iteration 7 of 50" in log
+    records = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    assert sum(one["sequences"] for one in records) == 5 + 4 + 2 * 8
+    assert (folder / "saved" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+def test_that_a_source_ends_is_said_once(run_ranks, folder):
+    ends = data_file(folder, code="max-epochs: 1")
+    (_, log), *others = run_ranks(2, trained, run(folder, ends, train_iters=20))
+    assert log.count("source 'code' ends with this step") == 1
+    assert not any("ends with this step" in other for _, other in others)
+
+
+def test_validation_by_source(run_ranks, folder):
+    path = data_file(folder, WEIGHTS + "\nvalidation: {web: 2, chat: 1}")
+    arguments = run(folder, path, train_iters=2, eval_iters=2, eval_interval=2, global_batch_size=3)
+    metrics = folder / "metrics.jsonl"
+    (found, _), *_ = run_ranks(2, trained, replace(arguments, metrics_path=metrics))
+    assert found[0].validation_sources is None
+    losses = found[1].validation_sources
+    assert set(losses) == {"web", "chat"}
+    record = json.loads(metrics.read_text().splitlines()[1])
+    assert record["validation_sources"] == losses
+    assert min(losses.values()) <= found[1].validation_loss <= max(losses.values())
+
+
+def test_a_step_without_loss_names_its_sources(run_ranks, folder):
+    from megatron_hdp.data.spans import SpansWriter
+    from tests.support.gradients import write_corpus
+
+    (folder / "mute").mkdir()
+    write_corpus(folder / "mute", [5, 6, 7])
+    with SpansWriter(folder / "mute" / "corpus.spans") as writer:
+        for _ in range(3):
+            writer.add([])
+    path = data_file(folder, "", names=("mute",))
+    with pytest.raises(RankError, match="no token with loss in the 4 sequences of step 1.* mute"):
+        run_ranks(1, trained, run(folder, path))
+
+
+def test_a_blend_of_flags(run_ranks, folder):
+    words = ("3", str(folder / "web" / "corpus"), "1", str(folder / "code" / "corpus"))
+    blend = run(folder, hdp_data=None, data_path=words, split="1,0,0", train_iters=8)
+    (found, _), *_ = run_ranks(2, trained, blend)
+    drawn = [sum(one.sources[words[i]].tokens for one in found) for i in (1, 3)]
+    assert abs(drawn[0] - 0.75 * sum(drawn)) <= 100
+
+
+def test_a_file_beside_flags_is_refused(run_ranks, folder):
+    with pytest.raises(RankError, match="--hdp-data"):
+        run_ranks(1, trained, run(folder, folder / "none.yaml"))
