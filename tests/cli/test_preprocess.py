@@ -203,7 +203,7 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
         os.kill(os.getpid(), number)
         raise AssertionError("the signal did nothing")
 
-    monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_batch", end)
+    monkeypatch.setattr("megatron_hdp.data.tokenizers.ByteTokenizer.tokenize_batch", end)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored by what a shell starts with &

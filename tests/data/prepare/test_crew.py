@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hdp.data import ByteTokenizer
 from megatron_hdp.data.prepare import Job
 from megatron_hdp.data.prepare.crew import Crew
 from megatron_hdp.data.prepare.shards import cut
+from megatron_hdp.data.tokenizers import ByteTokenizer
 from tests.data.prepare.corpora import texts_of, write_lines
 
 REPOSITORY = Path(__file__).parents[3]
