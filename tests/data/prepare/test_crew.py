@@ -100,12 +100,12 @@ def test_workers_are_lean_and_share_the_cpus(tmp_path, monkeypatch):
         run(tmp_path, job, workers=2)
     report = {"torch": False, "parallel": "true", "threads": "4", "blas": "1", "main": None}
     assert eval(str(caught.value)) == report
+    monkeypatch.setattr("megatron_hdp.data.prepare.crew.available_cpus", lambda: 1)
+    with pytest.raises(ValueError, match="'parallel': 'false', 'threads': '1'"):
+        run(tmp_path, job, workers=1)
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     with pytest.raises(ValueError, match="'threads': '3'"):
-        run(tmp_path, job, workers=8)
-    monkeypatch.delenv("RAYON_NUM_THREADS")
-    with pytest.raises(ValueError, match="'parallel': 'false', 'threads': '1'"):
-        run(tmp_path, job, workers=8)
+        run(tmp_path, job, workers=1)
 
 
 def test_workers_end_when_the_caller_stops_listening(tmp_path):

@@ -142,7 +142,7 @@ def test_what_a_killed_run_left_half_is_removed(corpus, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_full_disk(tmp_path, workers):
-    corpus = write_lines(tmp_path / "source" / "x.jsonl", texts_of(10, longest=400_000))
+    corpus = write_lines(tmp_path / "source" / "x.jsonl", [text * 1000 for text in texts_of(10)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:
