@@ -34,8 +34,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        num_bytes = _write_text(folder / "text.jsonl", int(options.megabytes * _MB))
-        _train(folder / "tokenizer", options.vocabulary)
+        texts = _sources(int(options.megabytes * _MB))
+        num_bytes = _write_text(folder / "text.jsonl", texts, int(options.megabytes * _MB))
+        _train(folder / "tokenizer", texts, options.vocabulary)
         commands = _commands(folder, Path(options.megatron_lm), options.workers)
         seconds: dict[str, list[float]] = {tool: [] for tool in commands}
         for _ in range(options.rounds):
@@ -45,27 +46,32 @@ def main() -> None:
     _print(seconds, num_bytes, options.workers)
 
 
-def _sources() -> list[str]:
-    """Return the text of every source of the standard library that is UTF-8, in sorted order."""
+def _sources(num_bytes: int) -> list[str]:
+    """Return texts of the standard library that are UTF-8, sorted by path, of about a size."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
-    texts = (path.read_bytes().decode("utf-8", errors="replace") for path in paths)
-    return [text for text in texts if text and "\ufffd" not in text]
+    texts: list[str] = []
+    for raw in map(Path.read_bytes, paths):
+        text = raw.decode("utf-8", errors="replace")
+        if text and "\ufffd" not in text and num_bytes > 0:
+            texts.append(text)
+            num_bytes -= len(raw)
+    return texts
 
 
-def _write_text(path: Path, num_bytes: int) -> int:
-    """Write sources as JSON lines, from the first again after the last; return bytes of text."""
+def _write_text(path: Path, texts: list[str], num_bytes: int) -> int:
+    """Write texts as JSON lines, from the first again after the last; return bytes of text."""
     written = 0
     with path.open("w") as stream:
-        for text in cycle(_sources()):
+        for text in cycle(texts):
             if written >= num_bytes:
-                return written
+                break
             stream.write(json.dumps({"text": text}) + "\n")
             written += len(text.encode())
     return written
 
 
-def _train(folder: Path, vocabulary: int) -> None:
+def _train(folder: Path, texts: list[str], vocabulary: int) -> None:
     """Save a byte-level BPE as transformers does."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, trainers
@@ -78,7 +84,7 @@ def _train(folder: Path, vocabulary: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sources(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END}

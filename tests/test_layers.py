@@ -25,12 +25,14 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "data": {"planner"},
+    "data/tokenizers": {"data"},
     "data/formats": {"data"},
-    "data/chat": {"data"},
+    "data/chat": {"data", "data/tokenizers"},
     "data/tables": {"data"},
-    "data/prepare": {"data", "data/formats", "data/chat"},
+    "data/prepare": {"data", "data/tokenizers", "data/formats", "data/chat"},
     "data/mixture": {
-        *{"planner", "data", "data/tables", "data/prepare", "data/formats", "data/chat"},
+        *{"planner", "data", "data/tokenizers", "data/tables"},
+        *{"data/prepare", "data/formats", "data/chat"},
     },
     "simulator": {"planner"},
     "runtime": set(),
@@ -79,11 +81,11 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
 # Megatron too early, or where it is not needed.
 FACES = {
-    *{"data/formats", "data/prepare"},
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
-    *{"data/formats", "data/chat", "data/tables", "data/prepare", "data/mixture"},
+    *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
+    *{"data/mixture"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -10,11 +10,9 @@ from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.token_file import TokenFile, TokenReader
 from megatron_hdp.data.token_writer import TokenWriter
-from megatron_hdp.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
     "LATEST_ORDER",
-    "ByteTokenizer",
     "Continuation",
     "DataOrder",
     "DocumentIndex",
@@ -25,7 +23,5 @@ __all__ = [
     "TokenFileNotFoundError",
     "TokenReader",
     "TokenWriter",
-    "Tokenizer",
-    "build_tokenizer",
     "read_document_index",
 ]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_hdp.data import DataOrder, Tokenizer, build_tokenizer
+from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState

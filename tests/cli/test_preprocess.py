@@ -7,12 +7,20 @@ import lzma
 import os
 import resource
 import signal
+import subprocess
+import sys
+import time
 import zipfile
+from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.data import TokenFile
+from megatron_hdp.data.prepare import shards
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def documents(prefix):
@@ -195,7 +203,7 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
         os.kill(os.getpid(), number)
         raise AssertionError("the signal did nothing")
 
-    monkeypatch.setattr("megatron_hdp.data.ByteTokenizer.tokenize_batch", end)
+    monkeypatch.setattr("megatron_hdp.data.tokenizers.ByteTokenizer.tokenize_batch", end)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored by what a shell starts with &
@@ -204,3 +212,81 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
     assert capsys.readouterr().err.endswith("megatron-hdp preprocess: interrupted\n")
     assert os.listdir(tmp_path) == ["source"]
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+def lines_of(path, num_documents, longest=2000):
+    texts = [chr(97 + i % 26) * (1 + i * 37 % longest) for i in range(num_documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [[ord(letter) for letter in text] + [256] for text in texts]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(shards, "_LEAST_BYTES", 20_000)
+    expected = lines_of(tmp_path / "data.jsonl", 200)
+    prefix = tmp_path / "out"
+    arguments = ("--input", tmp_path / "data.jsonl", "--output-prefix", prefix)
+    assert run(*arguments, "--workers", workers) == 0
+    assert documents(prefix) == expected
+    assert sorted(os.listdir(tmp_path)) == ["data.jsonl", "out.bin", "out.idx"]
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "x"])
+def test_bad_numbers_of_workers(tmp_path, capsys, workers):
+    with pytest.raises(SystemExit):
+        run("--input", tmp_path, "--output-prefix", tmp_path / "out", "--workers", workers)
+    assert "--workers" in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_worker_costs_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shards, "_LEAST_BYTES", 20_000)
+    path = tmp_path / "data.jsonl"
+    lines_of(path, 200)
+    with path.open("a") as stream:
+        stream.write("broken\n")
+    code = run("--input", path, "--output-prefix", tmp_path / "out", "--workers", 2)
+    assert code == 2
+    fails(capsys, f"{path}, line 201: expected one JSON object, found 'broken'")
+    assert os.listdir(tmp_path) == ["data.jsonl"]
+
+
+def test_compressed_lines_and_tables(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'megatron-hdp[data]'")
+    import pyarrow
+
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
+    lines = pyarrow.compress(b'{"text": "c"}\n', "zstd", asbytes=True)
+    (tmp_path / "c.jsonl.zst").write_bytes(lines)
+    assert run("--input", tmp_path, "--output-prefix", tmp_path / "out") == 0
+    assert documents(tmp_path / "out") == [[97, 256], [98, 256], [99, 256]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_workers_and_leaves_nothing(tmp_path, number):
+    path = tmp_path / "data.jsonl"
+    lines_of(path, 2000, longest=5000)
+    program = (
+        "import sys, time; from megatron_hdp.cli.main import main; "
+        "from megatron_hdp.data import prepare; run = prepare.tokenising.concatenate_pairs; "
+        "prepare.tokenising.concatenate_pairs = lambda *rest, **more: time.sleep(60); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = ["preprocess", "--tokenizer", "byte", "--workers", "2", "--input", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *command, "--output-prefix", str(tmp_path / "out")],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not (shards := list(tmp_path.glob("out.tmp*/*.idx"))):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.005)
+    below = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, bool(shards)) == (130, True)
+    assert error.endswith("megatron-hdp preprocess: interrupted\n") and "Traceback" not in error
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+    assert os.listdir(tmp_path) == ["data.jsonl"]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_hdp.data.formats.lines import holds_json_lines, read_lines
 from megatron_hdp.data.formats.records import BadRecord, Piece, Record
@@ -11,7 +10,6 @@ from megatron_hdp.data.formats.texts import read_text
 
 _LINES = (".jsonl", ".ndjson")
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_IMAGES = ("image", "images")
 _TABLES = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 
 
@@ -64,34 +62,14 @@ def read(piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
         key: of the text in lines and tables; None: the value is the whole row.
 
     Raises:
-        ValueError: the file as a whole is something else, or damaged; or its rows are no
-            conversations but pairs of answers, or have images.
+        ValueError: the file as a whole is something else, or damaged.
         ModuleNotFoundError: it needs pyarrow, which is not installed.
     """
     if piece.layout == "text":
         return read_text(piece)
-    records = (read_rows if piece.layout in _TABLES.values() else read_lines)(piece, key)
-    return records if key is not None else _conversations(records)
-
-
-def _conversations(records: Iterator[Record | BadRecord]) -> Iterator[Record | BadRecord]:
-    for record in records:
-        if isinstance(record, Record) and isinstance(row := record.value, dict):
-            _refuse_other_tasks(record, row)
-        yield record
-
-
-def _refuse_other_tasks(record: Record, row: dict[str, Any]) -> None:
-    if "chosen" in row and "rejected" in row:
-        raise ValueError(
-            f"{record.where} is a preference pair (chosen, rejected), expected a conversation: "
-            "training on preferences is not supported; keep one answer under messages"
-        )
-    if images := [name for name in _IMAGES if row.get(name)]:
-        raise ValueError(
-            f"{record.where} has {images[0]}, expected a conversation of text alone: leave rows "
-            "with images out"
-        )
+    if piece.layout in _TABLES.values():
+        return read_rows(piece, key)
+    return read_lines(piece, key)
 
 
 def _table_pieces(path: str, layout: str, size: int, piece_bytes: int) -> list[Piece]:

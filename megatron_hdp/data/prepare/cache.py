@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron_hdp.data.prepare.contents import (
 )
 from megatron_hdp.data.prepare.ledger import Ledger, known_contents
 from megatron_hdp.data.prepare.lock import only_one
-from megatron_hdp.data.prepare.shards import Counts, cut, shard_bytes_for
+from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.prepare.work import MOST_NAMED, Job
 from megatron_hdp.data.spec import SourceSpec
@@ -94,16 +95,14 @@ def prepare(
         contents = contents_of(files, known_contents(folder, name), tell)
     key = key_of(recipe, contents, _text_key(spec, kind))
     ledger = Ledger(folder, f"{name}-{key}", _SUFFIXES[kind])
+    about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
     if (counts := ledger.prepared()) is None:
         with only_one(ledger.path(".lock"), f"source {spec.name}", wait_s, say):
-            if (counts := ledger.prepared()) is None:
+            counts = ledger.prepared()
+            if counts is None:
                 job = _job(spec, kind, tokenizer)
-                ledger.begin(contents)
-                counts = _run(spec, ledger, job, files, contents, workers, shard_bytes, say)
-                ledger.finish(
-                    {"source": spec.name, "tokenizer_name": tokenizer, **recipe}, counts, contents
-                )
-                say(_summary(spec, counts, ledger.prefix))
+                counts = _make(spec, ledger, job, contents, workers, shard_bytes, say)
+                ledger.finish(about, counts, contents)
     require_few_bad(spec, counts)
     return Prepared(
         ledger.prefix, str(ledger.path(".json")), counts.documents, counts.tokens, counts.bad
@@ -125,31 +124,21 @@ def require_few_bad(spec: SourceSpec, counts: Counts) -> None:
         )
 
 
-def _run(
+def _make(
     spec: SourceSpec,
     ledger: Ledger,
     job: Job,
-    files: Sequence[str],
     contents: Sequence[Content],
     workers: int,
     shard_bytes: int | None,
     say: Say,
 ) -> Counts:
     """Run the shards that are not finished, and put all of them together."""
+    ledger.begin(contents)
     total = sum(one.size for one in contents)
+    files = [one.path for one in contents]
     shards = cut(files, job.key, lines=False, shard_bytes=shard_bytes or shard_bytes_for(total))
-    finished = {shard.index: counts for shard in shards if (counts := ledger.finished(shard))}
-    missing = [shard for shard in shards if shard.index not in finished]
-    how = f"{len(shards):,} shards"
-    if finished:
-        how = f"{len(missing):,} of {how}, the others were finished before"
-    say(f"source {spec.name}: prepares {total:,} bytes with {workers} workers, {how}")
-    done = total - sum(shard.num_bytes for shard in missing)
-    with progress_bar(spec.name, total, done=done) as tell:
-        tasks = [(shard, ledger.shard_prefix(shard)) for shard in missing]
-        for shard, counts in run_tasks(job, tasks, workers, tell):
-            ledger.note(shard, counts)
-            finished[shard.index] = counts
+    finished = _run(spec, ledger, job, shards, workers, say)
     require_unchanged(contents)
     result = Counts()
     for shard in shards:
@@ -161,7 +150,31 @@ def _run(
             f"({result.empty:,} empty documents), expected text: change path, glob or key"
         )
     join(job, [ledger.shard_prefix(shard) for shard in shards], ledger.prefix)
+    say(_summary(spec, result, ledger.prefix))
     return result
+
+
+def _run(
+    spec: SourceSpec, ledger: Ledger, job: Job, shards: Sequence[Shard], workers: int, say: Say
+) -> dict[int, Counts]:
+    """Return what became of each shard, by index; those that are not finished are run."""
+    finished = {shard.index: counts for shard in shards if (counts := ledger.finished(shard))}
+    missing = [shard for shard in shards if shard.index not in finished]
+    total, left = (sum(shard.num_bytes for shard in some) for some in (shards, missing))
+    how = f"{len(shards):,} shards"
+    if finished:
+        how = f"{len(missing):,} of {how}, the others were finished before"
+    say(f"source {spec.name}: prepares {total:,} bytes with {workers} workers, {how}")
+    with progress_bar(spec.name, total, done=total - left) as tell:
+        tasks = [(shard, ledger.shard_prefix(shard)) for shard in missing]
+        try:
+            with closing(run_tasks(job, tasks, workers, tell)) as results:
+                for shard, counts in results:
+                    ledger.note(shard, counts)
+                    finished[shard.index] = counts
+        finally:
+            ledger.clear()  # of workers that were ended
+    return finished
 
 
 def _job(spec: SourceSpec, kind: str, tokenizer: str) -> Job:

@@ -12,7 +12,7 @@ from megatron_hdp.data.content import hash_of_bytes, hash_of_file
 from megatron_hdp.data.formats import layout_of
 from megatron_hdp.data.prepare.work import Tell
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.data.tokenizers import tokenizer_identity
+from megatron_hdp.data.tokenizers import build_tokenizer, tokenizer_identity
 
 FORMAT_VERSION = 1
 """Of what is prepared: a change that makes other tokens of the same files makes it another."""
@@ -85,10 +85,15 @@ def recipe_of(spec: SourceSpec, kind: str, tokenizer: str) -> Mapping[str, Any]:
         "version": FORMAT_VERSION,
         "format": kind,
         "tokenizer": tokenizer_identity(tokenizer),
+        "append_eod": spec.append_eod,
     }
     if kind == "text":
-        return {**common, "key": spec.key, "append_eod": spec.append_eod}
-    return {**common, "template": _template(spec.template), "train_on": spec.train_on}
+        return {**common, "key": spec.key}
+    from megatron_hdp.data.chat import Conversations
+
+    built = build_tokenizer(tokenizer)
+    conversations = Conversations(built, spec.template, spec.train_on, spec.append_eod)
+    return {**common, "conversations": conversations.fingerprint()}
 
 
 def key_of(recipe: Mapping[str, Any], contents: Iterable[Content], text_key: str | None) -> str:
@@ -96,9 +101,3 @@ def key_of(recipe: Mapping[str, Any], contents: Iterable[Content], text_key: str
     parts = [(layout_of(one.path, text_key, lines=False), one.hash) for one in contents]
     raw = orjson.dumps({**recipe, "files": parts}, option=orjson.OPT_SORT_KEYS)
     return hash_of_bytes(raw)[:_KEY_DIGITS]
-
-
-def _template(template: str | None) -> str | None:
-    if template is None or not os.path.isfile(template):
-        return template
-    return f"file {hash_of_file(template)}"

@@ -128,17 +128,15 @@ class _Worker:
         self._send(pickle.dumps(task))
 
     def _send(self, raw: bytes) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # `require_alive` says that it died
+        with suppress(BrokenPipeError, ConnectionResetError):  # `heard` says that it died
             self.connection.send_bytes(raw)
 
     def heard(self, tell: Tell) -> Counts | None:
         """Take one message; what it came to if it has finished its shard."""
         try:
             kind, content = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.wait()
-            self.require_alive()
-            raise
+        except (EOFError, ConnectionResetError) as error:
+            raise self._died(self.process.wait()) from error
         if kind == "read":
             tell(content)
             return None
@@ -151,12 +149,16 @@ class _Worker:
         return found
 
     def require_alive(self) -> None:
+        """Notice an end that the connection does not tell, for another process has it open, too."""
         if (code := self.process.poll()) is not None and not self.connection.poll():
-            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            raise ChildProcessError(
-                f"worker process {self.process.pid} ended {how} while it read {self._files()}, "
-                "expected it to finish: if memory ran out, fewer workers take less of it"
-            )
+            raise self._died(code)
+
+    def _died(self, code: int) -> ChildProcessError:
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return ChildProcessError(
+            f"worker process {self.process.pid} ended {how} while it read {self._files()}, "
+            "expected it to finish: if memory ran out, fewer workers take less of it"
+        )
 
     def _files(self) -> str:
         first, last = self.shard.pieces[0].path, self.shard.pieces[-1].path

@@ -50,10 +50,14 @@ class Ledger:
     def begin(self, contents: Sequence[Content]) -> None:
         """Remove what a killed process left half, and note the files' contents."""
         os.makedirs(self._work, exist_ok=True)
-        for pattern in (f"{glob.escape(self.prefix)}.tmp*", f"{glob.escape(self._work)}/*.tmp*"):
-            for path in glob.glob(pattern):
-                os.remove(path)
+        self.clear()
         _write(f"{self._work}/{_FILES}.json", {_FILES: list(map(asdict, contents))})
+
+    def clear(self) -> None:
+        """Remove all that is half; nobody may be writing."""
+        for start in (self.prefix, f"{self._work}/"):
+            for path in glob.glob(f"{glob.escape(start)}*.tmp[0-9]*"):
+                os.remove(path)
 
     def shard_prefix(self, shard: Shard) -> str:
         """Where the pair of a shard lies."""

@@ -60,7 +60,6 @@ def _try(descriptor: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        raise OSError(
-            error.errno, f"no lock ({error.strerror}): take another folder", path
-        ) from error
+        reason = f"no lock ({error.strerror}), expected a file system with locks"
+        raise OSError(error.errno, f"{reason}: take another folder", str(path)) from error
     return True

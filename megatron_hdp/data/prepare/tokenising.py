@@ -3,8 +3,8 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 from megatron_hdp.data.prepare.crew import Crew, Task
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
@@ -42,8 +42,10 @@ def write_pair(
         os.makedirs(folder)
         tasks = [(shard, os.path.join(folder, f"{shard.index:06d}")) for shard in shards]
         with progress_bar(name, total) as tell:
-            found = run_tasks(job, tasks, workers if workers > 1 and len(tasks) > 1 else 0, tell)
-            for _, one in sorted(found, key=lambda pair: pair[0].index):
+            several = workers > 1 and len(tasks) > 1
+            with closing(run_tasks(job, tasks, workers if several else 0, tell)) as results:
+                found = sorted(results, key=lambda result: result[0].index)
+            for _, one in found:
                 counts.add(one, MOST_NAMED)
         if counts.documents:
             join(job, [one for _, one in tasks], prefix)
@@ -54,7 +56,7 @@ def write_pair(
 
 def run_tasks(
     job: Job, tasks: Sequence[Task], workers: int, tell: Tell
-) -> Iterator[tuple[Shard, Counts]]:
+) -> Generator[tuple[Shard, Counts], None, None]:
     """Run shards and yield each with its counts once it is finished; 0 workers: in this process.
 
     Raises:
@@ -85,15 +87,9 @@ def join(job: Job, prefixes: Sequence[str], target: str) -> None:
 def _join_spans(job: Job, prefixes: Sequence[str], target: str) -> None:
     from megatron_hdp.data.spans import concatenate_spans
 
-    temporary = f"{target}.tmp{os.getpid()}.spans"
-    try:
-        concatenate_spans([prefix + ".spans" for prefix in prefixes], temporary)
-        if job.durable:
-            sync(temporary)
-        os.replace(temporary, target + ".spans")
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+    concatenate_spans([prefix + ".spans" for prefix in prefixes], target + ".spans")
+    if job.durable:
+        sync(target + ".spans")
 
 
 @contextmanager

@@ -26,11 +26,10 @@ class Job:
     tokenizer: Tokenizer
     key: str | None
     """Of the text; None: rows are conversations."""
-    append_eod: bool
-    """Whether a text ends with the end-of-document token."""
+    append_eod: bool = True
     template: str | None = None
     train_on: str = "assistant"
-    """Of conversations, as a source declares them."""
+    """As a source declares them."""
     may_be_bad: bool = False
     """Whether bad documents are left out and counted; otherwise the first one is an error."""
     durable: bool = False
@@ -134,17 +133,16 @@ def _write_conversations(
     from megatron_hdp.data.chat import BadConversationError, Conversations
     from megatron_hdp.data.spans import SpansWriter
 
-    conversations = Conversations(job.tokenizer, job.template, job.train_on)
+    conversations = Conversations(job.tokenizer, job.template, job.train_on, job.append_eod)
     with SpansWriter(prefix + ".spans") as spans:
         for record in records:
-            assert isinstance(record.value, dict)
             tell(record.num_bytes)
             try:
-                rendered = conversations.render(record.value)
+                documents = conversations.render(record.value)
             except BadConversationError as error:
                 _count_bad(counts, job.may_be_bad, f"{record.where}: {error}")
                 continue
-            for one in rendered:
+            for one in documents:
                 writer.add(one.ids)
                 spans.add(one.spans)
     if job.durable:

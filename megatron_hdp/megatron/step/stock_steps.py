@@ -19,9 +19,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_hdp.data import DataOrder, SourceOrder, Tokenizer
+from megatron_hdp.data import DataOrder, SourceOrder
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import UNNAMED
+from megatron_hdp.data.tokenizers import Tokenizer
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step.report import StepReport

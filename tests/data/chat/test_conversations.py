@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data import ByteTokenizer
 from megatron_hdp.data.chat import Conversations
+from megatron_hdp.data.tokenizers import ByteTokenizer
 from tests.data.chat.written import TOKENS, WRITTEN
 
 

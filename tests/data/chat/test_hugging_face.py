@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron_hdp.data import build_tokenizer
 from megatron_hdp.data.chat import Conversations
 from megatron_hdp.data.chat.rows import Conversation
 from megatron_hdp.data.chat.templates import TODAY
+from megatron_hdp.data.tokenizers import build_tokenizer
 from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import said
 from tests.data.chat.written import WRITTEN
@@ -125,6 +125,9 @@ def test_a_template_in_a_file_of_its_own(tmp_path):
 
 
 def test_a_tokenizer_that_tells_no_places_is_refused(tmp_path, monkeypatch):
+    room = "megatron_hdp.data.tokenizers.hugging_face"
+    monkeypatch.setattr(f"{room}.whole_backend", lambda path: None)
+    monkeypatch.setattr(f"{room}.backend_of", lambda tokenizer: None)
     tokenizer = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
     monkeypatch.setattr(type(tokenizer._tokenizer), "is_fast", False)
     with pytest.raises(ValueError, match="does not tell where tokens begin: expected a fast one"):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.data import ByteTokenizer, build_tokenizer
 from megatron_hdp.data.chat import BadConversationError, Conversations
+from megatron_hdp.data.tokenizers import ByteTokenizer, build_tokenizer
 from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import said
 from tests.data.chat.written import LLAMA

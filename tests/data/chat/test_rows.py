@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_hdp.data import ByteTokenizer
 from megatron_hdp.data.chat import BadConversationError, Conversations
 from megatron_hdp.data.chat.rows import read_row
+from megatron_hdp.data.tokenizers import ByteTokenizer
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 PAIR = [USER, ANSWER]

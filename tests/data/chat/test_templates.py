@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from megatron_hdp.data import ByteTokenizer
 from megatron_hdp.data.chat import BadConversationError, Conversations
 from megatron_hdp.data.chat.rows import Conversation
 from megatron_hdp.data.chat.templates import ChatTemplate
+from megatron_hdp.data.tokenizers import ByteTokenizer
 from tests.data.chat.test_conversations import NamedBytes, masked, said
 from tests.data.chat.written import WRITTEN
 

@@ -114,17 +114,6 @@ def test_another_json_is_a_text(tmp_path):
         assert values(write(tmp_path / "x.json", raw)) == [raw]
 
 
-def test_conversations_only(tmp_path):
-    pair = write(tmp_path / "x.jsonl", b'{"chosen": [], "rejected": []}')
-    with pytest.raises(ValueError, match="line 1 is a preference pair.*keep one answer"):
-        records(pair, None)
-    image = write(tmp_path / "y.jsonl", b'{"messages": [], "images": ["a.png"]}')
-    with pytest.raises(ValueError, match="line 1 has images, expected a conversation of text"):
-        records(image, None)
-    none = write(tmp_path / "z.jsonl", b'{"messages": [], "images": []}')
-    assert len(records(none, None)) == 1
-
-
 def test_zstd_names_the_extra(tmp_path, monkeypatch):
     import sys
 

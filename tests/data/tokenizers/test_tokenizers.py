@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.data import ByteTokenizer, build_tokenizer
 from megatron_hdp.data.tokenizers import (
+    ByteTokenizer,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
+    build_tokenizer,
     tokenizer_identity,
 )
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 DOCUMENTS = ["def f", "", "aé f\n\n", b"f \xff def", "x </s> def f", "  "]
 
 
@@ -259,6 +260,39 @@ FOLDERS = {
 }
 
 
+CHAT = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("template", ["none", "settings", "file", "several"])
+def test_what_chat_templates_need_is_the_librarys(hugging_face_folder, name, template):
+    FOLDERS[name](hugging_face_folder)
+    change(hugging_face_folder, tokenizer_class="PreTrainedTokenizerFast", bos_token="f")
+    if template == "settings":
+        change(hugging_face_folder, chat_template=CHAT)
+    if template == "several":
+        several = [{"name": one, "template": CHAT + one} for one in ("default", "tools")]
+        change(hugging_face_folder, chat_template=several)
+    if template == "file":
+        change(hugging_face_folder, chat_template="another")
+        (hugging_face_folder / "chat_template.jinja").write_text(CHAT)
+    tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
+    library = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(hugging_face_folder)
+    expected = {"none": None, "several": CHAT + "default"}.get(template, CHAT)
+    assert tokenizer.chat_template == expected
+    assert library.chat_template in (expected, {"default": expected, "tools": CHAT + "tools"})
+    assert tokenizer.special_tokens == {
+        key: value for key, value in library.special_tokens_map.items() if isinstance(value, str)
+    }
+    for token in ("</s>", "f", "def", "no such token"):
+        assert tokenizer.id_of(token) == library.convert_tokens_to_ids(token)
+    for text in ("aé f</s>", "x </s>  def f\n", "", "e\u0301 def 😀 f"):
+        ids, places = tokenizer.tokenize_markup(text)
+        found = library(text, add_special_tokens=False, return_offsets_mapping=True)
+        assert ids.tolist() == found["input_ids"]
+        assert places.tolist() == [begin for begin, _ in found["offset_mapping"]]
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_ids_are_those_of_the_library(hugging_face_folder, name):
     FOLDERS[name](hugging_face_folder)
@@ -275,7 +309,7 @@ def test_the_library_is_left_out_where_the_folder_says_all(hugging_face_folder):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     (hugging_face_folder / "tokenizer_config.json").write_text(json.dumps(config))
     program = (
-        "import pickle, sys; from megatron_hdp.data import build_tokenizer; "
+        "import pickle, sys; from megatron_hdp.data.tokenizers import build_tokenizer; "
         f"made = build_tokenizer('hf:{hugging_face_folder}'); made.tokenize('def f'); "
         "pickle.loads(pickle.dumps(made)).tokenize('def f'); "
         "print({'transformers', 'torch', 'tokenizers'} & set(sys.modules))"
@@ -287,8 +321,12 @@ def test_the_library_is_left_out_where_the_folder_says_all(hugging_face_folder):
 
 
 def test_a_tokenizer_of_python_is_asked_through_the_library(hugging_face_folder, monkeypatch):
-    monkeypatch.setattr("megatron_hdp.data.tokenizers._whole_backend", lambda path: None)
-    monkeypatch.setattr("megatron_hdp.data.tokenizers._backend_of", lambda tokenizer: None)
+    monkeypatch.setattr(
+        "megatron_hdp.data.tokenizers.hugging_face.whole_backend", lambda path: None
+    )
+    monkeypatch.setattr(
+        "megatron_hdp.data.tokenizers.hugging_face.backend_of", lambda tokenizer: None
+    )
     tokenizer = build_tokenizer(f"hf:{hugging_face_folder}")
     ids, vocab_size, eod = library_ids(hugging_face_folder)
     assert same_as_one_by_one(tokenizer) == ids

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.remembered_words import (
+from megatron_hdp.data.tokenizers.remembered_words import (
     KNOWN_PATTERNS,
     RememberedWords,
     ascii_pattern,
@@ -118,7 +118,7 @@ def test_most_text_is_remembered_and_other_text_is_cut_out():
 
 
 def test_few_words_and_no_long_ones_are_kept(monkeypatch):
-    monkeypatch.setattr("megatron_hdp.data.remembered_words._MOST_WORDS", 5)
+    monkeypatch.setattr("megatron_hdp.data.tokenizers.remembered_words._MOST_WORDS", 5)
     asked = []
     words = RememberedWords(
         compiled_for_ascii(KNOWN_PATTERNS[0]), lambda word: asked.append(word) or [len(word)], ()

@@ -1,0 +1,134 @@
+"""Workers are fresh interpreters that end with their parent; what goes wrong in them is told."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_hdp.data.prepare import Job
+from megatron_hdp.data.prepare.crew import Crew
+from megatron_hdp.data.prepare.shards import cut
+from megatron_hdp.data.tokenizers import ByteTokenizer
+from tests.data.prepare.corpora import texts_of, write_lines
+
+REPOSITORY = Path(__file__).parents[3]
+JOB = Job(tokenizer=ByteTokenizer(), key="text")
+
+
+class Odd(ByteTokenizer):
+    """A tokenizer that does in a worker what its tests want."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def tokenize_batch(self, documents):
+        if self.action == "die":
+            os.kill(os.getpid(), 9)
+        if self.action == "leave":
+            os._exit(3)
+        if self.action == "break":
+            raise ZeroDivisionError("a defect")
+        if self.action == "miss":
+            raise ImportError("a package is missing")
+        if self.action == "say":
+            report = {
+                "torch": "torch" in sys.modules,
+                "parallel": os.environ["TOKENIZERS_PARALLELISM"],
+                "threads": os.environ["RAYON_NUM_THREADS"],
+                "blas": os.environ["OPENBLAS_NUM_THREADS"],
+                "main": getattr(sys.modules["__main__"], "__file__", None),
+            }
+            raise ValueError(str(report))
+        return super().tokenize_batch(documents)
+
+
+def workers_of(process):
+    return [child for child in process.children() if "prepare.crew" in " ".join(child.cmdline())]
+
+
+def tasks_of(tmp_path, num=40):
+    path = write_lines(tmp_path / "x.jsonl", texts_of(num))
+    shards = cut([str(path)], "text", lines=False, shard_bytes=1000)
+    return [(shard, str(tmp_path / f"{shard.index}")) for shard in shards]
+
+
+def run(tmp_path, job=JOB, workers=2):
+    told = []
+    with Crew(job, workers) as crew:
+        found = dict(
+            (shard.index, counts) for shard, counts in crew.run(tasks_of(tmp_path), told.append)
+        )
+    return found, sum(told)
+
+
+def test_all_shards_are_run_and_progress_is_told(tmp_path):
+    found, told = run(tmp_path)
+    assert sorted(found) == list(range(len(found))) and len(found) > 5
+    assert sum(counts.documents for counts in found.values()) == 40
+    assert told == (tmp_path / "x.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "expected"),
+    [
+        ("die", ChildProcessError, "ended by signal 9 while it read .*x.jsonl.*fewer workers"),
+        ("leave", ChildProcessError, "ended with exit code 3 while it read"),
+        ("break", RuntimeError, "(?s)x.jsonl:.*ZeroDivisionError: a defect"),
+        ("miss", ImportError, "^a package is missing$"),
+    ],
+)
+def test_what_goes_wrong_is_told(tmp_path, action, kind, expected):
+    with pytest.raises(kind, match=expected):
+        run(tmp_path, replace(JOB, tokenizer=Odd(action)))
+    assert workers_of(psutil.Process()) == []
+
+
+def test_workers_are_lean_and_share_the_cpus(tmp_path, monkeypatch):
+    import torch  # as in a rank
+
+    assert torch.zeros(1).item() == 0
+    monkeypatch.setattr("megatron_hdp.data.prepare.crew.available_cpus", lambda: 8)
+    for variable in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    job = replace(JOB, tokenizer=Odd("say"))
+    with pytest.raises(ValueError) as caught:
+        run(tmp_path, job, workers=2)
+    report = {"torch": False, "parallel": "true", "threads": "4", "blas": "1", "main": None}
+    assert eval(str(caught.value)) == report
+    monkeypatch.setenv("RAYON_NUM_THREADS", "3")
+    with pytest.raises(ValueError, match="'threads': '3'"):
+        run(tmp_path, job, workers=8)
+    monkeypatch.delenv("RAYON_NUM_THREADS")
+    with pytest.raises(ValueError, match="'parallel': 'false', 'threads': '1'"):
+        run(tmp_path, job, workers=8)
+
+
+def test_workers_end_when_the_caller_stops_listening(tmp_path):
+    with Crew(JOB, 2) as crew:
+        next(crew.run(tasks_of(tmp_path), lambda count: None))
+        assert len(workers_of(psutil.Process())) == 2
+    assert workers_of(psutil.Process()) == []
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    program = (
+        "import time; from megatron_hdp.data.prepare.crew import Crew; "
+        "from tests.data.prepare.test_crew import JOB; crew = Crew(JOB, 2).__enter__(); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    below = workers_of(psutil.Process(process.pid))
+    time.sleep(0.1)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert len(below) == 2
+    assert psutil.wait_procs(below, timeout=10)[1] == []
