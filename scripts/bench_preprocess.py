@@ -31,12 +31,17 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32_000, help="entries (default: 32,000)")
     parser.add_argument("--workers", type=int, default=2, help="of either tool (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="of measuring (default: 3)")
+    parser.add_argument(
+        "--library-only",
+        action="store_true",
+        help="a tokenizer that puts a space before text, whose words are not remembered",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = _sources(int(options.megabytes * _MB))
         num_bytes = _write_text(folder / "text.jsonl", texts, int(options.megabytes * _MB))
-        _train(folder / "tokenizer", texts, options.vocabulary)
+        _train(folder / "tokenizer", texts, options.vocabulary, options.library_only)
         commands = _commands(folder, Path(options.megatron_lm), options.workers)
         seconds: dict[str, list[float]] = {tool: [] for tool in commands}
         for _ in range(options.rounds):
@@ -71,13 +76,13 @@ def _write_text(path: Path, texts: list[str], num_bytes: int) -> int:
     return written
 
 
-def _train(folder: Path, texts: list[str], vocabulary: int) -> None:
+def _train(folder: Path, texts: list[str], vocabulary: int, prefix_space: bool) -> None:
     """Save a byte-level BPE as transformers does."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[_END],

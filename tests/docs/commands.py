@@ -132,6 +132,10 @@ COMMANDS = {
     "--tokens-per-rank 8192": Elsewhere(
         "tests/cli/test_plan_memory.py::test_ten_million_sequences", needs="slow"
     ),
+    "python scripts/bench_preprocess.py --megatron-lm Megatron-LM --rounds 5": Elsewhere(
+        "tests/scripts/test_bench_preprocess.py::test_beside_megatrons_own_tool",
+        needs=IN_A_CHECKOUT,
+    ),
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
     ),

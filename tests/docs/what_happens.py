@@ -55,6 +55,16 @@ SHOWN_BY = {
         f"{MISHAPS}test_corrupt_documents_are_skipped_alike_on_any_ranks",
         f"{MISHAPS}test_too_many_corrupt_documents_in_a_row",
     ),
+    "a run, or `megatron-hdp data prepare`, is killed while it tokenises": (
+        "tests/data/prepare/test_resume.py::test_a_killed_run_is_continued",
+    ),
+    "two jobs tokenise the same source": (
+        "tests/data/prepare/test_lock.py::test_processes_at_the_same_time_make_it_once",
+        "tests/data/prepare/test_lock.py::test_waiting_is_said_and_ends",
+    ),
+    "the disk is full while a source is tokenised": (
+        "tests/data/prepare/test_resume.py::test_a_full_disk",
+    ),
     "the planner fails": (
         f"{MISHAPS}test_a_failing_planner_costs_balance_only",
         f"{MISHAPS}test_a_planner_that_fails_twice_in_a_row_is_fatal",
