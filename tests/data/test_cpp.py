@@ -1,4 +1,4 @@
-"""The C++ unit tests of the order of the data, with the sanitizers."""
+"""The C++ unit tests of the order of the data and of sources, with the sanitizers."""
 
 from pathlib import Path
 

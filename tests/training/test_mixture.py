@@ -174,3 +174,18 @@ def test_a_blend_of_flags(run_ranks, folder):
 def test_a_file_beside_flags_is_refused(run_ranks, folder):
     with pytest.raises(RankError, match="--hdp-data"):
         run_ranks(1, trained, run(folder, folder / "none.yaml"))
+
+
+def test_a_blend_without_hdp_is_megatrons(run_ranks, folder):
+    """Sources of stock training are blended by Megatron's own builder."""
+    words = tuple(f"{folder}/{name}/corpus" for name in ("web", "code"))
+    blend = ("3", words[0], "1", words[1])
+    stock = {"hybrid_data_parallel": False, "hdp_tokens_per_rank": None, "hdp_data": None}
+    stock |= {"seq_length": 32, "max_position_embeddings": 32, "train_iters": 2, "split": "1,0,0"}
+    curves = [
+        [one.loss for one in run_ranks(1, trained, run(folder, data_path=given, **stock))[0][0]]
+        for given in (blend, blend, words)
+    ]
+    assert curves[0] == curves[1] != curves[2]
+    with pytest.raises(RankError, match="--sft, .* go with --hybrid-data-parallel"):
+        run_ranks(1, trained, run(folder, data_path=words, sft=True, **stock))

@@ -88,11 +88,13 @@ void test_refusals() {
 
 }  // namespace
 
+int test_mixing();  // of mixing_test.cpp
+
 int main() {
   test_every_row_once();
   test_random_access();
   test_every_word_matters();
   test_the_largest_epoch();
   test_refusals();
-  return num_failed == 0 ? 0 : 1;
+  return num_failed + test_mixing() == 0 ? 0 : 1;
 }

@@ -62,14 +62,15 @@ def open_corpus(spec: MixtureSpec, opening: Opening) -> Corpus:
     return Corpus(spec, opened, opening.max_length)
 
 
-def any_documents(spec: MixtureSpec) -> bool:
-    """Return whether a split has a document at all; what is not tokenised yet counts as one."""
-    if spec.split == "1":
-        return True
+def any_documents(spec: MixtureSpec, opening: Opening) -> bool:
+    """Return whether a split has a document at all; what is not tokenised is, to know.
+
+    Raises:
+        ValueError: a source cannot be prepared or opened.
+    """
     return any(
-        kind_of(source) != "tokens"
-        or len(split_documents(count_documents(prefix_of(source)), spec.split)[spec.part])
-        for source in spec.sources
+        len(split_documents(count_documents(prefix), spec.split)[spec.part])
+        for prefix, _ in (prepared(source, spec, opening) for source in spec.sources)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
-from megatron_hdp.data.mixture import SPLITS, Corpus, Position, any_documents
+from megatron_hdp.data.mixture import SPLITS, Corpus, Position
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
@@ -31,6 +31,7 @@ from megatron_hdp.megatron.step import (
     StepReport,
     build_executor,
     cost_model_of,
+    has_documents,
     open_split,
     split_specs,
 )
@@ -262,7 +263,7 @@ class LmRun:
         return Position()  # an evaluation may begin anew
 
     def _has_documents(self, split: str) -> bool:
-        return split in self.specs and any_documents(self.specs[split])
+        return split in self.specs and has_documents(self.arguments, self.specs[split])
 
     def _of_split(self, split: str, model: Any) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""

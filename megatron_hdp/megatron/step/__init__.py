@@ -1,6 +1,6 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
-from megatron_hdp.megatron.step.data import open_split, split_specs, tokenizer_of
+from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs, tokenizer_of
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
@@ -27,6 +27,7 @@ __all__ = [
     "build_executor",
     "cost_model_of",
     "data_order",
+    "has_documents",
     "non_finite_parameters",
     "open_split",
     "split_specs",

@@ -9,6 +9,7 @@ from megatron_hdp.data.mixture import (
     Corpus,
     MixtureSpec,
     Opening,
+    any_documents,
     open_corpus,
     read_data_file,
     specs_of_flags,
@@ -62,14 +63,24 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     Raises:
         ValueError: one of them cannot be opened, or has no sequence.
     """
+    return open_corpus(spec, _opening(arguments))
+
+
+def has_documents(arguments: TrainingArguments, spec: MixtureSpec) -> bool:
+    """Whether a split has a document at all.
+
+    Raises:
+        ValueError: one of its sources cannot be opened.
+    """
+    return any_documents(spec, _opening(arguments))
+
+
+def _opening(arguments: TrainingArguments) -> Opening:
     folder = arguments.data_cache_path
-    return open_corpus(
-        spec,
-        Opening(
-            max_length=arguments.seq_length,
-            long_sequence=arguments.hdp_long_sequence,
-            tokenizer=tokenizer_of(arguments),
-            cache_folder=None if folder is None else Path(folder),
-            say=say,
-        ),
+    return Opening(
+        max_length=arguments.seq_length,
+        long_sequence=arguments.hdp_long_sequence,
+        tokenizer=tokenizer_of(arguments),
+        cache_folder=None if folder is None else Path(folder),
+        say=say,
     )

@@ -95,9 +95,11 @@ class HdpSteps:
         """The order of the data, whose ranks read the same tokens."""
         meet(self.executor.timeline)  # some may have prepared their data for long
         with self._agreement():
+            spec = self.corpus.spec
             facts = {  # first of all: what follows has a length for each source
                 "names of the sources": fingerprint(self.corpus.names),
-                "weights and lengths over time": fingerprint(self.corpus.spec.schedule),
+                "weights and lengths over time": fingerprint(spec.schedule, spec.weight_unit),
+                "max-epochs": fingerprint([one.max_epochs for one in spec.sources]),
             }
             require_agreement(facts, compute_device())
             contents = contents_of(self.corpus, self.place)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -35,8 +36,7 @@ def build_datasets(
     config = GPTDatasetConfig(
         random_seed=arguments.seed,
         sequence_length=arguments.seq_length,
-        blend=(list(arguments.data_path), None),
-        split=arguments.split,
+        **_blend_of(arguments),
         tokenizer=SimpleNamespace(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
@@ -51,6 +51,23 @@ def build_datasets(
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [*num_samples, 0], lambda: True, config)
     train, valid, _ = builder.build()
     return train, valid
+
+
+def _blend_of(arguments: TrainingArguments) -> dict[str, Any]:
+    """What Megatron's configuration of a dataset says of its sources.
+
+    Raises:
+        ValueError: flags that this command knows under HDP only.
+    """
+    if arguments.sft or arguments.data_args_path or arguments.per_split_data_args_path:
+        raise ValueError(
+            "--sft, --data-args-path and --per-split-data-args-path go with "
+            "--hybrid-data-parallel in this command: add it, or train with Megatron-LM's script"
+        )
+    if arguments.data_path:
+        return {"blend": get_blend_from_list(list(arguments.data_path)), "split": arguments.split}
+    lists = (arguments.train_data_path, arguments.valid_data_path, arguments.test_data_path)
+    return {"blend_per_split": [get_blend_from_list(list(one) or None) for one in lists]}
 
 
 class StockSteps:
@@ -144,10 +161,10 @@ class StockSteps:
 
 def _order_of(dataset: GPTDataset) -> SourceOrder:
     """Megatron's: one chain of samples, also of a blend."""
-    parts = getattr(dataset, "datasets", [dataset])
+    parts, weights = getattr(dataset, "datasets", [dataset]), getattr(dataset, "weights", ())
     return SourceOrder(
         num_sequences=len(dataset),
-        corpus=fingerprint(*(one.dataset.sequence_lengths.tobytes() for one in parts)),
+        corpus=fingerprint(*(one.dataset.sequence_lengths.tobytes() for one in parts), *weights),
         long_sequence="concatenated",
         version=1,
     )

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from tests.data.chat import tiny_tokenizer
 from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
 from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
 
@@ -33,8 +34,23 @@ def folder(tmp_path_factory):
         run("whole", 1, [*hdp(256, "whole"), "--finetune"], load="begun"),
         run("rest", 1, hdp(256, "rest"), load="halves"),
     ]
-    drive(folder, plan)
+    drive(folder, [*plan, conversations(folder)])
     return folder
+
+
+def conversations(folder):
+    """A run with ``--sft``, which tokenises its rows when it starts."""
+    tiny_tokenizer.write(folder / "tokenizer")
+    rows = []
+    for i in range(12):
+        question, answer = {"role": "user", "content": f"{i}?"}, "hello " * (i + 1)
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*HDP, "160", "--sft", "--sft-tokenizer-prompt-format", "nemotron-nano-v2"]
+    flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    flags += ["--metrics-path", str(folder / "sft.jsonl"), "--split", "100,0,0"]
+    data = ["--data-path", str(folder / "chat.jsonl")]
+    return planned(folder, "sft", 2, flags, data=data, steps=3)
 
 
 def metrics(folder, name):
@@ -75,3 +91,13 @@ def test_a_run_ends_with_its_data(folder):
     assert log.count("source 'code' ends with this step") == 1
     latest = folder / "ended" / "latest_checkpointed_iteration.txt"
     assert latest.read_text() == "3"
+
+
+def test_conversations_by_megatrons_flags(folder):
+    """Twelve rows, eight a step: an epoch and a half, the loss on the answers alone."""
+    records = metrics(folder, "sft")
+    found = [one["sources"]["chat.jsonl"] for one in records]
+    assert [one["sequences"] for one in records] == [8, 8, 8]
+    assert [one["epoch"] for one in found] == [0, 0, 1]
+    assert all(0 < one["loss_tokens"] < one["tokens"] - 3 * 8 for one in found)
+    assert list((folder / "hdp-cache").glob("chat.jsonl-*.spans"))

@@ -112,7 +112,7 @@ def test_more_sources(run_ranks, prefix, tmp_path):
     other = write_corpus(tmp_path / "other", LENGTHS)
     run = arguments(prefix)
     facts = check(run_ranks, run, replace(run, data_path=("1", prefix, "1", other)))
-    assert facts == {"names of the sources", "weights and lengths over time"}
+    assert facts == {"names of the sources", "weights and lengths over time", "max-epochs"}
 
 
 def another_bin(folder, prefix):

@@ -1,0 +1,111 @@
+// Unit tests of data/mixing.hpp; prints each failed check and returns how many failed.
+#include "data/mixing.hpp"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+namespace {
+
+int num_failed = 0;
+
+void check_that(bool holds, const char* text, int line) {
+  if (holds) return;
+  std::printf("mixing_test.cpp, line %d: %s\n", line, text);
+  ++num_failed;
+}
+
+#define CHECK(condition) check_that((condition), #condition, __LINE__)
+
+constexpr int64_t kNoBound = int64_t{1} << 60;
+
+// Sources that hold `count` sequences of their own length each.
+struct Sources {
+  std::vector<int64_t> lengths;
+  hdp::Ready ready;
+
+  Sources(const std::vector<int64_t>& of_source, int64_t count) {
+    ready.first.push_back(0);
+    for (const int64_t length : of_source) {
+      lengths.insert(lengths.end(), static_cast<size_t>(count), length);
+      ready.first.push_back(static_cast<int64_t>(lengths.size()));
+    }
+    ready.used.assign(of_source.size(), 0);
+    ready.lengths = ready.amounts = lengths.data();
+  }
+};
+
+void test_turns() {
+  Sources sources({10, 10, 30}, 100);
+  std::vector<double> owed(3, 0.0);
+  const hdp::Mixed mixed = hdp::mix({0.25, 0.25, 0.5}, owed, sources.ready, {8, kNoBound, true});
+  // 10 of 40, 10 of 40 and 30 of 60 fall due in this order; ties go to the first
+  CHECK((mixed.sources == std::vector<int32_t>{0, 1, 2, 0, 1, 2, 0, 1}));
+  CHECK(mixed.source == -1);
+  CHECK(std::abs(std::accumulate(owed.begin(), owed.end(), 0.0)) < 1e-9);
+}
+
+void test_the_room() {
+  Sources sources({10, 7}, 100);
+  std::vector<double> owed(2, 0.0);
+  const hdp::Mixed first = hdp::mix({1.0, 0.0}, owed, sources.ready, {5, 25, true});
+  CHECK((first.sources == std::vector<int32_t>{0, 0}));
+  const hdp::Mixed none = hdp::mix({1.0, 0.0}, owed, sources.ready, {5, 5, false});
+  CHECK(none.sources.empty() && none.source == -1);
+  const hdp::Mixed one = hdp::mix({1.0, 0.0}, owed, sources.ready, {5, 5, true});
+  CHECK((one.sources == std::vector<int32_t>{0}));
+  CHECK((sources.ready.used == std::vector<int64_t>{3, 0}));
+}
+
+void test_a_source_with_nothing_ready() {
+  Sources sources({10, 10}, 2);
+  std::vector<double> owed(2, 0.0);
+  const hdp::Mixed mixed = hdp::mix({0.5, 0.5}, owed, sources.ready, {9, kNoBound, true});
+  CHECK((mixed.sources == std::vector<int32_t>{0, 1, 0, 1}));
+  CHECK(mixed.source == 0);
+  CHECK((owed == std::vector<double>{0.0, 0.0}));
+}
+
+template <typename Action>
+bool is_refused(Action action) {
+  try {
+    action();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+bool refuses(const std::vector<double>& weights, std::vector<double> owed, hdp::Ready ready) {
+  return is_refused([&] { hdp::mix(weights, owed, ready, {1, kNoBound, true}); });
+}
+
+void test_refusals() {
+  const Sources sources({10, 10}, 2);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  CHECK(!refuses({0.5, 0.5}, {0, 0}, sources.ready));
+  CHECK(refuses({0.5}, {0, 0}, sources.ready));
+  CHECK(refuses({0.5, 0.5}, {0}, sources.ready));
+  CHECK(refuses({0.0, 0.0}, {0, 0}, sources.ready));
+  CHECK(refuses({-1.0, 0.5}, {0, 0}, sources.ready));
+  CHECK(refuses({nan, 0.5}, {0, 0}, sources.ready));
+  hdp::Ready used = sources.ready;
+  used.used = {0, 3};
+  CHECK(refuses({0.5, 0.5}, {0, 0}, used));
+  const Sources empty({0, 10}, 2);
+  CHECK(refuses({0.5, 0.5}, {0, 0}, empty.ready));
+}
+
+}  // namespace
+
+int test_mixing() {
+  test_turns();
+  test_the_room();
+  test_a_source_with_nothing_ready();
+  test_refusals();
+  return num_failed;
+}
