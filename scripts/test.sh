@@ -16,5 +16,6 @@ export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest --numprocesses "${WORKERS:-3}" --dist loadgroup \
+"$PYTHON" -m pytest --numprocesses "${WORKERS:-3}" --dist loadfile \
+    --no-loadscope-reorder \
     ${selection[@]+"${selection[@]}"} "$@"

@@ -1,4 +1,4 @@
-"""Fixtures for every test, which tests go together, and what this machine cannot run."""
+"""Fixtures for every test, which tests come first, and what this machine cannot run."""
 
 import random
 from collections import Counter
@@ -10,7 +10,10 @@ import pytest
 from tests.support import ranks
 
 _SLOW = "slow tests left out"
-_LONG = ("tests/training", "tests/megatron", "tests/scripts", "tests/planner/test_cpp.py")
+_LONG = (
+    *("tests/megatron/lm", "tests/scripts", "tests/megatron", "tests/training"),
+    "tests/planner/test_cpp.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,37 +32,26 @@ def seeds(request: pytest.FixtureRequest) -> range:
     return drawn
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what wants a GPU where there is none; orders tests, and groups those of one fixture."""
+    """Skips what wants a GPU where there is none; long ones come first."""
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
             item.add_marker(
                 pytest.mark.skip(reason="no NVIDIA GPU: run pytest -m gpu where one is")
             )
-    for item in items:
-        if not item.get_closest_marker("xdist_group") and _shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    # long ones first: at the end no worker waits for another one's
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
+    # at the end no worker waits for another one's
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    return next((i for i, long in enumerate(_LONG) if item.nodeid.startswith(long)), len(_LONG))
 
 
 def _has_gpu() -> bool:
     import torch  # most tests do without it
 
     return bool(torch.cuda.is_available())
-
-
-def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether the test uses a fixture that its file or folder makes once for several tests."""
-    found = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-    return any(
-        made.scope in ("module", "package", "session") and made.func.__module__.startswith("tests.")
-        for definitions in found
-        for made in definitions
-        if made.argname != "run_ranks"
-    )
 
 
 class SkippedLine:

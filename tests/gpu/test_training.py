@@ -113,7 +113,7 @@ def test_a_run_resumes_where_it_stopped(prefix, from_weights, tmp_path, device):
     np.testing.assert_allclose(losses(rest), losses(whole)[SAVED:], rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), ON_GPU])
 def test_times_are_those_of_the_device(from_weights, device):
     """Work lies inside the step that launched it, in the trace and in the step's figures."""
     folder, metrics = from_weights(device)

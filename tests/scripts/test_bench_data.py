@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import run_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_data.py"
@@ -18,6 +20,7 @@ def test_a_small_run():
     assert "ms by sequences" in step and "ms by tokens" in step
 
 
+@pytest.mark.slow
 def test_a_small_run_of_tables():
     small = ("--draws", "50", "--rounds", "3", "--beside-up-to", "1000")
     done = run_script(SCRIPT, "--tables", "1000", "2000", "--sparse", "5000", *small)

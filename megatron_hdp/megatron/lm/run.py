@@ -99,6 +99,7 @@ class LmRun:
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._steps: dict[str, HdpSteps] = {}
+        self._corpora: dict[str, Corpus] = {}
         self._positions: dict[tuple[str, int], Position] = {}
         """By split and Megatron's count of consumed samples: where a step begins."""
 
@@ -255,6 +256,10 @@ class LmRun:
         saved = checkpoint.position_of(self.args, split)
         if saved is not None and (saved.sequences == count or split == "train"):
             return saved
+        names = self._corpus(split).names
+        if len(names) == 1:  # releases before mixtures counted samples alone
+            steps = count // self.args.global_batch_size
+            return Position.of_one_source(names[0], count, steps=steps)
         if split == "train":
             raise ValueError(
                 f"found {count:,} consumed samples and no record of where the run was in its data, "
@@ -288,7 +293,9 @@ class LmRun:
     def _corpus(self, split: str) -> Corpus:
         if split == "train":
             return checkpoint.training_corpus(self.arguments)
-        return open_split(self.arguments, self.specs[split])
+        if split not in self._corpora:
+            self._corpora[split] = open_split(self.arguments, self.specs[split])
+        return self._corpora[split]
 
     def _validate(self, report: StepReport) -> None:
         """Hands the loss to Megatron's rerun machine, as its pretrain_gpt does."""
