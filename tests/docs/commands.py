@@ -75,7 +75,7 @@ COMMANDS = {
     ),
     "python scripts/bench_data.py": Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run"),
     "python scripts/bench_data.py --tables 1000000 50000000 200000000 --sparse 1000000000": (
-        Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables")
+        Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables", needs="slow")
     ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"

@@ -56,6 +56,5 @@ def test_other_bytes_are_no_result(checkout):
 
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
-@pytest.mark.slow
 def test_beside_megatrons_own_tool():
     check(run_script(SCRIPT, "--megatron-lm", CHECKOUT, *SMALL))

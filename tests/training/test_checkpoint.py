@@ -319,7 +319,7 @@ BFLOAT16 = {"fp64": False, "bf16": True}
     "before, after, overrides, tolerance",
     [
         (SPREAD, ALL_HERE, {}, 1e-10),
-        (ALL_HERE, SPREAD, SHARDED, 1e-10),
+        pytest.param(ALL_HERE, SPREAD, SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(SPREAD, IN_REPLICAS, SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, {}, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, BFLOAT16, 2e-3, marks=pytest.mark.slow),
