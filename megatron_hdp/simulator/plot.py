@@ -45,7 +45,7 @@ def plot_plan(
         ValueError: the suffix names no format, or the evaluation belongs to something else.
         ImportError: matplotlib is not installed.
     """
-    figure_class = _import_figure()
+    figure_class = import_figure("a plan")
     chart = chart_of(plan, evaluation, _MAX_SEPARATE_ROWS)
     scale, unit = _time_unit(evaluation.makespan_s)
     height = float(np.clip(1.6 + 0.42 * chart.num_rows, 3.2, 9.0))
@@ -65,15 +65,24 @@ def plot_plan(
     _save(figure, os.fspath(path))
 
 
-def _import_figure() -> Any:
+def import_figure(what: str, instead: str = "") -> Any:
+    """Return matplotlib's class of figures.
+
+    Args:
+        what: is to be drawn, for the message.
+        instead: how the message ends, where there is another way.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         raise ModuleNotFoundError(
-            "drawing a plan needs matplotlib, which is not installed: "
-            "pip install 'megatron-hdp[plot]'",
+            f"drawing {what} needs matplotlib, which is not installed: "
+            f"pip install 'megatron-hdp[plot]'{instead}",
             name="matplotlib",
         ) from error
 

@@ -1,6 +1,5 @@
 """Charts as a picture or as a page, by the file's name."""
 
-import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import orjson
 
 from megatron_hdp.cli.data_commands.charts import Chart, colour_of
 from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.simulator.plot import import_figure
 
 _PLACE = "__CHARTS__"
 _MOST_NAMES = 24  # of bars that stand upright below them
@@ -47,25 +47,13 @@ def _write_page(path: str, title: str, charts: Sequence[Chart], text: str) -> No
 
 
 def _write_picture(path: str, title: str, charts: Sequence[Chart]) -> None:
-    figure = _import_figure()(figsize=(11.0, 3.6 * len(charts)), dpi=130, layout="constrained")
+    figure_class = import_figure("a picture", ", or write a page (.html)")
+    figure = figure_class(figsize=(11.0, 3.6 * len(charts)), dpi=130, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     for chart, axes in zip(charts, figure.subplots(len(charts), squeeze=False)[:, 0], strict=True):
         _draw(axes, chart)
     with complete_file(path) as temporary:
         figure.savefig(temporary, format=os.path.splitext(path)[1].lstrip("."))
-
-
-def _import_figure() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ModuleNotFoundError(
-            "drawing a picture needs matplotlib, which is not installed: "
-            "pip install 'megatron-hdp[plot]', or write a page (.html)",
-            name="matplotlib",
-        ) from error
 
 
 def _draw(axes: Any, chart: Chart) -> None:

@@ -122,6 +122,9 @@ class _Reader:
         if "path" not in values:
             self._refuse(node, f"source '{name}': found no 'path', expected the path of its data")
         values["path"] = str(self._path.parent / values["path"])
+        template = self._path.parent / values.get("template", "")
+        if template.is_file():  # others have names that are no file's
+            values["template"] = str(template)
         return SourceSpec(**values)
 
     def _value(self, node: yaml.Node, what: str, name: str, kind: Any) -> Any:

@@ -60,13 +60,9 @@ def saving() -> Iterator[None]:
 
 
 @functools.cache
-def _opened(arguments: TrainingArguments) -> Corpus:
-    return step.open_split(arguments, step.split_specs(arguments)["train"])
-
-
 def training_corpus(arguments: TrainingArguments) -> Corpus:
     """The data of the training steps, opened once."""
-    return _opened(arguments)
+    return step.open_split(arguments, step.split_specs(arguments)["train"])
 
 
 def data_order(arguments: TrainingArguments) -> DataOrder:

@@ -100,8 +100,9 @@ class LmRun:
         self._cost_model: CostModel | None = None
         self._steps: dict[str, HdpSteps] = {}
         self._corpora: dict[str, Corpus] = {}
-        self._positions: dict[tuple[str, int], Position] = {}
-        """By split and Megatron's count of consumed samples: where a step begins."""
+        self._positions: dict[str, dict[int, Position]] = {}
+        """By split and Megatron's count of consumed samples: where its latest step began, which may
+        run again, and where the next one does."""
 
     def data_iterators(self) -> list[RerunDataIterator | None]:
         """Iterators of the three splits: they name a split and hold no data.
@@ -146,8 +147,10 @@ class LmRun:
         if split == "train" and not forward_only:
             self._begin_step(steps, model[0])
         count = self._count(split)
-        report = steps.run(self._position(split, count), forward_only)
-        self._positions[split, count + self.args.global_batch_size] = report.position_after
+        position = self._position(split, count)
+        report = steps.run(position, forward_only)
+        following = count + self.args.global_batch_size
+        self._positions[split] = {count: position, following: report.position_after}
         self._validate(report)
         if split == "train":
             self.log.add(report)
@@ -248,7 +251,7 @@ class LmRun:
 
     def _position(self, split: str, count: int) -> Position:
         """Where the step begins that follows `count` samples."""
-        known = self._positions.get((split, count))
+        known = self._positions.get(split, {}).get(count)
         if known is not None:
             return known
         if count == 0:

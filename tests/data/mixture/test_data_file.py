@@ -82,6 +82,13 @@ def test_the_least(tmp_path):
     assert found.training.schedule == Schedule() and found.validation is None
 
 
+def test_a_template_in_a_file_begins_at_the_folder_too(tmp_path):
+    (tmp_path / "my.jinja").write_text("")
+    text = "sources: {a: {path: x, template: my.jinja}, b: {path: y, template: chatml}}"
+    one, other = read_data_file(written(tmp_path, text)).training.sources
+    assert (one.template, other.template) == (f"{tmp_path}/my.jinja", "chatml")
+
+
 @pytest.mark.parametrize(
     ("text", "amount", "unit"),
     [("2B", 2 * 10**9, "tokens"), ("1.5m", 1_500_000, "tokens"), ("700", 700, "steps")],
