@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "data", "data/tokenizers", "data/tables"},
         *{"data/prepare", "data/formats", "data/chat"},
     },
+    "data/steps": {"planner", "data", "data/mixture"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -85,7 +86,7 @@ FACES = {
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"data/mixture"},
+    *{"data/mixture", "data/steps"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from common import Budget, machine, parse, peak_bytes, seconds_of, table
 
-from megatron_hdp.data.mixture import RankMicroBatch, padding_micro_batch
+from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.options import TrainingArguments

@@ -73,7 +73,7 @@ def record_rank(trace: Path, small: bool) -> None:
     from bench_offload import arguments_of, executor_of, sizes_of
     from torch.profiler import ProfilerActivity, profile
 
-    from megatron_hdp.data.mixture import RankMicroBatch, padding_micro_batch
+    from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
     from megatron_hdp.megatron import parallel
 
     num_layers, tokens = (3, 256) if small else (6, 8192)

@@ -122,7 +122,7 @@ def hdp_step(arguments, *faults, plan=None):
             planted.enter_context(mock.patch(target, replacement))
         if plan is not None:
             planted.enter_context(
-                mock.patch("megatron_hdp.megatron.step.preparation.plan", lambda *_, **__: plan)
+                mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
             )
         report = steps.run(Position())
         steps.close()

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.steps import LocalLoaders
 from megatron_hdp.megatron.step.executor import HdpExecutor
-from megatron_hdp.megatron.step.preparation import StepPreparation
 from megatron_hdp.megatron.step.report import StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.loop import pretrain
@@ -224,18 +224,18 @@ def test_every_figure_of_a_report_is_a_metric() -> None:
 
 def measured(arguments):
     """Body of a rank: the metrics of every step; rank 2 plans and computes slowly."""
-    prepare, forward_step = StepPreparation.prepare, HdpExecutor._forward_step
+    prepare, forward_step = LocalLoaders.prepare, HdpExecutor._forward_step
 
-    def prepare_late(self, consumed):
+    def prepare_late(self, position):
         time.sleep(0.05 * dist.get_rank())
-        return prepare(self, consumed)
+        return prepare(self, position)
 
     def forward_late(self, micro_batches, model):
         time.sleep(0.3 if dist.get_rank() == 2 else 0)
         return forward_step(self, micro_batches, model)
 
     with (
-        mock.patch.object(StepPreparation, "prepare", prepare_late),
+        mock.patch.object(LocalLoaders, "prepare", prepare_late),
         mock.patch.object(HdpExecutor, "_forward_step", forward_late),
     ):
         return pretrain(arguments)

@@ -7,14 +7,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.step import preparation
+from megatron_hdp.data.steps import planning
 from megatron_hdp.planner import Plan
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
-PLAN = preparation.plan
+PLAN = planning.plan
 
 
 def run(prefix, **overrides):
@@ -101,7 +101,7 @@ def steps_with_planner(arguments, odd_rank, verdicts):
 
     here = odd_rank is None or dist.get_rank() == odd_rank
     planner = failing(lambda call: verdicts.get(call) if here else None)
-    with mock.patch.object(preparation, "plan", planner):
+    with mock.patch.object(planning, "plan", planner):
         return steps_of(arguments)
 
 

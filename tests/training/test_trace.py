@@ -49,7 +49,7 @@ def trained(arguments):
     report = HdpSteps._report
 
     def noting(self, *args):
-        plans[len(plans) + 1] = self.latest.plan
+        plans[len(plans) + 1] = self.latest_plan()
         return report(self, *args)
 
     with mock.patch.object(HdpSteps, "_report", noting):

@@ -1,14 +1,9 @@
-"""From several sources to the sequences of a step, and to one rank's part of their tokens."""
+"""From several sources to the sequences of a step."""
 
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus, OpenSource
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
 from megatron_hdp.data.mixture.draw import BatchSize, Mixture
-from megatron_hdp.data.mixture.micro_batch import (
-    RankMicroBatch,
-    padding_micro_batch,
-    read_micro_batch,
-)
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
 from megatron_hdp.data.mixture.opening import (
     Opening,
@@ -36,17 +31,14 @@ __all__ = [
     "Opening",
     "Phase",
     "Position",
-    "RankMicroBatch",
     "Schedule",
     "Step",
     "any_documents",
     "open_corpus",
-    "padding_micro_batch",
     "position_of_run",
     "prefix_of",
     "prepare_source",
     "prepared",
     "read_data_file",
-    "read_micro_batch",
     "specs_of_flags",
 ]

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture.draw import BatchSize, MixedSource, Mixture
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
-from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.data.mixture.stream import SourceStream
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER, shuffle_of
@@ -181,30 +180,28 @@ class Corpus:
         alone = len(self.sources) == 1
         return {one.name: one.order(0 if alone else _key(one.name)) for one in self.sources}
 
-    def tokens(self, step: Step, i: int, first: int, count: int) -> Int64Array:
-        """Return ``count`` tokens of a step's sequence ``i`` from its token ``first`` on.
+    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
+        """Return tokens of a source's row from its token ``start`` on.
 
         Of a sequence whose last token has a label, the token behind it may be asked for.
         """
-        source, row = self._source(step, i), int(step.rows[i])
-        return source.tokens(row, int(step.starts[i]) + first, count)
+        return self.sources[source].tokens(row, start, count)
 
-    def is_trained(self, step: Step, i: int, first: int, stop: int) -> BoolArray:
-        """Return which of the labelled tokens ``[first, stop)`` of a sequence carry loss."""
-        source, start = self._source(step, i), int(step.starts[i])
-        return source.is_trained(int(step.rows[i]), start + first, start + stop)
+    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
+        """Return which of the labelled tokens ``[start, stop)`` of a row carry loss."""
+        return self.sources[source].is_trained(row, start, stop)
 
-    def words_for(self, step: Step, sequences: Sequence[int]) -> str:
-        """Return what a message calls the documents of some of a step's sequences."""
+    def words_for(self, sources: Sequence[int], rows: Sequence[int]) -> str:
+        """Return what a message calls the documents of some sequences."""
         documents: dict[str, list[int]] = {}
-        for i in sequences[:_SHOWN]:
-            source = self._source(step, i)
-            documents.setdefault(source.prefix, []).append(source.document(int(step.rows[i])))
+        for source, row in zip(sources[:_SHOWN], rows[:_SHOWN], strict=True):
+            one = self.sources[source]
+            documents.setdefault(one.prefix, []).append(one.document(row))
         words = [
             f"document{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {prefix}"
             for prefix, found in documents.items()
         ]
-        more = len(sequences) - _SHOWN
+        more = len(sources) - _SHOWN
         return " and ".join([*words, *([f"{more} more"] if more > 0 else [])])
 
     def describe(self, i: int, use: str) -> str:
@@ -216,9 +213,6 @@ class Corpus:
             f"{source.num_rows:,} sequences{name} {use} (documents: {table.num_empty:,} empty and "
             f"skipped, {table.num_truncated:,} truncated, {table.num_split:,} split{bad})"
         )
-
-    def _source(self, step: Step, i: int) -> OpenSource:
-        return self.sources[int(step.sources[i])]
 
     def _sizes(self) -> dict[str, float]:
         """Return the sources' sizes in the unit of the weights."""

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 
-from megatron_hdp.data.mixture import Corpus, Step
+from megatron_hdp.data.mixture import Corpus
+from megatron_hdp.data.steps import RankStep
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step.preparation import PreparedStep
+
+
+@dataclass(frozen=True, order=True)
+class CorruptSequence:
+    """What the step loses with it."""
+
+    sequence_id: int
+    """Its place in the step."""
+    source: int
+    row: int
+    length: int
+    num_loss_tokens: int
 
 
 class CorruptDocuments:
@@ -27,36 +41,40 @@ class CorruptDocuments:
         self._limit = limit
         self._in_a_row: list[str] = []
 
-    def drop(self, prepared: PreparedStep) -> list[int]:
+    def drop(self, step: RankStep) -> list[CorruptSequence]:
         """Takes the corrupt sequences, wherever they were found, out of this rank's micro-batches.
 
         Every rank of the job must call this.
 
         Returns:
-            Their places in the step, alike on every rank.
+            Those of the whole step, in its order, alike on every rank.
 
         Raises:
             ValueError: more corrupt documents in a row than the limit.
         """
-        mine = sorted({i for one in prepared.micro_batches for i in one.corrupt_ids})
-        found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        mine = [_found(step, i) for one in step.micro_batches for i in one.corrupt_ids]
+        found: list[list[CorruptSequence]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
-        corrupt = {i for one in found for i in one}
-        for micro_batch in prepared.micro_batches:
-            micro_batch.drop(corrupt)
-        for i in range(len(prepared.step)):
-            self._note(prepared.step, i, i in corrupt)
-        return sorted(corrupt)
+        corrupt = sorted({one for of_rank in found for one in of_rank})
+        ids = {one.sequence_id for one in corrupt}
+        for micro_batch in step.micro_batches:
+            micro_batch.drop(ids)
+        first_good = 0  # of the places behind the latest corrupt one
+        for one in corrupt:
+            if one.sequence_id > first_good:
+                self._in_a_row.clear()
+            first_good = one.sequence_id + 1
+            self._note(one)
+        if first_good < step.totals.sequences:
+            self._in_a_row.clear()
+        return corrupt
 
     def none_found(self) -> None:
         """Notes a step without corrupt sequences."""
         self._in_a_row.clear()
 
-    def _note(self, step: Step, i: int, is_corrupt: bool) -> None:
-        if not is_corrupt:
-            self._in_a_row.clear()
-            return
-        document = self._corpus.words_for(step, [i])
+    def _note(self, one: CorruptSequence) -> None:
+        document = self._corpus.words_for([one.source], [one.row])
         expected = f"token ids from 0 to {self._vocab_size - 1}, the tokenizer's"
         self._in_a_row.append(document)
         if len(self._in_a_row) > self._limit:
@@ -66,8 +84,15 @@ class CorruptDocuments:
                 "train with the tokenizer that made the data, make the data again, or raise "
                 "--hdp-corrupt-limit"
             )
-        self.num_skipped[int(step.sources[i])] += 1
+        self.num_skipped[one.source] += 1
         say(
             f"skipped corrupt {document} (expected {expected}); {sum(self.num_skipped)} skipped so "
             "far"
         )
+
+
+def _found(step: RankStep, sequence_id: int) -> CorruptSequence:
+    share = step.share
+    place = share.place_of(sequence_id)
+    columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
+    return CorruptSequence(sequence_id, *(int(column[place]) for column in columns))

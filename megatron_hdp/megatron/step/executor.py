@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_hdp.data.mixture import RankMicroBatch, padding_micro_batch
+from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device

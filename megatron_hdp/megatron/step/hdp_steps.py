@@ -10,22 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import DataOrder
-from megatron_hdp.data.mixture import Corpus, Position, Step
-from megatron_hdp.data.one_ahead import OneAhead
+from megatron_hdp.data.mixture import Corpus, Position
+from megatron_hdp.data.steps import (
+    Amounts,
+    Loaders,
+    LocalLoaders,
+    RankStep,
+    StepPlanner,
+    StepTotals,
+)
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
 from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.step.preparation import PreparedStep, StepPreparation
+from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.health import fingerprint, largest, meet, require_agreement
@@ -81,15 +87,15 @@ class HdpSteps:
         self.place = executor.place
         self.cost_model = cost_model
         self.corpus = corpus
-        self.preparation = StepPreparation(arguments, self.place, cost_model, corpus, vocab_size)
-        self.latest: PreparedStep | None = None
+        self.planner = StepPlanner(corpus, plan_settings(arguments, self.place, cost_model))
+        self.latest: RankStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
-        self._ahead = OneAhead(self.preparation.prepare)
+        self._loaders: Loaders = LocalLoaders(self.planner, reader_of(self.place, vocab_size))
         self._corrupt = CorruptDocuments(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         # what cannot be planned is refused now, not when it is drawn
-        self.preparation.plan(np.array([corpus.longest]))
+        self.planner.plan(np.array([corpus.longest]))
 
     def _agreed_order(self) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
@@ -119,7 +125,8 @@ class HdpSteps:
             began = order.sources.get(name, one)
             mine[name] = replace(one, version=began.version, key=began.key)
         self.order = replace(self.order, sources=mine)
-        self.preparation.follow(mine)
+        self.planner.follow(mine)
+        self._loaders.follow(mine)
 
     def run(self, position: Position, forward_only: bool = False) -> StepReport:
         """Runs the step that begins at a position; leaves gradients in the DDP buffers.
@@ -130,55 +137,50 @@ class HdpSteps:
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
         started = time.perf_counter()
-        prepared = self._ahead.get(position)
+        step = self._loaders.get(position)
         exposed_s = time.perf_counter() - started
-        prepared = self.latest = self._agree(prepared)
-        is_trained = self._without_corrupt(prepared)
-        num_loss_tokens = int(prepared.step.num_loss_tokens[is_trained].sum())
-        self._ahead.expect(prepared.step.after)
-        self._share_tokens(prepared)
-        self._seed_dropout(prepared.step.before.sequences)
+        step = self.latest = self._agree(step)
+        amounts = self._without_corrupt(step)
+        self._loaders.expect(step.totals.after)
+        self._share_tokens(step)
+        self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
-            self._say_what_ends(prepared.step)
+            self._say_what_ends(step.totals)
         outcome = self.executor.run(
-            prepared.micro_batches, num_loss_tokens, forward_only, len(self.corpus.sources)
+            step.micro_batches, amounts.loss_tokens, forward_only, len(self.corpus.sources)
         )
-        return self._report(prepared, outcome, is_trained, exposed_s)
+        return self._report(step, outcome, amounts, exposed_s)
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
-        return self.preparation.mixture.is_over(position)
+        return self.planner.mixture.is_over(position)
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
-        self._ahead.close()
+        self._loaders.close()
 
-    def _agree(self, prepared: PreparedStep) -> PreparedStep:
+    def _agree(self, step: RankStep) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
 
         Ranks compare the plan before anything else is communicated.
         """
+        failure = step.totals.failure
         with self._agreement():
-            (failed,) = largest([prepared.failure is not None], compute_device())
+            (failed,) = largest([failure is not None], compute_device())
         if failed:
-            failure = prepared.failure or "another rank's planner failed"
-            if prepared.failure is None:
-                prepared = self.preparation.prepare_statically(prepared, failure)
+            if failure is None:
+                failure = "another rank's planner failed"
+                step = self._loaders.statically(step, failure)
             self._note_planner_failure(failure)
         self._failed_before = bool(failed)
-        step = prepared.step
         facts = {
-            "consumed sequences": step.before.sequences,
-            "sequences of the step": fingerprint(
-                step.sources.tobytes(), step.rows.tobytes(), step.starts.tobytes()
-            ),
-            "sequence lengths": fingerprint(prepared.plan.lengths.tobytes()),
+            "consumed sequences": step.totals.before.sequences,
             "cost model": fingerprint(self.cost_model.to_json()),
-            "plan": prepared.plan.fingerprint(),
+            **step.totals.fingerprints,
         }
         with self._agreement():
             require_agreement(facts, compute_device())
-        return prepared
+        return step
 
     def _agreement(self) -> AbstractContextManager[None]:
         """Where this rank may stand because another one has not come."""
@@ -193,34 +195,35 @@ class HdpSteps:
             )
         say(f"the planner failed ({failure}): this step runs the static plan")
 
-    def _without_corrupt(self, prepared: PreparedStep) -> npt.NDArray[np.bool_]:
-        """Takes corrupt sequences out of the step; returns which ones are left."""
-        num_found = sum(len(one.corrupt_ids) for one in prepared.micro_batches)
+    def _without_corrupt(self, step: RankStep) -> Amounts:
+        """Takes corrupt sequences out of the step; returns what is left of it."""
+        num_found = sum(len(one.corrupt_ids) for one in step.micro_batches)
         with self._agreement():
             (anywhere,) = largest([num_found], compute_device())
-        is_left = np.ones(len(prepared.step), dtype=np.bool_)
+        amounts = step.totals.amounts
         if anywhere:
-            is_left[self._corrupt.drop(prepared)] = False
+            for one in self._corrupt.drop(step):
+                amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
         else:
             self._corrupt.none_found()
-        return is_left
+        return amounts
 
-    def _say_what_ends(self, step: Step) -> None:
+    def _say_what_ends(self, totals: StepTotals) -> None:
         """Tells of sources whose last sequence is in a step, so that each is told once."""
-        for source in self.preparation.mixture.sources:
-            before, after = step.before.of(source.name).rows, step.after.of(source.name).rows
+        for source in self.planner.mixture.sources:
+            before, after = totals.before.of(source.name).rows, totals.after.of(source.name).rows
             if source.stream.has_ended(after) and not source.stream.has_ended(before):
                 say(
                     f"source '{source.name}' ends with this step, its max-epochs are over: its "
                     "share goes to the others"
                 )
 
-    def _share_tokens(self, prepared: PreparedStep) -> None:
+    def _share_tokens(self, step: RankStep) -> None:
         """Gives the tensor-parallel ranks of the first and last stage what their first one read."""
         place = self.place
         if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
             return
-        arrays = [array for one in prepared.micro_batches for array in (one.tokens, one.labels)]
+        arrays = [array for one in step.micro_batches for array in (one.tokens, one.labels)]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
         with self._agreement():
             dist.broadcast(
@@ -242,16 +245,15 @@ class HdpSteps:
 
     def _report(
         self,
-        prepared: PreparedStep,
+        step: RankStep,
         outcome: RankOutcome,
-        is_trained: npt.NDArray[np.bool_],
+        amounts: Amounts,
         exposed_s: float,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
-        non_finite = self._non_finite(prepared, "loss", outcome.losses)
-        lengths = prepared.step.lengths[is_trained]
-        num_loss_tokens = int(prepared.step.num_loss_tokens[is_trained].sum())
+        totals = step.totals
+        non_finite = self._non_finite(step, "loss", outcome.losses)
         with self._agreement():
             job = over_all_ranks(
                 sums={
@@ -274,17 +276,16 @@ class HdpSteps:
                 device=compute_device(),
             )
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
-        counts = np.bincount(prepared.plan.ranks, minlength=prepared.plan.num_ranks)
         return StepReport(
-            loss=job["loss_sum"] / self.place.num_tensor_ranks / max(num_loss_tokens, 1),
-            tokens=int(lengths.sum()),
-            squared_tokens=int((lengths**2).sum()),
-            loss_tokens=num_loss_tokens,
-            sequences=len(prepared.step),
-            position_after=prepared.step.after,
-            micro_batches_min=int(counts.min()),
-            micro_batches_max=int(counts.max()),
-            planned_efficiency=prepared.plan.summary["efficiency"],
+            loss=job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1),
+            tokens=amounts.tokens,
+            squared_tokens=amounts.squared_tokens,
+            loss_tokens=amounts.loss_tokens,
+            sequences=totals.sequences,
+            position_after=totals.after,
+            micro_batches_min=totals.micro_batches_min,
+            micro_batches_max=totals.micro_batches_max,
+            planned_efficiency=totals.efficiency,
             measured_efficiency=efficiency,
             makespan_s=job["makespan_s"],
             idle_share_max=1 + job["minus_least_busy_s"] / job["makespan_s"],
@@ -295,33 +296,32 @@ class HdpSteps:
             ring_bytes=int(job["ring_bytes"]),
             offloaded_bytes=int(job["offloaded_bytes"]),
             host_bytes_max=int(job["host_bytes"]),
-            planning_ms=prepared.plan.summary["planning_ms"],
+            planning_ms=totals.planning_ms,
             planning_exposed_ms=job["exposed_s"] * 1e3,
             skipped_documents=sum(self._corrupt.num_skipped),
             planner_failures=self.num_planner_failures,
-            sources=self._by_source(prepared.step, is_trained, job),
+            sources=self._by_source(totals, amounts, job),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
 
     def _by_source(
-        self, step: Step, is_trained: npt.NDArray[np.bool_], job: Mapping[str, float]
+        self, totals: StepTotals, amounts: Amounts, job: Mapping[str, float]
     ) -> dict[str, SourceFigures]:
         """Figures of each source; `job` holds the sums of losses over all ranks."""
-        drawn = {name: step.after.of(name).amount for name in self.corpus.names}
+        drawn = {name: totals.after.of(name).amount for name in self.corpus.names}
         total = sum(drawn.values())
         found = {}
         for i, (source, key) in enumerate(
             zip(self.corpus.sources, _loss_keys(self.corpus), strict=True)
         ):
-            mine = is_trained & (step.sources == i)
-            loss_tokens = int(step.num_loss_tokens[mine].sum())
+            loss_tokens = amounts.source_loss_tokens[i]
             loss = job[key] / self.place.num_tensor_ranks / max(loss_tokens, 1)
             found[source.name] = SourceFigures(
-                tokens=int(step.lengths[mine].sum()),
+                tokens=amounts.source_tokens[i],
                 loss_tokens=loss_tokens,
                 loss=loss if loss_tokens else None,
                 share=drawn[source.name] / max(total, 1),
-                epoch=step.before.of(source.name).rows // source.num_rows,
+                epoch=totals.before.of(source.name).rows // source.num_rows,
                 bad=source.bad + self._corrupt.num_skipped[i],
             )
         return found
@@ -335,14 +335,15 @@ class HdpSteps:
         norms = [norm.item() for norm in self.executor.gradient_norms]
         return gather_words(self._non_finite(self.latest, "a gradient of norm", norms))
 
-    def _non_finite(
-        self, prepared: PreparedStep, name: str, values: Sequence[float]
-    ) -> list[NonFinite]:
+    def _non_finite(self, step: RankStep, name: str, values: Sequence[float]) -> list[NonFinite]:
         """This rank's micro-batches of which `name`'s value, given in order, is not finite."""
         found = []
-        for micro_batch, value in zip(prepared.micro_batches, values, strict=False):
+        for micro_batch, value in zip(step.micro_batches, values, strict=False):
             if not math.isfinite(value):
-                documents = self.corpus.words_for(prepared.step, micro_batch.sequence_ids)
+                places = [step.share.place_of(i) for i in micro_batch.sequence_ids]
+                documents = self.corpus.words_for(
+                    micro_batch.sources, step.share.rows[places].tolist()
+                )
                 found.append(NonFinite(micro_batch.index, f"{name} {value}", documents))
         return found
 
@@ -360,9 +361,17 @@ class HdpSteps:
 
     def planned_times(self) -> tuple[Plan, Evaluation]:
         """The latest step's plan, and when it expects what to run."""
-        assert self.latest is not None, "no step has run"
-        made = self.latest.plan
+        made = self.latest_plan()
         return made, evaluate(made, self.cost_model, self.place.num_stages)
+
+    def latest_plan(self) -> Plan:
+        """The latest step's plan as a whole, made once more: a rank keeps its share alone."""
+        assert self.latest is not None, "no step has run"
+        totals = self.latest.totals
+        if totals.failure is None:
+            return self.planner.step(totals.before).plan
+        step = self.planner.mixture.step(totals.before)
+        return self.planner.statically(step, totals.failure).plan
 
 
 def _loss_keys(corpus: Corpus) -> list[str]:

@@ -55,15 +55,15 @@ def test_tokens_are_those_of_the_documents(folder):
     seen = {name: [] for name in LENGTHS}
     for step in steps_of(corpus, 20):
         for i in range(len(step)):
-            name = corpus.names[step.sources[i]]
-            row, length = int(step.rows[i]), int(step.lengths[i])
+            source = int(step.sources[i])
+            name, row, length = corpus.names[source], int(step.rows[i]), int(step.lengths[i])
             expected = files[name].read(row, 0, length)
-            assert np.array_equal(corpus.tokens(step, i, 0, length), expected)
-            assert np.array_equal(corpus.tokens(step, i, 2, 1), expected[2:3])
+            assert np.array_equal(corpus.tokens(source, row, 0, length), expected)
+            assert np.array_equal(corpus.tokens(source, row, 2, 1), expected[2:3])
             labels = np.arange(1, length)  # tokens that are predicted
             trained = np.ones(length - 1, bool) if name != "chat" else labels % 8 >= 4
-            assert np.array_equal(corpus.is_trained(step, i, 0, length - 1), trained)
-            assert np.array_equal(corpus.is_trained(step, i, 1, length - 1), trained[1:])
+            assert np.array_equal(corpus.is_trained(source, row, 0, length - 1), trained)
+            assert np.array_equal(corpus.is_trained(source, row, 1, length - 1), trained[1:])
             assert step.num_loss_tokens[i] == trained.sum()
             seen[name].append(row)
     for name, lengths in LENGTHS.items():
@@ -94,7 +94,8 @@ def test_held_out_sequences(folder):
         for source, row in zip(step.sources, step.rows, strict=True)
     }
     step = steps_of(validation, 1, batch=4)[0]
-    documents = {validation.words_for(step, [i]) for i in range(4)}
+    places = zip(step.sources, step.rows, strict=True)
+    documents = {validation.words_for([source], [row]) for source, row in places}
     web, code = (folder / name / "corpus" for name in ("web", "code"))
     assert documents == {f"document {n} of {web}" for n in (5, 6, 7)} | {f"document 3 of {code}"}
     assert trained == {

@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.megatron.step import hdp_steps, preparation
+from megatron_hdp.data.steps import planning
+from megatron_hdp.megatron.step import hdp_steps
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.options import flag_of
 from megatron_hdp.planner import CostModel
@@ -34,7 +35,7 @@ def plan_otherwise(lengths, **kwargs):
     return PLAN(lengths, **(kwargs | {"strategy": "naive"}))
 
 
-PLAN = preparation.plan
+PLAN = planning.plan
 
 
 def outcome(run, rank, odd_run, odd_plan):
@@ -43,7 +44,7 @@ def outcome(run, rank, odd_run, odd_plan):
     planner = plan_otherwise if odd_plan and is_odd else PLAN
     started = time.perf_counter()
     with (
-        mock.patch.object(preparation, "plan", planner),
+        mock.patch.object(planning, "plan", planner),
         mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,
     ):
         try:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture import read_micro_batch
+from megatron_hdp.data.steps import read_micro_batch
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from tests.support.drawn import first_rows
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
@@ -250,8 +250,8 @@ FINALIZE = HdpExecutor._finalize
 @pytest.mark.parametrize(
     "fault",
     [
-        (f"{ROOM}.preparation.read_micro_batch", read_without_a_slice),
-        (f"{ROOM}.preparation.read_micro_batch", read_at_wrong_positions),
+        ("megatron_hdp.data.steps.rank_step.read_micro_batch", read_without_a_slice),
+        ("megatron_hdp.data.steps.rank_step.read_micro_batch", read_at_wrong_positions),
         ("megatron_hdp.runtime.ring.attention._block", block_without_heads),
         (f"{ROOM}.executor.HdpExecutor._finalize", finalize_with_one_token_too_many),
     ],

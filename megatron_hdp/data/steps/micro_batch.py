@@ -7,14 +7,17 @@ tokens of those chunks, and one label token after each, are read.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.step import Step
-from megatron_hdp.planner import Plan, chunk_tokens
+from megatron_hdp.data.steps.share import RankShare
+from megatron_hdp.planner import chunk_tokens
+from megatron_hdp.planner.lockstep import PADDING
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class RankMicroBatch:
     labels: Int64Array
     positions: Int64Array
     """Each token's position in its own sequence."""
-    loss_mask: npt.NDArray[np.bool_]
+    loss_mask: BoolArray
     sequence_index: Int64Array
     """Place of each token's sequence in `sequence_ids`; -1 for padding."""
     ring: tuple[int, ...]
@@ -60,78 +63,80 @@ class RankMicroBatch:
             begin += length
 
 
+class TokenSource(Protocol):
+    """Where the tokens of sequences come from."""
+
+    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
+        """Return tokens of a source's row from its token ``start`` on.
+
+        Of a sequence whose last token has a label, the token behind it may be asked for.
+        """
+
+    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
+        """Return which of the labelled tokens ``[start, stop)`` of a row have a trained label."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What one rank reads of a step."""
+
+    hdp_rank: int
+    vocab_size: int
+    """Token ids must be below this."""
+    reads_tokens: bool = True
+    """Without it tokens and labels stay 0."""
+    token_multiple: int = 1
+    """The number of a micro-batch's tokens is padded to a multiple of this."""
+
+
 def read_micro_batch(
-    plan: Plan,
-    m: int,
-    rank: int,
-    step: Step,
-    corpus: Corpus,
-    *,
-    vocab_size: int,
-    reads_tokens: bool = True,
-    token_multiple: int = 1,
+    share: RankShare, slot: int, reader: Reader, source: TokenSource
 ) -> RankMicroBatch:
-    """Read this rank's part of micro-batch ``m``, and no other token.
+    """Read a rank's part of the micro-batch of a slot, and no other token.
 
     Args:
-        plan: the step's plan; its sequence ids are places in the step.
-        m: micro-batch index.
-        rank: HDP rank, a member of the micro-batch.
-        step: what was drawn.
-        corpus: what it was drawn from.
-        vocab_size: token ids must be below this.
-        reads_tokens: without it tokens and labels stay 0.
-        token_multiple: the number of tokens is padded to a multiple of this.
-
-    Raises:
-        ValueError: the rank takes no part in the micro-batch, or the plan is for other sequences.
+        share: the rank's.
+        slot: of the share.
+        reader: what is read.
+        source: where tokens come from.
     """
-    micro_batch = plan.micro_batch(m)
-    if rank not in micro_batch.ranks:
-        raise ValueError(
-            f"rank {rank} takes no part in micro-batch {m}, whose ring is {micro_batch.ranks}"
-        )
-    degree = len(micro_batch.ranks)
-    sharded = micro_batch.sequences if degree > 1 else ()
-    whole = micro_batch.local.get(rank, ())
-    if degree == 1:
-        whole = micro_batch.sequences + whole
-    sequence_ids = (*sharded, *whole)
-    _require_lengths(plan, step, sequence_ids)
-    chunks = [chunk_tokens(int(step.lengths[i]), degree, plan.slice_multiple) for i in sharded]
-    wholes = [chunk_tokens(int(step.lengths[i]), 1, plan.slice_multiple) for i in whole]
-
-    head = micro_batch.ranks.index(rank)
-    tail = 2 * degree - 1 - head
-    runs: list[_Run] = []
-    for i, chunk in zip(sharded, chunks, strict=True):
-        runs += [_Run(i, head * chunk, chunk), _Run(i, tail * chunk, chunk)]
-    runs += [_Run(i, 0, size) for i, size in zip(whole, wholes, strict=True)]
+    if share.indices[slot] == PADDING:
+        return padding_micro_batch(share.hdp_rank, reader.token_multiple)
+    ring = share.ring_of(slot)
+    begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
+    border = begin + int(share.num_sharded[slot])
+    multiple = share.slice_multiple
+    lengths = share.lengths.tolist()
+    chunks = [chunk_tokens(length, len(ring), multiple) for length in lengths[begin:border]]
+    wholes = [chunk_tokens(length, 1, multiple) for length in lengths[border:end]]
+    runs = _runs(len(ring), ring.index(share.hdp_rank), begin, chunks, wholes)
 
     num_tokens = sum(run.num_tokens for run in runs)
-    excess = -num_tokens % token_multiple
+    excess = -num_tokens % reader.token_multiple
     tokens, labels, positions = np.zeros((3, num_tokens + excess), dtype=np.int64)
     loss_mask = np.zeros(num_tokens + excess, dtype=np.bool_)
     positions[num_tokens:] = np.arange(excess)
     corrupt: list[int] = []
-    begin = 0
+    first = 0
     for run in runs:
-        here = slice(begin, begin + run.num_tokens)
+        here = slice(first, first + run.num_tokens)
         positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        num_labelled = min(max(int(step.num_labels[run.i]) - run.first, 0), run.num_tokens)
-        loss_mask[begin : begin + num_labelled] = corpus.is_trained(
-            step, run.i, run.first, run.first + num_labelled
+        num_labelled = min(max(int(share.num_labels[run.i]) - run.first, 0), run.num_tokens)
+        start = int(share.starts[run.i]) + run.first
+        loss_mask[first : first + num_labelled] = source.is_trained(
+            int(share.sources[run.i]), int(share.rows[run.i]), start, start + num_labelled
         )
-        if reads_tokens:
+        if reader.reads_tokens:
             in_vocabulary = _read(
-                run, num_labelled, step, corpus, tokens[here], labels[here], vocab_size
+                run, num_labelled, share, source, tokens[here], labels[here], reader.vocab_size
             )
-            if not in_vocabulary and run.i not in corrupt:
-                corrupt.append(run.i)
-        begin = here.stop
+            sequence_id = int(share.ids[run.i])
+            if not in_vocabulary and sequence_id not in corrupt:
+                corrupt.append(sequence_id)
+        first = here.stop
     sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
-    places = np.arange(len(sequence_ids)).repeat([2 * chunk for chunk in chunks] + wholes)
-    is_real = positions[:num_tokens] < step.lengths[list(sequence_ids)][places]
+    places = np.arange(end - begin).repeat([2 * chunk for chunk in chunks] + wholes)
+    is_real = positions[:num_tokens] < share.lengths[begin:end][places]
     sequence_index[:num_tokens][is_real] = places[is_real]
     return RankMicroBatch(
         tokens=tokens,
@@ -139,14 +144,14 @@ def read_micro_batch(
         positions=positions,
         loss_mask=loss_mask,
         sequence_index=sequence_index,
-        ring=micro_batch.ranks,
+        ring=ring,
         ring_slices=tuple(2 * chunk for chunk in chunks),
         local_lengths=(*wholes, excess) if excess else tuple(wholes),
-        sequence_ids=sequence_ids,
-        sources=tuple(int(step.sources[i]) for i in sequence_ids),
-        index=m,
+        sequence_ids=tuple(share.ids[begin:end].tolist()),
+        sources=tuple(share.sources[begin:end].tolist()),
+        index=int(share.indices[slot]),
         corrupt_ids=tuple(corrupt),
-        offload_ratio=micro_batch.offload_ratio,
+        offload_ratio=float(share.offload_ratios[slot]),
     )
 
 
@@ -171,38 +176,42 @@ def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring tokens of sequence ``i``: ``num_tokens`` from position ``first``, padded."""
+    """Neighbouring tokens of the share's sequence ``i``: ``num_tokens`` from ``first``, padded."""
 
     i: int
     first: int
     num_tokens: int
 
 
-def _require_lengths(plan: Plan, step: Step, sequences: Collection[int]) -> None:
-    """Check that the plan knows the sequences' lengths."""
-    for i in sequences:
-        if plan.lengths[i] != step.lengths[i]:
-            raise ValueError(
-                f"the plan gives sequence {i} {plan.lengths[i]:,} tokens, the step "
-                f"{step.lengths[i]:,}: the plan was made for another step"
-            )
+def _runs(degree: int, index: int, begin: int, chunks: list[int], wholes: list[int]) -> list[_Run]:
+    """Return what ring member ``index`` of ``degree`` holds; sequences stand from ``begin`` on."""
+    runs = []
+    for i, chunk in enumerate(chunks, begin):
+        tail = 2 * degree - 1 - index
+        runs += [_Run(i, index * chunk, chunk), _Run(i, tail * chunk, chunk)]
+    return runs + [_Run(i, 0, size) for i, size in enumerate(wholes, begin + len(chunks))]
 
 
 def _read(
     run: _Run,
     num_labelled: int,
-    step: Step,
-    corpus: Corpus,
+    share: RankShare,
+    source: TokenSource,
     tokens: Int64Array,
     labels: Int64Array,
     vocab_size: int,
 ) -> bool:
     """Fill a run's tokens and labels; return whether all of them are in the vocabulary."""
-    num_held = min(max(int(step.lengths[run.i]) - run.first, 0), run.num_tokens)
+    num_held = min(max(int(share.lengths[run.i]) - run.first, 0), run.num_tokens)
     if not num_held:
         return True
     # The label of a run's last token is the token after it, which another rank may hold.
-    read = corpus.tokens(step, run.i, run.first, max(num_held, num_labelled + 1))
+    read = source.tokens(
+        int(share.sources[run.i]),
+        int(share.rows[run.i]),
+        int(share.starts[run.i]) + run.first,
+        max(num_held, num_labelled + 1),
+    )
     tokens[:num_held] = read[:num_held]
     labels[:num_labelled] = read[1 : num_labelled + 1]
     return bool(read.min() >= 0 and read.max() < vocab_size)

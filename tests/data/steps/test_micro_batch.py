@@ -1,16 +1,17 @@
 """The slices of all ranks, put back together, are the documents."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture import Position, Step, padding_micro_batch, read_micro_batch
+from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps import Reader, padding_micro_batch, read_micro_batch, shares_of
 from megatron_hdp.data.tables import SequenceTable
-from megatron_hdp.planner import MicroBatch, chunk_tokens, plan
+from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
+from megatron_hdp.planner.lockstep import PADDING
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -65,12 +66,11 @@ class OneSource:
     def __init__(self, table, file):
         self.table, self.file = table, file
 
-    def tokens(self, step, i, first, count):
-        begin = of_row(self.table.begins, step.rows[i])
-        return self.file.read(begin + first, count)
+    def tokens(self, source, row, start, count):
+        return self.file.read(of_row(self.table.begins, row) + start, count)
 
-    def is_trained(self, step, i, first, stop):
-        return np.ones(stop - first, dtype=bool)
+    def is_trained(self, source, row, start, stop):
+        return np.ones(stop - start, dtype=bool)
 
 
 def step_of(rows, table):
@@ -88,11 +88,12 @@ def step_of(rows, table):
     )
 
 
-def read(plan_, m, rank, rows, table, file, **kwargs):
+def read(plan_, m, rank, rows, table, file, token_multiple=1):
     """A rank's part; its sequences under their rows."""
-    step, corpus = step_of(rows, table), OneSource(table, file)
-    kwargs |= {"vocab_size": 10**6, "reads_tokens": file is not None}
-    part = read_micro_batch(plan_, m, rank, step, corpus, **kwargs)
+    reader = Reader(rank, 10**6, reads_tokens=file is not None, token_multiple=token_multiple)
+    (share,) = shares_of(step_of(rows, table), plan_, [rank])
+    slot = share.indices.tolist().index(m)
+    part = read_micro_batch(share, slot, reader, OneSource(table, file))
     return replace(part, sequence_ids=tuple(int(rows[i]) for i in part.sequence_ids))
 
 
@@ -196,13 +197,23 @@ def test_planned_slices_make_up_the_documents(
     check_cover(made, step_sequences, table, file)
 
 
-def hand_made(lengths, micro_batches, slice_multiple=1):
-    """What read_micro_batch needs of a plan, free of what a strategy would choose."""
-    return SimpleNamespace(
-        lengths=np.asarray(lengths),
+def hand_made(lengths, micro_batch, slice_multiple=1):
+    """A plan of one micro-batch, free of what a strategy would choose."""
+    local = [(rank, i) for rank in sorted(micro_batch.local) for i in micro_batch.local[rank]]
+    return Plan(
+        num_ranks=7,
+        tokens_per_rank=1,
+        strategy="hand-made",
+        lengths=lengths,
+        rank_offsets=[0, len(micro_batch.ranks)],
+        ranks=micro_batch.ranks,
+        sequence_offsets=[0, len(micro_batch.sequences)],
+        sequences=micro_batch.sequences,
+        local_offsets=[0, len(local)],
+        local_sequences=[i for _, i in local],
+        local_ranks=[rank for rank, _ in local],
+        offload_ratios=[micro_batch.offload_ratio],
         slice_multiple=slice_multiple,
-        num_micro_batches=len(micro_batches),
-        micro_batch=lambda m: micro_batches[m],
     )
 
 
@@ -232,7 +243,7 @@ def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, 
         table = SequenceTable.build(np.array(lengths), max_length=70)
     else:  # all sequences are consecutive pieces of one document
         table = Pieces(lengths)
-    made = hand_made(lengths, [micro_batch], slice_multiple)
+    made = hand_made(lengths, micro_batch, slice_multiple)
     check_cover(made, np.arange(len(lengths)), table, file)
 
 
@@ -241,7 +252,7 @@ def test_a_worked_example():
     table = SequenceTable.build(np.array([7, 3]), max_length=7)
     document = file.documents[0]
     micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
-    made = hand_made([7, 3], [micro_batch])
+    made = hand_made([7, 3], micro_batch)
     part = read(made, 0, 2, np.array([0, 1]), table, file)
     # degree 2: chunks of ceil(7 / 4) = 2 tokens; member 1 (rank 2) holds chunks 1 and 2
     assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
@@ -258,18 +269,22 @@ def test_a_worked_example():
     assert other.sequence_index.tolist() == [0, 0, 0, -1]
 
 
-def test_a_rank_outside_the_ring_is_refused():
-    made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
+def test_a_rank_without_micro_batches_runs_padding():
+    alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.5)
     table = SequenceTable.build(np.array([3]), max_length=3)
-    with pytest.raises(ValueError, match="rank 1 takes no part in micro-batch 0"):
-        read(made, 0, 1, np.array([0]), table, CountingFile([3]))
+    step = step_of(np.array([0]), table)
+    busy, idle = shares_of(step, hand_made([3], alone), [0, 1])
+    assert (busy.indices.tolist(), idle.indices.tolist()) == ([0], [PADDING])
+    assert idle.ring_of(0) == (1,) and not len(idle.ids) and busy.ids.tolist() == [0]
+    part = read_micro_batch(idle, 0, Reader(1, 10**6), OneSource(table, CountingFile([3])))
+    assert part.index is None and len(part.tokens) == 1 and part.offload_ratio == 0
 
 
 def test_a_plan_of_another_step_is_refused():
-    made = hand_made([3], [MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)])
+    alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)
     table = SequenceTable.build(np.array([3, 5]), max_length=5)
-    with pytest.raises(ValueError, match="3 tokens, the step 5: .*another step"):
-        read(made, 0, 0, np.array([1]), table, CountingFile([3, 5]))
+    with pytest.raises(ValueError, match="1 sequences of 3 tokens, .*step's 1 of 5: .*another"):
+        shares_of(step_of(np.array([1]), table), hand_made([3], alone), [0])
 
 
 def test_padding_is_one_token_without_loss():
@@ -286,7 +301,7 @@ def worked_example():
     file = CountingFile([7, 3])
     table = SequenceTable.build(np.array([7, 3]), max_length=7)
     micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.0)
-    made = hand_made([7, 3], [micro_batch])
+    made = hand_made([7, 3], micro_batch)
     return file, (made, 0, 2, np.array([0, 1]), table)
 
 

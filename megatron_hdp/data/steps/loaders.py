@@ -1,0 +1,92 @@
+"""Where a rank's steps come from; the loaders in its own process are the reference for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.one_ahead import OneAhead
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.steps.micro_batch import Reader
+from megatron_hdp.data.steps.planning import PlannedStep, StepPlanner
+from megatron_hdp.data.steps.rank_step import RankStep, read_step
+from megatron_hdp.data.steps.share import shares_of
+from megatron_hdp.data.steps.totals import StepTotals
+
+
+class Loaders(Protocol):
+    """Gives one rank its steps over one split of the data."""
+
+    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
+        """Draw from now on in these orders of the sources; before the first step."""
+
+    def expect(self, position: Position) -> None:
+        """Begin to prepare the step that begins at a position: it will be wanted next."""
+
+    def get(self, position: Position) -> RankStep:
+        """Return the step that begins at a position.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or every source has ended.
+        """
+
+    def statically(self, step: RankStep, failure: str) -> RankStep:
+        """Return a step under the static plan: planning it failed on another rank."""
+
+    def close(self) -> None:
+        """End what prepares steps that will not run."""
+
+
+class LocalLoaders:
+    """In the rank's own process: it draws and plans the whole step and reads its own part.
+
+    Nothing here communicates, so the next step is prepared in a thread.
+    """
+
+    def __init__(self, planner: StepPlanner, reader: Reader) -> None:
+        """Prepare what `planner` draws and plans for `reader`."""
+        self._planner = planner
+        self._reader = reader
+        self._ahead = OneAhead(self.prepare)
+
+    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
+        """Draw from now on in these orders of the sources; before the first step."""
+        self._planner.follow(orders)
+
+    def expect(self, position: Position) -> None:
+        """Prepare the step that begins at a position, in the background."""
+        self._ahead.expect(position)
+
+    def get(self, position: Position) -> RankStep:
+        """Return the step that begins at a position; raise what preparing it raised."""
+        return self._ahead.get(position)
+
+    def statically(self, step: RankStep, failure: str) -> RankStep:
+        """Return a step under the static plan, read anew."""
+        drawn = self._planner.mixture.step(step.totals.before)
+        return self._read(self._planner.statically(drawn, failure))
+
+    def close(self) -> None:
+        """Wait for what is being prepared and end the thread."""
+        self._ahead.close()
+
+    def prepare(self, position: Position) -> RankStep:
+        """Return the step that begins at a position, prepared now.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or every source has ended.
+        """
+        return self._read(self._planner.step(position))
+
+    def _read(self, planned: PlannedStep) -> RankStep:
+        settings, corpus = self._planner.settings, self._planner.corpus
+        (share,) = shares_of(
+            planned.step,
+            planned.plan,
+            [self._reader.hdp_rank],
+            is_aligned=settings.is_aligned,
+            lockstep_ranks=settings.lockstep_ranks,
+        )
+        totals = StepTotals.of(planned, len(corpus.sources))
+        return read_step(totals, share, self._reader, corpus)

@@ -1,0 +1,122 @@
+"""What every rank must know of a whole step: sums, borders, fingerprints; some hundred bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps.planning import PlannedStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """Sums over a step's sequences."""
+
+    tokens: int
+    squared_tokens: int
+    """Sum of the squares of their lengths."""
+    loss_tokens: int
+    source_tokens: tuple[int, ...]
+    """Tokens of each source."""
+    source_loss_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: Step, num_sources: int) -> Amounts:
+        """Return those of a step."""
+
+        def by_source(amounts: Int64Array) -> tuple[int, ...]:
+            found = np.zeros(num_sources, dtype=np.int64)
+            np.add.at(found, step.sources, amounts)
+            return tuple(found.tolist())
+
+        return cls(
+            tokens=step.tokens,
+            squared_tokens=int((step.lengths**2).sum()),
+            loss_tokens=int(step.num_loss_tokens.sum()),
+            source_tokens=by_source(step.lengths),
+            source_loss_tokens=by_source(step.num_loss_tokens),
+        )
+
+    def without(self, source: int, length: int, num_loss_tokens: int) -> Amounts:
+        """Return what is left when a sequence is taken out."""
+
+        def less(sums: tuple[int, ...], amount: int) -> tuple[int, ...]:
+            return tuple(one - amount if i == source else one for i, one in enumerate(sums))
+
+        return Amounts(
+            tokens=self.tokens - length,
+            squared_tokens=self.squared_tokens - length**2,
+            loss_tokens=self.loss_tokens - num_loss_tokens,
+            source_tokens=less(self.source_tokens, length),
+            source_loss_tokens=less(self.source_loss_tokens, num_loss_tokens),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What all ranks know of a planned step."""
+
+    before: Position
+    """Where it begins."""
+    after: Position
+    """Where the next one begins."""
+    sequences: int
+    amounts: Amounts
+    micro_batches_min: int
+    """Micro-batches of the rank that runs the fewest."""
+    micro_batches_max: int
+    efficiency: float
+    """What the plan promises."""
+    planning_ms: float
+    fingerprints: Mapping[str, int]
+    """Of its sequences and its plan: ranks that run it compare them."""
+    failure: str | None
+    """Why the plan is the static one instead of the strategy's."""
+
+    @classmethod
+    def of(cls, planned: PlannedStep, num_sources: int) -> StepTotals:
+        """Return those of a planned step."""
+        step, plan = planned.step, planned.plan
+        counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
+        sequences = [one.tobytes() for one in (step.sources, step.rows, step.starts)]
+        return cls(
+            before=step.before,
+            after=step.after,
+            sequences=len(step),
+            amounts=Amounts.of(step, num_sources),
+            micro_batches_min=int(counts.min()),
+            micro_batches_max=int(counts.max()),
+            efficiency=float(plan.summary["efficiency"]),
+            planning_ms=float(plan.summary["planning_ms"]),
+            fingerprints={
+                "sequences of the step": _fingerprint(*sequences),
+                "sequence lengths": _fingerprint(step.lengths.tobytes()),
+                "plan": plan.fingerprint(),
+            },
+            failure=planned.failure,
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StepTotals:
+        """Return what `to_record` made a record of."""
+        borders = {name: Position.from_record(record[name]) for name in ("before", "after")}
+        sums = record["amounts"]
+        sums = {name: tuple(one) if isinstance(one, list) else one for name, one in sums.items()}
+        return cls(**{**record, **borders, "amounts": Amounts(**sums)})
+
+
+def _fingerprint(*parts: bytes) -> int:
+    found = xxhash.xxh3_64()
+    for part in parts:
+        found.update(part)
+    return found.intdigest()
