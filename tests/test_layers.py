@@ -35,6 +35,8 @@ ROOMS: dict[str, set[str]] = {
         *{"data/prepare", "data/formats", "data/chat"},
     },
     "data/steps": {"planner", "data", "data/mixture"},
+    "data_plane/wire": {"planner", "data", "data/mixture", "data/steps"},
+    "data_plane/roles": {"planner", "data", "data/mixture", "data/steps"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 FORMATS = ("auto", "tokens", "text", "chat")
 TRAIN_ON = ("assistant", "last", "all")
+BACKENDS = ("local", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +41,23 @@ class SourceSpec:
     ``--hdp-long-sequence`` says."""
     bad_limit: float = 0.0
     """Greatest share of bad documents; beyond it preparing the source is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadersSpec:
+    """Who loads the data; the fields are the keys of ``loaders`` in ``--hdp-data``."""
+
+    backend: str = "local"
+    """``local``: each rank, in its own process; ``ray``: the data plane beside the job."""
+    steps_ahead: int = 2
+    """Steps that the data plane makes before they are asked for."""
+    min: int = 1
+    """Loaders of a source, at least."""
+    max: int = 4
+    """Loaders of a source, at most."""
+    memory_mb: int = 8192
+    """Of all loaders of a node: no more are added beyond it."""
+    shadows: int = 0
+    """Loaders of a source that stand by, opened, for one that dies."""
+    timeout_s: int = 120
+    """A source that has not answered for so long has failed."""

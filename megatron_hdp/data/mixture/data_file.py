@@ -13,17 +13,18 @@ import yaml
 
 from megatron_hdp.data.mixture.mixture_spec import WEIGHT_UNITS, MixtureSpec
 from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
-from megatron_hdp.data.spec import FORMATS, TRAIN_ON, SourceSpec
+from megatron_hdp.data.spec import BACKENDS, FORMATS, TRAIN_ON, LoadersSpec, SourceSpec
 from megatron_hdp.options.parser import nearest
 from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 
-_KEYS = ("weight-unit", "sources", "schedule", "validation")
+_KEYS = ("weight-unit", "sources", "schedule", "validation", "loaders")
 _PHASE_KEYS = ("from", "to", "shape", "weights", "max-length")
 _SHAPES = ("step", "linear")
 _CHOICES = {
     "format": FORMATS,
     "train_on": TRAIN_ON,
     "long_sequence": ("error", "truncate", "split"),
+    "backend": BACKENDS,
 }
 
 
@@ -38,6 +39,7 @@ class DataFile:
     training: MixtureSpec
     validation: MixtureSpec | None
     """Held-out sequences of the sources; None where it names none."""
+    loaders: LoadersSpec = LoadersSpec()
 
 
 def read_data_file(path: str | Path) -> DataFile:
@@ -78,6 +80,7 @@ class _Reader:
                 name: self._whole(node, f"validation: {name}")
                 for name, node in self._pairs(parts["validation"], names, "source")
             }
+        loaders = self._loaders(parts["loaders"]) if "loaders" in parts else LoadersSpec()
         training = MixtureSpec(
             sources=sources,
             origin=str(self._path),
@@ -86,7 +89,7 @@ class _Reader:
             held_out=held_out,
         )
         if not held_out:
-            return DataFile(training, None)
+            return DataFile(training, None, loaders)
         validation = replace(
             training,
             sources=tuple(replace(one, max_epochs=None) for one in sources if one.name in held_out),
@@ -94,7 +97,7 @@ class _Reader:
             weight_unit="sequences",
             takes_held_out=True,
         )
-        return DataFile(training, validation)
+        return DataFile(training, validation, loaders)
 
     def _root(self) -> yaml.MappingNode:
         try:
@@ -127,6 +130,23 @@ class _Reader:
             values["template"] = str(template)
         return SourceSpec(**values)
 
+    def _loaders(self, node: yaml.Node) -> LoadersSpec:
+        known = {one.name.replace("_", "-"): one.name for one in fields(LoadersSpec)}
+        kinds = typing.get_type_hints(LoadersSpec)
+        values: dict[str, Any] = {}
+        for key, value in self._pairs(node, known, "key of loaders"):
+            name = known[key]
+            if name == "shadows":
+                values[name] = self._whole(value, "loaders: shadows", least=0)
+            else:
+                values[name] = self._value(value, f"loaders: {key}", name, kinds[name])
+        found = LoadersSpec(**values)
+        if found.min > found.max:
+            self._refuse(
+                node, f"loaders: found min {found.min} and max {found.max}, expected min <= max"
+            )
+        return found
+
     def _value(self, node: yaml.Node, what: str, name: str, kind: Any) -> Any:
         if name in _CHOICES:
             return self._choice(node, what, _CHOICES[name])
@@ -137,7 +157,7 @@ class _Reader:
             return found
         if kind is float:
             return self._number(node, what, most=1.0)
-        if kind == int | None:
+        if kind in (int, int | None):
             return self._whole(node, what)
         return self._text(node, what)
 
@@ -262,8 +282,8 @@ class _Reader:
             self._refuse(node, f"{what}: found {shown(node)}, expected {' or '.join(choices)}")
         return str(node.value)
 
-    def _whole(self, node: yaml.Node, what: str) -> int:
-        return int(self._read(node, what, int, "a whole number from 1 on", 1, 2**40))
+    def _whole(self, node: yaml.Node, what: str, least: int = 1) -> int:
+        return int(self._read(node, what, int, f"a whole number from {least} on", least, 2**40))
 
     def _number(self, node: yaml.Node, what: str, most: float = 1e300) -> float:
         expected = "a number from 0 on" if most > 1 else f"a number from 0 to {most:g}"

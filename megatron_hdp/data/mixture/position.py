@@ -38,6 +38,14 @@ class Position:
         """Return the record of a source; nothing is drawn of one that has none."""
         return self.sources.get(name, Drawn())
 
+    def key(self) -> tuple[object, ...]:
+        """Return what tells it from other positions, for a dictionary."""
+        drawn = (
+            (name, one.rows, one.offset, one.amount, one.owed)
+            for name, one in sorted(self.sources.items())
+        )
+        return self.steps, self.sequences, self.tokens, *drawn
+
     def to_record(self) -> dict[str, Any]:
         """Return it as plain values, for a checkpoint or a file."""
         return asdict(self)

@@ -2,15 +2,17 @@
 
 from megatron_hdp.data.steps.loaders import Loaders, LocalLoaders
 from megatron_hdp.data.steps.micro_batch import (
+    Pieces,
     RankMicroBatch,
     Reader,
     TokenSource,
     padding_micro_batch,
+    pieces_of,
     read_micro_batch,
 )
 from megatron_hdp.data.steps.planning import PlannedStep, PlanSettings, StepPlanner
 from megatron_hdp.data.steps.rank_step import RankStep, read_step
-from megatron_hdp.data.steps.share import RankShare, shares_of
+from megatron_hdp.data.steps.share import RankShare, StepShares
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
 
 __all__ = [
@@ -19,15 +21,17 @@ __all__ = [
     "LocalLoaders",
     "PlanSettings",
     "PlannedStep",
+    "Pieces",
     "RankMicroBatch",
     "RankShare",
     "RankStep",
     "Reader",
     "StepPlanner",
+    "StepShares",
     "StepTotals",
     "TokenSource",
     "padding_micro_batch",
+    "pieces_of",
     "read_micro_batch",
     "read_step",
-    "shares_of",
 ]

@@ -11,7 +11,6 @@ from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps.micro_batch import Reader
 from megatron_hdp.data.steps.planning import PlannedStep, StepPlanner
 from megatron_hdp.data.steps.rank_step import RankStep, read_step
-from megatron_hdp.data.steps.share import shares_of
 from megatron_hdp.data.steps.totals import StepTotals
 
 
@@ -81,12 +80,6 @@ class LocalLoaders:
 
     def _read(self, planned: PlannedStep) -> RankStep:
         settings, corpus = self._planner.settings, self._planner.corpus
-        (share,) = shares_of(
-            planned.step,
-            planned.plan,
-            [self._reader.hdp_rank],
-            is_aligned=settings.is_aligned,
-            lockstep_ranks=settings.lockstep_ranks,
-        )
+        (share,) = planned.shares(settings).of([self._reader.hdp_rank])
         totals = StepTotals.of(planned, len(corpus.sources))
         return read_step(totals, share, self._reader, corpus)

@@ -85,8 +85,37 @@ class Reader:
     """Token ids must be below this."""
     reads_tokens: bool = True
     """Without it tokens and labels stay 0."""
+    reads_mask: bool = True
+    """Without it no token has loss, as between the first and the last pipeline stage."""
     token_multiple: int = 1
     """The number of a micro-batch's tokens is padded to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a rank reads of a step, ``[n]`` each: neighbouring tokens of one row."""
+
+    sources: Int64Array
+    rows: Int64Array
+    starts: Int64Array
+    counts: Int64Array
+    """Tokens; the label of the last one is among them."""
+    num_labelled: Int64Array
+    """Tokens, from the first, whose label is asked for whether it is trained."""
+
+
+def pieces_of(share: RankShare) -> Pieces:
+    """Return all that `read_micro_batch` asks its source for, over all slots of a share."""
+    found = [
+        _piece(run, share)
+        for slot in range(share.num_slots)
+        if share.indices[slot] != PADDING
+        for run in _slot_runs(share, slot)[0]
+    ]
+    table = [
+        (one.source, one.row, one.start, one.count, one.num_labelled) for one in found if one.count
+    ]
+    return Pieces(*np.array(table, dtype=np.int64).reshape(-1, 5).T)
 
 
 def read_micro_batch(
@@ -102,14 +131,8 @@ def read_micro_batch(
     """
     if share.indices[slot] == PADDING:
         return padding_micro_batch(share.hdp_rank, reader.token_multiple)
-    ring = share.ring_of(slot)
+    runs, chunks, wholes = _slot_runs(share, slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
-    border = begin + int(share.num_sharded[slot])
-    multiple = share.slice_multiple
-    lengths = share.lengths.tolist()
-    chunks = [chunk_tokens(length, len(ring), multiple) for length in lengths[begin:border]]
-    wholes = [chunk_tokens(length, 1, multiple) for length in lengths[border:end]]
-    runs = _runs(len(ring), ring.index(share.hdp_rank), begin, chunks, wholes)
 
     num_tokens = sum(run.num_tokens for run in runs)
     excess = -num_tokens % reader.token_multiple
@@ -121,17 +144,18 @@ def read_micro_batch(
     for run in runs:
         here = slice(first, first + run.num_tokens)
         positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        num_labelled = min(max(int(share.num_labels[run.i]) - run.first, 0), run.num_tokens)
-        start = int(share.starts[run.i]) + run.first
-        loss_mask[first : first + num_labelled] = source.is_trained(
-            int(share.sources[run.i]), int(share.rows[run.i]), start, start + num_labelled
-        )
-        if reader.reads_tokens:
-            in_vocabulary = _read(
-                run, num_labelled, share, source, tokens[here], labels[here], reader.vocab_size
+        piece = _piece(run, share)
+        if reader.reads_mask and piece.num_labelled:
+            loss_mask[first : first + piece.num_labelled] = source.is_trained(
+                piece.source, piece.row, piece.start, piece.start + piece.num_labelled
             )
+        if reader.reads_tokens and piece.num_held:
+            read = source.tokens(piece.source, piece.row, piece.start, piece.count)
+            tokens[here][: piece.num_held] = read[: piece.num_held]
+            labels[here][: piece.num_labelled] = read[1 : piece.num_labelled + 1]
             sequence_id = int(share.ids[run.i])
-            if not in_vocabulary and sequence_id not in corrupt:
+            is_good = read.min() >= 0 and read.max() < reader.vocab_size
+            if not is_good and sequence_id not in corrupt:
                 corrupt.append(sequence_id)
         first = here.stop
     sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
@@ -144,7 +168,7 @@ def read_micro_batch(
         positions=positions,
         loss_mask=loss_mask,
         sequence_index=sequence_index,
-        ring=ring,
+        ring=share.ring_of(slot),
         ring_slices=tuple(2 * chunk for chunk in chunks),
         local_lengths=(*wholes, excess) if excess else tuple(wholes),
         sequence_ids=tuple(share.ids[begin:end].tolist()),
@@ -183,35 +207,47 @@ class _Run:
     num_tokens: int
 
 
-def _runs(degree: int, index: int, begin: int, chunks: list[int], wholes: list[int]) -> list[_Run]:
-    """Return what ring member ``index`` of ``degree`` holds; sequences stand from ``begin`` on."""
+def _slot_runs(share: RankShare, slot: int) -> tuple[list[_Run], list[int], list[int]]:
+    """Return a slot's runs, and tokens of a chunk of each ring sequence and of each whole one."""
+    ring = share.ring_of(slot)
+    begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
+    border = begin + int(share.num_sharded[slot])
+    multiple = share.slice_multiple
+    sharded, whole = share.lengths[begin:border].tolist(), share.lengths[border:end].tolist()
+    chunks = [chunk_tokens(length, len(ring), multiple) for length in sharded]
+    wholes = [chunk_tokens(length, 1, multiple) for length in whole]
     runs = []
+    head = ring.index(share.hdp_rank)
+    tail = 2 * len(ring) - 1 - head
     for i, chunk in enumerate(chunks, begin):
-        tail = 2 * degree - 1 - index
-        runs += [_Run(i, index * chunk, chunk), _Run(i, tail * chunk, chunk)]
-    return runs + [_Run(i, 0, size) for i, size in enumerate(wholes, begin + len(chunks))]
+        runs += [_Run(i, head * chunk, chunk), _Run(i, tail * chunk, chunk)]
+    runs += [_Run(i, 0, size) for i, size in enumerate(wholes, border)]
+    return runs, chunks, wholes
 
 
-def _read(
-    run: _Run,
-    num_labelled: int,
-    share: RankShare,
-    source: TokenSource,
-    tokens: Int64Array,
-    labels: Int64Array,
-    vocab_size: int,
-) -> bool:
-    """Fill a run's tokens and labels; return whether all of them are in the vocabulary."""
-    num_held = min(max(int(share.lengths[run.i]) - run.first, 0), run.num_tokens)
-    if not num_held:
-        return True
-    # The label of a run's last token is the token after it, which another rank may hold.
-    read = source.tokens(
-        int(share.sources[run.i]),
-        int(share.rows[run.i]),
-        int(share.starts[run.i]) + run.first,
-        max(num_held, num_labelled + 1),
+@dataclass(frozen=True)
+class _Piece:
+    """What is read for a run: neighbouring tokens of one row."""
+
+    source: int
+    row: int
+    start: int
+    num_held: int
+    """Tokens of the run that are no padding."""
+    num_labelled: int
+    """Those of them, from the first, that have a label."""
+
+    @property
+    def count(self) -> int:
+        """Tokens to read: the label of the last one is the token after it."""
+        return max(self.num_held, self.num_labelled + 1) if self.num_held else 0
+
+
+def _piece(run: _Run, share: RankShare) -> _Piece:
+    return _Piece(
+        source=int(share.sources[run.i]),
+        row=int(share.rows[run.i]),
+        start=int(share.starts[run.i]) + run.first,
+        num_held=min(max(int(share.lengths[run.i]) - run.first, 0), run.num_tokens),
+        num_labelled=min(max(int(share.num_labels[run.i]) - run.first, 0), run.num_tokens),
     )
-    tokens[:num_held] = read[:num_held]
-    labels[:num_labelled] = read[1 : num_labelled + 1]
-    return bool(read.min() >= 0 and read.max() < vocab_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import BatchSize, Corpus, Mixture, Position, Step
 from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.lockstep import strategy_for
@@ -47,6 +48,15 @@ class PlannedStep:
     plan: Plan
     failure: str | None = None
     """Why the plan is the static one instead of the strategy's."""
+
+    def shares(self, settings: PlanSettings) -> StepShares:
+        """Return what cuts it into the shares of ranks."""
+        return StepShares(
+            self.step,
+            self.plan,
+            is_aligned=settings.is_aligned,
+            lockstep_ranks=settings.lockstep_ranks,
+        )
 
 
 class StepPlanner:

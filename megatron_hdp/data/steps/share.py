@@ -68,81 +68,87 @@ class RankShare:
         return int(np.flatnonzero(self.ids == sequence_id)[0])
 
 
-def shares_of(
-    step: Step,
-    plan: Plan,
-    ranks: Sequence[int],
-    *,
-    is_aligned: bool = False,
-    lockstep_ranks: int = 1,
-) -> list[RankShare]:
-    """Return the shares of some ranks.
+class StepShares:
+    """Cuts a planned step into the shares of its ranks, some at a time."""
 
-    Args:
-        step: what was drawn.
-        plan: of it; its sequence ids are places in the step.
-        ranks: HDP ranks.
-        is_aligned: see `planner.lockstep.slots`.
-        lockstep_ranks: likewise.
+    def __init__(
+        self, step: Step, plan: Plan, *, is_aligned: bool = False, lockstep_ranks: int = 1
+    ) -> None:
+        """Look at the step once.
 
-    Raises:
-        ValueError: the plan is for other sequences.
-    """
-    _require_lengths(step, plan)
-    of_ranks = slots(plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks)
-    mine = [of_ranks[rank] for rank in ranks]
-    counts = [len(one) for one in mine]
-    indices = np.concatenate([np.zeros(0, np.int64), *mine])
-    owners = np.repeat(np.array(ranks, dtype=np.int64), counts)
-    is_padding = indices == PADDING
-    m = np.where(is_padding, 0, indices)
+        Args:
+            step: what was drawn.
+            plan: of it; its sequence ids are places in the step.
+            is_aligned: see `planner.lockstep.slots`.
+            lockstep_ranks: likewise.
 
-    first = np.where(is_padding, len(plan.ranks), plan.rank_offsets[m])
-    sizes = np.where(is_padding, 1, np.diff(plan.rank_offsets)[m])
-    padded = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
-    ring = padded[_ranges(first, sizes)].astype(np.int64)
-    ring[ring == PADDING] = owners[is_padding]
+        Raises:
+            ValueError: the plan is for other sequences.
+        """
+        _require_lengths(step, plan)
+        self._step = step
+        self._plan = plan
+        self._slots = slots(plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks)
+        members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
+        self._members = members.astype(np.int64)
+        owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
+        self._locals = owners * plan.num_ranks + plan.local_ranks  # ascending
 
-    num_sequences = np.where(is_padding, 0, np.diff(plan.sequence_offsets)[m])
-    keys = _owners(plan.local_offsets) * plan.num_ranks + plan.local_ranks  # ascending
-    wanted = m * plan.num_ranks + owners
-    begins = np.searchsorted(keys, wanted, side="left")
-    num_local = np.searchsorted(keys, wanted, side="right") - begins
-    num_local[is_padding] = 0
-    totals = num_sequences + num_local
-    ids = np.empty(int(totals.sum()), dtype=np.int64)
-    starts = np.cumsum(totals) - totals
-    ids[_ranges(starts, num_sequences)] = plan.sequences[
-        _ranges(plan.sequence_offsets[m], num_sequences)
-    ]
-    ids[_ranges(starts + num_sequences, num_local)] = plan.local_sequences[
-        _ranges(begins, num_local)
-    ]
-    num_sharded = np.where(sizes > 1, num_sequences, 0)
-    ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
-    columns = {name: getattr(step, name)[ids] for name in _COLUMNS}
+    def of(self, ranks: Sequence[int]) -> list[RankShare]:
+        """Return the shares of some HDP ranks."""
+        if not ranks:
+            return []
+        plan = self._plan
+        counts = [len(self._slots[rank]) for rank in ranks]
+        indices = np.concatenate([self._slots[rank] for rank in ranks])
+        owners = np.repeat(np.array(ranks, dtype=np.int64), counts)
+        is_padding = indices == PADDING
+        m = np.where(is_padding, 0, indices)
 
-    slot_ends, ring_ends, ends = (np.cumsum(one) for one in (counts, sizes, totals))
-    shares = []
-    for rank, stop, count in zip(ranks, slot_ends.tolist(), counts, strict=True):
-        here = slice(stop - count, stop)
-        of_ring = slice(int(ring_ends[here.start] - sizes[here.start]), int(ring_ends[stop - 1]))
-        of_ids = slice(int(ends[here.start] - totals[here.start]), int(ends[stop - 1]))
-        shares.append(
-            RankShare(
-                hdp_rank=rank,
-                slice_multiple=plan.slice_multiple,
-                indices=indices[here],
-                offload_ratios=ratios[here],
-                ring_offsets=_offsets(sizes[here]),
-                ring=ring[of_ring],
-                offsets=_offsets(totals[here]),
-                num_sharded=num_sharded[here],
-                ids=ids[of_ids],
-                **{name: column[of_ids] for name, column in columns.items()},
+        first = np.where(is_padding, len(plan.ranks), plan.rank_offsets[m])
+        sizes = np.where(is_padding, 1, plan.rank_offsets[m + 1] - plan.rank_offsets[m])
+        ring = self._members[_ranges(first, sizes)]
+        ring[ring == PADDING] = owners[is_padding]
+
+        num_sequences = plan.sequence_offsets[m + 1] - plan.sequence_offsets[m]
+        num_sequences[is_padding] = 0
+        wanted = m * plan.num_ranks + owners
+        begins = np.searchsorted(self._locals, wanted, side="left")
+        num_local = np.searchsorted(self._locals, wanted, side="right") - begins
+        num_local[is_padding] = 0
+        totals = num_sequences + num_local
+        starts = np.cumsum(totals) - totals
+        ids = np.empty(int(totals.sum()), dtype=np.int64)
+        ids[_ranges(starts, num_sequences)] = plan.sequences[
+            _ranges(plan.sequence_offsets[m], num_sequences)
+        ]
+        ids[_ranges(starts + num_sequences, num_local)] = plan.local_sequences[
+            _ranges(begins, num_local)
+        ]
+        columns = {name: getattr(self._step, name)[ids] for name in _COLUMNS}
+        num_sharded = np.where(sizes > 1, num_sequences, 0)
+        ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
+
+        slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
+        shares = []
+        for rank, begin, end in zip(ranks, slot_offsets[:-1], slot_offsets[1:], strict=True):
+            here = slice(begin, end)
+            mine = slice(of_ids[begin], of_ids[end])
+            shares.append(
+                RankShare(
+                    hdp_rank=rank,
+                    slice_multiple=plan.slice_multiple,
+                    indices=indices[here],
+                    offload_ratios=ratios[here],
+                    ring_offsets=of_rings[begin : end + 1] - of_rings[begin],
+                    ring=ring[of_rings[begin] : of_rings[end]],
+                    offsets=of_ids[begin : end + 1] - of_ids[begin],
+                    num_sharded=num_sharded[here],
+                    ids=ids[mine],
+                    **{name: column[mine] for name, column in columns.items()},
+                )
             )
-        )
-    return shares
+        return shares
 
 
 def _require_lengths(step: Step, plan: Plan) -> None:
@@ -161,9 +167,5 @@ def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
-def _owners(offsets: Int64Array) -> Int64Array:
-    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-
-
-def _offsets(counts: Int64Array) -> Int64Array:
+def _offsets(counts: npt.ArrayLike) -> Int64Array:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -34,5 +34,6 @@ def reader_of(place: RankPlace, vocab_size: int) -> Reader:
         hdp_rank=place.hdp_rank,
         vocab_size=vocab_size,
         reads_tokens=place.reads_tokens,
+        reads_mask=place.is_first_stage or place.is_last_stage,
         token_multiple=place.token_multiple,
     )

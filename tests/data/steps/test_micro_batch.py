@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps import Reader, padding_micro_batch, read_micro_batch, shares_of
+from megatron_hdp.data.steps import Reader, StepShares, padding_micro_batch, read_micro_batch
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
@@ -91,7 +91,7 @@ def step_of(rows, table):
 def read(plan_, m, rank, rows, table, file, token_multiple=1):
     """A rank's part; its sequences under their rows."""
     reader = Reader(rank, 10**6, reads_tokens=file is not None, token_multiple=token_multiple)
-    (share,) = shares_of(step_of(rows, table), plan_, [rank])
+    (share,) = StepShares(step_of(rows, table), plan_).of([rank])
     slot = share.indices.tolist().index(m)
     part = read_micro_batch(share, slot, reader, OneSource(table, file))
     return replace(part, sequence_ids=tuple(int(rows[i]) for i in part.sequence_ids))
@@ -273,7 +273,7 @@ def test_a_rank_without_micro_batches_runs_padding():
     alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.5)
     table = SequenceTable.build(np.array([3]), max_length=3)
     step = step_of(np.array([0]), table)
-    busy, idle = shares_of(step, hand_made([3], alone), [0, 1])
+    busy, idle = StepShares(step, hand_made([3], alone)).of([0, 1])
     assert (busy.indices.tolist(), idle.indices.tolist()) == ([0], [PADDING])
     assert idle.ring_of(0) == (1,) and not len(idle.ids) and busy.ids.tolist() == [0]
     part = read_micro_batch(idle, 0, Reader(1, 10**6), OneSource(table, CountingFile([3])))
@@ -284,7 +284,7 @@ def test_a_plan_of_another_step_is_refused():
     alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)
     table = SequenceTable.build(np.array([3, 5]), max_length=5)
     with pytest.raises(ValueError, match="1 sequences of 3 tokens, .*step's 1 of 5: .*another"):
-        shares_of(step_of(np.array([1]), table), hand_made([3], alone), [0])
+        StepShares(step_of(np.array([1]), table), hand_made([3], alone))
 
 
 def test_padding_is_one_token_without_loss():

@@ -1,0 +1,1 @@
+"""The data plane beside the job: loaders, a planner and a constructor a node, as Ray actors."""

@@ -1,0 +1,123 @@
+"""A source loader: reads, decodes and counts, for one source, what constructors ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import OpenSource
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Pieces of one source's rows, ``[n]`` each; see `data.steps.Pieces`."""
+
+    rows: Int64Array
+    starts: Int64Array
+    counts: Int64Array
+    num_labelled: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pieces."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Their tokens, one piece after another."""
+
+    tokens: npt.NDArray[np.integer]
+    """In the narrowest integers that hold them."""
+    trained: ByteArray | None
+    """A bit for each labelled token, one piece after another; None: all of them are trained."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to send."""
+        return self.tokens.nbytes + (0 if self.trained is None else self.trained.nbytes)
+
+
+@dataclass
+class LoaderFigures:
+    """What one loader has done since it began."""
+
+    tokens: int = 0
+    sent_bytes: int = 0
+    busy_s: float = 0.0
+    requests: int = 0
+
+
+class LoadingService:
+    """One opened source. It keeps nothing that a step depends on, so any other can take its place.
+
+    Calls may come from several threads.
+    """
+
+    def __init__(self, source: OpenSource) -> None:
+        """Serve an opened source."""
+        self._source = source
+        self._lock = threading.Lock()
+        self.figures = LoaderFigures()
+
+    def metadata(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return tokens and labelled tokens of rows; text that has none yet is tokenised."""
+        began = time.perf_counter()
+        found = self._source.lengths(rows), self._source.num_labels(rows)
+        self._note(began, 0, 0)
+        return found
+
+    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
+        return self._source.num_trained(rows, starts, stops)
+
+    def load(self, wanted: Wanted) -> Loaded:
+        """Read pieces.
+
+        Raises:
+            ValueError: the data are not what they were when they were opened.
+        """
+        began = time.perf_counter()
+        tokens = np.empty(wanted.num_tokens, dtype=np.int64)
+        trained = np.empty(int(wanted.num_labelled.sum()), dtype=np.bool_)
+        at = label_at = 0
+        pieces = zip(
+            wanted.rows.tolist(),
+            wanted.starts.tolist(),
+            wanted.counts.tolist(),
+            wanted.num_labelled.tolist(),
+            strict=True,
+        )
+        for row, start, count, num_labelled in pieces:
+            tokens[at : at + count] = self._source.tokens(row, start, count)
+            trained[label_at : label_at + num_labelled] = self._source.is_trained(
+                row, start, start + num_labelled
+            )
+            at += count
+            label_at += num_labelled
+        loaded = Loaded(_narrow(tokens), None if trained.all() else np.packbits(trained))
+        self._note(began, wanted.num_tokens, loaded.num_bytes)
+        return loaded
+
+    def _note(self, began: float, tokens: int, sent_bytes: int) -> None:
+        with self._lock:
+            self.figures.tokens += tokens
+            self.figures.sent_bytes += sent_bytes
+            self.figures.busy_s += time.perf_counter() - began
+            self.figures.requests += 1
+
+
+def _narrow(tokens: Int64Array) -> npt.NDArray[np.integer]:
+    """Return the same numbers in two or four bytes each, where they fit."""
+    for kind in (np.uint16, np.int32):
+        limits = np.iinfo(kind)
+        if not len(tokens) or (tokens.min() >= limits.min and tokens.max() <= limits.max):
+            return tokens.astype(kind)
+    return tokens

@@ -1,0 +1,143 @@
+"""The planner: decides what stands in each step, a few steps ahead, from metadata alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.steps import RankShare, StepPlanner, StepShares, StepTotals
+from megatron_hdp.data_plane.roles.journal import Entry, Journal
+
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What some ranks hear of a step."""
+
+    epoch: int
+    """Of the planner that says it."""
+    totals: StepTotals
+    shares: list[RankShare]
+
+
+@dataclass(frozen=True)
+class _Decided:
+    totals: StepTotals
+    shares: StepShares
+
+
+class PlanningService:
+    """The steps over one split of the data.
+
+    A step is a function of the position at which it begins, so any planner decides the same. The
+    journal shows that it did: a step whose fingerprints are not those that were answered before is
+    refused.
+    """
+
+    def __init__(
+        self, split: str, planner: StepPlanner, journal: Journal, *, steps_ahead: int
+    ) -> None:
+        """Decide steps from now on.
+
+        Args:
+            split: name of the split.
+            planner: draws and plans.
+            journal: what is decided goes there before it is answered.
+            steps_ahead: steps that are decided before they are asked for.
+        """
+        self._split = split
+        self._planner = planner
+        self._journal = journal
+        self._steps_ahead = steps_ahead
+        self._lock = threading.Lock()
+        self._steps: OrderedDict[_Key, Future[_Decided]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"plan-{split}")
+        self._before = {
+            Position.from_record(one.before).key(): one
+            for one in journal.entries()
+            if one.split == split
+        }
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that are decided and wait to be asked for."""
+        with self._lock:
+            return sum(one.done() for one in self._steps.values()) - 1 if self._steps else 0
+
+    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
+        """Draw from now on in these orders of the sources."""
+        with self._lock:
+            self._steps.clear()
+            self._planner.follow(orders)
+
+    def answer(self, position: Position, ranks: Sequence[int]) -> Answer:
+        """Return the shares of some HDP ranks in the step that begins at a position.
+
+        Raises:
+            FencedError: another planner has taken over.
+            ValueError: nothing of the step carries loss, or every source has ended, or the data
+                have changed since the step was first decided.
+        """
+        decided = self._decided(position).result()
+        self._expect_after(decided.totals.after, self._steps_ahead)
+        found = decided.shares.of(ranks)
+        self._journal.require_current()  # the last thing before it is told
+        return Answer(self._journal.epoch, decided.totals, found)
+
+    def close(self) -> None:
+        """End what decides steps ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _decided(self, position: Position) -> Future[_Decided]:
+        """The step, decided before or soon; what lies before it is forgotten."""
+        with self._lock:
+            future = self._steps.get(position.key())
+            if future is None:
+                future = self._thread.submit(self._decide, position)
+                self._steps[position.key()] = future
+            while len(self._steps) > 2 * self._steps_ahead + 2:
+                self._steps.popitem(last=False)
+            return future
+
+    def _expect_after(self, position: Position, count: int) -> None:
+        if not count:
+            return
+        future = self._decided(position)
+
+        def go_on(done: Future[_Decided]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._expect_after(done.result().totals.after, count - 1)
+
+        future.add_done_callback(go_on)
+
+    def _decide(self, position: Position) -> _Decided:
+        known = self._before.get(position.key())
+        if known is None or known.failure is None:
+            planned = self._planner.step(position)
+        else:  # ranks may run the static plan already
+            step = self._planner.mixture.step(position)
+            planned = self._planner.statically(step, known.failure)
+        totals = StepTotals.of(planned, len(self._planner.corpus.sources))
+        if known is None:
+            self._journal.append(
+                Entry(
+                    split=self._split,
+                    before=position.to_record(),
+                    after=totals.after.to_record(),
+                    fingerprints=totals.fingerprints,
+                    failure=totals.failure,
+                )
+            )
+        elif dict(known.fingerprints) != dict(totals.fingerprints):
+            raise ValueError(
+                f"step {position.steps + 1} is not what it was when it was first decided (found "
+                f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data have "
+                "changed under the run; put back what they were"
+            )
+        return _Decided(totals, planned.shares(self._planner.settings))
