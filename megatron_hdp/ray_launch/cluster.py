@@ -85,14 +85,16 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     if node == 0:
         words += ["--head", f"--port={port}", f"--node-ip-address={host}"]
         words += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        words.append("--no-monitor")  # of an autoscaler
     else:
         words += [f"--address={address}"]
     words += ["--disable-usage-stats", "--include-log-monitor=false", f"--temp-dir={folder}"]
     words += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
     for name in ("node-manager", "object-manager", "min-worker", "max-worker"):
         words.append(f"--{name}-port=0")
+    # not 0: Ray would wait for its agents to name theirs, and give up on a busy machine
     for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
-        words.append(f"--{name}-port=0")
+        words.append(f"--{name}-port={free_port()}")
     words.append("--metrics-export-port=0")
     for option, variable in (("cpus", "SLURM_CPUS_ON_NODE"), ("gpus", "SLURM_GPUS_ON_NODE")):
         if os.environ.get(variable, "").isdigit():

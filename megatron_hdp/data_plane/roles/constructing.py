@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,14 @@ from megatron_hdp.data.steps import Pieces, RankStep, Reader, pieces_of, read_st
 from megatron_hdp.data_plane.roles.loading import Loaded, Wanted
 from megatron_hdp.data_plane.roles.planning import Answer
 
+T = TypeVar("T")
+
 AskPlanner = Callable[[Position, Sequence[int]], Answer]
 """For the shares of HDP ranks in the step that begins at a position; blocks."""
-AskLoader = Callable[[int, Wanted], Loaded]
-"""For pieces of a source, given by its index; blocks, and several threads call it."""
+AskLoader = Callable[[str, Sequence[str], Wanted], Loaded]
+"""For pieces of a source, by name, of these loaders: the first, or another if that fails; blocks,
+and several threads call it."""
+_BLOCK = 64  # rows that one loader reads together
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -39,29 +44,46 @@ class ConstructorFigures:
     """Of the tokens of the slices that the node's ranks hold, in the loaders' integers."""
 
 
-class ConstructingService:
+class ConstructingService(Generic[T]):
     """Makes the steps of one split for the ranks of one node.
 
-    Steps are made in the order of their positions, `steps_ahead` of them before they are asked for.
+    `steps_ahead` of them are made before they are asked for; so many and two more are kept.
     """
 
-    def __init__(self, ask_planner: AskPlanner, ask_loader: AskLoader, *, steps_ahead: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        ask_planner: AskPlanner,
+        ask_loader: AskLoader,
+        lay_out: Callable[[RankStep], T],
+        let_go: Callable[[T], None],
+        *,
+        steps_ahead: int,
+    ) -> None:
         """Make steps by asking others.
 
         Args:
+            names: of the sources.
             ask_planner: for shares.
             ask_loader: for tokens.
+            lay_out: puts a reader's step where the reader finds it.
+            let_go: frees what was laid out.
             steps_ahead: steps that are made before they are asked for.
         """
+        self._names = tuple(names)
         self._ask_planner = ask_planner
         self._ask_loader = ask_loader
+        self._lay_out = lay_out
+        self._let_go = let_go
         self._steps_ahead = steps_ahead
         self._lock = threading.Lock()
         self._readers: dict[Reader, None] = {}
-        self._steps: OrderedDict[tuple[object, ...], Future[_Made]] = OrderedDict()
+        self._steps: OrderedDict[tuple[object, ...], Future[_Made[T]]] = OrderedDict()
         self._makers = ThreadPoolExecutor(1, thread_name_prefix="make")
         self._fetchers = ThreadPoolExecutor(16, thread_name_prefix="fetch")
         self._epoch = 0
+        self.num_loaders = 0
+        """Of all sources, when the latest step was made; those that stand by included."""
         self.figures = ConstructorFigures()
 
     @property
@@ -70,12 +92,18 @@ class ConstructingService:
         with self._lock:
             return max(sum(one.done() for one in self._steps.values()) - 1, 0)
 
+    @property
+    def num_readers(self) -> int:
+        """Readers that steps are made for."""
+        return len(self._readers)
+
     def add(self, reader: Reader) -> None:
         """Make steps for one more reader; steps made before lack it and are made again."""
         with self._lock:
-            if reader not in self._readers:
-                self._readers[reader] = None
-                self._steps.clear()
+            if reader in self._readers:
+                return
+            self._readers[reader] = None
+        self.forget()
 
     def remove(self, reader: Reader) -> None:
         """Make no more for a reader."""
@@ -85,16 +113,22 @@ class ConstructingService:
     def forget(self) -> None:
         """Drop the steps that were made: another order of the data holds from now on."""
         with self._lock:
+            dropped = list(self._steps.values())
             self._steps.clear()
+        for one in dropped:
+            self._drop(one)
 
-    def get(self, position: Position, reader: Reader, timeout_s: float) -> RankStep:
-        """Return a reader's part of the step that begins at a position.
+    def get(self, position: Position, reader: Reader, timeout_s: float) -> T:
+        """Return where a reader's part of the step that begins at a position is laid out.
 
         Raises:
             ValueError: what planner or loader say of the data or the step.
             TimeoutError: it is not made in time.
         """
         made = self._made(position).result(timeout_s)
+        if reader not in made.steps:  # it came while the step was made
+            self.forget()
+            made = self._made(position).result(timeout_s)
         self._expect(made.after, self._steps_ahead)
         return made.steps[reader]
 
@@ -104,10 +138,11 @@ class ConstructingService:
 
     def close(self) -> None:
         """End all threads; what is being fetched ends by its own time limit."""
+        self.forget()
         self._makers.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
-    def _made(self, position: Position) -> Future[_Made]:
+    def _made(self, position: Position) -> Future[_Made[T]]:
         with self._lock:
             key = position.key()
             future = self._steps.get(key)
@@ -115,21 +150,33 @@ class ConstructingService:
                 readers = tuple(self._readers)
                 future = self._makers.submit(self._make, position, readers)
                 self._steps[key] = future
+            dropped = []
             while len(self._steps) > self._steps_ahead + 2:
-                self._steps.popitem(last=False)
-            return future
+                dropped.append(self._steps.popitem(last=False)[1])
+        for one in dropped:
+            self._drop(one)
+        return future
+
+    def _drop(self, future: Future[_Made[T]]) -> None:
+        def let_go(done: Future[_Made[T]]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                for one in done.result().steps.values():
+                    self._let_go(one)
+
+        future.cancel()
+        future.add_done_callback(let_go)
 
     def _expect(self, position: Position, count: int) -> None:
         if not count:
             return
 
-        def go_on(done: Future[_Made]) -> None:
+        def go_on(done: Future[_Made[T]]) -> None:
             if not done.cancelled() and done.exception() is None:
                 self._expect(done.result().after, count - 1)
 
         self._made(position).add_done_callback(go_on)
 
-    def _make(self, position: Position, readers: Sequence[Reader]) -> _Made:
+    def _make(self, position: Position, readers: Sequence[Reader]) -> _Made[T]:
         ranks = sorted({one.hdp_rank for one in readers})
         answer = self._ask_planner(position, ranks)
         if answer.epoch < self._epoch:
@@ -137,27 +184,37 @@ class ConstructingService:
                 f"a planner of epoch {answer.epoch} has answered, expected {self._epoch} or later"
             )
         self._epoch = answer.epoch
+        self.num_loaders = sum(map(len, answer.loaders.values()))
         shares = dict(zip(ranks, answer.shares, strict=True))
         reading = {one.hdp_rank for one in readers if one.reads_tokens or one.reads_mask}
-        fetched = self._fetch([pieces_of(shares[rank]) for rank in ranks if rank in reading])
+        pieces = [pieces_of(shares[rank]) for rank in ranks if rank in reading]
+        fetched = self._fetch(pieces, answer)
         steps = {
-            one: read_step(answer.totals, shares[one.hdp_rank], one, fetched) for one in readers
+            one: self._lay_out(read_step(answer.totals, shares[one.hdp_rank], one, fetched))
+            for one in readers
         }
         self.figures.steps += 1
         return _Made(answer.totals.after, steps)
 
-    def _fetch(self, of_ranks: Sequence[Pieces]) -> _Fetched:
-        """Ask each source's loaders once for all that the node's ranks read of it."""
+    def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> _Fetched:
+        """Ask the sources' loaders for all that the node's ranks read, each piece once."""
         columns = [
             np.concatenate([getattr(one, name) for one in of_ranks] or [np.zeros(0, np.int64)])
             for name in ("sources", "rows", "starts", "counts", "num_labelled")
         ]
-        sources = columns[0]
+        sources, rows = columns[:2]
         asked: list[tuple[int, Wanted, Future[Loaded]]] = []
         for source in np.unique(sources).tolist():
-            wanted = Wanted(*(column[sources == source] for column in columns[1:]))
-            future = self._fetchers.submit(self._ask_loader, source, wanted)
-            asked.append((source, wanted, future))
+            name = self._names[source]
+            loaders, serving = answer.loaders[name], max(answer.num_serving[name], 1)
+            turns = rows // _BLOCK % serving
+            for turn in range(serving):
+                mine = (sources == source) & (turns == turn)
+                if mine.any():
+                    wanted = Wanted(*(column[mine] for column in columns[1:]))
+                    order = (*loaders[turn:], *loaders[:turn])
+                    future = self._fetchers.submit(self._ask_loader, name, order, wanted)
+                    asked.append((source, wanted, future))
         fetched = _Fetched()
         for source, wanted, future in asked:
             loaded = future.result()
@@ -168,44 +225,46 @@ class ConstructingService:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Made(Generic[T]):
     """A step as the node's readers get it."""
 
     after: Position
-    steps: dict[Reader, RankStep]
+    steps: dict[Reader, T]
 
 
 class _Fetched:
     """Pieces that were fetched, as a `TokenSource`."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int, int], tuple[Int64Array, BoolArray]] = {}
+        self._tokens: dict[tuple[int, int, int, int], Int64Array] = {}
+        self._trained: dict[tuple[int, int, int, int], BoolArray] = {}
 
     def add(self, source: int, wanted: Wanted, loaded: Loaded) -> None:
         """Take what a loader has answered."""
         tokens = loaded.tokens.astype(np.int64)
+        if len(tokens) != wanted.num_tokens:
+            raise RuntimeError(
+                f"a loader sent {len(tokens):,} tokens, expected {wanted.num_tokens:,}"
+            )
         num_labels = int(wanted.num_labelled.sum())
         trained = np.ones(num_labels, dtype=np.bool_)
         if loaded.trained is not None:
             trained = np.unpackbits(loaded.trained, count=num_labels).view(np.bool_)
-        ends, label_ends = np.cumsum(wanted.counts), np.cumsum(wanted.num_labelled)
-        if len(tokens) != (ends[-1] if len(ends) else 0):
-            raise RuntimeError(
-                f"a loader of source {source} sent {len(tokens):,} tokens, expected {ends[-1]:,}"
-            )
-        for i, (row, start) in enumerate(
-            zip(wanted.rows.tolist(), wanted.starts.tolist(), strict=True)
+        at = label_at = 0
+        for row, start, count, labelled in zip(
+            wanted.rows.tolist(),
+            wanted.starts.tolist(),
+            wanted.counts.tolist(),
+            wanted.num_labelled.tolist(),
+            strict=True,
         ):
-            here = slice(int(ends[i] - wanted.counts[i]), int(ends[i]))
-            labels = slice(int(label_ends[i] - wanted.num_labelled[i]), int(label_ends[i]))
-            self._found[source, row, start] = tokens[here], trained[labels]
+            self._tokens[source, row, start, count] = tokens[at : at + count]
+            end = label_at + labelled
+            self._trained[source, row, start, start + labelled] = trained[label_at:end]
+            at, label_at = at + count, end
 
     def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
-        found: Int64Array = self._found[source, row, start][0]
-        assert len(found) == count, "another piece was fetched than is read"
-        return found
+        return self._tokens[source, row, start, count]
 
     def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
-        found: BoolArray = self._found[source, row, start][1]
-        assert len(found) == stop - start, "another piece was fetched than is read"
-        return found
+        return self._trained[source, row, start, stop]

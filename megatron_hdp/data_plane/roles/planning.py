@@ -24,6 +24,10 @@ class Answer:
     """Of the planner that says it."""
     totals: StepTotals
     shares: list[RankShare]
+    loaders: Mapping[str, tuple[str, ...]]
+    """Of each source, by name: whom to ask for its tokens, those that stand by at the end."""
+    num_serving: Mapping[str, int]
+    """How many of them, from the first, share the work."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class PlanningService:
         self._lock = threading.Lock()
         self._steps: OrderedDict[_Key, Future[_Decided]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"plan-{split}")
+        self._loaders: Mapping[str, tuple[str, ...]] = {}
+        self._num_serving: Mapping[str, int] = {}
         self._before = {
             Position.from_record(one.before).key(): one
             for one in journal.entries()
@@ -76,6 +82,10 @@ class PlanningService:
             self._steps.clear()
             self._planner.follow(orders)
 
+    def serve(self, loaders: Mapping[str, tuple[str, ...]], num_serving: Mapping[str, int]) -> None:
+        """Tell from now on that these loaders serve the sources; see `Answer`."""
+        self._loaders, self._num_serving = dict(loaders), dict(num_serving)
+
     def answer(self, position: Position, ranks: Sequence[int]) -> Answer:
         """Return the shares of some HDP ranks in the step that begins at a position.
 
@@ -88,7 +98,13 @@ class PlanningService:
         self._expect_after(decided.totals.after, self._steps_ahead)
         found = decided.shares.of(ranks)
         self._journal.require_current()  # the last thing before it is told
-        return Answer(self._journal.epoch, decided.totals, found)
+        return Answer(
+            epoch=self._journal.epoch,
+            totals=decided.totals,
+            shares=found,
+            loaders=self._loaders,
+            num_serving=self._num_serving,
+        )
 
     def close(self) -> None:
         """End what decides steps ahead."""

@@ -1,0 +1,221 @@
+"""The roles as Ray actors. Arguments are small: what they need lies in the plane's folder.
+
+Ray starts each again when its process dies; none keeps what a step depends on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data_plane.asking import Asker
+from megatron_hdp.data_plane.hooks import run_hook
+from megatron_hdp.data_plane.names import NAMESPACE, constructor_of, loader_of, planner_of
+from megatron_hdp.data_plane.records import from_plain, to_plain
+from megatron_hdp.data_plane.roles import (
+    Answer,
+    Journal,
+    Loaded,
+    LoadingService,
+    PlanningService,
+    Wanted,
+)
+from megatron_hdp.data_plane.serving import NodeService
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
+
+_THREADS = 16
+_PAUSE_S = 0.05
+_say = partial(print, flush=True)
+
+
+class Planner:
+    """The one planner of a job."""
+
+    def __init__(self, folder: str) -> None:
+        """Take over: a planner that was there before cannot answer any more.
+
+        Args:
+            folder: of the plane; holds the journal, and the splits' setups after a restart.
+        """
+        run_hook()
+        self._folder = Path(folder)
+        self._journal = Journal(self._folder / "journal")
+        self._lock = threading.Lock()
+        self._setups: dict[str, SplitSetup] = {}
+        self._services: dict[str, PlanningService] = {}
+        self._serving: dict[str, tuple[Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
+        for path in sorted(self._folder.glob("setup-*.json")):
+            self._open(from_plain(SplitSetup, orjson.loads(path.read_bytes())))
+
+    def configure(self, plain: Mapping[str, Any]) -> None:
+        """Open a split, unless that is done."""
+        setup = from_plain(SplitSetup, plain)
+        with self._lock:
+            if self._setups.get(setup.split) == setup:
+                return
+            path = self._folder / f"setup-{setup.split}.json"
+            unnamed = path.with_suffix(".new")
+            with os.fdopen(os.open(unnamed, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.truncate()
+                file.write(orjson.dumps(plain))
+            self._open(setup)
+            unnamed.replace(path)
+
+    def setups(self) -> dict[str, Any]:
+        """Return the splits' setups as plain values."""
+        return {name: to_plain(one) for name, one in self._setups.items()}
+
+    def serve(
+        self, split: str, loaders: Mapping[str, tuple[str, ...]], num_serving: Mapping[str, int]
+    ) -> None:
+        """Tell who serves a split's sources."""
+        self._serving[split] = loaders, num_serving
+        self._services[split].serve(loaders, num_serving)
+
+    def answer(self, split: str, position: Mapping[str, Any], ranks: Sequence[int]) -> Answer:
+        """Return the shares of some ranks; see `PlanningService.answer`."""
+        return self._services[split].answer(Position.from_record(position), ranks)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of it, for `megatron-hdp data top`."""
+        ahead = {name: one.num_ahead for name, one in self._services.items()}
+        return {"epoch": self._journal.epoch, "steps_ahead": ahead, "pid": os.getpid()}
+
+    def _open(self, setup: SplitSetup) -> None:
+        service = PlanningService(
+            setup.split,
+            setup.planner(_say),
+            self._journal,
+            steps_ahead=setup.loaders.steps_ahead,
+        )
+        if setup.split in self._services:
+            self._services[setup.split].close()
+        if setup.split in self._serving:
+            service.serve(*self._serving[setup.split])
+        self._setups[setup.split], self._services[setup.split] = setup, service
+
+
+class Loader:
+    """One loader of one source."""
+
+    def __init__(self, setup: bytes, source: str) -> None:
+        """Open the source.
+
+        Args:
+            setup: of the split, as JSON.
+            source: name of the source.
+        """
+        run_hook()
+        opened = from_plain(SplitSetup, orjson.loads(setup)).alone(source, _say)
+        self._service = LoadingService(opened.sources[0])
+
+    def load(self, wanted: Wanted) -> Loaded:
+        """Return pieces of the source."""
+        return self._service.load(wanted)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what it has done."""
+        found = to_plain(self._service.figures)
+        return {**found, "pid": os.getpid(), "rss_bytes": _rss_bytes(), "looked_s": time.time()}
+
+
+class Constructor:
+    """A node's constructor, which listens on the node's socket."""
+
+    def __init__(self, plane: str, node: int, folder: str, timeout_s: float) -> None:
+        """Listen.
+
+        Args:
+            plane: its name.
+            node: number of the node.
+            folder: of the node.
+            timeout_s: within which planner and loaders must answer.
+        """
+        run_hook()
+        others = _Others(plane, timeout_s)
+        segments = SegmentFolder.make(f"{plane}-{node}")
+        self._service = NodeService(others, segments, timeout_s)
+        self._server = NodeServer(Path(folder) / "node.sock", self._service)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what it has done."""
+        return {**self._service.figures(), "pid": os.getpid(), "rss_bytes": _rss_bytes()}
+
+
+class _Others(Asker):
+    """Planner and loaders of a plane."""
+
+    def __init__(self, plane: str, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._planner = planner_of(plane)
+
+    def configure(self, setup: SplitSetup) -> None:
+        self.ask(self._planner, "configure", to_plain(setup))
+
+    def plan(self, split: str, position: Position, ranks: Sequence[int]) -> Answer:
+        arguments = split, position.to_record(), list(ranks)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            found: Answer = self.ask(self._planner, "answer", *arguments)
+            if found.loaders:
+                return found
+            if time.monotonic() > deadline:
+                raise DataPlaneLost(
+                    f"the data plane has no loaders after {self.timeout_s:.0f} s: its log says why"
+                )
+            time.sleep(_PAUSE_S)  # the planner was started just now and knows of none yet
+
+
+def start_planner(plane: str, folder: Path) -> Any:
+    """Start the planner of a plane, on this node, which holds its folder."""
+    return _start(Planner, planner_of(plane), str(folder), scheduling_strategy=_here())
+
+
+def start_loader(plane: str, setup: SplitSetup, source: str, number: int) -> Any:
+    """Start one more loader of a source, on any node."""
+    name = loader_of(plane, setup.split, source, number)
+    return _start(Loader, name, orjson.dumps(to_plain(setup)), source, scheduling_strategy="SPREAD")
+
+
+def start_constructor(plane: str, node: int, folder: Path, timeout_s: float) -> Any:
+    """Start the constructor of this node, on this node."""
+    name, folder_text = constructor_of(plane, node), str(folder)
+    return _start(
+        Constructor, name, plane, node, folder_text, timeout_s, scheduling_strategy=_here()
+    )
+
+
+def _here() -> NodeAffinitySchedulingStrategy:
+    node: str = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _start(role: type, name: str, *arguments: Any, **options: Any) -> Any:
+    return (
+        ray.remote(role)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=_THREADS,
+            **options,
+        )
+        .remote(*arguments)
+    )
+
+
+def _rss_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,119 @@
+"""How a constructor asks planner and loaders: within a time limit; another loader if one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from megatron_hdp.data_plane.names import NAMESPACE
+from megatron_hdp.data_plane.roles import FencedError, Loaded, Wanted
+from megatron_hdp.data_plane.wire import DataPlaneLost
+
+_PAUSE_S = 0.1
+_LOST = (RayActorError, FencedError)
+
+
+class Asker:
+    """Asks the actors of one plane, by their names, from any thread.
+
+    Attributes:
+        num_takeovers: answers that came from another loader than the first.
+        longest_takeover_s: the longest time that passed until then.
+    """
+
+    def __init__(self, timeout_s: float, actor: Callable[[str], Any] | None = None) -> None:
+        """Ask with a time limit.
+
+        Args:
+            timeout_s: for an answer, with all repetitions.
+            actor: finds an actor by its name; None: Ray does.
+        """
+        self.timeout_s = timeout_s
+        self._find = actor or _actor
+        self.num_takeovers = 0
+        self.longest_takeover_s = 0.0
+
+    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """Return what a method of an actor returns; an actor that has died is waited for.
+
+        Raises:
+            DataPlaneLost: it does not answer in time.
+            ValueError: what it says of the question.
+        """
+        deadline, why = time.monotonic() + self.timeout_s, "it does not answer"
+        while time.monotonic() < deadline:
+            try:
+                asked = getattr(self._find(name), method).remote(*arguments)
+                return _get(asked, deadline - time.monotonic())
+            except GetTimeoutError:
+                break
+            except (*_LOST, ValueError) as error:
+                if not _is_gone(error):
+                    raise
+                why = str(error).splitlines()[0]
+                time.sleep(_PAUSE_S)
+        raise DataPlaneLost(
+            f"{name} of the data plane gave no answer to '{method}' within {self.timeout_s:.0f} s "
+            f"({why})"
+        )
+
+    def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
+        """Return pieces of a source, from the first of its loaders that gives them.
+
+        Raises:
+            DataPlaneLost: none does in time.
+            ValueError: what the loader says of the data.
+        """
+        began = time.monotonic()
+        deadline, why = began + self.timeout_s, "it has none"
+        patience_s = self.timeout_s / max(len(loaders), 1)
+        while time.monotonic() < deadline:
+            for turn, name in enumerate(loaders):
+                try:
+                    asked = self._find(name).load.remote(wanted)
+                    left_s = min(patience_s, deadline - time.monotonic())
+                    loaded: Loaded = _get(asked, max(left_s, _PAUSE_S))
+                except GetTimeoutError:
+                    why = f"{name} has not answered for {patience_s:.0f} s"
+                    continue
+                except (*_LOST, ValueError) as error:
+                    if not _is_gone(error):
+                        raise
+                    why = str(error).splitlines()[0]
+                    continue
+                if turn or time.monotonic() - began > patience_s:
+                    self.num_takeovers += 1
+                    took_s = time.monotonic() - began
+                    self.longest_takeover_s = max(self.longest_takeover_s, took_s)
+                return loaded
+            time.sleep(_PAUSE_S)
+        raise DataPlaneLost(
+            f"source '{source}' gave no tokens within {self.timeout_s:.0f} s ({why}): look at its "
+            "files and their disk, or raise timeout-s of loaders in the file of --hdp-data"
+        )
+
+
+def _actor(name: str) -> Any:
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def _get(asked: Any, timeout_s: float) -> Any:
+    """Return an answer; of an error that the actor raised, what it raised itself."""
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception) and not isinstance(cause, RayError):
+            raise cause from None
+        raise
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether an actor has died, is being started, or was replaced; Ray's ValueError is no name."""
+    if isinstance(error, _LOST):
+        return True
+    return "Failed to look up actor" in str(error)

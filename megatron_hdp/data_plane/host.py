@@ -1,0 +1,116 @@
+"""One node's part of the data plane: ``python -m megatron_hdp.data_plane.host``, started by a rank.
+
+It starts Ray on the node or joins a cluster, starts the node's constructor and, on the first node,
+planner and loaders, and watches them. It ends with the rank that started it, and takes along all
+that it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_hdp.data_plane.actors import start_constructor, start_planner
+from megatron_hdp.data_plane.names import NAMESPACE
+from megatron_hdp.data_plane.status import write_status
+from megatron_hdp.data_plane.supervisor import Supervisor
+from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.ray_launch.cluster import ray_node
+
+_LOOK_S = 0.5
+_FIRST_LOOKS_S = 0.05
+_ANSWER_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one node's part until it is told to end, or Ray is lost; return an exit code."""
+    options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(ExitCode.DONE))
+    folder = Path(options.folder)
+    try:
+        with ExitStack() as stack:
+            node = None
+            if options.address is not None:
+                node = stack.enter_context(ray_node(options.address, options.node))
+            stack.enter_context(_connected(options.address))
+            _Host(options.plane, options.node, options.nodes, folder, options.timeout).run(node)
+    except (OSError, RuntimeError, RayError) as error:
+        (folder / "lost").write_text(f"{error}")
+        print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+class _Host:
+    def __init__(self, plane: str, node: int, nodes: int, folder: Path, timeout_s: float) -> None:
+        self._plane = plane
+        self._node = node
+        self._nodes = nodes
+        self._folder = folder
+        self._constructor = start_constructor(plane, node, folder, timeout_s)
+        self._supervisor: Supervisor | None = None
+        self._planner: Any = None
+        if node == 0:
+            self._planner = start_planner(plane, folder)
+            self._supervisor = Supervisor(plane, self._planner)
+
+    def run(self, process: Any) -> None:
+        """Look at everything, again and again.
+
+        Raises:
+            RuntimeError: Ray on this node has ended.
+        """
+        began = time.monotonic()
+        while True:
+            if process is not None and process.poll() is not None:
+                raise RuntimeError(f"Ray on this node has ended with {process.returncode}")
+            self._look()
+            quick = time.monotonic() - began < _ANSWER_S
+            time.sleep(_FIRST_LOOKS_S if quick else _LOOK_S)
+
+    def _look(self) -> None:
+        found: dict[str, Any] = {"plane": self._plane, "node": self._node, "pid": os.getpid()}
+        with suppress(RayError):  # an actor that has died is being started again
+            asked = self._constructor.figures.remote()
+            if self._supervisor is not None:
+                self._supervisor.look(self._nodes, {})
+                found["planner"] = ray.get(self._planner.figures.remote(), timeout=_ANSWER_S)
+                found["sources"] = self._supervisor.figures()
+            found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
+            write_status(self._folder, found)
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[None]:
+    """This process in the cluster at an address, or in the one that RAY_ADDRESS names."""
+    ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=True)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_hdp.data_plane.host")
+    add = parser.add_argument
+    add("--plane", required=True, help="its name, the same on all nodes")
+    add("--folder", required=True, help="of this node, for this user alone")
+    add("--node", type=int, required=True)
+    add("--nodes", type=int, required=True)
+    add("--address", help="of the head that the plane starts; without it RAY_ADDRESS names one")
+    add("--timeout", type=float, required=True, help="seconds within which all must answer")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A rank's end of the data plane: it asks its node's constructor and maps what that laid out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.one_ahead import OneAhead
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.steps import RankStep, Reader
+from megatron_hdp.data_plane.records import to_plain
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, header_of, unpack
+
+_SPARE_S = 30.0  # what the constructor may need beyond its own time limit, to say so
+_TRIES = 3
+
+
+class RayLoaders:
+    """The `Loaders` of one rank, over one split, on a node that has a constructor.
+
+    It holds a socket and maps one step at a time; Ray is not imported.
+    """
+
+    def __init__(self, socket: Path, setup: SplitSetup, reader: Reader) -> None:
+        """Set whom to ask; the connection is made with the first question.
+
+        Args:
+            socket: of the node's constructor.
+            setup: of the split, the same on every rank.
+            reader: what this rank reads.
+        """
+        self._socket = socket
+        self._setup = setup
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._client: NodeClient | None = None
+        self._segments: SegmentFolder | None = None
+        self._ahead = OneAhead(self._ask)
+        self.num_loaders = 0
+        """Of all sources, as the constructor knows them."""
+        self.steps_ahead = 0
+        """Steps that lay ready behind the latest one."""
+
+    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
+        """Draw from now on in these orders of the sources; before the first step."""
+        assert self._client is None, "a step was asked for in another order"
+        self._setup = replace(self._setup, orders=dict(orders))
+
+    def expect(self, position: Position) -> None:
+        """Ask for the step that begins at a position, in the background."""
+        self._ahead.expect(position)
+
+    def get(self, position: Position) -> RankStep:
+        """Return the step that begins at a position.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or the data cannot be read.
+            DataPlaneLost: the data plane does not answer.
+        """
+        return self._ahead.get(position)
+
+    def statically(self, step: RankStep, failure: str) -> RankStep:
+        """Never needed: one planner answers all ranks alike."""
+        raise RuntimeError(f"the planner's answers differ between ranks: {failure}")
+
+    def close(self) -> None:
+        """Hang up, and end the thread that asks."""
+        if self._client is not None:
+            self._client.close()
+        self._ahead.close()
+        if self._segments is not None:
+            self._segments.close()
+
+    def _ask(self, position: Position) -> RankStep:
+        client, timeout_s = self._connected()
+        request = {"request": "get", "position": position.to_record()}
+        for last in range(_TRIES):
+            answer = client.call(request, timeout_s)
+            self.num_loaders, self.steps_ahead = answer["loaders"], answer["steps_ahead"]
+            assert self._segments is not None
+            try:
+                mapped = memoryview(self._segments.attach(answer["segment"]))
+            except FileNotFoundError:  # dropped before it was mapped: the constructor makes it anew
+                if last == _TRIES - 1:
+                    raise
+                continue
+            return unpack(header_of(mapped), mapped)
+        raise AssertionError("unreachable")
+
+    def _connected(self) -> tuple[NodeClient, float]:
+        timeout_s = self._setup.loaders.timeout_s + _SPARE_S
+        if self._client is None:
+            hello = {
+                "request": "hello",
+                "setup": to_plain(self._setup),
+                "reader": to_plain(self._reader),
+            }
+            self._client = NodeClient(self._socket, timeout_s, hello=hello, reconnect_s=timeout_s)
+            self._segments = SegmentFolder(Path(self._client.greeting["segments"]))
+        return self._client, timeout_s

@@ -1,0 +1,23 @@
+"""What planner, loaders and constructors do, wherever they run: no Ray, no sockets."""
+
+from megatron_hdp.data_plane.roles.constructing import ConstructingService, ConstructorFigures
+from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
+from megatron_hdp.data_plane.roles.loading import Loaded, LoaderFigures, LoadingService, Wanted
+from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
+from megatron_hdp.data_plane.roles.scaling import Scaling, Seen
+
+__all__ = [
+    "Answer",
+    "ConstructingService",
+    "ConstructorFigures",
+    "Entry",
+    "FencedError",
+    "Journal",
+    "Loaded",
+    "LoaderFigures",
+    "LoadingService",
+    "PlanningService",
+    "Scaling",
+    "Seen",
+    "Wanted",
+]

@@ -1,0 +1,172 @@
+"""What a node's constructor answers its ranks: where each finds its part of a step."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.steps import RankStep, Reader
+from megatron_hdp.data_plane.records import from_plain, to_plain
+from megatron_hdp.data_plane.roles import Answer, ConstructingService, Loaded, Wanted
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.wire import ClientRecord, Message, SegmentFolder, pack
+
+
+class Others(Protocol):
+    """How a constructor reaches planner and loaders; every call blocks, with a time limit."""
+
+    num_takeovers: int
+    longest_takeover_s: float
+
+    def configure(self, setup: SplitSetup) -> None:
+        """Tell the planner of a split."""
+
+    def plan(self, split: str, position: Position, ranks: Sequence[int]) -> Answer:
+        """Return the planner's answer."""
+
+    def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
+        """Return pieces of a source."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    setup: SplitSetup
+    service: ConstructingService[str]
+
+
+class NodeService:
+    """Answers the requests of `data_plane.loaders.RayLoaders`; a `wire.Handler`.
+
+    Requests are ``hello`` (setup and reader), ``expect`` and ``get`` (a position), ``figures``.
+    """
+
+    def __init__(self, others: Others, segments: SegmentFolder, timeout_s: float) -> None:
+        """Serve from an empty folder of segments.
+
+        Args:
+            others: planner and loaders.
+            segments: where steps are laid out.
+            timeout_s: within which a step must be made.
+        """
+        self._others = others
+        self._segments = segments
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._splits: dict[str, _Split] = {}
+        self._num_readers: dict[tuple[str, Reader], int] = {}
+        self._numbers = itertools.count()
+        self._answers: dict[str, Callable[[ClientRecord, Message], Message]] = {
+            "hello": self._hello,
+            "expect": self._expect,
+            "get": self._get,
+            "figures": lambda _client, _request: self.figures(),
+        }
+
+    def __call__(self, client: ClientRecord, request: Message) -> Message:
+        """Return the answer to a request.
+
+        Raises:
+            ValueError: an unknown request, or what planner or loader say of the data.
+        """
+        name = request.get("request")
+        if name not in self._answers:
+            raise ValueError(f"found the request {name!r}, expected {', '.join(self._answers)}")
+        return self._answers[name](client, request)
+
+    def gone(self, client: ClientRecord) -> None:
+        """Make no more steps for a rank that has ended, unless another one reads the same."""
+        facts = client.facts
+        if not facts:
+            return
+        with self._lock:
+            self._num_readers[facts["split"], facts["reader"]] -= 1
+            is_last = not self._num_readers[facts["split"], facts["reader"]]
+        if is_last:
+            self._splits[facts["split"]].service.remove(facts["reader"])
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of this node, for `megatron-hdp data top`."""
+        with self._lock:
+            splits = dict(self._splits)
+        return {
+            "segment_bytes": self._segments.num_bytes,
+            "takeovers": self._others.num_takeovers,
+            "longest_takeover_s": self._others.longest_takeover_s,
+            "splits": {
+                name: {
+                    **to_plain(one.service.figures),
+                    "steps_ahead": one.service.num_ahead,
+                    "readers": one.service.num_readers,
+                }
+                for name, one in splits.items()
+            },
+        }
+
+    def close(self) -> None:
+        """Drop all steps."""
+        for one in self._splits.values():
+            one.service.close()
+        self._segments.close()
+
+    def _hello(self, client: ClientRecord, request: Message) -> Message:
+        setup = from_plain(SplitSetup, request["setup"])
+        reader = from_plain(Reader, request["reader"])
+        split = self._split(setup)
+        self.gone(client)  # it may say hello twice
+        with self._lock:
+            key = setup.split, reader
+            self._num_readers[key] = self._num_readers.get(key, 0) + 1
+            client.facts = {"split": setup.split, "reader": reader}
+        split.service.add(reader)
+        return {"segments": str(self._segments.path)}
+
+    def _split(self, setup: SplitSetup) -> _Split:
+        """What serves a split; a new setup of one, with another order of its data, replaces it."""
+        with self._lock:
+            found = self._splits.get(setup.split)
+            if found is not None and found.setup == setup:
+                return found
+            self._others.configure(setup)
+            service: ConstructingService[str] = ConstructingService(
+                [one.name for one in setup.spec.sources],
+                partial(self._others.plan, setup.split),
+                self._others.load,
+                self._lay_out,
+                self._segments.remove,
+                steps_ahead=setup.loaders.steps_ahead,
+            )
+            if found is not None:
+                found.service.close()
+            self._splits[setup.split] = made = _Split(setup, service)
+            return made
+
+    def _expect(self, client: ClientRecord, request: Message) -> Message:
+        self._of(client).expect(Position.from_record(request["position"]))
+        return {}
+
+    def _get(self, client: ClientRecord, request: Message) -> Message:
+        service = self._of(client)
+        position = Position.from_record(request["position"])
+        segment = service.get(position, client.facts["reader"], self._timeout_s)
+        return {
+            "segment": segment,
+            "steps_ahead": service.num_ahead,
+            "loaders": service.num_loaders,
+        }
+
+    def _of(self, client: ClientRecord) -> ConstructingService[str]:
+        if not client.facts:
+            raise ValueError("found a request without a hello before it, expected one")
+        return self._splits[client.facts["split"]].service
+
+    def _lay_out(self, step: RankStep) -> str:
+        packed = pack(step)
+        name = f"step-{next(self._numbers)}"
+        with self._segments.create(name, packed.num_bytes) as buffer:
+            packed.write_into(buffer)
+        return name

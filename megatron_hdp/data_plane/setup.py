@@ -1,0 +1,56 @@
+"""What the data plane must know of a split: the same that a rank's own loaders would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_hdp.data.mixture import Corpus, MixtureSpec, Opening, Schedule, open_corpus
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.spec import LoadersSpec
+from megatron_hdp.data.steps import PlanSettings, StepPlanner
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSetup:
+    """One split of a run's data, and how its steps are drawn and planned."""
+
+    split: str
+    spec: MixtureSpec
+    max_length: int
+    long_sequence: str
+    tokenizer: str | None
+    cache_folder: str | None
+    settings: PlanSettings
+    orders: Mapping[str, SourceOrder]
+    loaders: LoadersSpec
+
+    def planner(self, say: Callable[[str], None]) -> StepPlanner:
+        """Return what draws and plans the split's steps.
+
+        Raises:
+            ValueError: a source cannot be opened.
+        """
+        made = StepPlanner(open_corpus(self.spec, self._opening(say)), self.settings)
+        made.follow(self.orders)
+        return made
+
+    def alone(self, name: str, say: Callable[[str], None]) -> Corpus:
+        """Return one of its sources, opened by itself.
+
+        Raises:
+            ValueError: it cannot be opened.
+        """
+        (source,) = (one for one in self.spec.sources if one.name == name)
+        spec = replace(self.spec, sources=(source,), schedule=Schedule())
+        return open_corpus(spec, self._opening(say))
+
+    def _opening(self, say: Callable[[str], None]) -> Opening:
+        return Opening(
+            max_length=self.max_length,
+            long_sequence=self.long_sequence,
+            tokenizer=self.tokenizer,
+            cache_folder=None if self.cache_folder is None else Path(self.cache_folder),
+            say=say,
+        )

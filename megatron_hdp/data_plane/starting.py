@@ -1,0 +1,99 @@
+"""A rank starts its node's part of the data plane, and ends it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_hdp.processes import end_with_parent
+from megatron_hdp.ray_launch.folder import folder_of_job
+from megatron_hdp.ray_launch.node_ranks import free_port
+
+_END_S = 20.0
+SOCKET = "node.sock"
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
+
+
+@dataclass(frozen=True)
+class PlanePlace:
+    """One job's data plane, the same on all its nodes."""
+
+    name: str
+    address: str | None
+    """Of the Ray head that is started for it; None: the cluster of RAY_ADDRESS is joined."""
+    token: str
+    """By which the nodes of a cluster that is started know each other."""
+    num_nodes: int
+
+    @classmethod
+    def make(cls, host: str, num_nodes: int) -> PlanePlace:
+        """Return a new one.
+
+        Args:
+            host: address of this node that the others reach; on one node the loopback's.
+            num_nodes: of the job.
+        """
+        joins = bool(os.environ.get("RAY_ADDRESS"))
+        return cls(
+            name=f"hdp-data-{secrets.token_hex(4)}",
+            address=None if joins else f"{host}:{free_port()}",
+            token=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
+            num_nodes=num_nodes,
+        )
+
+
+@contextmanager
+def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Path]:
+    """This node's part of a plane, while the block runs; the first rank of the node enters it.
+
+    Args:
+        place: of the plane.
+        node: number of the node; 0 holds planner and head.
+        timeout_s: within which planner and loaders must answer.
+
+    Yields:
+        The node's folder, in which the socket will be.
+    """
+    with folder_of_job() as (folder, lock):
+        os.chmod(folder, 0o700)
+        words = [
+            *(sys.executable, "-m", "megatron_hdp.data_plane.host"),
+            *("--plane", place.name, "--folder", folder, "--timeout", str(timeout_s)),
+            *("--node", str(node), "--nodes", str(place.num_nodes)),
+        ]
+        environment = dict(os.environ)
+        for name in [one for one in environment if one.startswith("TORCHELASTIC_")]:
+            del environment[name]
+        environment.pop("RANK", None)
+        if place.address is not None:
+            words += ["--address", place.address]
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token}
+            if place.num_nodes == 1:
+                environment[_LOOPBACK] = "0"
+        with open(Path(folder) / "log", "wb") as log:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=(lock,),
+                preexec_fn=partial(end_with_parent, os.getpid()),
+            )
+        try:
+            yield Path(folder)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
