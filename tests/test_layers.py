@@ -333,6 +333,7 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
     [
         ("megatron_hdp", {"torch", "megatron", "numpy"}),
         ("megatron_hdp.planner", {"torch"}),
+        ("megatron_hdp.data_plane.wire", {"torch", "megatron", "ray"}),
         ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
     ],
 )

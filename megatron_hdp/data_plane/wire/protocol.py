@@ -23,6 +23,10 @@ class ProtocolError(ConnectionError):
     """The other side ended, or sent what is no message: the connection is of no more use."""
 
 
+class EndedError(ProtocolError):
+    """The other side ended between two messages."""
+
+
 class DataPlaneLost(RuntimeError):
     """The data plane did not answer: what was asked, of whom, for how long."""
 
@@ -79,11 +83,17 @@ def receive(connection: socket.socket, timeout_s: float) -> Message:
     """Return the next message.
 
     Raises:
-        ProtocolError: the other side ended, or sent what is no message.
+        EndedError: the other side ended.
+        ProtocolError: it sent what is no message, or ended inside one.
         TimeoutError: none came, or not the whole of it.
     """
     deadline = time.monotonic() + timeout_s
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+    connection.settimeout(_left(deadline))
+    first = connection.recv(_LENGTH.size)
+    if not first:
+        raise EndedError("found the end of the connection, expected a message")
+    rest = _exactly(connection, _LENGTH.size - len(first), deadline)
+    (length,) = _LENGTH.unpack(first + rest)
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"found a message of {length:,} bytes, expected at most {MAX_MESSAGE_BYTES:,}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_hdp.data_plane.wire.protocol import (
+    EndedError,
     Message,
     Peer,
     ProtocolError,
@@ -165,6 +166,8 @@ class NodeServer:
         try:
             while not self._is_closing:
                 self._answer(client, connection)
+        except EndedError:
+            pass
         except (ConnectionError, TimeoutError) as error:
             if not self._is_closing and not client.ended.is_set():
                 _log.warning("process %d: %s", client.peer.pid, error or "a message came in part")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_hdp.data.steps import RankMicroBatch, RankStep, padding_micro_batch
 from megatron_hdp.data_plane.wire import header_of, pack, unpack
 from megatron_hdp.data_plane.wire.layout import ALIGNMENT_BYTES
-from tests.data_plane.wire.steps import differences, rank_steps, with_loss_tokens
+from tests.support.rank_steps import differences, rank_steps, with_loss_tokens
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
