@@ -26,8 +26,8 @@ def live(rank: int, path: Path, folder: SegmentFolder) -> None:
     if rank % 3 == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank % 3 == 2:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
         client.call({"request": "wait"}, _TIMEOUT_S)
 
 
