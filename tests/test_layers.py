@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "data/steps": {"planner", "data", "data/mixture"},
     "data_plane/wire": {"planner", "data", "data/mixture", "data/steps"},
     "data_plane/roles": {"planner", "data", "data/mixture", "data/steps"},
-    "data_plane": {"planner", "data", "data_plane/wire", "ray_launch"},
+    "data_plane": {"planner", "data", "data_plane/wire", "data_plane/roles", "ray_launch"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},

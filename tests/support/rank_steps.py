@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_hdp.data.mixture import Position, Step
 from megatron_hdp.data.mixture.position import Drawn
-from megatron_hdp.data.steps import Amounts, PlannedStep, Reader, StepTotals, read_step, shares_of
+from megatron_hdp.data.steps import Amounts, PlannedStep, Reader, StepShares, StepTotals, read_step
 from tests.support.random_plans import random_plan
 
 
@@ -49,7 +49,7 @@ def rank_steps(lengths, ranks=3, *, seed=0, tokens_per_rank=128, **reader):
     totals = StepTotals.of(PlannedStep(step, made, failure="a „failure”\n\0"), 2)
     return [
         read_step(totals, share, Reader(share.hdp_rank, 50_000, **reader), Numbers())
-        for share in shares_of(step, made, range(ranks), is_aligned=bool(seed % 2))
+        for share in StepShares(step, made, is_aligned=bool(seed % 2)).of(range(ranks))
     ]
 
 
