@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "data/steps": {"planner", "data", "data/mixture"},
     "data_plane/wire": {"planner", "data", "data/mixture", "data/steps"},
     "data_plane/roles": {"planner", "data", "data/mixture", "data/steps"},
+    "data_plane": {"planner", "data", "data_plane/wire", "data_plane/roles", "ray_launch"},
     "simulator": {"planner"},
     "runtime": set(),
     "runtime/health": {"runtime"},
@@ -88,7 +89,7 @@ FACES = {
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"data/mixture", "data/steps"},
+    *{"data/mixture", "data/steps", "data_plane/wire"},
 }
 
 # The same for the C++ planner: each room may include those before it.
@@ -332,6 +333,7 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
     [
         ("megatron_hdp", {"torch", "megatron", "numpy"}),
         ("megatron_hdp.planner", {"torch"}),
+        ("megatron_hdp.data_plane.wire", {"torch", "megatron", "ray"}),
         ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
     ],
 )

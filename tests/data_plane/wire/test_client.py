@@ -1,0 +1,206 @@
+"""A rank asks: answers, mistakes, a server that is late, silent, gone or back again."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from megatron_hdp.data_plane.wire import (
+    MAX_MESSAGE_BYTES,
+    DataPlaneLost,
+    NodeClient,
+    NodeServer,
+    Peer,
+)
+from tests.support.node import Echo, client_of, framed, until
+
+
+def test_answers_are_those_to_the_request(server, echo, path):
+    hello = {"request": "hello", "rank": 3}
+    with client_of(path, hello=hello) as client, client_of(path) as other:
+        assert client.greeting == {"answer": hello, "rank": 3}
+        for i in range(100):
+            request = {"request": "get", "i": i, "text": "å\0" * i}
+            assert client.call(request, 5.0) == {"answer": request, "rank": 3}
+        assert other.call({"request": "get"}, 5.0)["rank"] is None
+        large = {"request": "get", "text": "x" * (MAX_MESSAGE_BYTES // 2)}
+        assert client.call(large, 20.0)["answer"] == large
+        assert [one.peer for one in server.clients] == [Peer(os.getpid(), os.geteuid())] * 2
+    until(lambda: not server.clients)
+    assert len(echo.gone_ones) == 2
+
+
+def test_errors_travel_by_kind(server, path):
+    with client_of(path) as client:
+        with pytest.raises(ValueError, match="^found ä, expected b$"):
+            client.call({"request": "mistake", "text": "found ä, expected b"}, 5.0)
+        with pytest.raises(DataPlaneLost, match=r"^KeyError: 'b\\+udcff'$"):
+            client.call({"request": "bug"}, 5.0)
+        with pytest.raises(DataPlaneLost, match="^the planner is gone$"):
+            client.call({"request": "lost"}, 5.0)
+        with pytest.raises(DataPlaneLost, match="not JSON serializable: set"):
+            client.call({"request": "set"}, 5.0)
+        with pytest.raises(DataPlaneLost, match="found a message of 16,777,2.. bytes, expected at"):
+            client.call({"request": "long"}, 5.0)
+        with pytest.raises(ValueError, match="arrays travel in shared memory"):
+            client.call({"request": "get", "text": "x" * MAX_MESSAGE_BYTES}, 5.0)
+        assert client.call({"request": "get"}, 5.0)["answer"] == {"request": "get"}
+    with pytest.raises(ValueError, match="no such rank"):
+        NodeClient(path, 5.0, hello={"request": "mistake", "text": "no such rank"})
+
+
+def test_a_client_waits_for_the_socket(path, echo):
+    servers = []
+    later = threading.Timer(0.3, lambda: servers.append(NodeServer(path, echo)))
+    later.start()
+    with client_of(path) as client:
+        assert client.call({"request": "get"}, 5.0)["rank"] is None
+    later.join(5.0)
+    servers[0].close()
+
+
+def test_a_client_says_what_it_waited_for(path):
+    begun = time.monotonic()
+    with pytest.raises(
+        DataPlaneLost, match=r"node.sock: asked .* for the first connection and fou"
+    ) as e:
+        NodeClient(path, 0.3)
+    assert "no answer within 0." in str(e.value) and "there is no such socket" in str(e.value)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with pytest.raises(DataPlaneLost, match="nothing listens there"):
+        NodeClient(path, 0.3)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        with pytest.raises(DataPlaneLost, match="it listens and does not answer the hello"):
+            NodeClient(path, 0.3, hello={"request": "hello", "rank": 0})
+    assert time.monotonic() - begun < 5.0
+
+
+def test_no_answer_in_time_is_an_error_and_its_late_answer_is_dropped(server, echo, path):
+    with client_of(path) as client:
+        begun = time.monotonic()
+        with pytest.raises(
+            DataPlaneLost, match="for 'wait' and found no answer within 0.3 s .*is co"
+        ):
+            client.call({"request": "wait"}, 0.3)
+        assert 0.25 < time.monotonic() - begun < 4.0
+        echo.may_answer.set()
+        assert client.call({"request": "next"}, 5.0)["answer"] == {"request": "next"}
+
+
+def test_one_request_at_a_time_and_the_second_says_why_it_waits(server, echo, path):
+    with client_of(path) as client:
+        answers = []
+        ask = threading.Thread(
+            target=lambda: answers.append(client.call({"request": "wait"}, 10.0)), daemon=True
+        )
+        ask.start()
+        until(lambda: echo.asked)
+        with pytest.raises(DataPlaneLost, match="'report' .*another request of this process still"):
+            client.call({"request": "report"}, 0.2)
+        echo.may_answer.set()
+        ask.join(5.0)
+        assert answers and len(echo.asked) == 1
+
+
+def test_threads_get_their_own_answers(server, path):
+    wrong = []
+
+    def ask(name, client):
+        for i in range(50):
+            request = {"request": name, "i": i}
+            if client.call(request, 10.0)["answer"] != request:
+                wrong.append(request)
+
+    with client_of(path) as client:
+        threads = [threading.Thread(target=ask, args=(f"t{n}", client)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+        assert not any(thread.is_alive() for thread in threads) and wrong == []
+
+
+def test_a_server_that_comes_back_is_asked_again_after_hello(path, echo):
+    hello = {"request": "hello", "rank": 5}
+    first = NodeServer(path, echo)
+    with client_of(path, hello=hello) as client:
+        answers = []
+        ask = threading.Thread(
+            target=lambda: answers.append(client.call({"request": "wait"}, 10.0)), daemon=True
+        )
+        ask.start()
+        until(lambda: len(echo.asked) == 2)
+        first.close()
+        assert not path.exists()
+        until(lambda: len(echo.gone_ones) == 1)
+        time.sleep(0.2)
+        after = Echo()
+        after.may_answer.set()
+        second = NodeServer(path, after)
+        ask.join(10.0)
+        assert answers == [{"answer": {"request": "wait"}, "rank": 5}]
+        assert after.asked == [hello, {"request": "wait"}]
+        second.close()
+
+
+def test_a_server_that_stays_away_is_given_up(path, echo):
+    server = NodeServer(path, echo)
+    with client_of(path, reconnect_s=0.4) as client:
+        server.close()
+        begun = time.monotonic()
+        with pytest.raises(
+            DataPlaneLost, match="for 'get' .* within 0.. s .there is no such socket"
+        ):
+            client.call({"request": "get"}, 30.0)
+        assert 0.2 < time.monotonic() - begun < 5.0
+        again = NodeServer(path, echo)
+        assert client.call({"request": "get"}, 5.0)["answer"] == {"request": "get"}
+        again.close()
+
+
+def test_a_closed_client_ends_a_request_that_waits(server, echo, path):
+    client = NodeClient(path, 5.0)
+    ended = []
+
+    def ask():
+        try:
+            client.call({"request": "wait"}, 30.0)
+        except DataPlaneLost as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    until(lambda: echo.asked)
+    begun = time.monotonic()
+    client.close()
+    thread.join(5.0)
+    assert time.monotonic() - begun < 5.0 and "the client is closed" in ended[0]
+    until(lambda: echo.gone_ones)  # the handler heard that it need not wait on
+    with pytest.raises(DataPlaneLost, match="the client is closed"):
+        client.call({"request": "get"}, 1.0)
+
+
+@pytest.mark.parametrize("fault", [b"{]", b"[1]"])
+def test_a_client_of_a_server_that_talks_nonsense_gives_up(path, fault):
+    def talk(listener):
+        with suppress(OSError):  # until the test is over
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(framed(fault))
+                connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(5.0)
+        thread = threading.Thread(target=talk, args=(listener,), daemon=True)
+        thread.start()
+        with client_of(path) as client, pytest.raises(DataPlaneLost, match="plane for 'get'"):
+            client.call({"request": "get"}, 0.5)

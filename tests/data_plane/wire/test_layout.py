@@ -1,0 +1,142 @@
+"""A step comes out of a buffer as it went in, to the bit, and without a copy."""
+
+import mmap
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data.steps import RankMicroBatch, RankStep, padding_micro_batch
+from megatron_hdp.data_plane.wire import header_of, pack, unpack
+from megatron_hdp.data_plane.wire.layout import ALIGNMENT_BYTES
+from tests.support.rank_steps import differences, rank_steps, with_loss_tokens
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def written(step, spare=0):
+    packed = pack(step)
+    buffer = memoryview(bytearray(b"\xff" * (packed.num_bytes + spare)))
+    packed.write_into(buffer)
+    return buffer
+
+
+def read(buffer):
+    return unpack(header_of(buffer), buffer)
+
+
+def arrays_of(step):
+    records = (step.share, *step.micro_batches)
+    values = [getattr(one, item.name) for one in records for item in fields(one)]
+    return [value for value in values if isinstance(value, np.ndarray)]
+
+
+@unhurried
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    ranks=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+    reads_tokens=st.booleans(),
+    token_multiple=st.sampled_from([1, 16]),
+    spare=st.sampled_from([0, 1000]),
+)
+def test_a_step_comes_out_as_it_went_in(lengths, ranks, seed, spare, **reader):
+    for step in rank_steps(lengths, ranks, seed=seed, **reader):
+        buffer = written(step, spare)
+        found = read(buffer)
+        assert differences(step, found) == []
+        assert header_of(buffer) == pack(step).header
+
+
+def test_what_differs_is_found():
+    step = rank_steps([40, 9, 17])[0]
+    part = step.micro_batches[0]
+    tokens = part.tokens.copy()
+    tokens[-1] ^= 1
+    others = {
+        "step.micro_batches.0.tokens": replace(part, tokens=tokens),
+        "step.micro_batches.0.labels": replace(part, labels=part.labels.astype(np.int32)),
+        "step.micro_batches.0.ring": replace(part, ring=[*part.ring]),
+        "step.micro_batches.0.offload_ratio": replace(part, offload_ratio=-0.0),
+    }
+    for where, other in others.items():
+        changed = replace(step, micro_batches=(other, *step.micro_batches[1:]))
+        assert differences(step, changed) == [where]
+    assert differences(step, with_loss_tokens(step, 1)) == ["step.totals.amounts.loss_tokens"]
+
+
+def test_arrays_are_aligned_views_of_the_map_that_can_be_written():
+    step = max(rank_steps([40, 9, 17, 80]), key=lambda one: len(one.share.ids))
+    packed = pack(step)
+    mapped = mmap.mmap(-1, packed.num_bytes)
+    packed.write_into(memoryview(mapped))
+    found = read(memoryview(mapped))
+    arrays = arrays_of(found)
+    assert len(arrays) == 13 + 5 * len(step.micro_batches)
+    origin = np.frombuffer(mapped, np.uint8).ctypes.data
+    for array in arrays:
+        assert array.base is mapped and array.flags.writeable
+        assert (array.ctypes.data - origin) % ALIGNMENT_BYTES == 0
+    part = next(one for one in found.micro_batches if one.sequence_ids)
+    part.drop(part.sequence_ids)
+    assert not part.tokens.any() and not part.loss_mask.any()
+
+
+def test_a_rank_without_micro_batches_and_a_step_without_any():
+    step = rank_steps([40])[0]
+    empty = RankStep(step.totals, step.share, ())
+    assert differences(empty, read(written(empty))) == []
+    padding = replace(empty, micro_batches=(padding_micro_batch(3, 4),))
+    found = read(written(padding))
+    assert differences(padding, found) == []
+    assert found.micro_batches[0].index is None
+
+
+def test_a_buffer_that_is_cut_short_is_refused():
+    step = rank_steps([40, 9, 17])[0]
+    packed = pack(step)
+    whole = written(step)
+    with pytest.raises(ValueError, match=rf"found a buffer of {packed.num_bytes - 1:,} bytes, exp"):
+        packed.write_into(whole[:-1])
+    for length in (0, 15, 16, 20, len(whole) // 2, len(whole) - 1):
+        with pytest.raises(ValueError, match="found a buffer of .*, expected at least .*cut short"):
+            read(whole[:length])
+
+
+def test_a_buffer_of_something_else_is_refused():
+    step = rank_steps([40, 9, 17])[0]
+    buffer = written(step)
+    header = header_of(buffer)
+    for wrong in (b'"type":"<i4"', b'"type":"|O"', b'"type":3', b'"type":"<u8"'):
+        with pytest.raises(ValueError, match="found an array of .*damaged"):
+            unpack(header.replace(b'"type":"<i8"', wrong, 1), buffer)
+    with pytest.raises(ValueError, match="found an array of .* at byte -"):
+        unpack(header.replace(b'"at":0', b'"at":-99999', 1), buffer)
+    with pytest.raises(ValueError, match="expected at least"):
+        unpack(header.replace(b'"at":0', b'"at":99999999', 1), buffer)
+    buffer[0] = 0
+    with pytest.raises(
+        ValueError, match="at the beginning of a step, expected b'HDPSTEP1': .*not a"
+    ):
+        header_of(buffer)
+
+
+def test_what_json_would_change_is_never_packed():
+    step = rank_steps([40, 9])[0]
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(AssertionError):
+            pack(replace(step, totals=replace(step.totals, efficiency=value)))
+    part = step.micro_batches[0]
+    changed = {"tokens": part.tokens.astype(np.int32), "labels": part.labels.reshape(1, -1)}
+    for name, array in changed.items():
+        with pytest.raises(AssertionError):
+            pack(replace(step, micro_batches=(replace(part, **{name: array}),)))
+
+
+def test_every_array_of_a_micro_batch_travels_as_an_array():
+    part = padding_micro_batch(0)
+    names = {item.name for item in fields(RankMicroBatch)}
+    arrays = {name for name in names if isinstance(getattr(part, name), np.ndarray)}
+    assert arrays == {"tokens", "labels", "positions", "loss_mask", "sequence_index"}

@@ -1,0 +1,292 @@
+"""Segments appear whole, are shared until written to, and leave nothing behind."""
+
+import errno
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hdp.data_plane.wire import SHARED_MEMORY, SegmentFolder, header_of, pack, unpack
+from megatron_hdp.data_plane.wire import segments as segments_module
+from tests.support.rank_steps import differences, rank_steps
+
+REPOSITORY = Path(__file__).parents[3]
+in_shared_memory = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no /dev/shm here")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = SegmentFolder.make("steps", tmp_path)
+    yield made
+    made.close()
+
+
+def fill(folder, name="one", text=b"text"):
+    with folder.create(name, len(text)) as buffer:
+        buffer[:] = text
+
+
+def files_of(folder):
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_segment_appears_when_it_is_whole(folder):
+    with folder.create("one", 4) as buffer:
+        assert files_of(folder) == ["one.part"]
+        with pytest.raises(FileNotFoundError, match="found no segment, expected .* ask for the s"):
+            folder.attach("one")
+        buffer[:] = b"text"
+    assert files_of(folder) == ["one"] == folder.names
+    assert (folder.attach("one")[:], folder.num_bytes) == (b"text", 4)
+    folder.remove("one")
+    folder.remove("one")
+    assert files_of(folder) == [] == folder.names and folder.num_bytes == 0
+
+
+def test_a_segment_that_failed_leaves_nothing(folder):
+    before = num_descriptors()
+    with pytest.raises(KeyError), folder.create("one", 4) as buffer:
+        array = np.frombuffer(buffer, np.uint8)
+        raise KeyError
+    assert len(array) == 4 and files_of(folder) == [] == folder.names
+    del array, buffer
+    assert num_descriptors() == before
+    fill(folder)
+    with pytest.raises(ValueError, match="found segment one .*expected a new name.*remove it"):
+        fill(folder)
+    assert folder.attach("one")[:] == b"text"
+
+
+def test_a_writer_that_keeps_a_view_is_found(folder):
+    with pytest.raises(BufferError), folder.create("one", 8) as buffer:
+        kept = np.frombuffer(buffer, np.uint8)
+    assert files_of(folder) == [] and len(kept) == 8
+
+
+def test_what_was_attached_outlives_its_name(folder):
+    fill(folder)
+    mapped = folder.attach("one")
+    folder.remove("one")
+    fill(folder, text=b"more")
+    assert mapped[:] == b"text" and folder.attach("one")[:] == b"more"
+
+
+def test_writing_changes_the_own_copy_alone(folder):
+    step = max(rank_steps([40, 9, 17, 80]), key=lambda one: len(one.share.ids))
+    packed = pack(step)
+    with folder.create("step", packed.num_bytes) as buffer:
+        packed.write_into(buffer)
+    bytes_before = (folder.path / "step").read_bytes()
+    views = [memoryview(folder.attach("step")) for _ in range(2)]
+    mine, other = (unpack(header_of(view), view) for view in views)
+    for part in mine.micro_batches:
+        part.drop(part.sequence_ids)
+    assert any("tokens" in name for name in differences(step, mine))
+    assert differences(step, other) == []
+    assert (folder.path / "step").read_bytes() == bytes_before
+    folder.remove("step")
+    assert differences(step, other) == []  # a step may be removed while ranks train it
+
+
+def test_only_the_owner_may_enter(folder):
+    before = os.umask(0)
+    try:
+        fill(folder)
+        loose = SegmentFolder.make("loose", folder.path.parent)
+    finally:
+        os.umask(before)
+    assert folder.path.stat().st_mode & 0o7777 == 0o700 == loose.path.stat().st_mode & 0o7777
+    assert (folder.path / "one").stat().st_mode & 0o7777 == 0o600
+    loose.path.chmod(0o750)
+    with pytest.raises(ValueError, match="loose: found it with owner .* mode 0750, expected owner"):
+        SegmentFolder(loose.path)
+    with pytest.raises(ValueError, match="mode 0750"):
+        SegmentFolder.make("loose", folder.path.parent)
+    (folder.path / "one").chmod(0o604)
+    with pytest.raises(ValueError, match="one: found it with owner .* mode 0604"):
+        folder.attach("one")
+    loose.close()
+
+
+def test_another_users_files_are_refused(folder, monkeypatch):
+    fill(folder)
+    monkeypatch.setattr(segments_module.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match=f"found it with owner {os.getuid()} .*another user could"):
+        folder.attach("one")
+    with pytest.raises(ValueError, match="another user could"):
+        SegmentFolder(folder.path)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "One", "a.part", "a/b", "a\n", "é", "a" * 121, "../steps/one", "\0"]
+)
+def test_other_names_are_refused(folder, name):
+    fill(folder)
+    with pytest.raises(ValueError, match="expected "):
+        folder.attach(name)
+    for make in (folder.remove, lambda name: fill(folder, name)):
+        with pytest.raises(ValueError, match="expected lower-case letters, digits and hyphens"):
+            make(name)
+    with pytest.raises(ValueError, match="for a folder of segments, expected lower-case"):
+        SegmentFolder.make(name, folder.path)
+    assert files_of(folder) == ["one"]
+
+
+def test_nothing_outside_of_the_folder_is_attached(folder, tmp_path):
+    fill(folder)
+    (tmp_path / "secret").write_text("secret")
+    assert folder.attach(folder.path / "one")[:] == b"text"
+    for path in (tmp_path / "secret", folder.path / ".." / "secret", "/etc/passwd", "../secret"):
+        with pytest.raises(ValueError, match="found a path outside of .*, expected a segment in"):
+            folder.attach(path)
+
+
+def test_links_pipes_and_folders_are_not_attached(folder, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (folder.path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder.path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="link: found a symbolic link"):
+        folder.attach("link")
+    with pytest.raises(ValueError, match="pipe: found no regular file"):
+        folder.attach("pipe")
+    (tmp_path / "way").symlink_to(folder.path)
+    with pytest.raises(ValueError, match="way: found what is no folder of this user"):
+        SegmentFolder(tmp_path / "way")
+    with pytest.raises(ValueError, match="secret: found what is no folder"):
+        SegmentFolder.make("secret", tmp_path)
+    with pytest.raises(ValueError, match="found that it cannot be made .*name another parent"):
+        SegmentFolder.make("steps", tmp_path / "missing")
+
+
+@in_shared_memory
+def test_full_memory_is_an_error_and_not_a_signal():
+    before = num_descriptors()
+    folder = SegmentFolder.make(f"test-of-room-{os.getpid()}")
+    try:
+        fill(folder)
+        all_of_it = os.statvfs(folder.path)
+        size = 2 * all_of_it.f_blocks * all_of_it.f_frsize
+        too_large = folder.create("large", size)
+        with pytest.raises(ValueError, match=rf"found no room .* free\), expected {size:,} bytes:"):
+            too_large.__enter__()
+        assert files_of(folder) == ["one"] == folder.names
+    finally:
+        folder.close()
+    assert num_descriptors() == before
+
+
+def test_a_segment_holds_at_least_a_byte(folder):
+    with pytest.raises(ValueError, match="found 0 bytes for segment none"):
+        fill(folder, "none", b"")
+
+
+def test_room_is_taken_before_it_is_written(folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(segments_module.os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"found no room for a step \(No space left.*--shm-size"):
+        fill(folder)
+    assert files_of(folder) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    code = (
+        "import os, pathlib, sys; from megatron_hdp.data_plane.wire import SegmentFolder\n"
+        f"folder = SegmentFolder.make('steps', pathlib.Path({str(tmp_path)!r}))\n"
+        "with folder.create('one', 4) as buffer: pass\n"
+        "with folder.create('two', 4) as buffer: os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60)
+    assert done.returncode == -9
+    left = tmp_path / "steps"
+    assert sorted(path.name for path in left.iterdir()) == ["one", "two.part"]
+    folder = SegmentFolder.make("steps", tmp_path)
+    assert files_of(folder) == []
+    with pytest.raises(ValueError, match="found a living process that writes steps there"):
+        SegmentFolder.make("steps", tmp_path)
+    fill(folder)
+    reader = SegmentFolder(folder.path)
+    assert reader.attach("one")[:] == b"text"
+    reader.close()
+    assert files_of(folder) == ["one"]  # who only reads removes nothing
+    folder.close()
+    folder.close()
+    assert not left.exists()
+
+
+def test_closing_removes_all_and_keeps_no_descriptor(tmp_path):
+    before = num_descriptors()
+    folder = SegmentFolder.make("steps", tmp_path)
+    fill(folder)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder.path / "socket"))
+        mapped = folder.attach("one")
+        folder.close()
+    assert not folder.path.exists() and mapped[:] == b"text"
+    mapped.close()
+    with pytest.raises(FileNotFoundError):
+        SegmentFolder(folder.path)
+    assert num_descriptors() == before
+
+
+_READ = """
+import os, re, sys, pathlib, numpy as np
+from megatron_hdp.data_plane.wire import SegmentFolder
+def own_bytes():
+    text = pathlib.Path("/proc/self/smaps_rollup").read_text()
+    sizes = {k: int(v) * 1024 for k, v in re.findall(r"(\\w+): +(\\d+) kB", text)}
+    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
+folder = SegmentFolder(pathlib.Path(sys.argv[1]))
+before = own_bytes()
+array = np.frombuffer(folder.attach("step"), np.int64)
+if sys.argv[2] == "copy":
+    array = array.copy()
+total = int(array.sum())
+print(total, flush=True)
+sys.stdin.readline()  # all of them have read it
+print(*(now - then for now, then in zip(own_bytes(), before)), flush=True)
+sys.stdin.readline()
+"""
+
+
+@in_shared_memory
+@pytest.mark.parametrize("way", ["share", "copy"])
+def test_eight_readers_take_the_memory_of_one(way):
+    num_bytes, num_readers = 16 * 2**20, 8 if way == "share" else 2
+    folder = SegmentFolder.make(f"test-of-segments-{os.getpid()}")
+    readers = []
+    try:
+        with folder.create("step", num_bytes) as buffer:
+            np.frombuffer(buffer, np.int64)[:] = 1
+        for _ in range(num_readers):
+            arguments = [sys.executable, "-c", _READ, str(folder.path), way]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            readers.append(subprocess.Popen(arguments, cwd=REPOSITORY, text=True, **pipes))
+        assert [int(one.stdout.readline()) for one in readers] == [num_bytes // 8] * num_readers
+        grown = []
+        for one in readers:
+            one.stdin.write("\n")
+            one.stdin.flush()
+            grown.append([int(word) for word in re.findall(r"-?\d+", one.stdout.readline())])
+        private, proportional = (sum(column) for column in zip(*grown, strict=True))
+        print(f"{way}: private {private / 2**20:.1f} MiB, Pss {proportional / 2**20:.1f} MiB")
+        if way == "share":
+            assert private < num_bytes / 4 and proportional < 1.25 * num_bytes
+        else:  # the same measure finds copies
+            assert private > 0.9 * num_readers * num_bytes
+    finally:
+        for one in readers:
+            one.kill()
+            one.communicate(timeout=60)
+        folder.close()
+    assert not folder.path.exists()
