@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "megatron/step": {
         *{"megatron", "megatron/options", "megatron/model"},
-        *{"planner", "data", "simulator", "runtime"},
+        *{"planner", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},

@@ -133,18 +133,18 @@ class Loader:
 class Constructor:
     """A node's constructor, which listens on the node's socket."""
 
-    def __init__(self, plane: str, node: int, folder: str, timeout_s: float) -> None:
+    def __init__(self, plane: str, folder: str, shared: str, timeout_s: float) -> None:
         """Listen.
 
         Args:
             plane: its name.
-            node: number of the node.
             folder: of the node.
+            shared: of the node, in shared memory.
             timeout_s: within which planner and loaders must answer.
         """
         run_hook()
         others = _Others(plane, timeout_s)
-        segments = SegmentFolder.make(f"{plane}-{node}")
+        segments = SegmentFolder.make("steps", Path(shared))
         self._service = NodeService(others, segments, timeout_s)
         self._server = NodeServer(Path(folder) / "node.sock", self._service)
 
@@ -188,12 +188,11 @@ def start_loader(plane: str, setup: SplitSetup, source: str, number: int) -> Any
     return _start(Loader, name, orjson.dumps(to_plain(setup)), source, scheduling_strategy="SPREAD")
 
 
-def start_constructor(plane: str, node: int, folder: Path, timeout_s: float) -> Any:
+def start_constructor(plane: str, node: int, folder: Path, shared: Path, timeout_s: float) -> Any:
     """Start the constructor of this node, on this node."""
-    name, folder_text = constructor_of(plane, node), str(folder)
-    return _start(
-        Constructor, name, plane, node, folder_text, timeout_s, scheduling_strategy=_here()
-    )
+    arguments = plane, str(folder), str(shared), timeout_s
+    name = constructor_of(plane, node)
+    return _start(Constructor, name, *arguments, scheduling_strategy=_here())
 
 
 def _here() -> NodeAffinitySchedulingStrategy:

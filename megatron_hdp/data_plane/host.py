@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.address is not None:
                 node = stack.enter_context(ray_node(options.address, options.node))
             stack.enter_context(_connected(options.address))
-            _Host(options.plane, options.node, options.nodes, folder, options.timeout).run(node)
+            _Host(options).run(node)
     except (OSError, RuntimeError, RayError) as error:
         (folder / "lost").write_text(f"{error}")
         print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
@@ -52,17 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Host:
-    def __init__(self, plane: str, node: int, nodes: int, folder: Path, timeout_s: float) -> None:
-        self._plane = plane
-        self._node = node
-        self._nodes = nodes
-        self._folder = folder
-        self._constructor = start_constructor(plane, node, folder, timeout_s)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._plane: str = options.plane
+        self._node: int = options.node
+        self._nodes: int = options.nodes
+        self._folder = Path(options.folder)
+        self._constructor = start_constructor(
+            self._plane, self._node, self._folder, Path(options.shared), options.timeout
+        )
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
-        if node == 0:
-            self._planner = start_planner(plane, folder)
-            self._supervisor = Supervisor(plane, self._planner)
+        if self._node == 0:
+            self._planner = start_planner(self._plane, self._folder)
+            self._supervisor = Supervisor(self._plane, self._planner)
 
     def run(self, process: Any) -> None:
         """Look at everything, again and again.
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--plane", required=True, help="its name, the same on all nodes")
     add("--folder", required=True, help="of this node, for this user alone")
+    add("--shared", required=True, help="another one, in shared memory")
     add("--node", type=int, required=True)
     add("--nodes", type=int, required=True)
     add("--address", help="of the head that the plane starts; without it RAY_ADDRESS names one")

@@ -40,10 +40,8 @@ class RayLoaders:
         self._client: NodeClient | None = None
         self._segments: SegmentFolder | None = None
         self._ahead = OneAhead(self._ask)
-        self.num_loaders = 0
-        """Of all sources, as the constructor knows them."""
-        self.steps_ahead = 0
-        """Steps that lay ready behind the latest one."""
+        self.num_loaders: int | None = 0
+        self.steps_ahead: int | None = 0
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources; before the first step."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_hdp.data_plane.wire import SHARED_MEMORY
 from megatron_hdp.processes import end_with_parent
 from megatron_hdp.ray_launch.folder import folder_of_job
 from megatron_hdp.ray_launch.node_ranks import free_port
 
 _END_S = 20.0
 SOCKET = "node.sock"
+PREFIX = "hdp-data-"
+"""Of the names of planes, and of their folders on each node."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
 
 
@@ -43,7 +46,7 @@ class PlanePlace:
         """
         joins = bool(os.environ.get("RAY_ADDRESS"))
         return cls(
-            name=f"hdp-data-{secrets.token_hex(4)}",
+            name=f"{PREFIX}{secrets.token_hex(4)}",
             address=None if joins else f"{host}:{free_port()}",
             token=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
             num_nodes=num_nodes,
@@ -62,11 +65,14 @@ def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Pa
     Yields:
         The node's folder, in which the socket will be.
     """
-    with folder_of_job() as (folder, lock):
-        os.chmod(folder, 0o700)
+    with (
+        folder_of_job(PREFIX) as (folder, lock),
+        folder_of_job(PREFIX, SHARED_MEMORY) as (shared, shared_lock),
+    ):
         words = [
             *(sys.executable, "-m", "megatron_hdp.data_plane.host"),
-            *("--plane", place.name, "--folder", folder, "--timeout", str(timeout_s)),
+            *("--plane", place.name, "--timeout", str(timeout_s)),
+            *("--folder", folder, "--shared", shared),
             *("--node", str(node), "--nodes", str(place.num_nodes)),
         ]
         environment = dict(os.environ)
@@ -85,7 +91,7 @@ def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Pa
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                pass_fds=(lock,),
+                pass_fds=(lock, shared_lock),
                 preexec_fn=partial(end_with_parent, os.getpid()),
             )
         try:

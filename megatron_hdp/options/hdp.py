@@ -58,6 +58,12 @@ class HdpOptions:
         help="YAML file of the data, instead of --data-path and its kin: sources, their weights "
         "and the longest sequence over time, held-out validation.",
     )
+    hdp_loaders: str | None = option(
+        None,
+        choices=("local", "ray"),
+        help="Who loads the data: local, each rank in its own process; ray, a data plane of Ray "
+        "actors beside the job. Without it the file of --hdp-data says so, else local.",
+    )
     hdp_cost_model: Path | None = option(
         None,
         metavar="FILE",

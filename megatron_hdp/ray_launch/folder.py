@@ -13,23 +13,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX = "hdp-ray-"
+PREFIX = "hdp-ray-"
 _LOCK = "host"  # the locked file, which holds the host's name: folders may be seen by several
 _LONGEST_PARENT = 50  # characters; the names of sockets below it have an end at 107
 
 
 @contextmanager
-def folder_of_job() -> Iterator[tuple[str, int]]:
+def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[tuple[str, int]]:
     """A new folder, until the block is left; those of dead jobs are removed first.
+
+    Args:
+        prefix: of the folders' names, by which those of dead jobs are known.
+        parent: in which they are; None: the folder of temporary files.
 
     Yields:
         Its path, and the open file of its lock. The job counts as alive as long as any process has
         that open: hand it to those that use the folder.
     """
-    parent = Path(_short_folder())
-    for folder in parent.glob(f"{_PREFIX}*"):
-        _remove_if_dead(folder)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    parent = parent or Path(_short_folder())
+    for dead in parent.glob(f"{prefix}*"):
+        _remove_if_dead(dead)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = _lock(folder)
     try:
         yield str(folder), lock

@@ -19,12 +19,14 @@ from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import (
+    DataPlane,
     HdpSteps,
     StepReport,
     StockSteps,
     build_datasets,
     build_executor,
     cost_model_of,
+    join_data_plane,
     open_split,
     split_specs,
     tokenizer_of,
@@ -80,6 +82,7 @@ class Job:
     checkpoints: Checkpoints
     vocab_size: int
     """Entries of the tokenizer."""
+    plane: DataPlane | None = None
 
     def load(self) -> Progress:
         """Restores the checkpoint that the arguments name, and the order in which its run draws.
@@ -100,6 +103,8 @@ class Job:
         self.training.close()
         if self.validation is not None:
             self.validation.close()
+        if self.plane is not None:
+            self.plane.close()
 
 
 def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
@@ -109,12 +114,13 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         arguments: of the run.
         timeline: where this rank's time will be noted.
     """
+    plane = join_data_plane(arguments) if arguments.hybrid_data_parallel else None
     tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
     model = build_gpt(arguments, tokenizer.vocab_size)
     optimizer = build_optimizer(arguments, model)
     scheduler = build_scheduler(arguments, optimizer)
     if arguments.hybrid_data_parallel:
-        training, validation = _hdp_steps(arguments, model, tokenizer, timeline)
+        training, validation = _hdp_steps(arguments, model, tokenizer, timeline, plane)
     else:
         training, validation = _stock_steps(arguments, model, tokenizer)
     state = TrainingState(arguments, training.order, model, optimizer, scheduler)
@@ -129,11 +135,16 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         state=state,
         checkpoints=Checkpoints(arguments, state, parallel.say),
         vocab_size=tokenizer.vocab_size,
+        plane=plane,
     )
 
 
 def _hdp_steps(
-    arguments: TrainingArguments, model: Any, tokenizer: Tokenizer, timeline: Timeline
+    arguments: TrainingArguments,
+    model: Any,
+    tokenizer: Tokenizer,
+    timeline: Timeline,
+    plane: DataPlane | None,
 ) -> tuple[Steps, Steps | None]:
     specs = split_specs(arguments)
     if arguments.eval_iters and "valid" not in specs:
@@ -146,7 +157,15 @@ def _hdp_steps(
 
     def steps(split: str) -> HdpSteps:
         corpus = open_split(arguments, specs[split])
-        return HdpSteps(arguments, executor, cost_model, corpus, tokenizer.vocab_size)
+        return HdpSteps(
+            arguments,
+            executor,
+            cost_model,
+            corpus,
+            tokenizer.vocab_size,
+            split=split,
+            plane=plane,
+        )
 
     training = steps("train")
     for line in training.describe("to train on"):

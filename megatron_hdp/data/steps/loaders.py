@@ -15,7 +15,15 @@ from megatron_hdp.data.steps.totals import StepTotals
 
 
 class Loaders(Protocol):
-    """Gives one rank its steps over one split of the data."""
+    """Gives one rank its steps over one split of the data.
+
+    Attributes:
+        num_loaders: loaders beside the ranks, of all sources; None where there are none.
+        steps_ahead: steps that lie ready behind the latest one; None where that is not counted.
+    """
+
+    num_loaders: int | None
+    steps_ahead: int | None
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources; before the first step."""
@@ -42,6 +50,9 @@ class LocalLoaders:
 
     Nothing here communicates, so the next step is prepared in a thread.
     """
+
+    num_loaders: int | None = None
+    steps_ahead: int | None = None
 
     def __init__(self, planner: StepPlanner, reader: Reader) -> None:
         """Prepare what `planner` draws and plans for `reader`."""

@@ -32,6 +32,7 @@ from megatron_hdp.megatron.step import (
     build_executor,
     cost_model_of,
     has_documents,
+    join_data_plane,
     open_split,
     split_specs,
 )
@@ -98,6 +99,7 @@ class LmRun:
         self._validated: list[StepReport] = []
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
+        self._plane = join_data_plane(self.arguments)
         self._steps: dict[str, HdpSteps] = {}
         self._corpora: dict[str, Corpus] = {}
         self._positions: dict[str, dict[int, Position]] = {}
@@ -206,6 +208,8 @@ class LmRun:
         for steps in self._steps.values():
             steps.close()
         self._steps = {}
+        if self._plane is not None:
+            self._plane.close()
         if self._outputs is not None:
             self._outputs.close()
             self._outputs = None
@@ -287,6 +291,8 @@ class LmRun:
                 self._cost_model,
                 self._corpus(split),
                 self.vocab_size,
+                split=split,
+                plane=self._plane,
             )
             self._steps[split].follow(self.order)
             for line in self._steps[split].describe(f"in split {split}"):

@@ -3,6 +3,7 @@
 from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs, tokenizer_of
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
+from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
 from megatron_hdp.megatron.step.report import (
     EvaluationLoss,
@@ -15,6 +16,7 @@ from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
 __all__ = [
+    "DataPlane",
     "EvaluationLoss",
     "HdpExecutor",
     "HdpSteps",
@@ -28,6 +30,7 @@ __all__ = [
     "cost_model_of",
     "data_order",
     "has_documents",
+    "join_data_plane",
     "non_finite_parameters",
     "open_split",
     "split_specs",

@@ -25,16 +25,18 @@ from megatron_hdp.data.steps import (
     StepPlanner,
     StepTotals,
 )
+from megatron_hdp.data_plane.wire import DataPlaneLost
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
 from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
+from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
-from megatron_hdp.runtime.health import fingerprint, largest, meet, require_agreement
+from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
@@ -81,17 +83,27 @@ class HdpSteps:
         cost_model: CostModel,
         corpus: Corpus,
         vocab_size: int,
+        *,
+        split: str = "train",
+        plane: DataPlane | None = None,
     ) -> None:
         self.arguments = arguments
         self.executor = executor
         self.place = executor.place
         self.cost_model = cost_model
         self.corpus = corpus
-        self.planner = StepPlanner(corpus, plan_settings(arguments, self.place, cost_model))
+        settings = plan_settings(arguments, self.place, cost_model)
+        self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
-        self._loaders: Loaders = LocalLoaders(self.planner, reader_of(self.place, vocab_size))
+        self._shares_tokens = plane is None
+        self._loaders: Loaders
+        if plane is None:
+            self._loaders = LocalLoaders(self.planner, reader_of(self.place, vocab_size))
+        else:
+            reader = reader_of(self.place, vocab_size, from_plane=True)
+            self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
         self._corrupt = CorruptDocuments(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         # what cannot be planned is refused now, not when it is drawn
@@ -137,7 +149,10 @@ class HdpSteps:
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
         started = time.perf_counter()
-        step = self._loaders.get(position)
+        try:
+            step = self._loaders.get(position)
+        except DataPlaneLost as error:
+            raise RankFailure(str(error)) from error
         exposed_s = time.perf_counter() - started
         step = self.latest = self._agree(step)
         amounts = self._without_corrupt(step)
@@ -223,6 +238,8 @@ class HdpSteps:
         place = self.place
         if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
             return
+        if not self._shares_tokens:
+            return  # each of them has mapped the same
         arrays = [array for one in step.micro_batches for array in (one.tokens, one.labels)]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
         with self._agreement():
@@ -271,6 +288,8 @@ class HdpSteps:
                     "makespan_s": outcome.until_sync_s,
                     "minus_least_busy_s": -outcome.busy_s,
                     "exposed_s": exposed_s,
+                    "loaders": self._loaders.num_loaders or 0,
+                    "minus_steps_ahead": -(self._loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
                 },
                 device=compute_device(),
@@ -298,6 +317,9 @@ class HdpSteps:
             host_bytes_max=int(job["host_bytes"]),
             planning_ms=totals.planning_ms,
             planning_exposed_ms=job["exposed_s"] * 1e3,
+            data_wait_ms=job["exposed_s"] * 1e3,
+            loaders=None if self._shares_tokens else int(job["loaders"]),
+            steps_ahead=None if self._shares_tokens else -int(job["minus_steps_ahead"]),
             skipped_documents=sum(self._corrupt.num_skipped),
             planner_failures=self.num_planner_failures,
             sources=self._by_source(totals, amounts, job),

@@ -28,12 +28,20 @@ def plan_settings(
     )
 
 
-def reader_of(place: RankPlace, vocab_size: int) -> Reader:
-    """What this rank reads of a step."""
+def reader_of(place: RankPlace, vocab_size: int, *, from_plane: bool = False) -> Reader:
+    """What this rank reads of a step.
+
+    Args:
+        place: of the rank.
+        vocab_size: entries of the tokenizer.
+        from_plane: tensor ranks all map what their node's constructor has laid out; without it
+            their first one reads for them.
+    """
+    is_at_an_end = place.is_first_stage or place.is_last_stage
     return Reader(
         hdp_rank=place.hdp_rank,
         vocab_size=vocab_size,
-        reads_tokens=place.reads_tokens,
-        reads_mask=place.is_first_stage or place.is_last_stage,
+        reads_tokens=is_at_an_end if from_plane else place.reads_tokens,
+        reads_mask=is_at_an_end,
         token_multiple=place.token_multiple,
     )

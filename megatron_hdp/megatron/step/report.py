@@ -68,6 +68,12 @@ class StepFigures:
     planning_exposed_ms: float | None = None
     """Milliseconds that the slowest rank waited for planning and reading; the rest was hidden
     behind the step before."""
+    data_wait_ms: float | None = None
+    """Milliseconds that the slowest rank waited for its data, planning included."""
+    loaders: int | None = None
+    """Loaders of all sources in the data plane, those that stand by included; None without one."""
+    steps_ahead: int | None = None
+    """Steps that lay ready behind this one on the node that had the fewest; likewise."""
     skipped_documents: int | None = None
     """Corrupt documents skipped since the start of the run."""
     planner_failures: int | None = None

@@ -1,0 +1,118 @@
+"""Who loads a run's data: each rank in its own process, or the data plane of its node."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_hdp.data.mixture import Corpus, read_data_file
+from megatron_hdp.data.spec import LoadersSpec
+from megatron_hdp.data.steps import PlanSettings, Reader
+from megatron_hdp.data_plane.loaders import RayLoaders
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import say
+from megatron_hdp.megatron.step.data import tokenizer_of
+
+_LOOPBACK = "127.0.0.1"
+
+
+class DataPlane:
+    """This rank's end of the data plane; the first rank of a node holds the node's part of it."""
+
+    def __init__(self, folder: Path, spec: LoadersSpec, ending: ExitStack) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._ending = ending
+
+    def loaders(
+        self,
+        arguments: TrainingArguments,
+        split: str,
+        corpus: Corpus,
+        settings: PlanSettings,
+        reader: Reader,
+    ) -> RayLoaders:
+        """What gives this rank its steps over a split."""
+        folder = arguments.data_cache_path
+        setup = SplitSetup(
+            split=split,
+            spec=replace(corpus.spec, sources=tuple(one.spec for one in corpus.sources)),
+            max_length=arguments.seq_length,
+            long_sequence=arguments.hdp_long_sequence,
+            tokenizer=tokenizer_of(arguments),
+            cache_folder=None if folder is None else str(folder),
+            settings=settings,
+            orders=corpus.orders(),
+            loaders=self._spec,
+        )
+        return RayLoaders(self._folder / SOCKET, setup, reader)
+
+    def close(self) -> None:
+        """Ends the node's part, if this rank holds it."""
+        self._ending.close()
+
+
+def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
+    """Who loads the data, as the file of --hdp-data says, or --hdp-loaders above it.
+
+    Raises:
+        ValueError: the file cannot be used.
+    """
+    spec = LoadersSpec()
+    if arguments.hdp_data is not None:
+        spec = read_data_file(arguments.hdp_data).loaders
+    backend = arguments.hdp_loaders
+    return spec if backend is None else replace(spec, backend=backend)
+
+
+def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
+    """The data plane that the arguments ask for, begun; None where ranks load for themselves.
+
+    Every rank of the job must call this. It does not wait until the data plane answers.
+
+    Raises:
+        ValueError: Ray is not installed.
+    """
+    spec = loaders_spec(arguments)
+    if spec.backend != "ray":
+        return None
+    _require_ray()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = socket.gethostname(), os.environ.get("GROUP_RANK", "0")
+    nodes: list[tuple[str, str]] = [here] * ranks
+    dist.all_gather_object(nodes, here)
+    order = list(dict.fromkeys(nodes))  # by their first ranks
+    host = _LOOPBACK
+    if len(order) > 1:
+        host = socket.gethostbyname(os.environ.get("MASTER_ADDR", nodes[0][0]))
+    places: list[PlanePlace | None] = [PlanePlace.make(host, len(order)) if rank == 0 else None]
+    dist.broadcast_object_list(places, src=0)
+    place = places[0]
+    assert place is not None
+    ending, folder = ExitStack(), None
+    if rank == nodes.index(here):
+        part = node_of_plane(place, order.index(here), spec.timeout_s)
+        folder = str(ending.enter_context(part))
+    folders: list[str | None] = [None] * ranks
+    dist.all_gather_object(folders, folder)
+    mine = folders[nodes.index(here)]
+    assert mine is not None
+    nodes_of_job = "this node" if len(order) == 1 else f"{len(order)} nodes"
+    say(f"data plane: {place.name} on {nodes_of_job}, its log is {mine}/log")
+    return DataPlane(Path(mine), spec, ending)
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "loaders on Ray: found no package ray in this Python, expected Ray 2.60 or newer on "
+            "every node: pip install 'megatron-hdp[ray]', or leave out --hdp-loaders ray"
+        )
