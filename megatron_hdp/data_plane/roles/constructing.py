@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -78,7 +78,9 @@ class ConstructingService(Generic[T]):
         self._steps_ahead = steps_ahead
         self._lock = threading.Lock()
         self._readers: dict[Reader, None] = {}
-        self._steps: OrderedDict[tuple[object, ...], Future[_Made[T]]] = OrderedDict()
+        self._steps: OrderedDict[tuple[object, ...], dict[Reader, Future[_Made[T]]]]
+        self._steps = OrderedDict()
+        """By position, for each reader that a step is made for."""
         self._makers = ThreadPoolExecutor(1, thread_name_prefix="make")
         self._fetchers = ThreadPoolExecutor(16, thread_name_prefix="fetch")
         self._epoch = 0
@@ -90,7 +92,8 @@ class ConstructingService(Generic[T]):
     def num_ahead(self) -> int:
         """Steps that are made, beside the one that was asked for last."""
         with self._lock:
-            return max(sum(one.done() for one in self._steps.values()) - 1, 0)
+            made = [all(one.done() for one in step.values()) for step in self._steps.values()]
+        return max(sum(made) - 1, 0)
 
     @property
     def num_readers(self) -> int:
@@ -98,25 +101,14 @@ class ConstructingService(Generic[T]):
         return len(self._readers)
 
     def add(self, reader: Reader) -> None:
-        """Make steps for one more reader; steps made before lack it and are made again."""
+        """Make steps for one more reader, too."""
         with self._lock:
-            if reader in self._readers:
-                return
             self._readers[reader] = None
-        self.forget()
 
     def remove(self, reader: Reader) -> None:
         """Make no more for a reader."""
         with self._lock:
             self._readers.pop(reader, None)
-
-    def forget(self) -> None:
-        """Drop the steps that were made: another order of the data holds from now on."""
-        with self._lock:
-            dropped = list(self._steps.values())
-            self._steps.clear()
-        for one in dropped:
-            self._drop(one)
 
     def get(self, position: Position, reader: Reader, timeout_s: float) -> T:
         """Return where a reader's part of the step that begins at a position is laid out.
@@ -125,10 +117,15 @@ class ConstructingService(Generic[T]):
             ValueError: what planner or loader say of the data or the step.
             TimeoutError: it is not made in time.
         """
-        made = self._made(position).result(timeout_s)
-        if reader not in made.steps:  # it came while the step was made
-            self.forget()
-            made = self._made(position).result(timeout_s)
+        future = self._made(position, reader)
+        try:
+            made = future.result(timeout_s)
+        except Exception:
+            with self._lock:  # who asks again shall not hear of the same failure
+                making = self._steps.get(position.key(), {})
+                for one in [one for one, its in making.items() if its is future]:
+                    del making[one]
+            raise
         self._expect(made.after, self._steps_ahead)
         return made.steps[reader]
 
@@ -137,37 +134,45 @@ class ConstructingService(Generic[T]):
         self._expect(position, self._steps_ahead)
 
     def close(self) -> None:
-        """End all threads; what is being fetched ends by its own time limit."""
-        self.forget()
+        """End all threads and drop all steps; what is being fetched ends by its own time limit."""
         self._makers.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
-
-    def _made(self, position: Position) -> Future[_Made[T]]:
         with self._lock:
-            key = position.key()
-            future = self._steps.get(key)
-            if future is None:
-                readers = tuple(self._readers)
-                future = self._makers.submit(self._make, position, readers)
-                self._steps[key] = future
+            dropped = list(self._steps.values())
+            self._steps.clear()
+        self._drop(dropped)
+
+    def _made(self, position: Position, reader: Reader | None = None) -> Future[_Made[T]]:
+        """A step, made before or soon, for a reader, and with it for all that lack it; or for any.
+
+        Steps of positions that were asked for longest ago are dropped.
+        """
+        with self._lock:
+            making = self._steps.setdefault(position.key(), {})
+            found = next(iter(making.values()), None) if reader is None else making.get(reader)
+            if found is None:
+                readers = tuple(one for one in self._readers if one not in making)
+                found = self._makers.submit(self._make, position, readers)
+                making.update(dict.fromkeys(readers, found))
             dropped = []
             while len(self._steps) > self._steps_ahead + 2:
                 dropped.append(self._steps.popitem(last=False)[1])
-        for one in dropped:
-            self._drop(one)
-        return future
+        self._drop(dropped)
+        return found
 
-    def _drop(self, future: Future[_Made[T]]) -> None:
+    def _drop(self, steps: Sequence[Mapping[Reader, Future[_Made[T]]]]) -> None:
         def let_go(done: Future[_Made[T]]) -> None:
             if not done.cancelled() and done.exception() is None:
                 for one in done.result().steps.values():
                     self._let_go(one)
 
-        future.cancel()
-        future.add_done_callback(let_go)
+        for one in steps:
+            for future in dict.fromkeys(one.values()):
+                future.cancel()
+                future.add_done_callback(let_go)
 
     def _expect(self, position: Position, count: int) -> None:
-        if not count:
+        if not count or not self._readers:
             return
 
         def go_on(done: Future[_Made[T]]) -> None:
@@ -179,6 +184,8 @@ class ConstructingService(Generic[T]):
     def _make(self, position: Position, readers: Sequence[Reader]) -> _Made[T]:
         ranks = sorted({one.hdp_rank for one in readers})
         answer = self._ask_planner(position, ranks)
+        if answer.epoch < self._epoch:
+            answer = self._ask_planner(position, ranks)  # the one that has taken over
         if answer.epoch < self._epoch:
             raise StaleAnswerError(
                 f"a planner of epoch {answer.epoch} has answered, expected {self._epoch} or later"
