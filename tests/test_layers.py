@@ -30,9 +30,12 @@ ROOMS: dict[str, set[str]] = {
     "data/chat": {"data", "data/tokenizers"},
     "data/tables": {"data"},
     "data/prepare": {"data", "data/tokenizers", "data/formats", "data/chat"},
+    "data/on_the_fly": {
+        *{"data", "data/tokenizers", "data/formats", "data/chat", "data/prepare"},
+    },
     "data/mixture": {
         *{"planner", "data", "data/tokenizers", "data/tables"},
-        *{"data/prepare", "data/formats", "data/chat"},
+        *{"data/prepare", "data/on_the_fly", "data/formats", "data/chat"},
     },
     "data/steps": {"planner", "data", "data/mixture"},
     "data_plane/wire": {"planner", "data", "data/mixture", "data/steps"},
@@ -89,7 +92,7 @@ FACES = {
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"data/mixture", "data/steps", "data_plane/wire"},
+    *{"data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import xxhash
 
 _BLOCK_BYTES = 2**24
+_SAMPLE_BYTES = 4096
 
 
 def hash_of_bytes(raw: bytes) -> str:
@@ -28,3 +29,13 @@ def hash_of_files(folder: str, names: Iterable[str]) -> str:
     """Return one hash of files: of their names in the folder and what they hold."""
     parts = [f"{name}\0{hash_of_file(os.path.join(folder, name))}\n" for name in names]
     return hash_of_bytes("".join(parts).encode())
+
+
+def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
+    """Return samples of bytes ``[begin, end)`` of an open file: evenly spread, both ends included.
+
+    A short stretch is returned whole.
+    """
+    last = max(begin, end - _SAMPLE_BYTES)
+    places = sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
+    return b"".join(os.pread(file, min(_SAMPLE_BYTES, end - place), place) for place in places)

@@ -20,8 +20,8 @@ _FLAGS = {
 _OF_A_SOURCE = {
     "long_sequence": "long-sequence (--hdp-long-sequence)",
     "num_sequences": "sequences to train on (--split, validation)",
-    "corpus": "fingerprint of its lengths",
-    "contents": "fingerprint of samples of its tokens",
+    "corpus": "fingerprint of its lengths or files",
+    "contents": "fingerprint of samples of its tokens or text",
 }
 
 
@@ -32,10 +32,11 @@ class SourceOrder:
     num_sequences: int
     """Sequences of an epoch."""
     corpus: int
-    """64-bit fingerprint of the sequences' lengths."""
+    """64-bit fingerprint of the sequences' lengths; of text that is tokenised on the fly, of names
+    and sizes of its files, tokenizer and template."""
     contents: int | None = None
-    """64-bit fingerprint of samples of the tokens; None where it is not known, as in a checkpoint
-    of an older release, and then not compared."""
+    """64-bit fingerprint of samples of the tokens or the text; None where it is not known, as in a
+    checkpoint of an older release, and then not compared."""
     long_sequence: str
     """What happens to a document that is longer than ``seq_length``."""
     version: int = LATEST_ORDER

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 FORMATS = ("auto", "tokens", "text", "chat")
 TRAIN_ON = ("assistant", "last", "all")
 BACKENDS = ("local", "ray")
+TOKENISE = ("ahead", "on-the-fly")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class SourceSpec:
     """``byte``, ``hf:PATH`` or ``tiktoken:NAME``; None: the run's."""
     append_eod: bool = True
     """Whether a text ends with the tokenizer's end-of-document token."""
+    tokenise: str = "ahead"
+    """When text and conversations become tokens: ``ahead``, all of them before the first step, or
+    ``on-the-fly``, as they are drawn."""
     template: str | None = None
     """Of conversations: ``chatml``, ``megatron:FORMAT`` (of ``--sft-tokenizer-prompt-format``) or a
     file that holds a Jinja template; None: the tokenizer's own, else ChatML."""
@@ -38,9 +42,10 @@ class SourceSpec:
     """The source ends after this many passes; None: never."""
     long_sequence: str | None = None
     """What happens to a longer document (``error``, ``truncate``, ``split``); None: as
-    ``--hdp-long-sequence`` says."""
+    ``--hdp-long-sequence`` says, ``truncate`` where text is tokenised on the fly."""
     bad_limit: float = 0.0
-    """Greatest share of bad documents; beyond it preparing the source is an error."""
+    """Greatest share of bad documents; beyond it preparing the source is an error, or where text is
+    tokenised on the fly the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,9 @@ def test_other_data_altogether_are_refused():
     other = order(a=CODE, b=replace(CODE, corpus=8))
     with pytest.raises(ValueError, match="found 'a', 'b', expected at least one of 'web'"):
         continued(other, ONE)
-    with pytest.raises(ValueError, match="source 'books', fingerprint of its lengths: found 4"):
+    with pytest.raises(
+        ValueError, match="source 'books', fingerprint of its lengths or files: found 4"
+    ):
         continued(order(books=CODE), ONE)  # one source alone: said in what it differs
 
 

@@ -5,6 +5,7 @@ attention (and experts) runs every sequence alone, and PyTorch's cross entropy g
 routers add to it is computed from their logits, by the definition.
 """
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch.nn.functional as functional
 from megatron.core import parallel_state
 
 from megatron_hdp.data import TokenFile, TokenWriter
-from megatron_hdp.data.mixture import BatchSize, Position
+from megatron_hdp.data.chat import Conversations
+from megatron_hdp.data.mixture import BatchSize, Position, TextSource
 from megatron_hdp.data.tables import count_documents
+from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import (
@@ -170,6 +173,9 @@ def drawn_sequences(arguments):
     for i in range(len(step)):
         source, row = corpus.sources[step.sources[i]], step.rows[i : i + 1]
         row = row + source.first_row
+        if isinstance(source, TextSource):
+            yield _of_text(source, int(row[0]), step, i)
+            continue
         document = int(source.table.documents(row)[0])
         begin = int(source.table.starts(row)[0] + step.starts[i])
         end, last = begin + int(step.lengths[i]), begin + int(step.num_labels[i])
@@ -180,6 +186,25 @@ def drawn_sequences(arguments):
             for first, stop in source.spans.of(document):
                 is_trained[max(0, first - begin - 1) : max(0, stop - begin - 1)] = True
         yield tokens[: end - begin], tokens[1 : last - begin + 1], is_trained
+
+
+def _of_text(source, row, step, i):
+    """The same of one that is tokenised on the fly: its record is read and tokenised alone."""
+    tokenizer = build_tokenizer("byte")
+    lines = [line for line in Path(source.spec.path).read_text().split("\n") if line.strip()]
+    record = json.loads(lines[row])
+    if source.spec.format == "chat":
+        (made,) = Conversations(tokenizer, source.spec.template).render(record)
+        ids, spans = made.ids, made.spans.tolist()
+    else:
+        ids = np.append(tokenizer.tokenize(record["text"]), tokenizer.eod)
+        spans = [(1, len(ids))]
+    assert step.starts[i] == 0
+    is_trained = np.zeros(len(ids), dtype=bool)
+    for first, stop in spans:
+        is_trained[first:stop] = True
+    last = int(step.num_labels[i])
+    return ids[: int(step.lengths[i])], ids[1 : last + 1], is_trained[1 : last + 1]
 
 
 def _watch_routers(gpt):

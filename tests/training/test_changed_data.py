@@ -61,7 +61,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("saving", "message"),
     [
-        (steps_of, r"fingerprint of samples of its tokens: found \d+, expected \d+"),
+        (steps_of, r"fingerprint of samples of its tokens or text: found \d+, expected \d+"),
         (steps_of_an_older_release, None),
     ],
 )

@@ -183,7 +183,10 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
     other_corpus = write_corpus(tmp_path / "other", [31, *LENGTHS[1:]])
     expected = [
         (replace(same, seed=7), "--seed: found 7, expected 1234"),
-        (replace(same, data_path=(other_corpus,)), "fingerprint of its lengths: found"),
+        (
+            replace(same, data_path=(other_corpus,)),
+            "fingerprint of its lengths or files: found",
+        ),
         (replace(same, seq_length=150, max_position_embeddings=150), "--seq-length: found 150"),
         (
             replace(same, hdp_long_sequence="split"),

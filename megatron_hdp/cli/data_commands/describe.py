@@ -35,9 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(found: Sequence[Description]) -> str:
     """Return the tables: how much there is, how long it is, where its tokens lie."""
-    return "\n\n".join(
-        "\n".join(table) for table in (_sizes(found), _lengths(found), _shares(found))
-    )
+    tables = [_sizes(found), _lengths(found), _shares(found)]
+    notes = [
+        f"  {one.title}: estimates, from {one.sampled[0]:,} of {one.sampled[1]:,} records"
+        for one in found
+        if one.sampled is not None
+    ]
+    return "\n\n".join("\n".join(lines) for lines in (*tables, notes) if lines)
 
 
 def charts_of(found: Sequence[Description]) -> list[Chart]:

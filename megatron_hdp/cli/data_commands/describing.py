@@ -1,4 +1,4 @@
-"""What each source holds: documents, tokens, lengths, counted along its table in pieces."""
+"""What each source holds: documents, tokens, lengths, counted along its table, or estimated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from megatron_hdp.data.mixture import (
     BlendFlags,
     MixtureSpec,
     Opening,
-    OpenSource,
     Schedule,
+    TableSource,
+    TextSource,
     open_corpus,
+    open_text,
     prepared,
     read_data_file,
     specs_of_flags,
@@ -24,6 +26,7 @@ from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import count_documents, split_documents
 
 _PIECE = 1 << 20  # rows counted at once
+_NUM_RUNS, _RUN = 128, 32  # of neighbouring records that are sampled
 _FILE_SUFFIXES = (".yaml", ".yml")
 
 
@@ -37,6 +40,7 @@ class Description:
     documents: int
     """With at least one token."""
     empty: int
+    """Without one; in a sample, which does not tell them apart, bad ones are among them."""
     bad: int
     """Left out when it was prepared."""
     cut: int
@@ -47,6 +51,8 @@ class Description:
     """Whether some tokens are not trained though they could be predicted."""
     histogram: Histogram
     """Of its sequences: the documents, cut to the context length."""
+    sampled: tuple[int, int] | None = None
+    """Records that were looked at and those that there are, where the figures are estimates."""
 
     @property
     def title(self) -> str:
@@ -70,6 +76,7 @@ class Description:
                 **{f"p{share * 100:g}": lengths.quantile(share) for share in QUANTILES},
                 "longest": lengths.longest,
             },
+            "sampled": self.sampled,
             "token_shares": {str(most): part for most, part in lengths.token_shares().items()},
         }
 
@@ -105,6 +112,14 @@ def describe(spec: MixtureSpec, opening: Opening, split: str | None) -> list[Des
     """
     found = []
     for source in spec.sources:
+        if source.tokenise == "on-the-fly":
+            if split is not None:
+                raise ValueError(
+                    f"found --split for source '{source.name}', which is tokenised on the fly, "
+                    "expected tokens, whose documents it cuts: leave it out"
+                )
+            found.append(_estimated(open_text(source, spec, opening)))
+            continue
         if source.long_sequence == "error":  # here it is told, and no error
             source = replace(source, long_sequence="truncate")
         alone = replace(spec, sources=(source,))
@@ -127,6 +142,7 @@ def _has_documents(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> b
 
 def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Description:
     (source,) = open_corpus(spec, opening).sources
+    assert isinstance(source, TableSource)
     table = source.table
     histogram = Histogram.of(source.lengths(rows) for rows in _pieces(source))
     return Description(
@@ -142,10 +158,40 @@ def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Descrip
     )
 
 
-def _pieces(source: OpenSource) -> Iterator[Int64Array]:
+def _estimated(source: TextSource) -> Description:
+    """Describe what is not tokenised by a sample of its records: all of them if they are few."""
+    last = max(0, source.num_rows - _RUN)
+    begins = [last * i // (_NUM_RUNS - 1) for i in range(_NUM_RUNS)]
+    rows = np.unique(np.concatenate([np.arange(begin, begin + _RUN) for begin in begins]))
+    rows = rows[rows < source.num_rows]
+    found = [one for one in source.decoder.sample(rows) if len(one.tokens)]
+    if not found:
+        raise ValueError(
+            f"source '{source.name}': none of {len(rows):,} records that were looked at has a "
+            "token, expected text: change path, glob or key"
+        )
+    scale = source.num_rows / len(rows)
+    counted = Histogram.of([np.array([len(one.tokens) for one in found])])
+    histogram = Histogram(counted.lengths, np.rint(counted.counts * scale).astype(np.int64))
+    documents = histogram.num_sequences
+    return Description(
+        name=source.name,
+        part=None,
+        documents=documents,
+        empty=source.num_rows - documents,
+        bad=0,
+        cut=0,
+        loss_tokens=round(scale * sum(one.num_trained for one in found)),
+        is_masked=any(one.is_trained is not None for one in found),
+        histogram=histogram,
+        sampled=None if len(rows) == source.num_rows else (len(rows), source.num_rows),
+    )
+
+
+def _pieces(source: TableSource) -> Iterator[Int64Array]:
     for first in range(0, source.num_rows, _PIECE):
         yield np.arange(first, min(first + _PIECE, source.num_rows))
 
 
-def _loss_tokens(source: OpenSource, rows: Int64Array) -> int:
+def _loss_tokens(source: TableSource, rows: Int64Array) -> int:
     return int(source.num_trained(rows, np.zeros_like(rows), source.num_labels(rows)).sum())

@@ -86,6 +86,13 @@ def _seq_length(spec: MixtureSpec, arguments: argparse.Namespace) -> int:
     if spec.schedule.phases[0].max_length is not None:
         length, what = max(said), "the schedule's greatest max-length"
     else:
+        for source in spec.sources:
+            if source.tokenise == "on-the-fly":
+                raise ValueError(
+                    f"found no --seq-length, and source '{source.name}' is tokenised on the fly, "
+                    "so that its longest text is not known: give --seq-length, or a max-length in "
+                    "the schedule's first phase"
+                )
         opening = opening_of(arguments, max_length=1)
         longest = max(_longest(prefix) for prefix in _prefixes(spec, opening))
         length, what = max([longest, *said]), "the longest document"

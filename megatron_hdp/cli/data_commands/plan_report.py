@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,16 +33,13 @@ class Findings:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of all tables of sequences, and of what says which tokens are trained."""
-        return sum(
-            one.table.num_bytes + (os.path.getsize(one.spans.path) if one.spans is not None else 0)
-            for one in self.corpus.sources
-        )
+        """Bytes of what says where sequences lie, and which of their tokens are trained."""
+        return sum(one.index_bytes for one in self.corpus.sources)
 
     @property
     def private_index_bytes(self) -> int:
         """Those of them that every process holds for itself."""
-        return 0 if self.has_cache else sum(one.table.num_bytes for one in self.corpus.sources)
+        return 0 if self.has_cache else sum(one.private_bytes for one in self.corpus.sources)
 
     def epochs(self, begin: Position, end: Position) -> Float64Array:
         """Return how often each source is passed between two positions, by its rows."""

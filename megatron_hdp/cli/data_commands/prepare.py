@@ -35,14 +35,21 @@ def run(arguments: argparse.Namespace) -> int:
     spec = read_data_file(arguments.data).training
     opening = opening_of(arguments, max_length=1)
     found = []
+    left_out = []
     for source in spec.sources:
+        if source.tokenise == "on-the-fly":
+            left_out.append(source.name)
+            continue
         if kind_of(source) == "tokens":
             found.append(checked(source.name, prefix_of(source)))
             continue
         made = prepare_source(source, spec, opening)
         counts = (made.documents, made.tokens, made.bad)
         found.append(Ready(source.name, *counts, made.prefix, made.manifest))
-    print(report(found))
+    if found:
+        print(report(found))
+    for name in left_out:
+        print(f"  {name}: tokenised on the fly, nothing to prepare")
     return ExitCode.DONE
 
 

@@ -51,22 +51,33 @@ def _documents(
     lines: Iterator[tuple[bytes, int]], origin: Origin, key: str | None
 ) -> Iterator[Record | BadRecord]:
     for number, (line, num_bytes) in enumerate(lines, start=1):
-        if line.isspace():
-            continue
-        try:
-            row = _parsed(line)
-        except (ValueError, RecursionError) as error:
-            yield BadRecord(
-                f"{origin.where(number)}: expected one JSON object, found {_excerpt(line)} "
-                f"({error})",
-                num_bytes,
-            )
-            continue
-        value = row.get(key) if key is not None and isinstance(row, dict) else row
-        if isinstance(value, dict if key is None else str):
-            yield Record(value, num_bytes, origin, number)
-        else:
-            yield BadRecord(_wrong(origin.where(number), line, key), num_bytes)
+        if not line.isspace():
+            yield record_of_line(line, num_bytes, origin, number, key)
+
+
+def record_of_line(
+    line: bytes, num_bytes: int, origin: Origin, number: int, key: str | None
+) -> Record | BadRecord:
+    """Return the document of a line that is not blank.
+
+    Args:
+        line: its bytes.
+        num_bytes: that were read for it.
+        origin: where it lies.
+        number: of the line, from 1 on, as the origin counts.
+        key: as of `read_lines`.
+    """
+    try:
+        row = _parsed(line)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(
+            f"{origin.where(number)}: expected one JSON object, found {_excerpt(line)} ({error})",
+            num_bytes,
+        )
+    value = row.get(key) if key is not None and isinstance(row, dict) else row
+    if isinstance(value, dict if key is None else str):
+        return Record(value, num_bytes, origin, number)
+    return BadRecord(_wrong(origin.where(number), line, key), num_bytes)
 
 
 def _wrong(where: str, line: bytes, key: str | None) -> str:
@@ -111,15 +122,29 @@ def _origin(piece: Piece) -> Origin:
 
     def before() -> int:
         with open(piece.path, "rb", buffering=_BUFFER_BYTES) as stream:
-            left = _seek_line(stream, piece.begin)
-            stream.seek(0)
-            count = 0
-            while left and (block := stream.read(min(left, _BUFFER_BYTES))):
-                count += block.count(b"\n")
-                left -= len(block)
-        return count
+            return _num_lines(stream, _seek_line(stream, piece.begin))
 
     return Origin(piece.path, "line", before)
+
+
+def line_origin(path: str, begin: int) -> Origin:
+    """Return where the line lies that begins at a byte of a plain file; its number there is 1."""
+
+    def before() -> int:
+        with open(path, "rb", buffering=_BUFFER_BYTES) as stream:
+            return _num_lines(stream, begin)
+
+    return Origin(path, "line", before)
+
+
+def _num_lines(stream: BinaryIO, num_bytes: int) -> int:
+    """Count the lines that end in the first bytes of a file."""
+    stream.seek(0)
+    count = 0
+    while num_bytes and (block := stream.read(min(num_bytes, _BUFFER_BYTES))):
+        count += block.count(b"\n")
+        num_bytes -= len(block)
+    return count
 
 
 def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:

@@ -18,11 +18,11 @@ def table_sizes(path: str, layout: str) -> list[float]:
     Raises:
         ValueError: the file is damaged, or something else.
     """
-    with _named(path), _opened(path, layout) as table:
+    with named(path), opened(path, layout) as table:
         if layout == "parquet":
             groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
             return [float(group.total_byte_size) for group in groups]
-        if _is_file(path):
+        if is_file(path):
             return [1.0] * table.num_record_batches
         return [float(batch.nbytes) for batch in table]
 
@@ -37,10 +37,10 @@ def read_rows(piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
     Raises:
         ValueError: there is no such column, it holds no text, or the file is damaged.
     """
-    with _named(piece.path), _opened(piece.path, piece.layout) as table:
+    with named(piece.path), opened(piece.path, piece.layout) as table:
         schema = table.schema_arrow if piece.layout == "parquet" else table.schema
         if key is not None:
-            _require_text_column(piece.path, schema, key)
+            require_text_column(piece.path, schema, key)
         if piece.layout == "parquet":
             before, batches = _row_groups(table, piece, key)
         else:
@@ -55,19 +55,25 @@ def _records(
     number = 0
     for batch, share in batches:
         for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
-            values = _values(batch.slice(begin, _ROWS_AT_ONCE), key)
+            values = values_of(batch.slice(begin, _ROWS_AT_ONCE), key)
             for i, value in enumerate(values, start=begin + 1):
                 number += 1
                 num_bytes = int(share * piece.num_bytes) if i == batch.num_rows else 0
-                if value is None:
-                    message = f"{origin.where(number)}: expected a string under {key!r}, found null"
-                    yield BadRecord(message, num_bytes)
-                else:
-                    yield Record(value, num_bytes, origin, number)
+                yield record_of_value(value, num_bytes, origin, number, key)
 
 
-def _values(rows: Any, key: str | None) -> Sequence[Any]:
-    """Texts as bytes, for what a table calls a string may be no UTF-8; or rows as they are."""
+def record_of_value(
+    value: Any, num_bytes: int, origin: Origin, number: int, key: str | None
+) -> Record | BadRecord:
+    """Return the document that a value of `values_of` is; arguments as of a record."""
+    if value is None:
+        message = f"{origin.where(number)}: expected a string under {key!r}, found null"
+        return BadRecord(message, num_bytes)
+    return Record(value, num_bytes, origin, number)
+
+
+def values_of(rows: Any, key: str | None) -> Sequence[Any]:
+    """Return texts as bytes, for what a table calls a string may be no UTF-8; or whole rows."""
     if key is None:
         return list(rows.to_pylist())
     pyarrow = pyarrow_module("a table")
@@ -92,7 +98,7 @@ def _row_groups(table: Any, piece: Piece, key: str | None) -> tuple[int, Iterato
 
 def _record_batches(table: Any, piece: Piece) -> tuple[int, Iterator[Any]]:
     """What lies before the piece is read, too: only so the number of its rows is known."""
-    if _is_file(piece.path):
+    if is_file(piece.path):
         batches = (table.get_batch(i) for i in range(piece.end))
     else:
         batches = (table.read_next_batch() for _ in range(piece.end))
@@ -101,7 +107,12 @@ def _record_batches(table: Any, piece: Piece) -> tuple[int, Iterator[Any]]:
     return before, ((batch, share) for batch in batches)
 
 
-def _require_text_column(path: str, schema: Any, key: str) -> None:
+def require_text_column(path: str, schema: Any, key: str) -> None:
+    """Refuse a table without a column of texts under a key.
+
+    Raises:
+        ValueError: there is none, or it holds something else.
+    """
     types = pyarrow_module(path).types
     if (at := schema.get_field_index(key)) < 0:
         raise ValueError(
@@ -119,7 +130,7 @@ def _require_text_column(path: str, schema: Any, key: str) -> None:
 
 
 @contextmanager
-def _opened(path: str, layout: str) -> Iterator[Any]:
+def opened(path: str, layout: str) -> Iterator[Any]:
     """Open a table; nothing is mapped, for a mapped file that shrinks kills who reads it."""
     if layout == "parquet":
         parquet = pyarrow_module(path, "pyarrow.parquet")
@@ -130,19 +141,19 @@ def _opened(path: str, layout: str) -> Iterator[Any]:
     ipc = pyarrow_module(path, "pyarrow.ipc")
     options = ipc.IpcReadOptions(use_threads=False)
     with pyarrow.OSFile(path) as stream:
-        opened = ipc.open_file if _is_file(path) else ipc.open_stream
+        opened = ipc.open_file if is_file(path) else ipc.open_stream
         with opened(stream, options=options) as table:
             yield table
 
 
-def _is_file(path: str) -> bool:
+def is_file(path: str) -> bool:
     """Whether Arrow batches have a table of contents; datasets that were saved are streams."""
     with open(path, "rb") as stream:
         return stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     """Say which file is damaged."""
     pyarrow = pyarrow_module(path)
     try:

@@ -1,7 +1,7 @@
 """From several sources to the sequences of a step."""
 
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
-from megatron_hdp.data.mixture.corpus import Corpus, OpenSource
+from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
 from megatron_hdp.data.mixture.draw import BatchSize, Mixture
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
@@ -9,13 +9,17 @@ from megatron_hdp.data.mixture.opening import (
     Opening,
     any_documents,
     open_corpus,
+    open_text,
     prefix_of,
     prepare_source,
     prepared,
 )
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase, Schedule
+from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.step import Step
+from megatron_hdp.data.mixture.table_source import TableSource
+from megatron_hdp.data.mixture.text_source import TextSource
 
 __all__ = [
     "SPLITS",
@@ -27,14 +31,17 @@ __all__ = [
     "Drawn",
     "Mixture",
     "MixtureSpec",
-    "OpenSource",
     "Opening",
     "Phase",
     "Position",
     "Schedule",
+    "Source",
     "Step",
+    "TableSource",
+    "TextSource",
     "any_documents",
     "open_corpus",
+    "open_text",
     "position_of_run",
     "prefix_of",
     "prepare_source",

@@ -13,7 +13,7 @@ import yaml
 
 from megatron_hdp.data.mixture.mixture_spec import WEIGHT_UNITS, MixtureSpec
 from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
-from megatron_hdp.data.spec import BACKENDS, FORMATS, TRAIN_ON, LoadersSpec, SourceSpec
+from megatron_hdp.data.spec import BACKENDS, FORMATS, TOKENISE, TRAIN_ON, LoadersSpec, SourceSpec
 from megatron_hdp.options.parser import nearest
 from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 
@@ -23,6 +23,7 @@ _SHAPES = ("step", "linear")
 _CHOICES = {
     "format": FORMATS,
     "train_on": TRAIN_ON,
+    "tokenise": TOKENISE,
     "long_sequence": ("error", "truncate", "split"),
     "backend": BACKENDS,
 }
@@ -124,6 +125,13 @@ class _Reader:
             values[field_name] = self._value(value, what, field_name, kinds[field_name])
         if "path" not in values:
             self._refuse(node, f"source '{name}': found no 'path', expected the path of its data")
+        if values.get("tokenise") == "on-the-fly" and values.get("long_sequence") == "split":
+            self._refuse(
+                node,
+                f"source '{name}': found tokenise: on-the-fly with long-sequence: split, expected "
+                "truncate or error, for how many pieces a text gives is known only once it is "
+                "tokenised: change one of them",
+            )
         values["path"] = str(self._path.parent / values["path"])
         template = self._path.parent / values.get("template", "")
         if template.is_file():  # others have names that are no file's

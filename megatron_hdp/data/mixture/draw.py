@@ -195,8 +195,15 @@ class _Draw:
 
     def _replenish(self, i: int) -> None:
         """Get more of the source whose turn it is, or let it end."""
-        if not self._pieces[i].is_last:
-            self._pieces[i] = self._take(i, 2 * len(self._pieces[i]) + 4)
+        pieces, source = self._pieces[i], self._mixture.sources[i]
+        if not pieces.is_last:
+            num_rows = pieces.stop - self._drawn[i].rows
+            if not len(pieces) and num_rows > 2 * source.stream.rows.num_rows:  # a whole epoch
+                raise ValueError(
+                    f"source '{source.name}': none of its {source.stream.rows.num_rows:,} records "
+                    "has a token, expected text: change its path, glob or key"
+                )
+            self._pieces[i] = self._take(i, 2 * max(len(pieces), num_rows) + 4)
             return
         self._weights[i] = 0.0
         total = sum(self._weights)

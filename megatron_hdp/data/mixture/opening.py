@@ -1,4 +1,4 @@
-"""From what a split draws from to its opened sources, prepared first where they hold no tokens."""
+"""From what a split draws from to its opened sources: of tokens, or of text on the way to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hdp.data.formats import kind_of
-from megatron_hdp.data.mixture.corpus import Corpus, OpenSource
+from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
-from megatron_hdp.data.prepare import Prepared, prepare
+from megatron_hdp.data.mixture.source import Source
+from megatron_hdp.data.mixture.table_source import TableSource
+from megatron_hdp.data.mixture.text_source import TextSource, estimated
+from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles
+from megatron_hdp.data.prepare import Prepared, job_of, prepare, recipe_of
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable, count_documents, open_source, split_documents
@@ -40,16 +44,19 @@ class Opening:
 
 
 def open_corpus(spec: MixtureSpec, opening: Opening) -> Corpus:
-    """Open the sources of a split; what is not tokenised is, first, by one process a node.
+    """Open the sources of a split; what is tokenised ahead is, first, by one process a node.
 
     Sources without a document in this split are left out where others have one.
 
     Raises:
         ValueError: a source cannot be opened, or none has a document.
     """
-    opened = []
+    opened: list[Source] = []
     empty = []
     for source in spec.sources:
+        if source.tokenise == "on-the-fly":
+            opened.append(_of_split(open_text(source, spec, opening), spec))
+            continue
         prefix, bad = prepared(source, spec, opening)
         documents = split_documents(count_documents(prefix), spec.split)[spec.part]
         if not len(documents):
@@ -68,6 +75,8 @@ def any_documents(spec: MixtureSpec, opening: Opening) -> bool:
     Raises:
         ValueError: a source cannot be prepared or opened.
     """
+    if any(source.tokenise == "on-the-fly" for source in spec.sources):
+        return True  # none of them is empty, or opening it fails
     return any(
         len(split_documents(count_documents(prefix), spec.split)[spec.part])
         for prefix, _ in (prepared(source, spec, opening) for source in spec.sources)
@@ -88,19 +97,60 @@ def prepare_source(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> P
     Raises:
         ValueError: there is no tokenizer, or the source cannot be prepared.
     """
+    return prepare(
+        source,
+        tokenizer=_tokenizer_of(source, spec, opening),
+        folder=opening.cache_folder or cache_folder_of(source, spec),
+        workers=opening.workers if opening.workers is not None else available_cpus(),
+        say=opening.say,
+    )
+
+
+def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSource:
+    """Open all records of a source that is tokenised on the fly; where they lie is looked up first.
+
+    Raises:
+        ValueError: there is no tokenizer, the files cannot be used so, or hold no record.
+        OSError: where the records lie cannot be kept.
+    """
+    tokenizer = _tokenizer_of(source, spec, opening)
+    long_sequence = source.long_sequence or "truncate"
+    files = SourceFiles.of(source)
+    folder = opening.cache_folder or cache_folder_of(source, spec)
+    index = RecordIndex.open(source.name, files, folder, opening.say)
+    if not len(index):
+        raise ValueError(
+            f"source '{source.name}' ({source.path}): none of {len(files):,} files has a record, "
+            "expected text: change path, glob or key"
+        )
+    decoder = Decoder(
+        source,
+        index,
+        job_of(source, files.kind, tokenizer),
+        max_length=opening.max_length,
+        long_sequence=long_sequence,
+    )
+    return TextSource(
+        spec=source,
+        index=index,
+        decoder=decoder,
+        recipe=repr(sorted(recipe_of(source, files.kind, tokenizer).items())),
+        estimate=estimated(index, decoder),
+        long_sequence=long_sequence,
+        max_length=opening.max_length,
+        first_row=0,
+        num_rows=len(index),
+    )
+
+
+def _tokenizer_of(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> str:
     tokenizer = source.tokenizer or opening.tokenizer
     if tokenizer is None:
         raise ValueError(
             f"{spec.origin}: source '{source.name}' holds text, and the run's tokenizer is none "
             "that can read it: give the source a tokenizer, such as hf:PATH"
         )
-    return prepare(
-        source,
-        tokenizer=tokenizer,
-        folder=opening.cache_folder or cache_folder_of(source, spec),
-        workers=opening.workers if opening.workers is not None else available_cpus(),
-        say=opening.say,
-    )
+    return tokenizer
 
 
 def cache_folder_of(source: SourceSpec, spec: MixtureSpec) -> Path:
@@ -124,7 +174,7 @@ def _opened(
     documents: range,
     spec: MixtureSpec,
     opening: Opening,
-) -> OpenSource:
+) -> TableSource:
     long_sequence = source.long_sequence or opening.long_sequence
     table, reader = open_source(
         prefix,
@@ -137,7 +187,7 @@ def _opened(
     spans_path = f"{prefix}.spans"  # also of a pair that was prepared elsewhere
     spans = Spans(spans_path) if os.path.exists(spans_path) else None
     first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec)
-    return OpenSource(
+    return TableSource(
         spec=source,
         prefix=prefix,
         table=table,
@@ -147,6 +197,24 @@ def _opened(
         bad=bad,
         first_row=first_row,
         num_rows=num_rows,
+    )
+
+
+def _of_split(source: TextSource, spec: MixtureSpec) -> TextSource:
+    """Return what a split takes of a source that is tokenised on the fly: a row is a document."""
+    held_out = spec.held_out.get(source.name, 0)
+    border = source.num_rows - held_out
+    if border <= 0:
+        raise _too_many_held_out(source.name, held_out, source.num_rows, spec)
+    if spec.takes_held_out:
+        return source.part(border, held_out)
+    return source.part(0, border)
+
+
+def _too_many_held_out(name: str, held_out: int, num_rows: int, spec: MixtureSpec) -> ValueError:
+    return ValueError(
+        f"{spec.origin}: validation takes {held_out:,} sequences of source '{name}', which has "
+        f"{num_rows:,}: expected fewer, so that training has some"
     )
 
 
@@ -166,8 +234,5 @@ def _rows_of_split(
         start = int(table.starts(np.array([border]))[0])
         last = border - start // max_length  # pieces of the same document before it
     if border <= 0 or last <= 0:
-        raise ValueError(
-            f"{spec.origin}: validation takes {held_out:,} sequences of source '{source.name}', "
-            f"which has {len(table):,}: expected fewer, so that training has some"
-        )
+        raise _too_many_held_out(source.name, held_out, len(table), spec)
     return (border, held_out) if spec.takes_held_out else (0, last)

@@ -1,7 +1,7 @@
 """The sequences of one source: an endless chain of epochs, each its own permutation of the rows.
 
-A row that is longer than the schedule allows is cut when it is drawn. So a source's position is a
-number of rows, whatever the schedule was and will be.
+A row that is longer than the schedule allows is cut when it is drawn, and one without a token is
+passed over. So a source's position is a number of rows, whatever the schedule was and will be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rows(Protocol):
         """Sequences of an epoch."""
 
     def lengths(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows."""
+        """Return tokens of rows; one without a token is passed over."""
 
     def num_labels(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows, from the first, that have a next one."""
@@ -43,8 +43,8 @@ class Pieces:
     lengths: Int64Array
     num_labels: Int64Array
     num_loss_tokens: Int64Array
-    next: tuple[int, int]
-    """Row number and offset behind the last of them."""
+    stop: int
+    """The row number up to which rows were looked at."""
     is_last: bool
     """Whether the source ends behind them."""
 
@@ -52,10 +52,14 @@ class Pieces:
         return len(self.rows)
 
     def after(self, count: int) -> tuple[int, int]:
-        """Return the row number and offset behind the first ``count`` of them."""
-        if count == len(self):
-            return self.next
-        return int(self.numbers[count]), int(self.starts[count])
+        """Return the row number and offset behind the first ``count`` of them, at least one.
+
+        Rows without a token behind them are not counted yet: how many were looked at is chance.
+        """
+        last = int(self.numbers[count - 1])
+        if count < len(self) and self.numbers[count] == last:
+            return last, int(self.starts[count])
+        return last + 1, 0
 
 
 class SourceStream:
@@ -85,7 +89,15 @@ class SourceStream:
 
     def has_ended(self, number: int) -> bool:
         """Return whether nothing is left from a row number on."""
-        return self._end is not None and number >= self._end
+        if self._end is None:
+            return False
+        count = 1
+        while number < self._end:  # rows without a token are nothing; mostly the first has one
+            stop = min(number + count, self._end)
+            if self.rows.lengths(self._rows_of(number, stop)).any():
+                return False
+            number, count = stop, 2 * count
+        return True
 
     def pieces(self, number: int, offset: int, count: int, max_length: int) -> Pieces:
         """Return the sequences of the next ``count`` rows, fewer where the source ends.
@@ -100,6 +112,11 @@ class SourceStream:
         rows = self._rows_of(number, stop)
         lengths, labels = self.rows.lengths(rows), self.rows.num_labels(rows)
         numbers = np.arange(number, stop)
+        if not lengths.all():
+            kept = np.flatnonzero(lengths)
+            numbers, rows, lengths, labels = (
+                column[kept] for column in (numbers, rows, lengths, labels)
+            )
         starts = np.zeros_like(lengths)
         if offset and len(starts):
             starts[0] = offset
@@ -114,7 +131,7 @@ class SourceStream:
             lengths=lengths,
             num_labels=labels,
             num_loss_tokens=self.rows.num_trained(rows, starts, starts + labels),
-            next=(stop, 0),
+            stop=stop,
             is_last=stop == self._end,
         )
 

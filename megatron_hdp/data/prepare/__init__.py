@@ -1,8 +1,34 @@
 """Text and conversations become pairs of tokens: by workers, resumable, once for the same data."""
 
-from megatron_hdp.data.prepare.cache import Prepared, prepare
+from megatron_hdp.data.prepare.cache import Prepared, prepare, require_few_bad
+from megatron_hdp.data.prepare.contents import recipe_of
+from megatron_hdp.data.prepare.decoding import (
+    Job,
+    batches_of,
+    conversations_of,
+    job_of,
+    rendered,
+    text_key,
+    tokens_of_texts,
+)
+from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts
-from megatron_hdp.data.prepare.tokenising import write_pair
-from megatron_hdp.data.prepare.work import Job
+from megatron_hdp.data.prepare.tokenising import progress_bar, write_pair
 
-__all__ = ["Counts", "Job", "Prepared", "prepare", "write_pair"]
+__all__ = [
+    "Counts",
+    "Job",
+    "Prepared",
+    "batches_of",
+    "conversations_of",
+    "job_of",
+    "only_one",
+    "prepare",
+    "progress_bar",
+    "recipe_of",
+    "rendered",
+    "require_few_bad",
+    "text_key",
+    "tokens_of_texts",
+    "write_pair",
+]

@@ -21,13 +21,13 @@ from megatron_hdp.data.prepare.contents import (
     recipe_of,
     require_unchanged,
 )
+from megatron_hdp.data.prepare.decoding import Job, job_of, text_key
 from megatron_hdp.data.prepare.ledger import Ledger, known_contents
 from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
-from megatron_hdp.data.prepare.work import MOST_NAMED, Job
+from megatron_hdp.data.prepare.work import MOST_NAMED
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.data.tokenizers import build_tokenizer
 
 Say = Callable[[str], None]
 
@@ -93,14 +93,14 @@ def prepare(
     size = sum(map(os.path.getsize, files))
     with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
         contents = contents_of(files, known_contents(folder, name), tell)
-    key = key_of(recipe, contents, _text_key(spec, kind))
+    key = key_of(recipe, contents, text_key(spec, kind))
     ledger = Ledger(folder, f"{name}-{key}", _SUFFIXES[kind])
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
     if (counts := ledger.prepared()) is None:
         with only_one(ledger.path(".lock"), f"source {spec.name}", wait_s, say):
             counts = ledger.prepared()
             if counts is None:
-                job = _job(spec, kind, tokenizer)
+                job = job_of(spec, kind, tokenizer)
                 counts = _make(spec, ledger, job, contents, workers, shard_bytes, say)
                 ledger.finish(about, counts, contents)
     require_few_bad(spec, counts)
@@ -175,22 +175,6 @@ def _run(
         finally:
             ledger.clear()  # of workers that were ended
     return finished
-
-
-def _job(spec: SourceSpec, kind: str, tokenizer: str) -> Job:
-    return Job(
-        tokenizer=build_tokenizer(tokenizer),
-        key=_text_key(spec, kind),
-        append_eod=spec.append_eod,
-        template=spec.template,
-        train_on=spec.train_on,
-        may_be_bad=spec.bad_limit > 0,
-        durable=True,
-    )
-
-
-def _text_key(spec: SourceSpec, kind: str) -> str | None:
-    return spec.key if kind == "text" else None
 
 
 def _summary(spec: SourceSpec, counts: Counts, prefix: str) -> str:

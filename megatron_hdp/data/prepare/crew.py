@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import Any, Self
 
+from megatron_hdp.data.prepare.decoding import Job
 from megatron_hdp.data.prepare.shards import Counts, Shard
-from megatron_hdp.data.prepare.work import Job, Tell, run_shard
+from megatron_hdp.data.prepare.work import Tell, run_shard
 from megatron_hdp.data.tokenizers import available_cpus
 from megatron_hdp.processes import end_with_parent
 

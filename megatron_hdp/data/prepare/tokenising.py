@@ -7,8 +7,9 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from megatron_hdp.data.prepare.crew import Crew, Task
+from megatron_hdp.data.prepare.decoding import Job
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
-from megatron_hdp.data.prepare.work import MOST_NAMED, Job, Tell, run_shard
+from megatron_hdp.data.prepare.work import MOST_NAMED, Tell, run_shard
 from megatron_hdp.data.token_writer import concatenate_pairs, move_pair, sync
 
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0

@@ -1,39 +1,22 @@
 """What a worker does: reads a shard, tokenises it, and writes it as a pair of its own."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from megatron_hdp.data.formats import BadRecord, Record, read
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.prepare.decoding import (
+    Job,
+    batches_of,
+    conversations_of,
+    rendered,
+    tokens_of_texts,
+)
 from megatron_hdp.data.prepare.shards import Counts, Shard
 from megatron_hdp.data.token_writer import TokenWriter, sync
-from megatron_hdp.data.tokenizers import Tokenizer
 
 MOST_NAMED = 5
-_BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 1024
 
 Tell = Callable[[int], object]
 """Is told how many more bytes of the files have been read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is the same for all shards."""
-
-    tokenizer: Tokenizer
-    key: str | None
-    """Of the text; None: rows are conversations."""
-    append_eod: bool = True
-    template: str | None = None
-    train_on: str = "assistant"
-    """As a source declares them."""
-    may_be_bad: bool = False
-    """Whether bad documents are left out and counted; otherwise the first one is an error."""
-    durable: bool = False
-    """Whether what is finished must outlive the machine."""
 
 
 def run_shard(job: Job, shard: Shard, prefix: str, tell: Tell) -> Counts:
@@ -86,40 +69,12 @@ def _count_bad(counts: Counts, may_be_bad: bool, message: str) -> None:
 def _write_texts(
     job: Job, records: Iterator[Record], writer: TokenWriter, counts: Counts, tell: Tell
 ) -> None:
-    for batch in _batches(records):
-        found = job.tokenizer.tokenize_batch([record.value for record in batch])  # type: ignore[misc]
+    for batch in batches_of(records):
+        found = tokens_of_texts(job, batch)
         lengths = found.lengths[found.lengths > 0]
         counts.empty += len(found.lengths) - len(lengths)
-        if job.append_eod:
-            writer.add_batch(_with_ends(found.ids, lengths, job.tokenizer.eod), lengths + 1)
-        else:
-            writer.add_batch(found.ids, lengths)
+        writer.add_batch(found.ids, lengths)
         tell(sum(record.num_bytes for record in batch))
-
-
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Documents that are tokenised at once: some, or one that is long."""
-    batch: list[Record] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += len(record.value)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _with_ends(
-    ids: npt.NDArray[np.integer], lengths: Int64Array, eod: int
-) -> npt.NDArray[np.integer]:
-    """Put the end-of-document token behind each document."""
-    is_token = np.ones(len(ids) + len(lengths), dtype=np.bool_)
-    is_token[np.cumsum(lengths + 1) - 1] = False
-    result = np.full(len(is_token), eod, dtype=np.int32)
-    result[is_token] = ids
-    return result
 
 
 def _write_conversations(
@@ -130,17 +85,15 @@ def _write_conversations(
     counts: Counts,
     tell: Tell,
 ) -> None:
-    from megatron_hdp.data.chat import BadConversationError, Conversations
     from megatron_hdp.data.spans import SpansWriter
 
-    conversations = Conversations(job.tokenizer, job.template, job.train_on, job.append_eod)
+    conversations = conversations_of(job)
     with SpansWriter(prefix + ".spans") as spans:
         for record in records:
             tell(record.num_bytes)
-            try:
-                documents = conversations.render(record.value)
-            except BadConversationError as error:
-                _count_bad(counts, job.may_be_bad, f"{record.where}: {error}")
+            documents = rendered(conversations, record)
+            if isinstance(documents, BadRecord):
+                _count_bad(counts, job.may_be_bad, documents.message)
                 continue
             for one in documents:
                 writer.add(one.ids)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megatron_hdp.data.content import sampled
 from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.filling import Column, Columns
 from megatron_hdp.data.tables.folder import unusable
-from megatron_hdp.data.tables.identity import sampled
 
 VERSION = 1
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_hdp.data.content import sampled
 from megatron_hdp.data.index_file import TokenFileError
 from megatron_hdp.data.tables.cutting import Cutting
 
 _NUM_SAMPLES = 48
-_SAMPLE_BYTES = 4096
 _BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and summing
 
 
@@ -70,13 +70,3 @@ class IndexIdentity:
                 f"{self.path} changed while it was read: found {now.num_bytes:,} bytes, expected "
                 f"{self.num_bytes:,} as before, of the same time; wait until it is complete"
             )
-
-
-def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
-    """Return samples of bytes ``[begin, end)`` of an open file: evenly spread, both ends included.
-
-    A short stretch is returned whole.
-    """
-    last = max(begin, end - _SAMPLE_BYTES)
-    places = sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
-    return b"".join(os.pread(file, min(_SAMPLE_BYTES, end - place), place) for place in places)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture import OpenSource
+from megatron_hdp.data.mixture import Source
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -61,7 +61,7 @@ class LoadingService:
     Calls may come from several threads.
     """
 
-    def __init__(self, source: OpenSource) -> None:
+    def __init__(self, source: Source) -> None:
         """Serve an opened source."""
         self._source = source
         self._lock = threading.Lock()

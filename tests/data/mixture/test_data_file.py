@@ -20,7 +20,7 @@ sources:
     train-on: last
     template: chatml
     bad-limit: 0.001
-  books: {path: /d/books, glob: "*.txt", append-eod: false}
+  books: {path: /d/books, glob: "*.txt", append-eod: false, tokenise: on-the-fly}
 schedule:
   - {from: 0, weights: {web: 0.7, code: 0.3}, max-length: 8192}
   - from: 50000
@@ -60,7 +60,13 @@ def test_a_whole_file(tmp_path):
             template="chatml",
             bad_limit=0.001,
         ),
-        SourceSpec(name="books", path="/d/books", glob="*.txt", append_eod=False),
+        SourceSpec(
+            name="books",
+            path="/d/books",
+            glob="*.txt",
+            append_eod=False,
+            tokenise="on-the-fly",
+        ),
     )
     last = {"web": 0.4, "code": 0.3, "chat": 0.2, "books": 0.1}
     assert training.schedule == Schedule(
@@ -120,6 +126,7 @@ MISTAKES = {
     "epochs": ("sources:\n  a: {path: x, max-epochs: 0}", "found '0', expected a whole number"),
     "half-epochs": ("sources:\n  a: {path: x, max-epochs: 1.5}", "found '1.5', expected a whole"),
     "bad-limit": ("sources:\n  a: {path: x, bad-limit: 2}", "found '2', expected .* 0 to 1"),
+    "when": ("sources:\n  a: {path: x, tokenise: later}", "expected ahead or on-the-fly"),
     "switch": ("sources:\n  a: {path: x, append-eod: 1}", "found '1', expected true or false"),
     "path-list": (
         "sources:\n  a: {path: [x, y]}",

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_hdp.data.mixture import OpenSource
+from megatron_hdp.data.mixture import TableSource
 from tests.support.gradients import errors_of
 from tests.support.sources import data_file, mixed_arguments, write_sources
 
@@ -48,12 +48,12 @@ def everything_is_trained(self, row, start, stop):
     return IS_TRAINED(self, row, start, stop) | True
 
 
-IS_TRAINED = OpenSource.is_trained
+IS_TRAINED = TableSource.is_trained
 
 
 def test_a_mask_that_is_not_heeded_fails_the_check(run_ranks, folder):
     arguments = mixed_arguments(folder, data_file(folder))
-    fault = ("megatron_hdp.data.mixture.corpus.OpenSource.is_trained", everything_is_trained)
+    fault = ("megatron_hdp.data.mixture.table_source.TableSource.is_trained", everything_is_trained)
     assert min(run_ranks(2, errors_of, [(arguments, None)], fault)[0]) > 1e-6
 
 

@@ -1,0 +1,153 @@
+"""A source of tokens: metadata from its table of sequences, tokens from its ``.bin``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture.source import BoolArray, digest
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.shuffles import LATEST_ORDER
+from megatron_hdp.data.spans import Spans
+from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.tables import SequenceTable
+from megatron_hdp.data.token_file import TokenReader
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A source of tokens.
+
+    Its rows are those of a run of a sequence table's rows, counted from the first of them.
+    """
+
+    spec: SourceSpec
+    prefix: str
+    """Of its ``.bin/.idx``: as given, or in the cache."""
+    table: SequenceTable
+    reader: TokenReader
+    spans: Spans | None
+    """What of its documents is trained; None: every token but the first."""
+    long_sequence: str
+    bad: int
+    """Bad documents that were left out when it was prepared."""
+    first_row: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        """What the source is called."""
+        return self.spec.name
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest row."""
+        return self.table.longest
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row on average."""
+        return self.table.mean_length
+
+    @property
+    def is_estimated(self) -> bool:
+        """Nothing is."""
+        return False
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the table, and of what says which tokens are trained."""
+        spans = 0 if self.spans is None else os.path.getsize(self.spans.path)
+        return self.table.num_bytes + spans
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of the table."""
+        return self.table.num_bytes
+
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows, at least 1."""
+        return self.table.lengths(rows + self.first_row)
+
+    def num_labels(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows, from the first, that have a next one."""
+        return self.table.num_labels(rows + self.first_row)
+
+    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
+        if self.spans is None:
+            return stops - starts
+        rows = rows + self.first_row
+        begins = self.table.starts(rows) + 1  # a label is the token after
+        return self.spans.counts(self.table.documents(rows), begins + starts, begins + stops)
+
+    def is_trained(self, row: int, start: int, stop: int) -> BoolArray:
+        """Return which of the labelled tokens ``[start, stop)`` of a row have a trained label."""
+        if self.spans is None:
+            return np.ones(stop - start, dtype=np.bool_)
+        rows = np.array([row + self.first_row])
+        begin = int(self.table.starts(rows)[0]) + 1
+        document = int(self.table.documents(rows)[0])
+        return self.spans.mask(document, begin + start, begin + stop)
+
+    def tokens(self, row: int, start: int, count: int) -> Int64Array:
+        """Return tokens of a row from its token ``start`` on; the token behind it may be asked."""
+        begin = int(self.table.begins(np.array([row + self.first_row]))[0])
+        return self.reader.read(begin + start, count)
+
+    def document(self, row: int) -> int:
+        """Return the document in which a row lies."""
+        return int(self.table.documents(np.array([row + self.first_row]))[0])
+
+    def order(self, key: int) -> SourceOrder:
+        """Return what decides the order in which it is drawn, but for what its tokens are.
+
+        Args:
+            key: what tells its orders from those of other sources.
+        """
+        corpus = self.table.corpus
+        if self.num_rows != len(self.table):
+            corpus = digest(corpus, self.first_row, self.num_rows)
+        return SourceOrder(
+            num_sequences=self.num_rows,
+            corpus=corpus,
+            long_sequence=self.long_sequence,
+            version=LATEST_ORDER,
+            key=key,
+        )
+
+    def contents(self) -> int:
+        """Return a fingerprint of samples of its tokens, and of what of them is trained."""
+        found = self.reader.fingerprint()
+        return (
+            found
+            if self.spans is None
+            else digest(found, len(self.spans), self.spans.num_trained_tokens)
+        )
+
+    def size(self, unit: str) -> float:
+        """Return how large it is, in the unit of the weights."""
+        share = self.num_rows / len(self.table)
+        if unit == "sequences":
+            return float(self.num_rows)
+        if unit == "tokens" or self.spans is None:
+            return self.table.num_tokens * share
+        return self.spans.num_trained_tokens * share
+
+    def words(self, rows: Sequence[int]) -> str:
+        """Return what a message calls the documents of rows."""
+        documents = ", ".join(str(self.document(row)) for row in rows)
+        return f"document{'s' if len(rows) > 1 else ''} {documents} of {self.prefix}"
+
+    def describe(self, use: str, name: str) -> str:
+        """Return how many rows are ``use``, and what became of its documents."""
+        table = self.table
+        bad = f", {self.bad:,} bad and left out" if self.bad else ""
+        return (
+            f"{self.num_rows:,} sequences{name} {use} (documents: {table.num_empty:,} empty and "
+            f"skipped, {table.num_truncated:,} truncated, {table.num_split:,} split{bad})"
+        )

@@ -1,0 +1,193 @@
+"""A source of text or conversations that becomes tokens as it is drawn: a row is a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture.source import BoolArray, digest
+from megatron_hdp.data.on_the_fly import Decoded, Decoder, RecordIndex, lengths_of
+from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.shuffles import LATEST_ORDER
+from megatron_hdp.data.spec import SourceSpec
+
+_NUM_RUNS, _RUN = 8, 32  # of neighbouring records: a table is read by parts
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a sample of records says of all of them."""
+
+    num_sampled: int
+    mean_length: float
+    """Tokens of a record, one that is empty or bad counted as 0."""
+    mean_trained: float
+    """Of those the ones that are predicted with loss."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A source that is tokenised on the fly.
+
+    Its rows are a run of the records, counted from the first of them; records that are empty or bad
+    are rows without a token.
+    """
+
+    spec: SourceSpec
+    index: RecordIndex
+    decoder: Decoder
+    recipe: str
+    """All but the files that the tokens depend on."""
+    estimate: Estimate
+    long_sequence: str
+    max_length: int
+    """``--seq-length``."""
+    first_row: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        """What the source is called."""
+        return self.spec.name
+
+    @property
+    def bad(self) -> int:
+        """Bad records that this process has come upon."""
+        return self.decoder.num_bad
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row has at most."""
+        return self.max_length
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row on average, about, at least 1."""
+        return max(self.estimate.mean_length, 1.0)
+
+    @property
+    def is_estimated(self) -> bool:
+        """All but the number of rows is."""
+        return True
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the files that say where its records lie."""
+        return self.index.num_bytes
+
+    @property
+    def private_bytes(self) -> int:
+        """None: they are mapped."""
+        return 0
+
+    def part(self, first_row: int, num_rows: int) -> TextSource:
+        """Return a run of its rows as a source."""
+        return replace(self, first_row=self.first_row + first_row, num_rows=num_rows)
+
+    def decode(self, rows: Int64Array) -> Decoded:
+        """Return rows as tokens.
+
+        Raises:
+            ValueError: too many records are bad, or a file has changed, for two.
+        """
+        return self.decoder.decode(rows + self.first_row)
+
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows; 0 of one that is empty or bad."""
+        return lengths_of(self.decoder.rows(rows + self.first_row))
+
+    def num_labels(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows, from the first, that have a next one."""
+        return np.maximum(self.lengths(rows) - 1, 0)
+
+    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
+        if self._is_text:
+            return stops - starts
+        found = self.decoder.rows(rows + self.first_row)
+        counts = np.fromiter((one.num_trained for one in found), np.int64, len(found))
+        cut = (starts > 0) | (stops < lengths_of(found) - 1)
+        for i in np.flatnonzero(cut).tolist():
+            mask = found[i].is_trained
+            if mask is not None:  # a label is the token after
+                counts[i] = mask[starts[i] + 1 : stops[i] + 1].sum()
+        return counts
+
+    def is_trained(self, row: int, start: int, stop: int) -> BoolArray:
+        """Return which of the labelled tokens ``[start, stop)`` of a row have a trained label."""
+        if self._is_text:
+            return np.ones(stop - start, dtype=np.bool_)
+        (found,) = self.decoder.rows(np.array([row + self.first_row]))
+        assert found.is_trained is not None, "a row without a token is not drawn"
+        return found.is_trained[start + 1 : stop + 1].copy()
+
+    def tokens(self, row: int, start: int, count: int) -> Int64Array:
+        """Return tokens of a row from its token ``start`` on."""
+        (found,) = self.decoder.rows(np.array([row + self.first_row]))
+        return found.tokens[start : start + count].astype(np.int64)
+
+    def document(self, row: int) -> int:
+        """Return the number of a row's record."""
+        return row + self.first_row
+
+    def size(self, unit: str) -> float:
+        """Return about how large it is, in the unit of the weights."""
+        if unit == "sequences":
+            return float(self.num_rows)
+        if unit == "tokens":
+            return self.estimate.mean_length * self.num_rows
+        return self.estimate.mean_trained * self.num_rows
+
+    def order(self, key: int) -> SourceOrder:
+        """Return what decides the order in which it is drawn, but for what its text is.
+
+        Args:
+            key: what tells its orders from those of other sources.
+        """
+        corpus = digest(self.recipe, len(self.index), self.index.files.outline())
+        if self.num_rows != len(self.index):
+            corpus = digest(corpus, self.first_row, self.num_rows)
+        return SourceOrder(
+            num_sequences=self.num_rows,
+            corpus=corpus,
+            long_sequence=self.long_sequence,
+            version=LATEST_ORDER,
+            key=key,
+        )
+
+    def contents(self) -> int:
+        """Return a fingerprint of samples of its text."""
+        return self.index.files.samples()
+
+    def words(self, rows: Sequence[int]) -> str:
+        """Return what a message calls the records of rows: files and lines."""
+        return " and ".join(self.index.where(self.document(row)) for row in rows)
+
+    def describe(self, use: str, name: str) -> str:
+        """Return how many rows are ``use``, and about how many tokens they have."""
+        long = "" if self.long_sequence == "error" else ", longer ones are truncated"
+        return (
+            f"{self.num_rows:,} records{name} {use}, about {self.size('tokens'):,.0f} tokens "
+            f"(tokenised on the fly{long})"
+        )
+
+    @property
+    def _is_text(self) -> bool:
+        return self.index.files.kind == "text"
+
+
+def estimated(index: RecordIndex, decoder: Decoder) -> Estimate:
+    """Decode some records, evenly spread; the same ones in every process."""
+    last = max(0, len(index) - _RUN)
+    begins = [last * i // (_NUM_RUNS - 1) for i in range(_NUM_RUNS)]
+    wanted = np.unique(np.concatenate([np.arange(begin, begin + _RUN) for begin in begins]))
+    rows = decoder.sample(wanted[wanted < len(index)])
+    num_tokens = sum(len(one.tokens) for one in rows)
+    return Estimate(
+        num_sampled=len(rows),
+        mean_length=num_tokens / len(rows),
+        mean_trained=sum(one.num_trained for one in rows) / len(rows),
+    )
