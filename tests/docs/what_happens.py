@@ -69,6 +69,12 @@ SHOWN_BY = {
         f"{MISHAPS}test_a_failing_planner_costs_balance_only",
         f"{MISHAPS}test_a_planner_that_fails_twice_in_a_row_is_fatal",
     ),
+    "a file that is tokenised on the fly changes or is gone": (
+        "tests/data/on_the_fly/test_places.py::test_a_file_that_changes_is_named",
+    ),
+    "too much of a source that is tokenised on the fly is bad": (
+        "tests/data/on_the_fly/test_decoder.py::test_too_many_bad_records_are_an_error",
+    ),
     "a `.bin` is cut while training reads it": (
         "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",
     ),

@@ -9,7 +9,7 @@ from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 TOLERANCE = 1e-10
 DATA = """
 sources:
-  tokens: {path: tokens/corpus}
+  tokens: {path: tokens/corpus, long-sequence: truncate}
   text: {path: text.jsonl, tokenise: on-the-fly, bad-limit: 0.5}
   chat: {path: chat.jsonl, format: chat, template: chatml, tokenise: on-the-fly}
 schedule: [{from: 0, weights: {tokens: 0.3, text: 0.3, chat: 0.4}, max-length: 60}]
