@@ -15,9 +15,12 @@ from megatron_hdp.data.mixture import (
     open_corpus,
     read_data_file,
 )
+from megatron_hdp.data.mixture.stream import SourceStream
+from megatron_hdp.data.shuffles import TableOrder
 from tests.data.chat import tiny_tokenizer
 from tests.data.prepare.corpora import texts_of, write_lines
 from tests.support.gradients import write_corpus
+from tests.support.mixtures import Lengths
 
 OPENING = Opening(
     max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None, workers=0
@@ -214,16 +217,20 @@ def test_what_has_no_token_is_passed_over(tmp_path):
     assert 200 < steps[-1].after.of("web").rows <= 240
 
 
-def test_positions_do_not_depend_on_how_far_one_looked(tmp_path):
+def test_positions_do_not_depend_on_how_far_one_looked():
     """Rows without a token behind the last sequence are not counted before they are passed."""
-    with_gaps(tmp_path)
-    few, many = alone(tmp_path), alone(tmp_path)
-    (source,) = many.sources  # of shorter rows more are taken at once
-    many.sources = (replace(source, estimate=replace(source.estimate, mean_length=1.0)),)
-    batch = BatchSize(tokens=120)
-    drawn = [steps_of(corpus, 25, batch=batch) for corpus in (few, many)]
-    for mine, theirs in zip(*drawn, strict=True):
-        assert mine.after == theirs.after
+    lengths = [5, 0, 0, 12, 0, 3, 0, 0]
+    for splits_long, expected in (
+        (False, [(1, 0), (4, 0), (6, 0), (9, 0), (12, 0)]),
+        (True, [(1, 0), (3, 5), (3, 10), (4, 0), (6, 0), (9, 0)]),
+    ):
+        stream = SourceStream(Lengths(lengths), TableOrder(), splits_long=splits_long)
+        for count in range(1, 17):
+            pieces = stream.pieces(0, 0, count, 5)
+            found = [pieces.after(taken) for taken in range(1, len(pieces) + 1)]
+            shared = min(len(found), len(expected))
+            assert found[:shared] == expected[:shared]
+        assert len(found) >= len(expected)
 
 
 def test_a_source_that_ends_with_nothing(tmp_path):
@@ -239,6 +246,15 @@ def test_a_source_that_ends_with_nothing(tmp_path):
         ends.append(drawing.is_over(position))
     assert drawn == 30 and ends == [False] * 4 + [True]
     assert len(drawing.step(position)) == 0
+
+
+def test_the_end_is_behind_the_last_row_with_a_token():
+    stream = SourceStream(
+        Lengths([5, 0, 3] + [0] * 9), TableOrder(), splits_long=True, max_epochs=2
+    )
+    assert [n for n in range(25) if stream.has_ended(n)] == [*range(15, 25)]
+    endless = SourceStream(Lengths([5, 0]), TableOrder(), splits_long=True)
+    assert not endless.has_ended(10**9)
 
 
 def test_nothing_but_empty_records_is_an_error(tmp_path):
