@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "data/chat": {"data", "data/tokenizers"},
     "data/tables": {"data"},
     "data/prepare": {"data", "data/tokenizers", "data/formats", "data/chat"},
+    "data/caches": {"data", "data/tables", "data/prepare"},
     "data/mixture": {
         *{"planner", "data", "data/tokenizers", "data/tables"},
         *{"data/prepare", "data/formats", "data/chat"},
@@ -89,7 +90,7 @@ FACES = {
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"data/mixture", "data/steps", "data_plane/wire"},
+    *{"data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }
 
 # The same for the C++ planner: each room may include those before it.
