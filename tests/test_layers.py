@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "data/on_the_fly": {
         *{"data", "data/tokenizers", "data/formats", "data/chat", "data/prepare"},
     },
+    "data/caches": {"data", "data/tables", "data/prepare"},
     "data/mixture": {
         *{"planner", "data", "data/tokenizers", "data/tables"},
         *{"data/prepare", "data/on_the_fly", "data/formats", "data/chat"},
@@ -92,7 +93,7 @@ FACES = {
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
     *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"},
+    *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }
 
 # The same for the C++ planner: each room may include those before it.

@@ -2,23 +2,13 @@
 // hand.
 #include "planner/base/memory.hpp"
 
-#include <cstdio>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "tests/checking.hpp"
 
 namespace {
-
-int num_failed = 0;
-
-void check_that(bool holds, const char* text, int line) {
-  if (holds) return;
-  std::printf("memory_test.cpp, line %d: %s\n", line, text);
-  ++num_failed;
-}
-
-#define CHECK(condition) check_that((condition), #condition, __LINE__)
 
 // 1 s a token; one byte of activations a token; the host takes `host` bytes a second.
 hdp::Problem problem(int64_t capacity, int64_t multiple, int64_t layers, double host) {
@@ -123,10 +113,9 @@ void test_naive() {
 
 }  // namespace
 
-int test_memory() {
+void test_memory() {
   test_brute_force();
   test_least_ratio();
   test_by_hand();
   test_naive();
-  return num_failed;
 }

@@ -1,9 +1,7 @@
-// Unit tests of what pipelines need; pipeline_tests() prints each failed check and returns how many
-// failed.
+// Unit tests of what pipelines need.
 #include "planner/schedule/pipeline.hpp"
 
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -17,18 +15,9 @@
 #include "planner/pp_balance/seats.hpp"
 #include "planner/pp_balance/shares.hpp"
 #include "planner/schedule/schedule.hpp"
+#include "tests/checking.hpp"
 
 namespace {
-
-int num_failed = 0;
-
-void check_that(bool holds, const char* text, int line) {
-  if (holds) return;
-  std::printf("pipeline_test.cpp line %d: %s\n", line, text);
-  ++num_failed;
-}
-
-#define CHECK(condition) check_that((condition), #condition, __LINE__)
 
 bool near(double left, double right) { return std::abs(left - right) < 1e-9 * (1 + right); }
 
@@ -144,7 +133,7 @@ void test_balance() {
 
 }  // namespace
 
-int pipeline_tests() {
+void test_pipelines() {
   test_schedule_of_one_rank();
   test_misplaced();
   test_rounds();
@@ -152,5 +141,4 @@ int pipeline_tests() {
   test_shares_level_the_ranks();
   test_fill();
   test_balance();
-  return num_failed;
 }

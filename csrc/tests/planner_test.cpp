@@ -1,9 +1,8 @@
-// Unit tests of the planner's parts; prints each failed check and returns how many failed.
+// Unit tests of the planner's parts; the program prints each failed check, and fails then.
 #include "planner/planner.hpp"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <functional>
 #include <random>
 #include <set>
@@ -28,22 +27,13 @@
 #include "planner/rings/rings.hpp"
 #include "planner/rings/spare_room.hpp"
 #include "planner/schedule/schedule.hpp"
+#include "tests/checking.hpp"
 
-int test_memory();     // memory_test.cpp
-int test_stress();     // stress_test.cpp
-int pipeline_tests();  // pipeline_test.cpp
+void test_memory();     // memory_test.cpp
+void test_pipelines();  // pipeline_test.cpp
+void test_stress();     // stress_test.cpp
 
 namespace {
-
-int num_failed = 0;
-
-void check_that(bool holds, const char* text, int line) {
-  if (holds) return;
-  std::printf("line %d: %s\n", line, text);
-  ++num_failed;
-}
-
-#define CHECK(condition) check_that((condition), #condition, __LINE__)
 
 hdp::Problem problem(std::vector<int64_t> lengths, int64_t num_ranks, int64_t capacity) {
   hdp::Problem result;
@@ -436,5 +426,8 @@ int main() {
   test_schedule();
   test_strategies();
   test_errors();
-  return num_failed + test_memory() + test_stress() + pipeline_tests();
+  test_memory();
+  test_stress();
+  test_pipelines();
+  return hdp_tests::exit_status();
 }

@@ -7,15 +7,14 @@
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/planner.hpp"
+#include "tests/checking.hpp"
 
 namespace {
-
-int num_failed = 0;
 
 void check_that(bool holds, const char* text, const std::string& strategy, int seed) {
   if (holds) return;
   std::printf("stress_test.cpp, %s, problem %d: %s\n", strategy.c_str(), seed, text);
-  ++num_failed;
+  ++hdp_tests::num_failed;
 }
 
 // The same numbers on every machine: a linear congruential generator, its high bits.
@@ -153,12 +152,11 @@ void test_the_checks() {
 
 }  // namespace
 
-int test_stress() {
+void test_stress() {
   test_the_checks();
   for (int seed = 0; seed < 300; ++seed) {
     for (const char* strategy : {"static", "naive", "bytescale"}) stress(strategy, seed, false);
     for (const char* strategy : {"naive", "bytescale"}) stress(strategy, seed, true);
     if (seed % 4 == 0) stress("dp-balance", seed, seed % 8 == 0);  // its search takes long
   }
-  return num_failed;
 }

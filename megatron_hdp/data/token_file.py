@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.document_index import read_document_index
 from megatron_hdp.data.index_file import Int64Array, TokenFileError, TokenFileNotFoundError
 
@@ -46,6 +47,10 @@ class TokenReader:
         self._file = self._open()
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
+
+    def hold(self) -> None:
+        """Hold the ``.bin``, which is of a cache, for as long as this object lives."""
+        hold(self._file)
 
     def read(self, begin: int, count: int) -> Int64Array:
         """Return ``count`` tokens from the one at place ``begin`` on, as ``int64``.

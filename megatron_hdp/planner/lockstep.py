@@ -12,10 +12,21 @@ from megatron_hdp.planner.types import Plan
 
 PADDING = -1
 
+_OF_PIPELINES = ("static", "pp-balance")
+
 
 def strategy_for(strategy: str, *, aligned: bool) -> str:
     """The strategy to plan with: "auto" is pp-balance where positions must agree."""
     return "pp-balance" if strategy == "auto" and aligned else strategy
+
+
+def stages_for(strategy: str, num_stages: int) -> int:
+    """The pipeline stages to plan with, by a strategy of `strategy_for`.
+
+    One for a strategy that knows nothing of positions: with more the planner would refuse most of
+    its plans, which `slots` aligns. What such a plan promises counts no pipeline's ramp.
+    """
+    return num_stages if strategy in _OF_PIPELINES else 1
 
 
 def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDArray[np.int64]]:

@@ -67,6 +67,7 @@ COMMANDS = {
     ),
     "megatron-hdp data prepare mix.yaml": COMMAND,
     "megatron-hdp data describe mix.yaml": COMMAND,
+    "megatron-hdp data prune hdp-cache --dry-run": COMMAND,
     f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
     f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import plan
-from megatron_hdp.planner.lockstep import PADDING, slots, strategy_for
+from megatron_hdp.planner.lockstep import PADDING, slots, stages_for, strategy_for
 from tests.support.random_plans import random_plan
 
 
@@ -82,3 +82,20 @@ def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
     strategy, aligned, expected
 ):
     assert strategy_for(strategy, aligned=aligned) == expected
+
+
+@pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "dp-balance", "pp-balance"])
+def test_every_strategy_plans_for_pipelines(strategy):
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(40):
+        problem = {"ranks": 4, "tokens_per_rank": 20, "strategy": strategy, "max_length": 60}
+        lengths = rng.integers(1, 60, 5)
+        made = plan(lengths, **problem, pipeline_stages=stages_for(strategy, 2))
+        check(made, slots(made, aligned=True), aligned=True, lockstep_ranks=1)
+        try:
+            plan(lengths, **problem, pipeline_stages=2)
+        except ValueError as error:
+            assert "use strategy pp-balance" in str(error)
+            refused += 1
+    assert refused == 0 if strategy in ("static", "pp-balance") else refused > 20

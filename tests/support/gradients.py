@@ -129,6 +129,7 @@ def hdp_step(arguments, *faults, plan=None):
             )
         report = steps.run(Position())
         steps.close()
+    assert steps.num_planner_failures == 0  # it was the strategy's plan that ran
     if arguments.use_distributed_optimizer:
         _gather_shards(gpt)
     grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}

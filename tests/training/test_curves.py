@@ -44,8 +44,10 @@ def arguments(prefix, **overrides):
 
 
 def losses(runs):
-    """Body of a rank: the loss curve of each run."""
-    return [[metrics.loss for metrics in pretrain(run)] for run in runs]
+    """Body of a rank: the loss curve of each run, of which no step fell back on another plan."""
+    curves = [list(pretrain(run)) for run in runs]
+    assert [curve[-1].planner_failures for curve in curves] == [0] * len(runs)
+    return [[metrics.loss for metrics in curve] for curve in curves]
 
 
 def runs_on(num_ranks, prefix, **overrides):

@@ -1,23 +1,14 @@
-// Unit tests of data/epoch_order.hpp; prints each failed check and returns how many failed.
+// Unit tests of data/epoch_order.hpp.
 #include "data/epoch_order.hpp"
 
-#include <cstdio>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
 
+#include "tests/checking.hpp"
+
 namespace {
-
-int num_failed = 0;
-
-void check_that(bool holds, const char* text, int line) {
-  if (holds) return;
-  std::printf("epoch_order_test.cpp, line %d: %s\n", line, text);
-  ++num_failed;
-}
-
-#define CHECK(condition) check_that((condition), #condition, __LINE__)
 
 bool is_permutation(const std::vector<int64_t>& rows) {
   std::vector<bool> seen(rows.size());
@@ -88,7 +79,7 @@ void test_refusals() {
 
 }  // namespace
 
-int test_mixing();  // of mixing_test.cpp
+void test_mixing();  // of mixing_test.cpp
 
 int main() {
   test_every_row_once();
@@ -96,5 +87,6 @@ int main() {
   test_every_word_matters();
   test_the_largest_epoch();
   test_refusals();
-  return num_failed + test_mixing() == 0 ? 0 : 1;
+  test_mixing();
+  return hdp_tests::exit_status();
 }

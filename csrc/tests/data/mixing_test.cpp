@@ -1,25 +1,16 @@
-// Unit tests of data/mixing.hpp; prints each failed check and returns how many failed.
+// Unit tests of data/mixing.hpp.
 #include "data/mixing.hpp"
 
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
 
+#include "tests/checking.hpp"
+
 namespace {
-
-int num_failed = 0;
-
-void check_that(bool holds, const char* text, int line) {
-  if (holds) return;
-  std::printf("mixing_test.cpp, line %d: %s\n", line, text);
-  ++num_failed;
-}
-
-#define CHECK(condition) check_that((condition), #condition, __LINE__)
 
 constexpr int64_t kNoBound = int64_t{1} << 60;
 
@@ -102,10 +93,9 @@ void test_refusals() {
 
 }  // namespace
 
-int test_mixing() {
+void test_mixing() {
   test_turns();
   test_the_room();
   test_a_source_with_nothing_ready();
   test_refusals();
-  return num_failed;
 }

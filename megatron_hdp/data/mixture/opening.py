@@ -184,6 +184,8 @@ def _opened(
         cache_folder=opening.cache_folder,
         say=opening.say,
     )
+    if kind_of(source) != "tokens":
+        reader.hold()
     spans_path = f"{prefix}.spans"  # also of a pair that was prepared elsewhere
     spans = Spans(spans_path) if os.path.exists(spans_path) else None
     first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec)

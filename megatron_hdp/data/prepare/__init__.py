@@ -13,6 +13,7 @@ from megatron_hdp.data.prepare.decoding import (
 )
 from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts
+from megatron_hdp.data.prepare.stored import stored_sources
 from megatron_hdp.data.prepare.tokenising import progress_bar, write_pair
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "recipe_of",
     "rendered",
     "require_few_bad",
+    "stored_sources",
     "text_key",
     "tokens_of_texts",
     "write_pair",

@@ -25,6 +25,7 @@ from megatron_hdp.data.prepare.decoding import Job, job_of, text_key
 from megatron_hdp.data.prepare.ledger import Ledger, known_contents
 from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
+from megatron_hdp.data.prepare.stored import LOCK, MANIFEST, SUFFIXES
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.prepare.work import MOST_NAMED
 from megatron_hdp.data.spec import SourceSpec
@@ -32,7 +33,6 @@ from megatron_hdp.data.spec import SourceSpec
 Say = Callable[[str], None]
 
 _DAY_S = 86_400.0
-_SUFFIXES = {"text": (".bin", ".idx"), "chat": (".bin", ".idx", ".spans")}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def prepare(
     """
     say = say or _print
     kind = kind_of(spec)
-    if kind not in _SUFFIXES:
+    if kind not in SUFFIXES:
         raise ValueError(
             f"source {spec.name} ({spec.path}) is a .bin/.idx pair, expected text or "
             "conversations: use it as it is"
@@ -94,10 +94,10 @@ def prepare(
     with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
         contents = contents_of(files, known_contents(folder, name), tell)
     key = key_of(recipe, contents, text_key(spec, kind))
-    ledger = Ledger(folder, f"{name}-{key}", _SUFFIXES[kind])
+    ledger = Ledger(folder, f"{name}-{key}", SUFFIXES[kind])
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
     if (counts := ledger.prepared()) is None:
-        with only_one(ledger.path(".lock"), f"source {spec.name}", wait_s, say):
+        with only_one(ledger.path(LOCK), f"source {spec.name}", wait_s, say):
             counts = ledger.prepared()
             if counts is None:
                 job = job_of(spec, kind, tokenizer)
@@ -105,7 +105,7 @@ def prepare(
                 ledger.finish(about, counts, contents)
     require_few_bad(spec, counts)
     return Prepared(
-        ledger.prefix, str(ledger.path(".json")), counts.documents, counts.tokens, counts.bad
+        ledger.prefix, str(ledger.path(MANIFEST)), counts.documents, counts.tokens, counts.bad
     )
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.data.cache_use import note_opened
 from megatron_hdp.data.prepare.contents import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
+from megatron_hdp.data.prepare.stored import MAIN, MANIFEST, WORK
 from megatron_hdp.data.token_writer import sync
 
 _FILES = "files"
@@ -34,16 +36,18 @@ class Ledger:
         """
         self.prefix = os.path.join(folder, name)
         self._suffixes = suffixes
-        self._work = self.prefix + ".work"
+        self._work = self.prefix + WORK
 
     def path(self, suffix: str) -> Path:
         """A file of the source."""
         return Path(self.prefix + suffix)
 
     def prepared(self) -> Counts | None:
-        """What became of the documents, if all is finished."""
-        manifest = _read(self.path(".json"))
+        """What became of the documents, if all is finished; it is noted as opened now."""
+        manifest = _read(self.path(MANIFEST))
         if manifest is None or manifest.get("sizes") != self._sizes():
+            return None
+        if not note_opened(self.path(MAIN)):
             return None
         return Counts(**manifest["counts"])
 
@@ -83,7 +87,7 @@ class Ledger:
             "sizes": self._sizes(),
             _FILES: list(map(asdict, contents)),
         }
-        _write(self.prefix + ".json", manifest)
+        _write(self.prefix + MANIFEST, manifest)
         shutil.rmtree(self._work)
 
     def _sizes(self) -> dict[str, int | None]:
@@ -94,7 +98,7 @@ class Ledger:
 def known_contents(folder: str | os.PathLike[str], name: str) -> Iterator[Content]:
     """Yield what files held when a source of this name was prepared, or begun, before."""
     base = os.path.join(glob.escape(os.fspath(folder)), glob.escape(name))
-    for path in (*glob.glob(f"{base}-*.json"), *glob.glob(f"{base}-*.work/{_FILES}.json")):
+    for path in (*glob.glob(f"{base}-*{MANIFEST}"), *glob.glob(f"{base}-*{WORK}/{_FILES}.json")):
         for one in (_read(Path(path)) or {}).get(_FILES, ()):
             yield Content(**one)
 

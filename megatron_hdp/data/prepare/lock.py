@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_hdp.data.cache_use import is_named
+
 _LOOK_S = 0.2
 _SAY_AGAIN_S = 60.0
 
@@ -17,7 +19,7 @@ def only_one(path: Path, what: str, wait_s: float, say: Callable[[str], None]) -
     """Hold a lock file within the block; it is released however the process ends.
 
     Args:
-        path: of the lock file, which stays.
+        path: of the lock file, which stays until what is made is pruned.
         what: is made, for messages.
         wait_s: how long to wait for another process.
         say: is told of waiting, once a minute.
@@ -26,22 +28,31 @@ def only_one(path: Path, what: str, wait_s: float, say: Callable[[str], None]) -
         TimeoutError: the other process has not finished.
         OSError: the file system has no locks, for one.
     """
-    with open(path, "a+") as file:
-        _acquire(file.fileno(), path, what, wait_s, say)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        yield
+    began = time.monotonic()
+    while True:
+        with open(path, "a+") as file:
+            _acquire(file.fileno(), path, what, began, wait_s, say)
+            if not is_named(file.fileno(), path):
+                continue  # it was pruned: another process may hold the one that has its name now
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+            yield
+            return
 
 
 def _acquire(
-    descriptor: int, path: Path, what: str, wait_s: float, say: Callable[[str], None]
+    descriptor: int,
+    path: Path,
+    what: str,
+    began: float,
+    wait_s: float,
+    say: Callable[[str], None],
 ) -> None:
-    began = time.monotonic()
     said = -_SAY_AGAIN_S
     while not _try(descriptor, path):
         waited = time.monotonic() - began
-        holder = path.read_text().strip() or "another process"
+        holder = os.pread(descriptor, 4096, 0).decode().strip() or "another process"
         if waited >= wait_s:
             raise TimeoutError(
                 f"{what} is still being prepared by {holder} after {waited:,.0f} s, expected it to "

@@ -11,7 +11,7 @@ from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import CostModel, Plan, plan, told_as
-from megatron_hdp.planner.lockstep import strategy_for
+from megatron_hdp.planner.lockstep import stages_for, strategy_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +103,18 @@ class StepPlanner:
             ValueError: a sequence fits on no number of ranks.
         """
         settings = self.settings
+        strategy = strategy_for(strategy or settings.strategy, aligned=settings.is_aligned)
         with told_as(PLANNER_FLAGS):
             return plan(
                 lengths,
                 ranks=settings.num_ranks,
                 tokens_per_rank=settings.tokens_per_rank,
-                strategy=strategy_for(strategy or settings.strategy, aligned=settings.is_aligned),
+                strategy=strategy,
                 max_length=settings.max_length,
                 slice_multiple=settings.slice_multiple,
                 cost_model=settings.cost_model,
                 ranks_per_node=settings.cost_model.ranks_per_node,
-                pipeline_stages=settings.num_stages,
+                pipeline_stages=stages_for(strategy, settings.num_stages),
                 offload=settings.offload,
             )
 

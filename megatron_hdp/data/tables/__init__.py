@@ -5,6 +5,7 @@ from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.folder import TableCacheError
 from megatron_hdp.data.tables.opening import count_documents, open_source, open_table
 from megatron_hdp.data.tables.splits import split_documents
+from megatron_hdp.data.tables.stored import stored_tables
 from megatron_hdp.data.tables.table import SequenceTable
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "open_source",
     "open_table",
     "split_documents",
+    "stored_tables",
 ]

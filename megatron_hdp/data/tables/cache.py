@@ -23,6 +23,7 @@ from megatron_hdp.data.tables.filling import column_types, fill
 from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
 from megatron_hdp.data.tables.identity import IndexIdentity
 from megatron_hdp.data.tables.node_lock import Say, node_lock
+from megatron_hdp.data.tables.stored import LOCK, TABLE, TIMES, table_name
 
 _NOTE_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
@@ -47,8 +48,8 @@ class TableCache:
         self._say = say
         self._identity = IndexIdentity.of(index.path)
         key = self._identity.key(cutting, VERSION)
-        self._path = folder / f"sequences-{key}.table"
-        self._times_path = folder / f"sequences-{key}.times"
+        self._path = folder / f"{table_name(key)}{TABLE}"
+        self._times_path = self._path.with_suffix(TIMES)
         self._what = f"table of sequences of {index.path}"
 
     def open(self) -> CachedTable:
@@ -67,7 +68,7 @@ class TableCache:
             return found
         try:
             make_folder(self._folder)
-            with node_lock(self._path.with_suffix(".lock"), self._what, self._say) as note:
+            with node_lock(self._path.with_suffix(LOCK), self._what, self._say) as note:
                 return self._prove_or_build(_Progress(self._what, note, self._say))
         except TableCacheError:
             # a folder may be filled elsewhere and be read-only here

@@ -6,6 +6,7 @@ of `Columns`, each from a multiple of 4096 on. A file is never changed in place:
 shrinks, the kernel kills whoever touches what is gone.
 """
 
+import errno
 import json
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.content import sampled
 from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.filling import Column, Columns
@@ -135,7 +137,7 @@ class TableWriter:
 
 
 def read_table(path: Path) -> CachedTable:
-    """Map the table in a file.
+    """Map the table in a file, which is held until the last of its columns is let go of.
 
     Raises:
         FileNotFoundError: there is none.
@@ -143,6 +145,8 @@ def read_table(path: Path) -> CachedTable:
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if not hold(file):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         said = _described(os.pread(file, _PAGE, 0))
         num_bytes = os.fstat(file).st_size
         try:
@@ -155,7 +159,7 @@ def read_table(path: Path) -> CachedTable:
             raise DamagedTableError(f"has {num_bytes:,} bytes, expected {expected:,}")
         if _samples(file, num_bytes) != said.get("samples"):
             raise DamagedTableError("has other bytes than were written")
-        mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)  # has a descriptor of its own
     finally:
         os.close(file)
     columns: dict[str, Any] = {

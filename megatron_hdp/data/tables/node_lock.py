@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_hdp.data.cache_use import is_named
 from megatron_hdp.data.tables.folder import TableCacheError, unusable
 
 Say = Callable[[str], None]
@@ -23,7 +24,7 @@ def node_lock(path: Path, what: str, say: Say) -> Iterator[Say]:
     """Hold the lock of a file until the block is left; the kernel gives up a dead process's.
 
     Args:
-        path: of the lock's file, which stays.
+        path: of the lock's file, which stays until the table is pruned.
         what: is built under it, for messages.
         say: is told once, after some seconds, who builds.
 
@@ -34,10 +35,7 @@ def node_lock(path: Path, what: str, say: Say) -> Iterator[Say]:
     Raises:
         TableCacheError: the file cannot be made, or its holder is stuck.
     """
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise unusable(path.parent, error) from None
+    file = _acquired(path, what, say)
     me = f"process {os.getpid()} on {socket.gethostname()}"
 
     def note(at: str) -> None:
@@ -47,11 +45,27 @@ def node_lock(path: Path, what: str, say: Say) -> Iterator[Say]:
             os.ftruncate(file, len(text))
 
     try:
-        _wait(file, path, what, say)
         note("at the beginning")
         yield note
     finally:
         os.close(file)
+
+
+def _acquired(path: Path, what: str, say: Say) -> int:
+    """Return the lock's file, open, once the lock is this process's."""
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise unusable(path.parent, error) from None
+        try:
+            _wait(file, path, what, say)
+        except BaseException:
+            os.close(file)
+            raise
+        if is_named(file, path):
+            return file
+        os.close(file)  # it was pruned: another process may hold the one that has its name now
 
 
 def _wait(file: int, path: Path, what: str, say: Say) -> None:
@@ -59,7 +73,7 @@ def _wait(file: int, path: Path, what: str, say: Say) -> None:
     began = changed = time.monotonic()
     seen, has_said, pause = "", False, 0.01
     while not _try(file, path.parent):
-        now, holder = time.monotonic(), path.read_text(errors="replace")
+        now, holder = time.monotonic(), os.pread(file, 4096, 0).decode(errors="replace")
         if holder != seen:
             seen, changed = holder, now
         if now - began > TELL_AFTER_S and not has_said:

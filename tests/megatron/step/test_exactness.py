@@ -205,7 +205,7 @@ def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
     for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         replicas //= overrides.get(size, 1)
     cases.append(random_case(tiny_arguments(prefix, **common), replicas))
-    errors = run_ranks(ranks, errors_of, cases)[0]
+    errors = run_ranks(ranks, errors_of, cases, timeout_s=570)[0]
     assert max(errors) <= TOLERANCE, errors
 
 
