@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,8 +53,13 @@ class StepOutputs(Protocol):
         """It has ended and been timed, the optimizer's step included."""
         ...
 
-    def write(self, report: StepReport, *, validation_follows: bool = False, **figures: Any) -> Any:
-        """Writes the metrics of a step that has ended."""
+    def write(
+        self, report: StepReport, *, to_validate: Sequence[str] | None = None, **figures: Any
+    ) -> Any:
+        """Writes the metrics of a step that has ended.
+
+        With sources `to_validate` an evaluation follows, whose losses complete them.
+        """
         ...
 
     def add_validation_loss(self, found: EvaluationLoss) -> None:
@@ -198,7 +203,7 @@ class LmRun:
         self._outputs.end_step(step)
         self._outputs.write(
             report,
-            validation_follows=self._is_validated(step),
+            to_validate=self._names("valid") if self._is_validated(step) else None,
             step=step,
             seconds=seconds,
             grad_norm=float(grad_norm or 0.0),
@@ -239,7 +244,11 @@ class LmRun:
         names = self.args.hdp_validation_sets
         if names is None or "valid" not in self.specs:
             return None
-        return ValidationSets([one.name for one in self.specs["valid"].sources], names)
+        return ValidationSets(self._names("valid"), names)
+
+    def _names(self, split: str) -> list[str]:
+        """The sources of a split, in the order in which the data name them."""
+        return [one.name for one in self.specs[split].sources]
 
     def _is_validated(self, step: int) -> bool:
         """Whether Megatron's loop evaluates after a step; it logs the step before."""

@@ -49,8 +49,7 @@ def sets(folder):
     """Several validation sets: how stock logs them, and under HDP."""
     corpora = {name: str(folder / name / "corpus") for name in LENGTHS}
     data = ["--train-data-path", corpora["web"], "--valid-data-path", *corpora.values()]
-    data += ["--test-data-path", corpora["code"], "--multiple-validation-sets"]
-    data += ["--data-cache-path", str(folder / "set cache")]
+    data += ["--multiple-validation-sets", "--data-cache-path", str(folder / "set cache")]
     run = partial(planned, folder, steps=2, data=data)
     flags = [*HDP, "512", "--seq-length", "1024", "--max-position-embeddings", "1024"]
     flags += ["--metrics-path", str(folder / "sets.jsonl"), "--global-batch-size", "12"]
