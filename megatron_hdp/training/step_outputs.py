@@ -75,8 +75,8 @@ class StepOutputs:
         Args:
             report: what it did.
             validation: of the evaluation that it ended with.
-            to_validate: sources of the evaluation whose losses `add_validation_loss` will add; None:
-                none follows.
+            to_validate: sources of the evaluation by which `add_validation_loss` will complete
+                them; None: none follows.
             figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
         """
         metrics = StepMetrics.of_report(

@@ -16,21 +16,29 @@ from tests.support.sources import LENGTHS
 
 ROWS = 12
 STILL = ["--lr", "1e-30", "--min-lr", "0", "--weight-decay", "0"]
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 pytestmark = MARKS
 of_rows = pytest.mark.skipif(
-    not HAS_DATASETS, reason="stock Megatron's --sft reads its rows by datasets: pip install it"
+    importlib.util.find_spec("datasets") is None,
+    reason="stock Megatron reads the rows of --sft by another package: pip install datasets",
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """All runs of this file, made by one process that imports Megatron once."""
+    """The runs on tokens, made by one process that imports Megatron once."""
     folder = tmp_path_factory.mktemp("stock data")
     for seed, name in enumerate(LENGTHS):
         (folder / name).mkdir()
         write_corpus(folder / name, [length * 9 for length in LENGTHS[name]], seed)
-    drive(folder, [*blends(folder), *sets(folder), *(rows(folder) if HAS_DATASETS else [])])
+    drive(folder, [*blends(folder), *sets(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """The runs on conversations, likewise."""
+    folder = tmp_path_factory.mktemp("conversations")
+    drive(folder, rows(folder))
     return folder
 
 
@@ -104,10 +112,18 @@ def rows(folder):
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps"), [("blend", 2), pytest.param("sft", ROWS, marks=of_rows)]
-)
-def test_without_the_flag_it_is_stock_bit_for_bit(folder, kind, steps):
+def test_without_the_flag_a_blend_is_stock_bit_for_bit(folder):
+    require_same_bits(folder, "blend", 2)
+    assert scalars(folder, "blend off")["lm loss validation"]
+
+
+@of_rows
+def test_without_the_flag_conversations_are_stock_bit_for_bit(chats):
+    require_same_bits(chats, "sft", ROWS)
+
+
+def require_same_bits(folder, kind, steps):
+    """The same weights and logs of the script alone and of the plugin without its flag."""
     stock, off = (weights(folder, f"of {kind} {one}", steps) for one in ("stock", "off"))
     assert len(stock) > 20 and stock.keys() == off.keys()
     assert all(torch.equal(stock[key], off[key]) for key in stock)
@@ -120,10 +136,10 @@ def test_without_the_flag_it_is_stock_bit_for_bit(folder, kind, steps):
 
 
 @of_rows
-def test_a_row_has_the_loss_that_stock_gives_it(folder):
+def test_a_row_has_the_loss_that_stock_gives_it(chats):
     """Stock reads the rows one after the other, HDP in the order of its epoch."""
-    stock = scalars(folder, "rows stock")["lm loss"]
-    records = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    stock = scalars(chats, "rows stock")["lm loss"]
+    records = [json.loads(line) for line in (chats / "rows.jsonl").read_text().splitlines()]
     assert sorted(stock) == [one["step"] for one in records] == list(range(1, ROWS + 1))
     order = first_rows(ROWS, 7)
     assert sorted(order) == list(range(ROWS)) and list(order) != list(range(ROWS))
