@@ -99,16 +99,17 @@ def rows(folder):
             print(json.dumps({"messages": [question, answer, *more]}), file=file)
     flags = ["--sft", "--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--eval-iters", "0"]
     flags += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
-    flags += ["--global-batch-size", "1", "--split", "100,0,0"]
+    flags += ["--global-batch-size", "1", "--split", "100,0,0", *legacy_tokenizer()]
     data = ["--data-path", str(folder / "chat.jsonl")]
-    run = partial(planned, folder, ranks=1, steps=ROWS, data=data, sft=True)
+    run = partial(planned, folder, ranks=1, steps=ROWS, data=data)
+    stock = partial(run, sft=True)
     saves = ["--save-interval", str(ROWS)]
     hdp = [*flags, *STILL, *HDP, "256", "--finetune"]
     hdp += ["--metrics-path", str(folder / "rows.jsonl"), *saves]
     return [
-        run("sft stock", extra=[*flags, *saves], plugin=False, save="of sft stock"),
-        run("sft off", extra=[*flags, *saves], save="of sft off"),
-        run("rows stock", extra=[*flags, *saves, *STILL], plugin=False, save="of rows"),
+        stock("sft stock", extra=[*flags, *saves], plugin=False, save="of sft stock"),
+        stock("sft off", extra=[*flags, *saves], save="of sft off"),
+        stock("rows stock", extra=[*flags, *saves, *STILL], plugin=False, save="of rows"),
         run("rows", extra=hdp, load="of rows"),
     ]
 
@@ -116,6 +117,12 @@ def rows(folder):
 def test_without_the_flag_a_blend_is_stock_bit_for_bit(folder):
     require_same_bits(folder, "blend", 2)
     assert scalars(folder, "blend off")["lm loss validation"]
+
+
+def legacy_tokenizer():
+    """Flags by which a release builds the tokenizer of ``--sft`` for its datasets."""
+    path = Path(CHECKOUT, "megatron", "training", "tokenizer", "sft_tokenizer.py")
+    return ["--legacy-tokenizer"] if path.exists() else []
 
 
 @of_rows
