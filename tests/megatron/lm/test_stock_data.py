@@ -114,15 +114,15 @@ def rows(folder):
     ]
 
 
-def test_without_the_flag_a_blend_is_stock_bit_for_bit(folder):
-    require_same_bits(folder, "blend", 2)
-    assert scalars(folder, "blend off")["lm loss validation"]
-
-
 def legacy_tokenizer():
     """Flags by which a release builds the tokenizer of ``--sft`` for its datasets."""
     path = Path(CHECKOUT, "megatron", "training", "tokenizer", "sft_tokenizer.py")
     return ["--legacy-tokenizer"] if path.exists() else []
+
+
+def test_without_the_flag_a_blend_is_stock_bit_for_bit(folder):
+    require_same_bits(folder, "blend", 2)
+    assert scalars(folder, "blend off")["lm loss validation"]
 
 
 @of_rows
