@@ -7,7 +7,7 @@ for what the evaluation will find, so that its line can be completed in place.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -111,12 +111,13 @@ class MetricsLogger:
         self._latest = 0, 0  # where the latest line begins, and how long it may be
         self._writer: Any = None
 
-    def write(self, metrics: StepMetrics, *, is_whole: bool = True) -> None:
+    def write(self, metrics: StepMetrics, *, to_validate: Sequence[str] | None = None) -> None:
         """Append one step and flush it.
 
         Args:
             metrics: of the step.
-            is_whole: False if `complete` follows.
+            to_validate: sources of the evaluation whose losses `complete` will add; None: it will
+                not be called.
 
         Raises:
             ValueError: the file cannot be written; names it.
@@ -128,7 +129,7 @@ class MetricsLogger:
             self._writer = self._new_writer()
         if self._file is not None:
             line = metrics.to_json()
-            room = 0 if is_whole else _room_for(metrics)
+            room = 0 if to_validate is None else _room_for(to_validate)
             self._latest = self._file.seek(0, os.SEEK_END), len(line) + room
             self._put(line)
         self._add_scalars(metrics.tagged(), metrics.step)
@@ -215,9 +216,9 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _room_for(metrics: StepMetrics) -> int:
-    """Return bytes that an evaluation may add to a line."""
-    return _ROOM + sum(_ROOM + len(orjson.dumps(name)) for name in metrics.sources or ())
+def _room_for(sources: Sequence[str]) -> int:
+    """Return bytes that an evaluation of these sources may add to a line."""
+    return _ROOM + sum(_ROOM + len(orjson.dumps(name)) for name in sources)
 
 
 def _steps_before(first_step: int, path: Path) -> bytes:

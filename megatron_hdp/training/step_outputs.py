@@ -5,6 +5,7 @@ The same for this package's own loop and for Megatron-LM's, which writes its log
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class StepOutputs:
         report: StepReport,
         *,
         validation: EvaluationLoss | None = None,
-        validation_follows: bool = False,
+        to_validate: Sequence[str] | None = None,
         **figures: Any,
     ) -> StepMetrics:
         """Writes the metrics of a step that has ended, and returns them.
@@ -74,7 +75,8 @@ class StepOutputs:
         Args:
             report: what it did.
             validation: of the evaluation that it ended with.
-            validation_follows: whether `add_validation_loss` will complete them.
+            to_validate: sources of the evaluation by which `add_validation_loss` will complete
+                them; None: none follows.
             figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
         """
         metrics = StepMetrics.of_report(
@@ -85,8 +87,8 @@ class StepOutputs:
         )
         if validation is not None:
             metrics = metrics.validated(validation)
-        self._logger.write(metrics, is_whole=not validation_follows)
-        self._to_validate = metrics if validation_follows else None
+        self._logger.write(metrics, to_validate=to_validate)
+        self._to_validate = None if to_validate is None else metrics
         return metrics
 
     def add_validation_loss(self, found: EvaluationLoss) -> None:

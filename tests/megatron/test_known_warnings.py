@@ -40,6 +40,56 @@ def test_others_are_shown():
     assert is_shown(text, "megatron.core.optimizer", DeprecationWarning)
 
 
+_LOAD = """
+import os, sys, torch
+from pathlib import Path
+from megatron_hdp.megatron import known_warnings
+if {quiet}:
+    known_warnings.leave_out()
+from megatron_hdp.megatron.cpu import shim
+shim.apply()
+from megatron.core.dist_checkpointing import ShardedTensor, load, save
+dist = torch.distributed
+where = Path({folder!r})
+dist.init_process_group("gloo", init_method=f"file://{{where}}/store", rank=0, world_size=1)
+(where / "saved").mkdir()
+for work in (save, load):
+    work({{"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}}, str(where / "saved"))
+dist.all_gather_into_tensor(torch.ones(4), torch.ones(4))
+dist.reduce_scatter_tensor(torch.ones(4), torch.ones(4))
+print("loaded")
+"""
+DEPRECATED = [
+    "`load_state_dict` is deprecated",
+    "we are deprecating ShardedTensor",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_those_of_a_checkpoint_that_is_loaded(tmp_path, quiet):
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD.format(quiet=quiet, folder=str(tmp_path))],
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "loaded\n", done.stderr
+    if quiet:
+        assert "FutureWarning" not in done.stderr
+    else:
+        assert all(text in done.stderr for text in DEPRECATED), done.stderr
+
+
+def test_others_of_a_checkpoint_are_shown():
+    text = f"{DEPRECATED[0]} and will be removed"
+    torchs, megatrons = "torch.distributed.checkpoint.api", "megatron.core.dist_checkpointing"
+    assert not is_shown(text, megatrons, FutureWarning)
+    assert is_shown(text, torchs, FutureWarning) and is_shown(text, megatrons)
+    assert is_shown("Please use DTensor", torchs, FutureWarning)
+
+
 _COMMAND = """
 import sys, warnings
 from megatron_hdp import pretrain_gpt

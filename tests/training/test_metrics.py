@@ -135,7 +135,7 @@ def test_a_line_is_completed_in_its_place(tmp_path, loss) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLogger(path)) as logger:
         logger.write(replace(STEP, step=1))
-        logger.write(replace(STEP, step=2, loss=math.nan), is_whole=False)
+        logger.write(replace(STEP, step=2, loss=math.nan), to_validate=[])
         before = path.read_bytes()
         assert _steps(path) == [1, 2] and json.loads(before.splitlines()[1])["loss"] is None
         logger.complete(replace(STEP, step=2, loss=math.nan, validation_loss=loss))
@@ -148,6 +148,16 @@ def test_a_line_is_completed_in_its_place(tmp_path, loss) -> None:
     assert found == [None, None if math.isnan(loss) else loss, None, None]
     non_finite = ["loss", "validation_loss"] if math.isnan(loss) else ["loss"]
     assert lines[1]["non_finite"] == non_finite
+
+
+def test_a_line_has_room_for_sources_that_training_does_not_have(tmp_path) -> None:
+    losses = {f"held out, number {number}": -1.2345678901234567e-300 for number in range(20)}
+    step = replace(STEP, sources=None)
+    with closing(MetricsLogger(tmp_path / "metrics.jsonl")) as logger:
+        logger.write(step, to_validate=list(losses))
+        logger.complete(replace(step, validation_loss=1.0, validation_sources=losses))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["validation_sources"] == losses
 
 
 def test_nan_is_null_and_named() -> None:

@@ -228,9 +228,17 @@ def check_derived(args: argparse.Namespace) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions."""
+    """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions.
+
+    ``args.hdp_validation_sets`` becomes the names that validation sets were given, None without
+    ``--multiple-validation-sets``.
+    """
     args.calculate_per_token_loss = True
     args.apply_rope_fusion = False  # each token turns by its own position
+    args.hdp_validation_sets = None
+    if getattr(args, "multiple_validation_sets", False):
+        args.hdp_validation_sets = list(getattr(args, "validation_set_names", None) or [])
+        args.validation_set_names = None
     args.multiple_validation_sets = False  # one evaluation, whose losses are told by source
 
 

@@ -143,6 +143,12 @@ PATCHES = PatchSet(
             releases.TRAINING_LOG,
             replacements.log,
         ),
+        Patch(
+            f"{_TRAINING}:evaluate_and_print_results",
+            "the loss of each validation set is logged, where sets are told apart",
+            releases.EVALUATION,
+            replacements.log_validation_sets,
+        ),
     ],
     RELEASES,
 )

@@ -75,6 +75,22 @@ TORCH_NORM = everywhere(
     "zero_centered_gamma",
     "normalization",
 )
+_EVALUATION = (
+    "prefix",
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "iteration",
+    "process_non_loss_data_func",
+    "config",
+    "verbose",
+    "write_to_tensorboard",
+    "non_loss_data_func",
+)
+EVALUATION = {
+    **_in((*_16, *_17, *_18), *_EVALUATION),
+    **_in(_19, *_EVALUATION, "pg_collection", "p2p_communicator"),
+}
 SCHEDULE = {
     **_in((*_16, *_17, *_18), "pp_size", "vp_size"),
     **_in(_19, "pp_size", "vp_size", "schedule_pg_collection"),

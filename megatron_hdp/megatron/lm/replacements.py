@@ -271,6 +271,37 @@ def log(original: Function) -> Function:
     return training_log
 
 
+def log_validation_sets(original: Function) -> Function:
+    """Megatron's evaluation, and after its log the loss of each validation set."""
+    signature = inspect.signature(original)
+
+    def evaluate_and_print_results(*positional: Any, **named: Any) -> Any:
+        result = original(*positional, **named)
+        if _run is None:
+            return result
+        bound = signature.bind(*positional, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        found, sets = _run.take_evaluation(), _run.validation_sets
+        if found is None or sets is None:
+            return result
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+        from megatron.training.utils import print_rank_last
+
+        for line in sets.lines(found, given["prefix"]):
+            print_rank_last(line)
+        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if tensorboard is None or not given["write_to_tensorboard"]:
+            return result
+        for name, value, place in sets.scalars(found, given["iteration"], _run.args):
+            tensorboard.add_scalar(name, value, place)
+        if wandb:
+            wandb.log(sets.losses(found), given["iteration"])
+        return result
+
+    return evaluate_and_print_results
+
+
 def _writers(args: Any, iteration: int) -> list[Any]:
     """Megatron's TensorBoard and W&B writers of this rank, if it writes at this iteration."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer

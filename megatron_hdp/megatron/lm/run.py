@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
 from megatron_hdp.megatron.lm.moe import RouterLosses
 from megatron_hdp.megatron.lm.param_gather import start_param_gather
+from megatron_hdp.megatron.lm.validation_sets import ValidationSets
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
@@ -52,8 +53,13 @@ class StepOutputs(Protocol):
         """It has ended and been timed, the optimizer's step included."""
         ...
 
-    def write(self, report: StepReport, *, validation_follows: bool = False, **figures: Any) -> Any:
-        """Writes the metrics of a step that has ended."""
+    def write(
+        self, report: StepReport, *, to_validate: Sequence[str] | None = None, **figures: Any
+    ) -> Any:
+        """Writes the metrics of a step that has ended.
+
+        With sources `to_validate` an evaluation follows, whose losses complete them.
+        """
         ...
 
     def add_validation_loss(self, found: EvaluationLoss) -> None:
@@ -96,7 +102,9 @@ class LmRun:
         self._router_losses: RouterLosses | None = None
         self._began_at = 0.0
         self._num_tested = 0
+        self.validation_sets = self._name_validation_sets()
         self._validated: list[StepReport] = []
+        self._evaluation: EvaluationLoss | None = None
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._plane = join_data_plane(self.arguments)
@@ -195,13 +203,18 @@ class LmRun:
         self._outputs.end_step(step)
         self._outputs.write(
             report,
-            validation_follows=self._is_validated(step),
+            to_validate=self._names("valid") if self._is_validated(step) else None,
             step=step,
             seconds=seconds,
             grad_norm=float(grad_norm or 0.0),
             learning_rate=learning_rate,
             consumed_tokens=consumed_tokens,
         )
+
+    def take_evaluation(self) -> EvaluationLoss | None:
+        """The losses of a validation that has ended since the latest call, if one has."""
+        found, self._evaluation = self._evaluation, None
+        return found
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run, and closes what was written."""
@@ -226,6 +239,17 @@ class LmRun:
         self._outputs.begin_step(step)
         self._began_at = time.perf_counter()
 
+    def _name_validation_sets(self) -> ValidationSets | None:
+        """The sets that are told apart; None without ``--multiple-validation-sets``."""
+        names = self.args.hdp_validation_sets
+        if names is None or "valid" not in self.specs:
+            return None
+        return ValidationSets(self._names("valid"), names)
+
+    def _names(self, split: str) -> list[str]:
+        """The sources of a split, in the order in which the data name them."""
+        return [one.name for one in self.specs[split].sources]
+
     def _is_validated(self, step: int) -> bool:
         """Whether Megatron's loop evaluates after a step; it logs the step before."""
         args = self.args
@@ -236,7 +260,7 @@ class LmRun:
         self._validated.append(report)
         if len(self._validated) < self.args.eval_iters:
             return
-        found = EvaluationLoss.of(self._validated)
+        self._evaluation = found = EvaluationLoss.of(self._validated)
         self._validated.clear()
         if self._outputs is not None:
             self._outputs.add_validation_loss(found)

@@ -5,6 +5,7 @@ they write goes to files. ``python -m tests.megatron.lm.driver CHECKOUT RUNS.jso
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from megatron_hdp.data import DataOrder
@@ -87,6 +89,8 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
             faults.enter_context(planted(run["fault"]))
         if run.get("older"):
             faults.enter_context(_older_release())
+        if run.get("sft"):
+            faults.enter_context(_sft_on_a_cpu())
         if "nan_after" in run:
             faults.enter_context(_nan_after(run["nan_after"]))
         code = _start(run)
@@ -132,6 +136,33 @@ def _older_release() -> Iterator[None]:
         mock.patch.object(corpus, "LATEST_ORDER", 1),
         mock.patch.object(checkpoint, "remember", remember),
         mock.patch.object(checkpoint, "remember_position", lambda *_: None),
+    ):
+        yield
+
+
+@contextmanager
+def _sft_on_a_cpu() -> Iterator[None]:
+    """Within the block, Megatron's ``--sft`` runs without TransformerEngine and transformers 4.
+
+    Its rows are packed, which only TransformerEngine's attention takes; one conversation that fills
+    its row, padding included, is what it is without packing. Before 0.18 its tokenizer wants ids of
+    a chat template, which transformers 5 gives when asked.
+    """
+    import transformers
+    from megatron.core.models.gpt import GPTModel
+
+    def forward(self: Any, *positional: Any, packed_seq_params: Any = None, **named: Any) -> Any:
+        if packed_seq_params is not None:
+            length = positional[0].shape[1]
+            assert set(packed_seq_params.cu_seqlens_q.flatten().tolist()) == {0, length}
+        return original(self, *positional, packed_seq_params=None, **named)
+
+    original = GPTModel.forward
+    base = transformers.PreTrainedTokenizerBase
+    template = functools.partialmethod(base.apply_chat_template, return_dict=False)
+    with (
+        mock.patch.object(base, "apply_chat_template", template),
+        mock.patch.object(GPTModel, "forward", forward),
     ):
         yield
 

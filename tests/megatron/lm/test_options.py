@@ -243,3 +243,14 @@ def test_what_is_set_of_megatrons():
     args = parsed(*ON, calculate_per_token_loss=False, apply_rope_fusion=True)
     options.settle(args)
     assert args.calculate_per_token_loss and not args.apply_rope_fusion
+
+
+@pytest.mark.parametrize("names", [None, ["a", "b"]])
+def test_validation_sets_are_told_apart_by_hdp_alone(names):
+    args = parsed(*ON, multiple_validation_sets=True, validation_set_names=names)
+    options.settle(args)
+    assert args.hdp_validation_sets == (names or [])
+    assert not args.multiple_validation_sets and args.validation_set_names is None
+    args = parsed(*ON, validation_set_names=names)
+    options.settle(args)
+    assert args.hdp_validation_sets is None and args.validation_set_names == names

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hdp.megatron.lm.run import LmRun
+from megatron_hdp.megatron.lm.validation_sets import ValidationSets
+from megatron_hdp.megatron.step import EvaluationLoss
 from megatron_hdp.training import step_outputs
 from megatron_hdp.training.metrics import MetricsLogger
 from tests.training.test_metrics import REPORT, replace
@@ -24,7 +26,8 @@ def run(tmp_path, monkeypatch):
     run.args = SimpleNamespace(do_valid=1, eval_interval=2, eval_iters=3)
     run._job = SimpleNamespace(timeline=SimpleNamespace(settle=lambda: None))
     run.log = SimpleNamespace(latest=REPORT)
-    run.__dict__ |= {"_outputs": outputs, "_validated": [], "_began_at": 0.0}
+    run.specs = {"valid": SimpleNamespace(sources=[SimpleNamespace(name="held out")])}
+    run.__dict__ |= {"_outputs": outputs, "_validated": [], "_began_at": 0.0, "_evaluation": None}
     run._steps = {"train": SimpleNamespace(is_over=lambda position: False)}
     return run
 
@@ -52,3 +55,41 @@ def test_without_validation_lines_are_written_as_they_are(run, tmp_path):
     run.args.do_valid = 0
     run.end_step(2, None, 0.1)
     assert b" \n" not in (tmp_path / "metrics.jsonl").read_bytes()
+
+
+FOUND = EvaluationLoss(2.5, {"web": 2.0, "code": 30.0})
+
+
+def test_each_validation_set_has_a_line_of_its_own():
+    sets = ValidationSets(["web", "chat", "code"], [])
+    web, chat, code = sets.lines(FOUND, "iteration 4 on validation set")
+    assert web == (
+        " validation-0 loss at iteration 4 on validation set | lm loss value: 2.000000E+00 | "
+        "lm loss PPL: 7.389056E+00 | source: web | "
+    )
+    assert "none of its sequences was drawn" in chat and chat.endswith("source: chat | ")
+    assert "PPL: 4.851652E+08" in code  # Megatron's limit: of a loss of 20
+    assert sets.losses(FOUND) == {"lm loss validation-0": 2.0, "lm loss validation-2": 30.0}
+
+
+@pytest.mark.parametrize("ppl", [False, True])
+def test_scalars_of_validation_sets(ppl):
+    args = SimpleNamespace(log_validation_ppl_to_tensorboard=ppl, consumed_train_samples=32)
+    found = ValidationSets(["web", "code"], ["w", "c"]).scalars(FOUND, 4, args)
+    assert ("lm loss validation-w", 2.0, 4) in found
+    assert ("lm loss validation-c vs samples", 30.0, 32) in found
+    assert len(found) == (8 if ppl else 4)
+    assert (("lm loss validation-w ppl", pytest.approx(7.389056), 4) in found) == ppl
+
+
+def test_as_many_names_as_validation_sets():
+    with pytest.raises(ValueError, match="found 1 names .a., expected 2, one for each .*: web, c"):
+        ValidationSets(["web", "code"], ["a"])
+
+
+def test_an_evaluation_is_taken_once(run):
+    assert run.take_evaluation() is None
+    for _ in range(3):
+        run._add_validation(REPORT)
+    assert run.take_evaluation().loss == pytest.approx(REPORT.loss)
+    assert run.take_evaluation() is None
