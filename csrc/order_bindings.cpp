@@ -41,9 +41,10 @@ py::tuple mix(const std::vector<double>& weights, std::vector<double> owed, cons
     const py::gil_scoped_release release;
     mixed = hdp::mix(weights, owed, ready, {sequences, tokens, must_take});
   }
-  const py::array_t<int32_t> sources(static_cast<py::ssize_t>(mixed.sources.size()),
-                                     mixed.sources.data());
-  return py::make_tuple(sources, owed, ready.used, mixed.source);
+  const auto count = static_cast<py::ssize_t>(mixed.sources.size());
+  const py::array_t<int32_t> sources(count, mixed.sources.data());
+  const py::array_t<int64_t> turns(count, mixed.turns.data());
+  return py::make_tuple(sources, turns, owed, ready.used, mixed.source);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 """What drawing a step's sequences costs, and what tables of sequences take of a node.
 
 ``python scripts/bench_data.py`` draws steps of epochs of growing length, every time another epoch,
-and prints medians and private memory (USS) that the order added; then a whole step of
-`Mixture` of one source, lengths gathered, at one length. What keeps a table of the epoch is
-measured up to ``--table-up-to`` rows, once: numpy's permutation, and version 1 of the order.
+and prints medians and private memory (USS) that the order added; then whole steps of `Mixture`,
+lengths gathered, of one source and of many. What keeps a table of the epoch is measured up to
+``--table-up-to`` rows, once: numpy's permutation, and version 1 of the order.
 
 ``python scripts/bench_data.py --tables 1000000 50000000`` makes up a ``.idx`` of so many documents
 (log-normal lengths, 20 bytes each on disk; the ``.bin`` is a hole), and lets processes of their own
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ _MB = 1e6
 _MAX_LENGTH = 8192
 _PIECE = 1 << 22
 _RANKS = 2
+_SOURCES = (4, 20, 100)
+_ROWS_OF_MANY = 200_000
 
 
 def main() -> None:
@@ -86,6 +88,9 @@ def _orders(options: argparse.Namespace) -> None:
             cells += [_once(_numpys, num_rows), _once(_first_version, num_rows)]
         print(f"{num_rows:15,} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
     print(_whole_steps(options.step_rows, options.draws, options.rounds))
+    for num_sources in _SOURCES:
+        rows = min(options.step_rows, _ROWS_OF_MANY)
+        print(_steps_of_many(num_sources, rows, options.draws, options.rounds), flush=True)
 
 
 def _draws(num_rows: int, count: int, rounds: int) -> str:
@@ -119,11 +124,26 @@ def _whole_steps(num_rows: int, count: int, rounds: int) -> str:
     by_tokens = BatchSize(tokens=count * int(table.mean_length))
     cells = []
     for name, batch in (("sequences", BatchSize(sequences=count)), ("tokens", by_tokens)):
-        one = _mixture(table, batch)
+        one = _mixture([table], batch)
         starts = [i * num_rows // rounds for i in range(rounds)]
         ms = [1e3 * _timed(lambda at=at, it=one: it.step(_position(at)))[0] for at in starts]
         cells.append(f"{statistics.median(ms):.1f} ms by {name}")
     return f"a step of about {count:,} sequences of {num_rows:,}: {', '.join(cells)}"
+
+
+def _steps_of_many(num_sources: int, num_rows: int, count: int, rounds: int) -> str:
+    """Says what steps cost that follow each other: what each source is owed differs then."""
+    draw = np.random.default_rng(num_sources)
+    tables = [
+        SequenceTable.build(draw.integers(1, _MAX_LENGTH, num_rows), max_length=_MAX_LENGTH)
+        for _ in range(num_sources)
+    ]
+    mixture, position, ms = _mixture(tables, BatchSize(sequences=count)), Position(), []
+    for _ in range(rounds):
+        seconds, step = _timed(lambda at=position: mixture.step(at))
+        position = step.after
+        ms.append(1e3 * seconds)
+    return f"of {num_sources} sources of {num_rows:,}: {statistics.median(ms):.1f} ms"
 
 
 def _tables(options: argparse.Namespace) -> None:
@@ -230,7 +250,7 @@ def _open_sparse(folder: Path, draws: int, _: bool) -> Callable[[int], Any]:
 
 
 def _steps(table: SequenceTable, draws: int, kept: Any) -> Callable[[int], Any]:
-    drawing = _mixture(table, BatchSize(sequences=draws))
+    drawing = _mixture([table], BatchSize(sequences=draws))
     return lambda at: (drawing.step(_position(at * len(table) // 97)), kept)
 
 
@@ -246,14 +266,18 @@ class _Rows:
         return stops - starts
 
 
-def _mixture(table: SequenceTable, batch: BatchSize) -> Mixture:
-    stream = SourceStream(_Rows(table), Feistel(len(table), seed=1), splits_long=False)
-    schedule = Schedule().resolved({"data": 1.0}, _MAX_LENGTH)
-    return Mixture([MixedSource("data", stream, table.mean_length)], schedule, batch)
+def _mixture(tables: Sequence[SequenceTable], batch: BatchSize) -> Mixture:
+    sources, weights = [], {}
+    for i, table in enumerate(tables):
+        order = Feistel(len(table), seed=1, source=i)
+        stream = SourceStream(_Rows(table), order, splits_long=False)
+        sources.append(MixedSource(f"data{i}", stream, table.mean_length))
+        weights[f"data{i}"] = 1.0 + i % 7
+    return Mixture(sources, Schedule().resolved(weights, _MAX_LENGTH), batch)
 
 
 def _position(sequences: int) -> Position:
-    return Position.of_one_source("data", sequences)
+    return Position.of_one_source("data0", sequences)
 
 
 def _open_megatron(folder: Path, draws: int, _: bool) -> Callable[[int], Any]:

@@ -54,18 +54,41 @@ EpochOrder::EpochOrder(int64_t num_rows, uint64_t seed, uint64_t source, uint64_
   for (uint64_t& key : keys_) key = mixed(state += kGolden);  // SplitMix64 from that state on
 }
 
-int64_t EpochOrder::row(int64_t position) const {
-  uint64_t left = static_cast<uint64_t>(position) / right_size_;
-  uint64_t right = static_cast<uint64_t>(position) % right_size_;
-  uint64_t found = 0;
-  do {
-    for (std::size_t i = 0; i < kNumRounds; i += 2) {
-      left = added(left, round_number(right, keys_[i], left_size_), left_size_);
-      right = added(right, round_number(left, keys_[i + 1], right_size_), right_size_);
+template <std::size_t kCount>
+void EpochOrder::permute(std::array<uint64_t, kCount>& left,
+                         std::array<uint64_t, kCount>& right) const {
+  for (std::size_t i = 0; i < kNumRounds; i += 2) {
+    for (std::size_t k = 0; k < kCount; ++k) {
+      left[k] = added(left[k], round_number(right[k], keys_[i], left_size_), left_size_);
     }
-    found = left * right_size_ + right;
-  } while (found >= num_rows_);
-  return static_cast<int64_t>(found);
+    for (std::size_t k = 0; k < kCount; ++k) {
+      right[k] = added(right[k], round_number(left[k], keys_[i + 1], right_size_), right_size_);
+    }
+  }
+}
+
+template <std::size_t kCount>
+void EpochOrder::write_rows(int64_t position, int64_t* rows) const {
+  std::array<uint64_t, kCount> left, right;
+  for (std::size_t k = 0; k < kCount; ++k) {
+    left[k] = (static_cast<uint64_t>(position) + k) / right_size_;
+    right[k] = (static_cast<uint64_t>(position) + k) % right_size_;
+  }
+  permute(left, right);
+  for (std::size_t k = 0; k < kCount; ++k) {
+    while (left[k] * right_size_ + right[k] >= num_rows_) {
+      std::array<uint64_t, 1> one_left{left[k]}, one_right{right[k]};
+      permute(one_left, one_right);
+      left[k] = one_left[0], right[k] = one_right[0];
+    }
+    rows[k] = static_cast<int64_t>(left[k] * right_size_ + right[k]);
+  }
+}
+
+int64_t EpochOrder::row(int64_t position) const {
+  int64_t found = 0;
+  write_rows<1>(position, &found);
+  return found;
 }
 
 std::vector<int64_t> EpochOrder::rows(int64_t first, int64_t count) const {
@@ -75,7 +98,9 @@ std::vector<int64_t> EpochOrder::rows(int64_t first, int64_t count) const {
                                 " on, expected some of the epoch's " + std::to_string(num_rows));
   }
   std::vector<int64_t> found(static_cast<std::size_t>(count));
-  for (int64_t& one : found) one = row(first++);
+  int64_t done = 0;
+  for (; done + kAtOnce <= count; done += kAtOnce) write_rows<kAtOnce>(first + done, &found[done]);
+  for (; done < count; ++done) write_rows<1>(first + done, &found[done]);
   return found;
 }
 

@@ -41,6 +41,17 @@ class EpochOrder {
   std::vector<int64_t> rows(int64_t first, int64_t count) const;
 
  private:
+  // How many rows are computed side by side: the three multiplications of a round wait for each
+  // other, and those of other rows fill the time.
+  static constexpr int64_t kAtOnce = 8;
+
+  template <std::size_t kCount>
+  void permute(std::array<uint64_t, kCount>& left, std::array<uint64_t, kCount>& right) const;
+
+  // Writes the rows at `kCount` positions from `position` on.
+  template <std::size_t kCount>
+  void write_rows(int64_t position, int64_t* rows) const;
+
   uint64_t num_rows_;
   uint64_t left_size_;   // a
   uint64_t right_size_;  // b

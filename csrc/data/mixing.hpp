@@ -24,6 +24,7 @@ struct Room {
 
 struct Mixed {
   std::vector<int32_t> sources;  // of the sequences, in the order in which they were drawn
+  std::vector<int64_t> turns;    // how many of its source's were drawn before each
   int32_t source;                // has nothing ready and may be next; -1 where the room is used up
 };
 
@@ -41,7 +42,7 @@ struct Mixed {
 // is owed the most would let one fall behind further: 1.6 times that were found.
 //
 // Throws std::invalid_argument for sizes that do not belong together, weights that are negative,
-// not finite or all 0, and sequences without a token.
+// not finite or all 0, what is owed that is not finite, and sequences without a token.
 Mixed mix(const std::vector<double>& weights, std::vector<double>& owed, Ready& ready, Room room);
 
 }  // namespace hdp

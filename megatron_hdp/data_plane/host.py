@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
+from megatron_hdp.data_plane.life import begin_life, tell_loss
 from megatron_hdp.data_plane.names import NAMESPACE
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(ExitCode.DONE))
     folder = Path(options.folder)
+    begin_life(folder)
     try:
         with ExitStack() as stack:
             node = None
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.enter_context(_connected(options.address))
             _Host(options).run(node)
     except (OSError, RuntimeError, RayError) as error:
-        (folder / "lost").write_text(f"{error}")
+        tell_loss(folder, str(error))
         print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILED
     return ExitCode.DONE

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps import RankStep, Reader
+from megatron_hdp.data_plane.life import why_lost
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, header_of, unpack
@@ -97,6 +99,12 @@ class RayLoaders:
                 "setup": to_plain(self._setup),
                 "reader": to_plain(self._reader),
             }
-            self._client = NodeClient(self._socket, timeout_s, hello=hello, reconnect_s=timeout_s)
+            self._client = NodeClient(
+                self._socket,
+                timeout_s,
+                hello=hello,
+                reconnect_s=timeout_s,
+                why_lost=partial(why_lost, self._socket.parent),
+            )
             self._segments = SegmentFolder(Path(self._client.greeting["segments"]))
         return self._client, timeout_s

@@ -13,11 +13,13 @@ def test_a_small_run():
     small = ("--draws", "50", "--rounds", "3", "--table-up-to", "100", "--step-rows", "1000")
     done = run_script(SCRIPT, "--rows", "20", "1000000", *small)
     assert done.returncode == 0, done.stderr
-    _, names, few, many, step = done.stdout.splitlines()
+    _, names, few, many, step, *mixed = done.stdout.splitlines()
     assert names.split() == ["rows", "version", "2", "numpy,", "once", "version", "1,", "once"]
     assert few.count(" ms (") == 3 and many.count(" ms (") == 1
     assert step.startswith("a step of about 50 sequences of 1,000: ")
     assert "ms by sequences" in step and "ms by tokens" in step
+    numbers = (4, 20, 100)
+    assert [line.split(":")[0] for line in mixed] == [f"of {n} sources of 1,000" for n in numbers]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def trained(folder, num_ranks, num_steps):
 
 @pytest.mark.timeout(600)
 def test_quickstart(tmp_path):
-    output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=2)
+    output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=1)
     for line in (
         "== ranks: 2 of 4096 tokens",
         "the static mesh took",

@@ -19,8 +19,8 @@ class Lengths:
     def lengths(self, rows):
         return self.table[rows]
 
-    def num_labels(self, rows):
-        return self.table[rows] - 1
+    def num_labels(self, rows, lengths):
+        return lengths - 1
 
     def num_trained(self, rows, starts, stops):
         if self.untrained is None:

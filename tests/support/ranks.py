@@ -1,7 +1,8 @@
 """Runs a function on real gloo ranks, so that a failure or a hang names every rank and its stack.
 
-The processes are forked from a server that has imported torch and megatron.core once: starting four
-ranks takes tenths of a second instead of four imports. Ranks meet in a file, never on a port.
+The processes are forked from a server that has imported torch, megatron.core and megatron_hdp
+once: starting four ranks takes tenths of a second instead of four imports. Ranks meet in a file,
+never on a port.
 """
 
 import faulthandler
@@ -34,6 +35,11 @@ _PRELOAD = [
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.tensor_parallel",
+    # Half of what a rank of a small test computes would be these.
+    "hypothesis",
+    "megatron_hdp.megatron.step.executor",
+    "megatron_hdp.training.loop",
+    "tests.support.gradients",
 ]
 _SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

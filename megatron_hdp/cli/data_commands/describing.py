@@ -194,4 +194,5 @@ def _pieces(source: TableSource) -> Iterator[Int64Array]:
 
 
 def _loss_tokens(source: TableSource, rows: Int64Array) -> int:
-    return int(source.num_trained(rows, np.zeros_like(rows), source.num_labels(rows)).sum())
+    num_labels = source.num_labels(rows, source.lengths(rows))
+    return int(source.num_trained(rows, np.zeros_like(rows), num_labels).sum())

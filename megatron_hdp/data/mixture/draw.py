@@ -114,6 +114,7 @@ class _Draw:
         self._pieces: list[Pieces] = []
         self._used = [0] * len(self._drawn)
         self._order: list[Int64Array] = []
+        self._turns: list[Int64Array] = []
 
     def step(self) -> Step:
         sequences = self._batch.sequences or _UNBOUNDED
@@ -125,7 +126,7 @@ class _Draw:
         while any(self._weights):
             lengths, amounts, first = self._ready()
             before = list(self._used)
-            drawn, self._owed, self._used, needed = _order.mix(
+            drawn, turns, self._owed, self._used, needed = _order.mix(
                 self._weights,
                 self._owed,
                 lengths,
@@ -137,6 +138,7 @@ class _Draw:
                 must_take=must_take,
             )
             self._order.append(drawn.astype(np.int64))
+            self._turns.append(turns)
             sequences -= len(drawn)
             tokens -= self._tokens_between(before)
             must_take = must_take and not len(drawn)
@@ -175,7 +177,8 @@ class _Draw:
         total = sum(rates)
         per_sequence = sum(rate * mean for rate, mean in zip(rates, means, strict=True)) / total
         expected = min(sequences, tokens / per_sequence)
-        return [int(_SPARE * expected * rate / total) + 4 if rate else 0 for rate in rates]
+        guessed = [int(_SPARE * expected * rate / total) + 4 if rate else 0 for rate in rates]
+        return [min(count, sequences) for count in guessed]
 
     def _take(self, i: int, count: int) -> Pieces:
         drawn, stream = self._drawn[i], self._mixture.sources[i].stream
@@ -212,15 +215,11 @@ class _Draw:
             self._owed = self._rebased(self._owed)
 
     def _finished(self) -> Step:
-        order = np.concatenate([np.zeros(0, dtype=np.int64), *self._order])
-        columns = {
-            name: np.zeros(len(order), dtype=np.int64)
-            for name in ("rows", "starts", "lengths", "num_labels", "num_loss_tokens")
-        }
-        for i, pieces in enumerate(self._pieces):
-            places = order == i
-            for name, column in columns.items():
-                column[places] = getattr(pieces, name)[: self._used[i]]
+        order = _joined(self._order)
+        first = np.cumsum([0, *(len(one) for one in self._pieces)])
+        places = first[order] + _joined(self._turns)
+        names = ("rows", "starts", "lengths", "num_labels", "num_loss_tokens")
+        columns = {name: self._column(name, places) for name in names}
         records = dict(self._position.sources)
         for i, source in enumerate(self._mixture.sources):
             records[source.name] = self._after(i)
@@ -240,6 +239,11 @@ class _Draw:
             weights=self._setting.weights,
         )
 
+    def _column(self, name: str, places: Int64Array) -> Int64Array:
+        """Return a column of the step, from what its sources had ready one after the other."""
+        ready = [getattr(one, name) for one in self._pieces]
+        return ready[0][: self._used[0]] if len(ready) == 1 else _joined(ready)[places]
+
     def _after(self, i: int) -> Drawn:
         drawn = replace(self._drawn[i], owed=self._owed[i])
         if not self._pieces or not self._used[i]:
@@ -248,3 +252,7 @@ class _Draw:
         rows, offset = pieces.after(used)
         amount = drawn.amount + int(self._mixture.amounts(pieces)[:used].sum())
         return replace(drawn, rows=rows, offset=offset, amount=amount)
+
+
+def _joined(parts: Sequence[Int64Array]) -> Int64Array:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])

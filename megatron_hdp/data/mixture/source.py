@@ -62,8 +62,8 @@ class Source(Protocol):
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows; one without a token is passed over."""
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows, from the first, that have a next one."""
+    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Return tokens of rows of these lengths, from the first, that have a next one."""
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""

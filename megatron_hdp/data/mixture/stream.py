@@ -25,8 +25,8 @@ class Rows(Protocol):
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows; one without a token is passed over."""
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows, from the first, that have a next one."""
+    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Return tokens of rows of these lengths, from the first, that have a next one."""
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
@@ -110,7 +110,8 @@ class SourceStream:
         """
         stop = number + count if self._end is None else min(number + count, self._end)
         rows = self._rows_of(number, stop)
-        lengths, labels = self.rows.lengths(rows), self.rows.num_labels(rows)
+        lengths = self.rows.lengths(rows)
+        labels = self.rows.num_labels(rows, lengths)
         numbers = np.arange(number, stop)
         if not lengths.all():
             kept = np.flatnonzero(lengths)

@@ -73,9 +73,9 @@ class TableSource:
         """Return tokens of rows, at least 1."""
         return self.table.lengths(rows + self.first_row)
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows, from the first, that have a next one."""
-        return self.table.num_labels(rows + self.first_row)
+    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Return tokens of rows of these lengths, from the first, that have a next one."""
+        return self.table.num_labels(rows + self.first_row, lengths)
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""

@@ -99,9 +99,9 @@ class TextSource:
         """Return tokens of rows; 0 of one that is empty or bad."""
         return lengths_of(self.decoder.rows(rows + self.first_row))
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows, from the first, that have a next one."""
-        return np.maximum(self.lengths(rows) - 1, 0)
+    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Return tokens of rows of these lengths, from the first, that have a next one."""
+        return np.maximum(lengths - 1, 0)
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""

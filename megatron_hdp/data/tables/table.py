@@ -127,13 +127,20 @@ class SequenceTable:
             return np.asarray(rows, dtype=np.int64) + self.facts.first_document
         return self._document[rows].astype(np.int64, copy=False)
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        """Return how many tokens of each sequence, counted from its first, have a label."""
+    def num_labels(self, rows: Int64Array, lengths: Int64Array | None = None) -> Int64Array:
+        """Return how many tokens of each sequence, counted from its first, have a label.
+
+        Args:
+            rows: of the sequences.
+            lengths: of the same rows, where the caller has them; looking them up waits for memory.
+        """
+        if lengths is None:
+            lengths = self.lengths(rows)
         if self._document is None or not self.num_split:
-            return self.lengths(rows) - 1
+            return lengths - 1
         following = np.minimum(np.asarray(rows) + 1, len(self) - 1)
         goes_on = (self._document[following] == self._document[rows]) & (following > rows)
-        num_labels: Int64Array = self.lengths(rows) - ~goes_on
+        num_labels: Int64Array = lengths - ~goes_on
         return num_labels
 
     def starts(self, rows: Int64Array) -> Int64Array:

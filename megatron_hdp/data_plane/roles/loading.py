@@ -70,9 +70,10 @@ class LoadingService:
     def metadata(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return tokens and labelled tokens of rows; text that has none yet is tokenised."""
         began = time.perf_counter()
-        found = self._source.lengths(rows), self._source.num_labels(rows)
+        lengths = self._source.lengths(rows)
+        num_labels = self._source.num_labels(rows, lengths)
         self._note(began, 0, 0)
-        return found
+        return lengths, num_labels
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""

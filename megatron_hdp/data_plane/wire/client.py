@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class NodeClient:
         *,
         hello: Message | None = None,
         reconnect_s: float = 30.0,
+        why_lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Connect; wait until the server listens.
 
@@ -45,6 +47,7 @@ class NodeClient:
             timeout_s: within which it must listen, and answer the hello.
             hello: the first request of every connection, the one after a restart too.
             reconnect_s: for which a server that has gone is waited for.
+            why_lost: says why a server that does not listen will never come back; None: it may.
 
         Raises:
             DataPlaneLost: it did not listen or answer in time.
@@ -53,6 +56,7 @@ class NodeClient:
         self.path = path
         self._hello = hello
         self._reconnect_s = reconnect_s
+        self._why_lost = why_lost
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_closed = False
@@ -131,8 +135,9 @@ class NodeClient:
                 return connection
             except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
                 self._disconnect()
-                if time.monotonic() + _RETRY_S >= give_up:
-                    raise self._lost(what, begun, _reason(error)) from None
+                why = self._why_lost()
+                if why is not None or time.monotonic() + _RETRY_S >= give_up:
+                    raise self._lost(what, begun, why or _reason(error)) from None
             except BaseException:
                 self._disconnect()
                 raise

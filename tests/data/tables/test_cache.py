@@ -111,7 +111,7 @@ def changed(place, new):
         (cut_to(-1), "bytes, expected"),
         (lambda raw: raw + b"\0", "bytes, expected"),
         (changed(0, b"X"), "begins with b'XDPTABLE'"),
-        (changed(8, b"\2"), "version 2, expected 1"),
+        (changed(8, b"\1"), "version 1, expected 2"),
         (changed(12, b"\xff\xff\xff\xff"), "damaged description"),
         (changed(40, b"?"), "damaged description"),
         (changed(4096, bytes(40)), "other bytes than were written"),

@@ -106,7 +106,11 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
 
 
 def _start(run: dict) -> int:
-    """Runs the script, under the plugin or alone, or the project's own command."""
+    """Runs the script: by our command, under the plugin or alone; or the project's own script."""
+    if run.get("command"):
+        from megatron_hdp.__main__ import main
+
+        return main(["run", run["script"], *run["arguments"]])
     if run.get("own"):
         from megatron_hdp import pretrain_gpt
 

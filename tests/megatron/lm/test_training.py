@@ -5,9 +5,6 @@ Needs MEGATRON_LM_PATH and what that checkout's pretrain_gpt.py imports (docs/me
 """
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -19,7 +16,6 @@ from tests.megatron.lm.runs import (
     LENGTHS,
     MARKS,
     MODEL,
-    ROOT,
     SCRIPT,
     TRAINING,
     drive,
@@ -73,6 +69,8 @@ def runs(tmp_path_factory):
         run("older", 1, [*HDP, "256", "--finetune"], load=STOCK, save="older", older=True),
         run("older, resumed", 1, [*HDP, "256", "--ckpt-step", "2"], load="older"),
         own_command(folder),
+        run("help", 1, ["--help"], command=True),
+        run("refused", 1, [*HDP, "160", "--context-parallel-size", "2"], command=True, exits=[2]),
     ]
     drive(folder, plan)
     return folder
@@ -184,32 +182,17 @@ def test_operations_are_those_of_each_length(runs):
     assert state["num_floating_point_operations_so_far"] == pytest.approx(expected, rel=1e-9)
 
 
-def _command(*arguments):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "ignore",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_hdp", "run", str(SCRIPT), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_help_shows_the_group(runs):
+    shown = (runs / "log help.0").read_text()
+    assert "Hybrid data parallelism:" in shown
+    assert "--hdp-tokens-per-rank" in shown and "--hdp-trace DIR" in shown
+    assert "--hdp-global-batch-tokens" not in shown
 
 
-def test_help_shows_the_group():
-    done = _command("--help")
-    assert done.returncode == 0, done.stderr
-    assert "Hybrid data parallelism:" in done.stdout
-    assert "--hdp-tokens-per-rank" in done.stdout and "--hdp-trace DIR" in done.stdout
-    assert "--hdp-global-batch-tokens" not in done.stdout
-
-
-def test_a_refusal_is_one_message():
-    done = _command(*MODEL.split(), *TRAINING.split(), *HDP, "160", "--context-parallel-size", "2")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
+def test_a_refusal_is_one_message(runs):
+    shown = (runs / "log refused.0").read_text()
+    (line,) = (line for line in shown.splitlines() if "error" in line.lower())
+    assert line.startswith(
         "megatron_hdp: error: --context-parallel-size (found 2) does not go with "
     )
+    assert "Traceback" not in shown

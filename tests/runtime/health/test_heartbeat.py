@@ -13,6 +13,7 @@ from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, MEETING, RING_WAI
 INTERVAL_S = 0.2
 LIMIT_S = 0.6
 LONG_S = 20.0
+DEFAULTS = {"interval_s": INTERVAL_S, "stall_timeout_s": LIMIT_S, "slow_timeout_s": LONG_S}
 
 
 class Rank(threading.Thread):
@@ -31,9 +32,8 @@ class Rank(threading.Thread):
             store=store,
             rank=number,
             world_size=world_size,
-            interval_s=INTERVAL_S,
             end_process=self._end,
-            **({"stall_timeout_s": LIMIT_S, "slow_timeout_s": LONG_S} | options),
+            **(DEFAULTS | options),
         )
 
     def _end(self, text):
@@ -185,7 +185,8 @@ def test_who_waits_for_data_to_be_prepared_waits_while_the_others_live():
     patient = {"slow_timeout_s": LIMIT_S}
     with job(meet, meet, compute, **patient) as ranks:
         assert still_run(ranks, 8 * LIMIT_S)
-    with job(meet, meet, fall_silent, **patient) as ranks:
+    # the longest of all patience: 70 intervals
+    with job(meet, meet, fall_silent, interval_s=INTERVAL_S / 4, **patient) as ranks:
         text = ended(ranks[0])
         heard_of.set()
     assert "rank 2 (host " in text and "died or was stopped" in text, text
