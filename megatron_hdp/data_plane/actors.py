@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import Position, Source, TextSource
 from megatron_hdp.data_plane.asking import Asker
 from megatron_hdp.data_plane.hooks import run_hook
-from megatron_hdp.data_plane.names import NAMESPACE, constructor_of, loader_of, planner_of
+from megatron_hdp.data_plane.names import CONTROL, NAMESPACE, constructor_of, loader_of, planner_of
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import (
     Answer,
@@ -28,6 +30,7 @@ from megatron_hdp.data_plane.roles import (
     Loaded,
     LoadingService,
     PlanningService,
+    PublishedSource,
     Wanted,
 )
 from megatron_hdp.data_plane.serving import NodeService
@@ -40,16 +43,19 @@ _say = partial(print, flush=True)
 
 
 class Planner:
-    """The one planner of a job."""
+    """The one planner of a job; what does not wait is called in the concurrency group `CONTROL`."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, timeout_s: float) -> None:
         """Take over: a planner that was there before cannot answer any more.
 
         Args:
             folder: of the plane; holds the journal, and the splits' setups after a restart.
+            timeout_s: within which loaders must say how long rows are.
         """
         run_hook()
         self._folder = Path(folder)
+        self._asker = Asker(timeout_s)
+        self._askers = ThreadPoolExecutor(_THREADS, thread_name_prefix="ask")
         self._journal = Journal(self._folder / "journal")
         self._lock = threading.Lock()
         self._setups: dict[str, SplitSetup] = {}
@@ -95,7 +101,7 @@ class Planner:
     def _open(self, setup: SplitSetup) -> None:
         service = PlanningService(
             setup.split,
-            setup.planner(_say),
+            setup.planner(_say, partial(self._published, setup.split)),
             self._journal,
             steps_ahead=setup.loaders.steps_ahead,
         )
@@ -104,6 +110,33 @@ class Planner:
         if setup.split in self._serving:
             service.serve(*self._serving[setup.split])
         self._setups[setup.split], self._services[setup.split] = setup, service
+
+    def _published(self, split: str, source: Source) -> Source:
+        if not isinstance(source, TextSource):
+            return source  # its table is shared by all processes of a node
+        name = source.name
+
+        def num_serving() -> int:
+            return self._crew(split)[1][name]
+
+        def ask(turn: int, method: str, arguments: Sequence[Any]) -> Any:
+            loaders = self._crew(split)[0][name]
+            turn %= len(loaders)
+            order = (*loaders[turn:], *loaders[:turn])
+            return self._asker.ask_any(name, order, method, arguments)
+
+        return PublishedSource.of(source, ask, num_serving, self._askers)
+
+    def _crew(self, split: str) -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, int]]:
+        """Who serves a split, once the supervisor has said it."""
+        deadline = time.monotonic() + self._asker.timeout_s
+        while split not in self._serving:
+            if time.monotonic() > deadline:
+                raise DataPlaneLost(
+                    f"split {split} has no loaders after {self._asker.timeout_s:.0f} s"
+                )
+            time.sleep(_PAUSE_S)
+        return self._serving[split]
 
 
 class Loader:
@@ -123,6 +156,14 @@ class Loader:
     def load(self, wanted: Wanted) -> Loaded:
         """Return pieces of the source."""
         return self._service.load(wanted)
+
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows."""
+        return self._service.lengths(rows)
+
+    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
+        return self._service.num_trained(rows, starts, stops)
 
     def figures(self) -> dict[str, Any]:
         """Return what it has done."""
@@ -161,7 +202,7 @@ class _Others(Asker):
         self._planner = planner_of(plane)
 
     def configure(self, setup: SplitSetup) -> None:
-        self.ask(self._planner, "configure", to_plain(setup))
+        self.ask(self._planner, "configure", to_plain(setup), group=CONTROL)
 
     def plan(self, split: str, position: Position, ranks: Sequence[int]) -> Answer:
         arguments = split, position.to_record(), list(ranks)
@@ -177,9 +218,10 @@ class _Others(Asker):
             time.sleep(_PAUSE_S)  # the planner was started just now and knows of none yet
 
 
-def start_planner(plane: str, folder: Path) -> Any:
+def start_planner(plane: str, folder: Path, timeout_s: float) -> Any:
     """Start the planner of a plane, on this node, which holds its folder."""
-    return _start(Planner, planner_of(plane), str(folder), scheduling_strategy=_here())
+    name = planner_of(plane)
+    return _start(Planner, name, str(folder), timeout_s, scheduling_strategy=_here())
 
 
 def start_loader(plane: str, setup: SplitSetup, source: str, number: int) -> Any:
@@ -201,18 +243,16 @@ def _here() -> NodeAffinitySchedulingStrategy:
 
 
 def _start(role: type, name: str, *arguments: Any, **options: Any) -> Any:
-    return (
-        ray.remote(role)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=_THREADS,
-            **options,
-        )
-        .remote(*arguments)
-    )
+    groups = {"concurrency_groups": {CONTROL: 4}} if role is Planner else {}
+    remote = ray.remote(**groups)(role) if groups else ray.remote(role)
+    return remote.options(
+        name=name,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=_THREADS,
+        **options,
+    ).remote(*arguments)
 
 
 def _rss_bytes() -> int:

@@ -37,7 +37,7 @@ class Asker:
         self.num_takeovers = 0
         self.longest_takeover_s = 0.0
 
-    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+    def ask(self, name: str, method: str, *arguments: Any, group: str | None = None) -> Any:
         """Return what a method of an actor returns; an actor that has died is waited for.
 
         Raises:
@@ -47,8 +47,9 @@ class Asker:
         deadline, why = time.monotonic() + self.timeout_s, "it does not answer"
         while time.monotonic() < deadline:
             try:
-                asked = getattr(self._find(name), method).remote(*arguments)
-                return _get(asked, deadline - time.monotonic())
+                call = getattr(self._find(name), method)
+                call = call if group is None else call.options(concurrency_group=group)
+                return _get(call.remote(*arguments), deadline - time.monotonic())
             except GetTimeoutError:
                 break
             except (*_LOST, ValueError) as error:
@@ -62,7 +63,14 @@ class Asker:
         )
 
     def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
-        """Return pieces of a source, from the first of its loaders that gives them.
+        """Return pieces of a source, of the first of its loaders that answers; see `ask_any`."""
+        loaded: Loaded = self.ask_any(source, loaders, "load", [wanted])
+        return loaded
+
+    def ask_any(
+        self, source: str, loaders: Sequence[str], method: str, arguments: Sequence[Any]
+    ) -> Any:
+        """Return what a method of a source's loaders returns, of the first one that answers.
 
         Raises:
             DataPlaneLost: none does in time.
@@ -74,9 +82,9 @@ class Asker:
         while time.monotonic() < deadline:
             for turn, name in enumerate(loaders):
                 try:
-                    asked = self._find(name).load.remote(wanted)
+                    asked = getattr(self._find(name), method).remote(*arguments)
                     left_s = min(patience_s, deadline - time.monotonic())
-                    loaded: Loaded = _get(asked, max(left_s, _PAUSE_S))
+                    answer = _get(asked, max(left_s, _PAUSE_S))
                 except GetTimeoutError:
                     why = f"{name} has not answered for {patience_s:.0f} s"
                     continue
@@ -89,7 +97,7 @@ class Asker:
                     self.num_takeovers += 1
                     took_s = time.monotonic() - began
                     self.longest_takeover_s = max(self.longest_takeover_s, took_s)
-                return loaded
+                return answer
             time.sleep(_PAUSE_S)
         raise DataPlaneLost(
             f"source '{source}' gave no tokens within {self.timeout_s:.0f} s ({why}): look at its "

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
 from megatron_hdp.data_plane.life import begin_life, tell_loss
-from megatron_hdp.data_plane.names import NAMESPACE
+from megatron_hdp.data_plane.names import CONTROL, NAMESPACE
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
@@ -65,7 +65,7 @@ class _Host:
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
         if self._node == 0:
-            self._planner = start_planner(self._plane, self._folder)
+            self._planner = start_planner(self._plane, self._folder, options.timeout)
             self._supervisor = Supervisor(self._plane, self._planner)
 
     def run(self, process: Any) -> None:
@@ -88,7 +88,8 @@ class _Host:
             asked = self._constructor.figures.remote()
             if self._supervisor is not None:
                 self._supervisor.look(self._nodes, {})
-                found["planner"] = ray.get(self._planner.figures.remote(), timeout=_ANSWER_S)
+                call = self._planner.figures.options(concurrency_group=CONTROL)
+                found["planner"] = ray.get(call.remote(), timeout=_ANSWER_S)
                 found["sources"] = self._supervisor.figures()
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)

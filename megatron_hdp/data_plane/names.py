@@ -1,6 +1,8 @@
 """What the actors of a plane are called, so that each finds the others."""
 
 NAMESPACE = "megatron_hdp"
+CONTROL = "control"
+"""Concurrency group of those methods of a planner that wait for nobody: they always get through."""
 
 
 def planner_of(plane: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_hdp.data.mixture import Corpus, MixtureSpec, Opening, Schedule, open_corpus
+from megatron_hdp.data.mixture import Corpus, MixtureSpec, Opening, Schedule, Source, open_corpus
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import PlanSettings, StepPlanner
@@ -26,13 +26,21 @@ class SplitSetup:
     orders: Mapping[str, SourceOrder]
     loaders: LoadersSpec
 
-    def planner(self, say: Callable[[str], None]) -> StepPlanner:
+    def planner(
+        self, say: Callable[[str], None], publish: Callable[[Source], Source]
+    ) -> StepPlanner:
         """Return what draws and plans the split's steps.
+
+        Args:
+            say: takes lines for the log.
+            publish: makes of an opened source one that decodes nothing in this process.
 
         Raises:
             ValueError: a source cannot be opened.
         """
-        made = StepPlanner(open_corpus(self.spec, self._opening(say)), self.settings)
+        opened = open_corpus(self.spec, self._opening(say))
+        sources = [publish(one) for one in opened.sources]
+        made = StepPlanner(Corpus(self.spec, sources, self.max_length), self.settings)
         made.follow(self.orders)
         return made
 

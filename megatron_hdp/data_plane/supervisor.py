@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_loader
-from megatron_hdp.data_plane.names import loader_of
+from megatron_hdp.data_plane.names import CONTROL, loader_of
 from megatron_hdp.data_plane.records import from_plain
 from megatron_hdp.data_plane.roles import Scaling, Seen
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -136,4 +136,5 @@ class Supervisor:
         return Seen(busy_share, is_behind, max(sizes, default=0.0))
 
     def _ask_planner(self, method: str, *arguments: Any) -> Any:
-        return ray.get(getattr(self._planner, method).remote(*arguments), timeout=_ANSWER_S)
+        call = getattr(self._planner, method).options(concurrency_group=CONTROL)
+        return ray.get(call.remote(*arguments), timeout=_ANSWER_S)

@@ -4,6 +4,7 @@ from megatron_hdp.data_plane.roles.constructing import ConstructingService, Cons
 from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
 from megatron_hdp.data_plane.roles.loading import Loaded, LoaderFigures, LoadingService, Wanted
 from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
+from megatron_hdp.data_plane.roles.published import PublishedSource
 from megatron_hdp.data_plane.roles.scaling import Scaling, Seen
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LoaderFigures",
     "LoadingService",
     "PlanningService",
+    "PublishedSource",
     "Scaling",
     "Seen",
     "Wanted",

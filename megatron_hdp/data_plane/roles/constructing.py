@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import Pieces, RankStep, Reader, pieces_of, read_step
-from megatron_hdp.data_plane.roles.loading import Loaded, Wanted
+from megatron_hdp.data_plane.roles.loading import Loaded, Wanted, turns_of
 from megatron_hdp.data_plane.roles.planning import Answer
 
 T = TypeVar("T")
@@ -25,7 +25,6 @@ AskPlanner = Callable[[Position, Sequence[int]], Answer]
 AskLoader = Callable[[str, Sequence[str], Wanted], Loaded]
 """For pieces of a source, by name, of these loaders: the first, or another if that fails; blocks,
 and several threads call it."""
-_BLOCK = 64  # rows that one loader reads together
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -214,7 +213,7 @@ class ConstructingService(Generic[T]):
         for source in np.unique(sources).tolist():
             name = self._names[source]
             loaders, serving = answer.loaders[name], max(answer.num_serving[name], 1)
-            turns = rows // _BLOCK % serving
+            turns = turns_of(rows, serving)
             for turn in range(serving):
                 mine = (sources == source) & (turns == turn)
                 if mine.any():

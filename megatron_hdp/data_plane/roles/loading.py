@@ -12,6 +12,8 @@ import numpy.typing as npt
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Source
 
+_BLOCK = 64  # rows
+
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -67,13 +69,12 @@ class LoadingService:
         self._lock = threading.Lock()
         self.figures = LoaderFigures()
 
-    def metadata(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return tokens and labelled tokens of rows; text that has none yet is tokenised."""
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows; text that has none yet is tokenised, and kept for a while."""
         began = time.perf_counter()
-        lengths = self._source.lengths(rows)
-        num_labels = self._source.num_labels(rows, lengths)
+        found = self._source.lengths(rows)
         self._note(began, 0, 0)
-        return lengths, num_labels
+        return found
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
@@ -86,6 +87,7 @@ class LoadingService:
             ValueError: the data are not what they were when they were opened.
         """
         began = time.perf_counter()
+        self._source.lengths(np.unique(wanted.rows))  # text is decoded together, not row by row
         tokens = np.empty(wanted.num_tokens, dtype=np.int64)
         trained = np.empty(int(wanted.num_labelled.sum()), dtype=np.bool_)
         at = label_at = 0
@@ -113,6 +115,11 @@ class LoadingService:
             self.figures.sent_bytes += sent_bytes
             self.figures.busy_s += time.perf_counter() - began
             self.figures.requests += 1
+
+
+def turns_of(rows: Int64Array, num_serving: int) -> Int64Array:
+    """Return for each row which of a source's loaders reads it; neighbours are read together."""
+    return rows // _BLOCK % max(num_serving, 1)
 
 
 def _narrow(tokens: Int64Array) -> npt.NDArray[np.integer]:
