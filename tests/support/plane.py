@@ -1,0 +1,130 @@
+"""A data plane on this machine, with readers in this process, held against in-process loaders."""
+
+import json
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
+from megatron_hdp.data.steps import LocalLoaders, PlanSettings, Reader, StepPlanner
+from megatron_hdp.data_plane.loaders import RayLoaders
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
+from megatron_hdp.planner import CostModel
+from tests.support.rank_steps import differences
+
+VOCABULARY = 10**6
+MAX_LENGTH = 100
+
+
+def setup_of(path, num_ranks, **loaders):
+    """What a plane is told of the training split of a file of --hdp-data."""
+    file = read_data_file(path)
+    opening = Opening(
+        max_length=MAX_LENGTH, long_sequence="truncate", tokenizer="byte", cache_folder=None
+    )
+    settings = PlanSettings(
+        batch=BatchSize(sequences=12),
+        seed=3,
+        num_ranks=num_ranks,
+        num_stages=1,
+        lockstep_ranks=1,
+        tokens_per_rank=64,
+        strategy="auto",
+        max_length=MAX_LENGTH,
+        slice_multiple=1,
+        offload="off",
+        cost_model=CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=100),
+    )
+    corpus = open_corpus(file.training, opening)
+    setup = SplitSetup(
+        split="train",
+        spec=file.training,
+        max_length=MAX_LENGTH,
+        long_sequence="truncate",
+        tokenizer="byte",
+        cache_folder=None,
+        settings=settings,
+        orders=corpus.orders(),
+        loaders=replace(file.loaders, backend="ray", **loaders),
+    )
+    return setup, corpus
+
+
+class RunningPlane:
+    """Its readers take the same steps from it and from loaders in this process."""
+
+    def __init__(self, folder, setup, corpus):
+        self.folder = folder
+        readers = [Reader(rank, VOCABULARY) for rank in range(setup.settings.num_ranks)]
+        self.remote = [RayLoaders(folder / SOCKET, setup, one) for one in readers]
+        planner = StepPlanner(corpus, setup.settings)
+        self.local = [LocalLoaders(planner, one) for one in readers]
+        self.position = Position()
+
+    def step(self):
+        """Takes the next step, checks that it is the right one; returns the longest wait."""
+        for one in self.remote:
+            one.expect(self.position)
+        began = time.monotonic()
+        found = [one.get(self.position) for one in self.remote]
+        waited_s = time.monotonic() - began
+        for one, local in zip(found, self.local, strict=True):
+            expected = local.get(self.position)
+            planning_ms = expected.totals.planning_ms
+            totals = replace(one.totals, planning_ms=planning_ms)
+            assert differences(replace(one, totals=totals), expected) == []
+        self.position = found[0].totals.after
+        return waited_s
+
+    def status(self, **known):
+        """What the node says of itself, once it knows of all loaders that are named."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(FileNotFoundError):
+                found = json.loads((self.folder / "status.json").read_text())
+                crews = found.get("sources", {}).get("train", {})
+                told = [bool(one) for crew in crews.values() for one in crew["loaders"]]
+                if told and all(told):
+                    return found
+            time.sleep(0.1)
+        raise AssertionError("not all loaders have answered within a minute")
+
+    def close(self):
+        for one in (*self.remote, *self.local):
+            one.close()
+
+
+@contextmanager
+def running_plane(path, num_ranks=4, timeout_s=60.0, **loaders):
+    """A plane over the training split of a file of --hdp-data; nothing of it is left behind."""
+    setup, corpus = setup_of(path, num_ranks, **loaders)
+    place = PlanePlace.make("127.0.0.1", 1)
+    with node_of_plane(place, 0, timeout_s) as folder:
+        plane = RunningPlane(folder, setup, corpus)
+        try:
+            yield plane
+        except BaseException:
+            print((folder / "log").read_text())
+            raise
+        finally:
+            plane.close()
+    assert not folder.exists()
+    assert not processes_of(folder)
+
+
+def processes_of(folder: Path):
+    """Processes that a plane has started and that are still there; they get a moment to end."""
+    deadline = time.monotonic() + 20
+    while True:
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = " ".join(process.info["cmdline"] or [])
+            if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
