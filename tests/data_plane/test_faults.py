@@ -98,7 +98,7 @@ def test_random_kills(tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    with running_plane(data_file(write_sources(tmp_path)), min=2, shadows=1) as plane:
+    with running_plane(data_file(write_sources(tmp_path)), shadows=1) as plane:
         for _ in range(20):
             status = plane.status()
             pids = [status["planner"]["pid"], status["constructor"]["pid"]]

@@ -80,9 +80,9 @@ class RunningPlane:
         self.position = found[0].totals.after
         return waited_s
 
-    def status(self, **known):
-        """What the node says of itself, once it knows of all loaders that are named."""
-        deadline = time.monotonic() + 60
+    def status(self):
+        """What the node says of itself, once all loaders have answered it."""
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             with suppress(FileNotFoundError):
                 found = json.loads((self.folder / "status.json").read_text())
@@ -91,7 +91,7 @@ class RunningPlane:
                 if told and all(told):
                     return found
             time.sleep(0.1)
-        raise AssertionError("not all loaders have answered within a minute")
+        raise AssertionError("not all loaders have answered within three minutes")
 
     def close(self):
         for one in (*self.remote, *self.local):
