@@ -82,12 +82,17 @@ class Journal:
                 kept = [orjson.dumps(one.__dict__) for one in self._entries()[-_KEPT:]]
                 self._replace(_STEPS, b"\n".join([*kept, line]))
                 return
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
+                size = os.fstat(file).st_size
+                if size and os.pread(file, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # a kill has cut the line before
                 _write(file, line)
                 os.fsync(file)
             finally:
                 os.close(file)
+            if not size:
+                self._sync_names()
 
     def entries(self) -> list[Entry]:
         """Return what was decided, oldest first; a line that was cut by a kill is left out."""
@@ -129,6 +134,14 @@ class Journal:
         finally:
             os.close(file)
         path.replace(self._folder / name)
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

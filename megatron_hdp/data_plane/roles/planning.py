@@ -14,6 +14,7 @@ from megatron_hdp.data.steps import RankShare, StepPlanner, StepShares, StepTota
 from megatron_hdp.data_plane.roles.journal import Entry, Journal
 
 _Key = tuple[object, ...]
+_REMEMBERED = 2048  # steps that are decided again as they were
 
 
 @dataclass(frozen=True)
@@ -64,22 +65,22 @@ class PlanningService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"plan-{split}")
         self._loaders: Mapping[str, tuple[str, ...]] = {}
         self._num_serving: Mapping[str, int] = {}
-        self._before = {
-            Position.from_record(one.before).key(): one
-            for one in journal.entries()
-            if one.split == split
-        }
+        self._before: OrderedDict[_Key, Entry] = OrderedDict()
+        for one in journal.entries():
+            if one.split == split:
+                self._remember(Position.from_record(one.before), one)
 
     @property
     def num_ahead(self) -> int:
         """Steps that are decided and wait to be asked for."""
         with self._lock:
-            return sum(one.done() for one in self._steps.values()) - 1 if self._steps else 0
+            return max(sum(one.done() for one in self._steps.values()) - 1, 0)
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources."""
         with self._lock:
             self._steps.clear()
+            self._before.clear()
             self._planner.follow(orders)
 
     def serve(self, loaders: Mapping[str, tuple[str, ...]], num_serving: Mapping[str, int]) -> None:
@@ -141,15 +142,15 @@ class PlanningService:
             planned = self._planner.statically(step, known.failure)
         totals = StepTotals.of(planned, len(self._planner.corpus.sources))
         if known is None:
-            self._journal.append(
-                Entry(
-                    split=self._split,
-                    before=position.to_record(),
-                    after=totals.after.to_record(),
-                    fingerprints=totals.fingerprints,
-                    failure=totals.failure,
-                )
+            entry = Entry(
+                split=self._split,
+                before=position.to_record(),
+                after=totals.after.to_record(),
+                fingerprints=totals.fingerprints,
+                failure=totals.failure,
             )
+            self._journal.append(entry)
+            self._remember(position, entry)
         elif dict(known.fingerprints) != dict(totals.fingerprints):
             raise ValueError(
                 f"step {position.steps + 1} is not what it was when it was first decided (found "
@@ -157,3 +158,8 @@ class PlanningService:
                 "changed under the run; put back what they were"
             )
         return _Decided(totals, planned.shares(self._planner.settings))
+
+    def _remember(self, position: Position, entry: Entry) -> None:
+        self._before[position.key()] = entry
+        while len(self._before) > _REMEMBERED:
+            self._before.popitem(last=False)

@@ -1,0 +1,241 @@
+"""A planner answers what the ranks' own loaders would have drawn and planned, whoever it is."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_hdp.data.mixture import BatchSize, Position
+from megatron_hdp.data.steps import LocalLoaders, Reader
+from megatron_hdp.data_plane.roles import FencedError, Journal, PlanningService
+from tests.support.node import until
+from tests.support.thread_plane import (
+    local_steps,
+    plan_settings,
+    planner_of,
+    setup_of,
+    without_time,
+    write_pairs,
+)
+from tests.support.rank_steps import differences
+
+RANKS = range(4)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Make services, and close them in the end."""
+    services = []
+
+    def service(setup, folder=tmp_path, steps_ahead=2, planner=None):
+        planner = planner or planner_of(setup)
+        made = PlanningService(
+            setup.split, planner, Journal(folder / "journal"), steps_ahead=steps_ahead
+        )
+        made.serve({"web": ("a", "b")}, {"web": 1})
+        services.append(made)
+        return made
+
+    yield service
+    for one in services:
+        one.close()
+
+
+def answers(service, count, position=None):
+    """Return what all ranks hear of some steps, one after another."""
+    found, position = [], position or Position()
+    for _ in range(count):
+        found.append(service.answer(position, RANKS))
+        position = found[-1].totals.after
+    return found
+
+
+def told(answer):
+    """Return of an answer what a rank trains by."""
+    return replace(answer.totals, planning_ms=0.0), answer.shares
+
+
+def require_alike(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert differences(told(one)[0], told(other)[0]) == []
+        for share, expected in zip(one.shares, other.shares, strict=True):
+            assert differences(share, expected) == []
+
+
+def fail_once(planner, monkeypatch, at_step):
+    """Let the strategy fail the first time that it plans a step."""
+    real, failed = planner.plan, []
+    lengths = planner.mixture.step(at_step).lengths
+
+    def plan(found, strategy=None):
+        if strategy is None and not failed and np.array_equal(found, lengths):
+            failed.append(True)
+            raise RuntimeError("no plan today")
+        return real(found, strategy)
+
+    monkeypatch.setattr(planner, "plan", plan)
+
+
+def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
+    found = answers(opened(setup), 6)
+    for rank in RANKS:
+        expected = local_steps(corpus, setup.settings, Reader(rank, 10**6), 6)
+        for answer, step in zip(found, expected, strict=True):
+            assert differences(told(answer)[0], without_time(step).totals) == []
+            assert differences(answer.shares[rank], step.share) == []
+            assert answer.epoch == 1
+            assert (answer.loaders, answer.num_serving) == ({"web": ("a", "b")}, {"web": 1})
+
+
+def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch):
+    planner = planner_of(setup)
+    asked, real = [], planner.step
+    monkeypatch.setattr(planner, "step", lambda at: asked.append(at.steps) or real(at))
+    service = opened(setup, steps_ahead=3, planner=planner)
+    assert service.num_ahead == 0
+    first = service.answer(Position(), RANKS)
+    until(lambda: service.num_ahead == 3)
+    assert asked == [0, 1, 2, 3]
+    service.answer(first.totals.after, [0])
+    until(lambda: len(asked) == 5)
+    assert asked == [0, 1, 2, 3, 4]
+    for _ in range(3):  # other nodes ask for the same
+        service.answer(first.totals.after, [1])
+    assert asked == [0, 1, 2, 3, 4]
+
+
+def test_what_is_ahead_is_never_less_than_nothing(setup, opened, monkeypatch):
+    planner, may_plan = planner_of(setup), threading.Event()
+    real = planner.step
+    monkeypatch.setattr(planner, "step", lambda at: may_plan.wait(30) and real(at))
+    service = opened(setup, planner=planner)
+    asking = threading.Thread(target=service.answer, args=(Position(), [0]))
+    asking.start()
+    try:
+        until(lambda: service._steps)
+        assert service.num_ahead == 0
+    finally:
+        may_plan.set()
+        asking.join()
+
+
+def test_a_planner_that_was_restarted_decides_the_same(setup, opened):
+    before = answers(opened(setup), 5)
+    after = opened(setup)
+    require_alike(answers(after, 8)[:5], before)
+    assert after.answer(Position(), [0]).epoch == 2
+
+
+def test_data_that_changed_are_refused(tmp_path, opened):
+    path = write_pairs(tmp_path)
+    setup = setup_of(path)
+    answers(opened(setup, steps_ahead=0), 2)
+    lengths = {"web": [31, 4, 60] * 50, "chat": [12, 40], "code": [99, 7, 90]}
+    changed = setup_of(write_pairs(tmp_path, lengths))
+    service = opened(changed)
+    with pytest.raises(ValueError, match="step 1 is not what it was .*put back") as caught:
+        service.answer(Position(), RANKS)
+    assert "found {'sequences of the step'" in str(caught.value)
+    assert "expected {'sequences of the step'" in str(caught.value)
+
+
+@pytest.mark.parametrize("who", ["restarted", "same"])
+def test_a_step_that_was_planned_statically_stays_static(
+    setup, opened, monkeypatch, tmp_path, who
+):
+    planner, folder = planner_of(setup), tmp_path / "of what fails"
+    at = answers(opened(setup, steps_ahead=0), 2)[-1].totals.after
+    fail_once(planner, monkeypatch, at)
+    service = opened(setup, folder, steps_ahead=0, planner=planner)
+    before = answers(service, 12)
+    assert [answer.totals.failure for answer in before[:4]] == [
+        *(None, None, "RuntimeError: no plan today", None)
+    ]
+    if who == "restarted":
+        service = opened(setup, folder)
+    require_alike(answers(service, 12), before)
+
+
+def test_a_mistake_reaches_who_asked_and_stops_no_other_step(setup, opened, monkeypatch):
+    planner = planner_of(setup)
+    good = answers(opened(setup, steps_ahead=0), 4)
+    real, second = planner.step, good[0].totals.after
+
+    def step(position):
+        if position == second:
+            raise ValueError("found no token with loss")
+        return real(position)
+
+    monkeypatch.setattr(planner, "step", step)
+    service = opened(setup, planner=planner)
+    require_alike([service.answer(Position(), RANKS)], good[:1])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no token with loss"):
+            service.answer(second, RANKS)
+    require_alike(answers(service, 2, good[1].totals.after), good[2:])
+
+
+def test_the_end_of_all_sources_is_told_when_it_is_reached(tmp_path, opened):
+    more = "schedule: [{from: 0, weights: {web: 1}}]"
+    path = write_pairs(tmp_path, {"web": [30, 20, 9]}, more=more)
+    path.write_text(path.read_text().replace("corpus}", "corpus, max-epochs: 1}"))
+    service = opened(setup_of(path, plan_settings(batch=BatchSize(sequences=2))), steps_ahead=4)
+    found = answers(service, 2)
+    assert [one.totals.sequences for one in found] == [2, 1]
+    with pytest.raises(ValueError, match="every source of the data has ended"):
+        service.answer(found[-1].totals.after, RANKS)
+    assert service.answer(Position(), RANKS).totals.sequences == 2
+
+
+def test_a_step_without_loss_is_named(tmp_path, opened):
+    more = "schedule: [{from: 0, weights: {web: 1}}]"
+    setup = setup_of(write_pairs(tmp_path, {"web": [1] * 40}, more=more))
+    with pytest.raises(ValueError, match="found no token with loss in the 12 sequences of step 1"):
+        opened(setup).answer(Position(), RANKS)
+
+
+def test_nothing_is_answered_before_it_is_on_the_disk(setup, opened, tmp_path, monkeypatch):
+    service = opened(setup, steps_ahead=0)
+    journal, may_write = service._journal, threading.Event()
+    real = journal.append
+    monkeypatch.setattr(journal, "append", lambda one: may_write.wait(30) and real(one))
+    found = []
+    asking = threading.Thread(target=lambda: found.append(service.answer(Position(), RANKS)))
+    asking.start()
+    asking.join(0.3)
+    assert not found and journal.entries() == []
+    may_write.set()
+    asking.join()
+    (entry,) = journal.entries()
+    assert entry.fingerprints == found[0].totals.fingerprints
+    assert Position.from_record(entry.after) == found[0].totals.after
+
+    def full(one):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal, "append", full)
+    with pytest.raises(OSError, match="No space left"):
+        service.answer(found[0].totals.after, RANKS)
+
+
+def test_a_planner_that_was_replaced_does_not_answer_what_it_knows(setup, opened):
+    old = opened(setup)
+    first = old.answer(Position(), RANKS)
+    new = opened(setup)
+    with pytest.raises(FencedError):
+        old.answer(Position(), RANKS)
+    require_alike([new.answer(Position(), RANKS)], [first])
+
+
+def test_another_order_of_the_data_gives_its_own_steps(setup, corpus, opened):
+    orders = {name: replace(one, key=one.key + 1) for name, one in setup.orders.items()}
+    service = opened(setup)
+    service.follow(orders)
+    local = LocalLoaders(planner_of(replace(setup, orders=orders)), Reader(1, 10**6))
+    expected = local.prepare(Position())
+    local.close()
+    answer = service.answer(Position(), RANKS)
+    assert differences(answer.shares[1], expected.share) == []
+    mine = local_steps(corpus, setup.settings, Reader(1, 10**6), 1)[0]
+    assert differences(mine.share, expected.share) != []

@@ -1,0 +1,158 @@
+"""A data plane of threads: real sources on disk and real roles, neither Ray nor torch."""
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_hdp.data import TokenWriter
+from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
+from megatron_hdp.data.spans import SpansWriter
+from megatron_hdp.data.spec import LoadersSpec
+from megatron_hdp.data.steps import LocalLoaders, PlanSettings, StepPlanner, StepTotals
+from megatron_hdp.data_plane.roles import Answer, LoadingService
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.planner import CostModel
+from tests.support.rank_steps import differences
+
+VOCABULARY = 257
+LENGTHS = {
+    "web": [30, 3, 64, 20, 9, 41, 7, 7] * 20,  # more rows than a loader reads together
+    "chat": [12, 40, 8, 25, 33],
+    "code": [100, 5, 90, 31],
+}
+WEIGHTS = "schedule: [{from: 0, weights: {web: 0.5, chat: 0.2, code: 0.3}}]"
+
+
+def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS):
+    """Write sources and the file that names them; every other piece of four tokens of the
+    conversations is trained."""
+    for number, (name, documents) in enumerate(lengths.items()):
+        rng = np.random.default_rng([seed, number])
+        (folder / name).mkdir(exist_ok=True)
+        with TokenWriter(folder / name / "corpus", VOCABULARY) as writer:
+            for length in documents:
+                writer.add(rng.integers(0, VOCABULARY, length))
+        if name == "chat":
+            with SpansWriter(folder / name / "corpus.spans") as writer:
+                for length in documents:
+                    starts = np.arange(4, length, 8)
+                    writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
+    lines = [f"  {name}: {{path: {name}/corpus}}" for name in lengths]
+    path = folder / "data.yaml"
+    path.write_text("\n".join(["sources:", *lines, more, ""]))
+    return path
+
+
+def plan_settings(**changes):
+    """A step of 12 sequences on four ranks, rings among them."""
+    settings = {
+        "batch": BatchSize(sequences=12),
+        "seed": 3,
+        "num_ranks": 4,
+        "num_stages": 1,
+        "lockstep_ranks": 1,
+        "tokens_per_rank": 64,
+        "strategy": "auto",
+        "max_length": 100,
+        "slice_multiple": 1,
+        "offload": "off",
+        "cost_model": CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=100),
+    }
+    return PlanSettings(**(settings | changes))
+
+
+def setup_of(path, settings=None, **loaders):
+    """The training split of a file of --hdp-data."""
+    spec = read_data_file(path).training
+    opening = Opening(
+        max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None
+    )
+    return SplitSetup(
+        split="train",
+        spec=spec,
+        max_length=100,
+        long_sequence="truncate",
+        tokenizer=None,
+        cache_folder=None,
+        settings=settings or plan_settings(),
+        orders=open_corpus(spec, opening).orders(),
+        loaders=LoadersSpec(backend="ray", **loaders),
+    )
+
+
+def planner_of(setup):
+    """Return what draws and plans a split, opened anew."""
+    return setup.planner(lambda text: None)
+
+
+def loading_of(setup):
+    """Return a loading service of each source."""
+    return {
+        one.name: LoadingService(setup.alone(one.name, lambda text: None).sources[0])
+        for one in setup.spec.sources
+    }
+
+
+def local_steps(corpus, settings, reader, count):
+    """Return the first steps of a reader, as the loaders in its own process give them."""
+    local = LocalLoaders(StepPlanner(corpus, settings), reader)
+    steps, position = [], Position()
+    for _ in range(count):
+        steps.append(local.prepare(position))
+        position = steps[-1].totals.after
+    local.close()
+    return steps
+
+
+def without_time(step):
+    """Return a step without the one figure that no two plannings share."""
+    return replace(step, totals=replace(step.totals, planning_ms=0.0))
+
+
+def require_same(one, other):
+    """Fail unless two steps are the same to the bit, but for the time that planning took."""
+    assert differences(without_time(one), without_time(other)) == []
+
+
+class Planner:
+    """Answers from memory, without a journal; `epoch` may be set."""
+
+    def __init__(self, step_planner, num_loaders=1, num_shadows=0):
+        self._planner = step_planner
+        names = step_planner.corpus.names
+        total = num_loaders + num_shadows
+        self.loaders = {name: tuple(f"{name}-{i}" for i in range(total)) for name in names}
+        self.num_serving = dict.fromkeys(names, num_loaders)
+        self.epoch = 1
+        self.asked = []
+
+    def __call__(self, position, ranks):
+        self.asked.append((position.steps, tuple(ranks)))
+        planned = self._planner.step(position)
+        return Answer(
+            epoch=self.epoch,
+            totals=StepTotals.of(planned, len(self.loaders)),
+            shares=planned.shares(self._planner.settings).of(ranks),
+            loaders=self.loaders,
+            num_serving=self.num_serving,
+        )
+
+
+class Loaders:
+    """All loaders of a split; answers come after delays, so in any order."""
+
+    def __init__(self, services, delays_ms=(0,)):
+        self._services = services
+        self._delays_ms = delays_ms
+        self._lock = threading.Lock()
+        self.asked = []
+        """Source, loaders in the order in which to ask them, what is wanted."""
+
+    def __call__(self, source, loaders, wanted):
+        with self._lock:
+            self.asked.append((source, tuple(loaders), wanted))
+            delay_ms = self._delays_ms[len(self.asked) % len(self._delays_ms)]
+        time.sleep(delay_ms / 1000)
+        return self._services[source].load(wanted)
