@@ -49,6 +49,8 @@ def _read(kind: Any, plain: Any) -> Any:
         return _of_dataclass(kind, plain)
     if origin is tuple and isinstance(plain, list):
         kinds = [inner[0]] * len(plain) if inner[-1] is Ellipsis else inner
+        if len(kinds) != len(plain):
+            raise ValueError(f"found {len(plain)} values, expected {len(kinds)}")
         return tuple(_read(one, value) for one, value in zip(kinds, plain, strict=True))
     if origin in (list, Sequence) and isinstance(plain, list):
         return [_read(inner[0], value) for value in plain]
@@ -82,4 +84,15 @@ def _of_dataclass(kind: Any, plain: Any) -> Any:
     names = {one.name for one in dataclasses.fields(kind)}
     if unknown := set(plain) - names:
         raise ValueError(f"found the fields {sorted(unknown)} in a {kind.__name__}")
+    if lacking := _required(kind) - set(plain):
+        raise ValueError(f"found no field {sorted(lacking)} in a {kind.__name__}")
     return kind(**{name: _read(kinds[name], value) for name, value in plain.items()})
+
+
+def _required(kind: Any) -> set[str]:
+    none = dataclasses.MISSING
+    return {
+        one.name
+        for one in dataclasses.fields(kind)
+        if one.default is none and one.default_factory is none
+    }

@@ -16,6 +16,8 @@ from megatron_hdp.data_plane.roles import Answer, ConstructingService, Loaded, W
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import ClientRecord, Message, SegmentFolder, pack
 
+_SPARE_S = 15.0  # what planner and loaders may need beyond their time limit, to say why
+
 
 class Others(Protocol):
     """How a constructor reaches planner and loaders; every call blocks, with a time limit."""
@@ -51,7 +53,7 @@ class NodeService:
         Args:
             others: planner and loaders.
             segments: where steps are laid out.
-            timeout_s: within which a step must be made.
+            timeout_s: within which planner and loaders answer, or say why they do not.
         """
         self._others = others
         self._segments = segments
@@ -152,7 +154,7 @@ class NodeService:
     def _get(self, client: ClientRecord, request: Message) -> Message:
         service = self._of(client)
         position = Position.from_record(request["position"])
-        segment = service.get(position, client.facts["reader"], self._timeout_s)
+        segment = service.get(position, client.facts["reader"], self._timeout_s + _SPARE_S)
         return {
             "segment": segment,
             "steps_ahead": service.num_ahead,

@@ -66,9 +66,7 @@ def plan_settings(**changes):
 def setup_of(path, settings=None, **loaders):
     """The training split of a file of --hdp-data."""
     spec = read_data_file(path).training
-    opening = Opening(
-        max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None
-    )
+    opening = Opening(max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None)
     return SplitSetup(
         split="train",
         spec=spec,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -80,9 +81,11 @@ class ConstructingService(Generic[T]):
         self._steps: OrderedDict[tuple[object, ...], dict[Reader, Future[_Made[T]]]]
         self._steps = OrderedDict()
         """By position, for each reader that a step is made for."""
+        self._num_waiting: Counter[tuple[object, ...]] = Counter()
         self._makers = ThreadPoolExecutor(1, thread_name_prefix="make")
         self._fetchers = ThreadPoolExecutor(16, thread_name_prefix="fetch")
         self._epoch = 0
+        self._is_closed = False
         self.num_loaders = 0
         """Of all sources, when the latest step was made; those that stand by included."""
         self.figures = ConstructorFigures()
@@ -91,7 +94,8 @@ class ConstructingService(Generic[T]):
     def num_ahead(self) -> int:
         """Steps that are made, beside the one that was asked for last."""
         with self._lock:
-            made = [all(one.done() for one in step.values()) for step in self._steps.values()]
+            steps = [step.values() for step in self._steps.values() if step]
+            made = [all(one.done() for one in step) for step in steps]
         return max(sum(made) - 1, 0)
 
     @property
@@ -116,15 +120,21 @@ class ConstructingService(Generic[T]):
             ValueError: what planner or loader say of the data or the step.
             TimeoutError: it is not made in time.
         """
-        future = self._made(position, reader)
-        try:
-            made = future.result(timeout_s)
-        except Exception:
-            with self._lock:  # who asks again shall not hear of the same failure
-                making = self._steps.get(position.key(), {})
-                for one in [one for one, its in making.items() if its is future]:
-                    del making[one]
-            raise
+        with self._awaited(position):
+            future = self._made(position, reader)
+            try:
+                failure = future.exception(timeout_s)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"step {position.steps + 1} is not made after {timeout_s:g} s: the log of the "
+                    "data plane says what it waits for"
+                ) from None
+            except CancelledError:
+                raise RuntimeError("the constructor ends, nothing more is made") from None
+            if failure is not None:
+                self._forget(position, future)
+                raise failure
+        made = future.result()
         self._expect(made.after, self._steps_ahead)
         return made.steps[reader]
 
@@ -134,28 +144,51 @@ class ConstructingService(Generic[T]):
 
     def close(self) -> None:
         """End all threads and drop all steps; what is being fetched ends by its own time limit."""
-        self._makers.shutdown(wait=False, cancel_futures=True)
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._is_closed = True
             dropped = list(self._steps.values())
             self._steps.clear()
+        self._makers.shutdown(wait=False, cancel_futures=True)
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
         self._drop(dropped)
+
+    @contextmanager
+    def _awaited(self, position: Position) -> Iterator[None]:
+        """In the block a step is not dropped, however far others are."""
+        key = position.key()
+        with self._lock:
+            self._num_waiting[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting[key] -= 1
+                self._num_waiting += Counter()  # without those that nobody waits for
+
+    def _forget(self, position: Position, failed: Future[_Made[T]]) -> None:
+        """Who asks again shall not hear of the same failure."""
+        with self._lock:
+            making = self._steps.get(position.key(), {})
+            for one in [one for one, its in making.items() if its is failed]:
+                del making[one]
 
     def _made(self, position: Position, reader: Reader | None = None) -> Future[_Made[T]]:
         """A step, made before or soon, for a reader, and with it for all that lack it; or for any.
 
-        Steps of positions that were asked for longest ago are dropped.
+        Steps of positions that were asked for longest ago are dropped, but for those that somebody
+        waits for.
         """
         with self._lock:
             making = self._steps.setdefault(position.key(), {})
             found = next(iter(making.values()), None) if reader is None else making.get(reader)
             if found is None:
-                readers = tuple(one for one in self._readers if one not in making)
+                wanted = self._readers if reader is None else {**self._readers, reader: None}
+                readers = tuple(one for one in wanted if one not in making)
                 found = self._makers.submit(self._make, position, readers)
                 making.update(dict.fromkeys(readers, found))
-            dropped = []
-            while len(self._steps) > self._steps_ahead + 2:
-                dropped.append(self._steps.popitem(last=False)[1])
+            num_over = max(len(self._steps) - self._steps_ahead - 2, 0)
+            old = [key for key in list(self._steps)[:-1] if not self._num_waiting[key]]
+            dropped = [self._steps.pop(key) for key in old[:num_over]]
         self._drop(dropped)
         return found
 
@@ -171,7 +204,7 @@ class ConstructingService(Generic[T]):
                 future.add_done_callback(let_go)
 
     def _expect(self, position: Position, count: int) -> None:
-        if not count or not self._readers:
+        if not count or not self._readers or self._is_closed:
             return
 
         def go_on(done: Future[_Made[T]]) -> None:

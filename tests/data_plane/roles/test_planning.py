@@ -141,9 +141,7 @@ def test_data_that_changed_are_refused(tmp_path, opened):
 
 
 @pytest.mark.parametrize("who", ["restarted", "same"])
-def test_a_step_that_was_planned_statically_stays_static(
-    setup, opened, monkeypatch, tmp_path, who
-):
+def test_a_step_that_was_planned_statically_stays_static(setup, opened, monkeypatch, tmp_path, who):
     planner, folder = planner_of(setup), tmp_path / "of what fails"
     at = answers(opened(setup, steps_ahead=0), 2)[-1].totals.after
     fail_once(planner, monkeypatch, at)

@@ -1,0 +1,171 @@
+"""Shares of the ranks: together the whole step, each of them alone what its rank reads."""
+
+import time
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps import Reader, StepShares, pieces_of, read_micro_batch
+from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner.lockstep import PADDING, slots
+from tests.support.random_plans import random_plan
+
+unhurried = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
+
+
+class Recording:
+    """A source that remembers what it was asked for."""
+
+    def __init__(self):
+        self.tokens_asked, self.trained_asked = [], []
+
+    def tokens(self, source, row, start, count):
+        self.tokens_asked.append((source, row, start, count))
+        return np.zeros(count, dtype=np.int64)
+
+    def is_trained(self, source, row, start, stop):
+        self.trained_asked.append((source, row, start, stop - start))
+        return np.ones(stop - start, dtype=bool)
+
+
+def step_of(lengths, seed=0):
+    """Sequences of three sources; some end where their row does, and have a label less."""
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths, dtype=np.int64)
+    num_labels = lengths - rng.integers(0, 2, len(lengths))
+    return Step(
+        sources=rng.integers(0, 3, len(lengths)),
+        rows=rng.permutation(len(lengths)),
+        starts=rng.integers(0, 50, len(lengths)),
+        lengths=lengths,
+        num_labels=num_labels,
+        num_loss_tokens=num_labels // 2,
+        before=Position(),
+        after=Position(),
+        max_length=100,
+        weights=(0.3, 0.3, 0.4),
+    )
+
+
+@st.composite
+def cut_steps(draw):
+    """A step, what cuts it, and its number of ranks."""
+    ranks, seed = draw(st.integers(1, 6)), draw(st.integers(0, 999))
+    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=14))
+    multiple = draw(st.sampled_from([1, 4]))
+    made = random_plan(
+        lengths, ranks=ranks, tokens_per_rank=128, slice_multiple=multiple, seed=seed, offload=True
+    )
+    step = step_of(lengths, seed)
+    is_aligned = draw(st.booleans())
+    return step, made, StepShares(step, made, is_aligned=is_aligned), is_aligned
+
+
+@unhurried
+@given(cut_steps())
+def test_pieces_are_exactly_what_reading_asks_for(found):
+    step, made, shares, _ = found
+    for share in shares.of(range(made.num_ranks)):
+        source = Recording()
+        for slot in range(share.num_slots):
+            read_micro_batch(share, slot, Reader(share.hdp_rank, 10), source)
+        pieces = pieces_of(share)
+        columns = (pieces.sources, pieces.rows, pieces.starts)
+        asked = zip(*(one.tolist() for one in (*columns, pieces.counts)), strict=True)
+        labelled = zip(*(one.tolist() for one in (*columns, pieces.num_labelled)), strict=True)
+        assert list(asked) == source.tokens_asked
+        assert [one for one in labelled if one[-1]] == source.trained_asked
+        assert all(getattr(pieces, one.name).dtype == np.int64 for one in fields(pieces))
+
+
+@unhurried
+@given(cut_steps(), st.randoms())
+def test_shares_cut_alone_equal_those_cut_together(found, random):
+    _, made, shares, _ = found
+    ranks = list(range(made.num_ranks))
+    random.shuffle(ranks)
+    together = shares.of(ranks)
+    assert [share.hdp_rank for share in together] == ranks
+    for rank, share in zip(ranks, together, strict=True):
+        (alone,) = shares.of([rank])
+        for one in fields(share):
+            mine, its = getattr(alone, one.name), getattr(share, one.name)
+            assert np.array_equal(mine, its), one.name
+            if isinstance(mine, np.ndarray):
+                assert mine.dtype == its.dtype
+    assert shares.of([]) == []
+
+
+@unhurried
+@given(cut_steps())
+def test_all_shares_cover_the_step(found):
+    step, made, shares, is_aligned = found
+    held = Counter()
+    for share in shares.of(range(made.num_ranks)):
+        assert np.array_equal(share.indices, slots(made, aligned=is_aligned)[share.hdp_rank])
+        for name in COLUMNS:
+            assert np.array_equal(getattr(share, name), getattr(step, name)[share.ids])
+        for slot in range(share.num_slots):
+            ring, index = share.ring_of(slot), int(share.indices[slot])
+            ids = share.ids[share.offsets[slot] : share.offsets[slot + 1]].tolist()
+            if index == PADDING:
+                assert (ring, ids) == ((share.hdp_rank,), [])
+                assert share.offload_ratios[slot] == 0
+                continue
+            assert ring == made.micro_batch(index).ranks
+            assert share.offload_ratios[slot] == made.offload_ratios[index]
+            for number, sequence in enumerate(ids):
+                is_sharded = number < share.num_sharded[slot]
+                held[sequence] += 1 / len(ring) if is_sharded else 1
+    assert sorted(held) == list(range(len(step)))
+    assert list(held.values()) == pytest.approx([1.0] * len(step))
+
+
+def test_a_sequence_is_found_in_its_share():
+    step = step_of([30, 7, 7])
+    made = random_plan(step.lengths, ranks=2, tokens_per_rank=128, seed=1)
+    for share in StepShares(step, made).of(range(2)):
+        for place, sequence in enumerate(share.ids.tolist()):
+            assert share.ids[share.place_of(sequence)] == sequence
+            assert share.place_of(sequence) <= place
+
+
+def test_a_plan_of_another_step_is_refused():
+    made = random_plan([30, 8], ranks=2, tokens_per_rank=128)
+    with pytest.raises(ValueError, match="found a plan for 2 sequences of 38 tokens, expected"):
+        StepShares(step_of([30, 7]), made)
+
+
+def test_a_share_knows_its_bytes():
+    step = step_of([30, 7, 7])
+    (share,) = StepShares(step, random_plan([30, 7, 7], ranks=1, tokens_per_rank=128)).of([0])
+    arrays = [getattr(share, one.name) for one in fields(share)]
+    assert share.num_bytes == sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
+
+
+def test_the_shares_of_thousands_of_ranks_are_cut_in_little_time():
+    """4,096 ranks and 60,000 sequences; generous for a machine with other work."""
+    num_ranks = 4096
+    lengths = np.minimum(np.random.default_rng(0).lognormal(7, 1, 60_000), 65_536).astype(np.int64)
+    step = step_of(np.maximum(lengths, 1))
+    made = plan(
+        step.lengths,
+        ranks=num_ranks,
+        tokens_per_rank=65_536,
+        cost_model=CostModel(a=1e-12, b=1e-7, kv_bytes_per_token=1000),
+    )
+    began = time.perf_counter()
+    shares = StepShares(step, made)
+    found = [one for node in range(512) for one in shares.of(range(8 * node, 8 * node + 8))]
+    took_s = time.perf_counter() - began
+    largest = max(one.num_bytes for one in found)
+    print(f"shares of 512 nodes of 8 ranks: {took_s:.2f} s, the largest {largest:,} bytes")
+    assert len(found) == num_ranks
+    assert sum(len(one.ids) for one in found) >= len(step)
+    assert took_s < 20

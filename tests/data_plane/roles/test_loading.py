@@ -1,0 +1,114 @@
+"""A loader gives what its source holds, in few bytes, to any number of askers at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data_plane.roles import LoadingService, Wanted
+
+unhurried = settings(deadline=None, max_examples=60)
+
+
+class Table:
+    """A source of some rows of numbers; every `untrained`-th label is not trained."""
+
+    def __init__(self, values, untrained=None):
+        self.values = np.asarray(values)
+        self.untrained = untrained
+
+    def lengths(self, rows):
+        return np.full(len(rows), len(self.values))
+
+    def num_labels(self, rows):
+        return np.full(len(rows), len(self.values) - 1)
+
+    def num_trained(self, rows, starts, stops):
+        return stops - starts
+
+    def tokens(self, row, start, count):
+        return self.values[start : start + count] + row
+
+    def is_trained(self, row, start, stop):
+        places = np.arange(start, stop)
+        return (
+            np.ones(stop - start, bool) if self.untrained is None else places % self.untrained > 0
+        )
+
+
+def wanted(*pieces):
+    columns = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    return Wanted(*columns)
+
+
+def test_pieces_come_one_after_another():
+    loaded = LoadingService(Table([10, 11, 12, 13], untrained=2)).load(
+        wanted((0, 0, 2, 1), (5, 1, 3, 3), (0, 3, 1, 0))
+    )
+    assert loaded.tokens.tolist() == [10, 11, 16, 17, 18, 13]
+    assert np.unpackbits(loaded.trained, count=4).tolist() == [0, 1, 0, 1]
+
+
+def test_nothing_wanted_is_nothing_loaded():
+    loaded = LoadingService(Table([1, 2])).load(wanted())
+    assert (loaded.tokens.tolist(), loaded.trained, loaded.num_bytes) == ([], None, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bytes"),
+    [
+        ([0, 65535], 2),
+        ([0, 65536], 4),
+        ([-1, 5], 4),
+        ([2**31 - 1], 4),
+        ([2**31], 8),
+        ([-(2**40)], 8),
+    ],
+)
+def test_tokens_travel_in_the_narrowest_integers(values, num_bytes):
+    loaded = LoadingService(Table(values)).load(wanted((0, 0, len(values), 0)))
+    assert loaded.tokens.tolist() == values
+    assert loaded.tokens.itemsize == num_bytes
+    assert loaded.trained is None  # all of them
+    assert loaded.num_bytes == num_bytes * len(values)
+
+
+@unhurried
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 90), st.integers(0, 9)), max_size=9))
+def test_any_pieces_are_what_the_source_holds(pieces):
+    table = Table(np.arange(100) * 700, untrained=3)
+    service = LoadingService(table)
+    loaded = service.load(wanted(*((row, start, n + 1, n) for row, start, n in pieces)))
+    expected = [table.tokens(row, start, n + 1) for row, start, n in pieces]
+    assert loaded.tokens.tolist() == np.concatenate([[], *expected]).tolist()
+    trained = np.concatenate(
+        [np.ones(0, bool), *(table.is_trained(0, s, s + n) for _, s, n in pieces)]
+    )
+    if loaded.trained is None:
+        assert trained.all()
+    else:
+        assert np.unpackbits(loaded.trained, count=len(trained)).tolist() == trained.tolist()
+    assert service.figures.tokens == len(loaded.tokens)
+
+
+def test_its_figures_count_all_threads():
+    service = LoadingService(Table(np.arange(50), untrained=2))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: service.load(wanted((0, 0, 9, 8))), range(200)))
+    figures = service.figures
+    assert (figures.requests, figures.tokens) == (200, 1800)
+    assert figures.sent_bytes == sum(one.num_bytes for one in found) == 200 * (9 * 2 + 1)
+    assert figures.busy_s > 0
+
+
+def test_metadata_are_the_sources_own(services, corpus):
+    rows = np.array([3, 0, 2])
+    for name, source in zip(corpus.names, corpus.sources, strict=True):
+        lengths, num_labels = services[name].metadata(rows)
+        assert lengths.tolist() == source.lengths(rows).tolist()
+        assert num_labels.tolist() == source.num_labels(rows).tolist()
+        starts, stops = np.array([0, 1, 0]), np.array([2, 4, 3])
+        trained = services[name].num_trained(rows, starts, stops)
+        assert trained.tolist() == source.num_trained(rows, starts, stops).tolist()

@@ -1,0 +1,115 @@
+"""More loaders where a source is behind, fewer where it is idle, within the limits."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.spec import LoadersSpec
+from megatron_hdp.data.steps import Reader, StepPlanner
+from megatron_hdp.data_plane.roles import ConstructingService, Scaling, Seen
+from tests.support.thread_plane import Loaders, Planner, local_steps, plan_settings, require_same
+
+unhurried = settings(deadline=None, max_examples=100)
+IDLE, BUSY, WELL = Seen(0.05, False, 10), Seen(0.95, False, 10), Seen(0.5, False, 10)
+BEHIND = Seen(0.5, True, 10)
+
+
+def looks(scaling, *seen, source="web"):
+    return [scaling.look({source: one})[source] for one in seen]
+
+
+def scaling_of(**spec):
+    return Scaling(LoadersSpec(backend="ray", **spec))
+
+
+def test_a_busy_source_gets_another_loader_after_three_looks():
+    assert looks(scaling_of(), *[BUSY] * 7) == [1, 1, 2, 2, 2, 3, 3]
+
+
+def test_one_that_steps_wait_for_gets_it_sooner():
+    assert looks(scaling_of(), *[BEHIND] * 4) == [1, 2, 2, 3]
+
+
+def test_an_idle_one_gives_them_back_one_by_one():
+    scaling = scaling_of(min=1)
+    scaling.wanted["web"] = 4
+    assert looks(scaling, *[IDLE] * 10) == [4, 4, 3, 3, 3, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("between", [WELL, IDLE])
+def test_looks_in_a_row_decide(between):
+    assert set(looks(scaling_of(), *[BUSY, BUSY, between] * 6)) == {1}
+
+
+def test_it_keeps_between_min_and_max():
+    scaling = scaling_of(min=2, max=3)
+    assert looks(scaling, *[BEHIND] * 20)[-1] == 3
+    assert looks(scaling, *[IDLE] * 40)[-1] == 2
+
+
+def test_it_keeps_within_the_memory_of_its_nodes():
+    large = Seen(0.95, True, 300)
+    assert looks(scaling_of(memory_mb=1000, max=9), *[large] * 30)[-1] == 3
+    two_nodes = Scaling(LoadersSpec(backend="ray", memory_mb=1000, max=9), num_nodes=2)
+    assert looks(two_nodes, *[large] * 30)[-1] == 6
+
+
+def test_what_other_sources_take_counts():
+    scaling = scaling_of(memory_mb=1000, max=9)
+    for _ in range(30):
+        found = scaling.look({"web": Seen(0.95, True, 100), "images": Seen(0.5, False, 700)})
+    assert found == {"web": 3, "images": 1}
+
+
+def test_sources_are_looked_at_one_by_one():
+    scaling = scaling_of()
+    for _ in range(6):
+        found = scaling.look({"web": BUSY, "code": IDLE, "chat": WELL})
+    assert found == {"web": 3, "code": 1, "chat": 1}
+
+
+@unhurried
+@given(
+    bounds=st.tuples(st.integers(1, 4), st.integers(0, 4)),
+    memory_mb=st.integers(1, 3000),
+    seen=st.lists(
+        st.tuples(st.floats(0, 1), st.booleans(), st.floats(0, 500), st.floats(0, 1)), max_size=60
+    ),
+)
+def test_no_limit_is_ever_exceeded(bounds, memory_mb, seen):
+    least, most = bounds[0], sum(bounds)
+    scaling = scaling_of(min=least, max=most, memory_mb=memory_mb)
+    before = {"web": least, "code": least}
+    for busy, behind, size_mb, other_busy in seen:
+        found = scaling.look(
+            {"web": Seen(busy, behind, size_mb), "code": Seen(other_busy, False, size_mb)}
+        )
+        for name, count in found.items():
+            assert least <= count <= most
+            assert abs(count - before[name]) <= 1
+        if found != before and sum(found.values()) > sum(before.values()):
+            assert sum(found.values()) * size_mb <= memory_mb + 1e-6
+        before = found
+
+
+def test_how_many_there_are_never_changes_a_step(corpus, services):
+    """Scaled up and down between steps; shadows come and go."""
+    reader = Reader(1, 10**6)
+    planner = Planner(StepPlanner(corpus, plan_settings()))
+    service = ConstructingService(
+        corpus.names, planner, Loaders(services), lambda s: s, lambda s: None, steps_ahead=0
+    )
+    service.add(reader)
+    position = Position()
+    for count, expected in zip(
+        (1, 4, 2, 6, 3, 1), local_steps(corpus, plan_settings(), reader, 6), strict=True
+    ):
+        planner.num_serving = dict.fromkeys(corpus.names, count)
+        planner.loaders = {
+            name: tuple(f"{name}-{count}-{i}" for i in range(count + 1)) for name in corpus.names
+        }
+        step = service.get(position, reader, 60)
+        require_same(step, expected)
+        position = step.totals.after
+    service.close()

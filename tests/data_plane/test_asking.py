@@ -1,0 +1,152 @@
+"""A constructor's questions: another loader when one dies or hangs, one message when all have."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megatron_hdp.data_plane import asking
+from megatron_hdp.data_plane.asking import Asker
+from megatron_hdp.data_plane.roles import FencedError
+from megatron_hdp.data_plane.wire import DataPlaneLost
+
+DEAD = RayActorError()
+HANGS = object()
+
+
+def said(error):
+    """What Ray raises where an actor has raised `error`."""
+    return RayTaskError("load", "traceback", error).as_instanceof_cause()
+
+
+class Actor:
+    """Gives one answer after another, the last of them for ever; exceptions are raised."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+        self.load = self.answer = SimpleNamespace(remote=self._remote)
+
+    def _remote(self, *arguments):
+        self.asked.append(arguments)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.fixture
+def plane(monkeypatch):
+    """Make an asker of these actors; what is not there was never started."""
+
+    def get(answer, timeout):
+        if answer is HANGS:
+            time.sleep(timeout)
+            raise GetTimeoutError("no answer yet")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(asking.ray, "get", get)
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.01)
+
+    def make(timeout_s=1.0, **actors):
+        def find(name):
+            if name not in actors:
+                raise ValueError(f"Failed to look up actor with name '{name}'.")
+            return actors[name]
+
+        return Asker(timeout_s, find)
+
+    return make
+
+
+def test_the_first_loader_is_asked_alone(plane):
+    a, b = Actor("tokens"), Actor("others")
+    asker = plane(a=a, b=b)
+    assert asker.load("web", ("a", "b"), "wanted") == "tokens"
+    assert (a.asked, b.asked) == ([("wanted",)], [])
+    assert (asker.num_takeovers, asker.longest_takeover_s) == (0, 0.0)
+
+
+@pytest.mark.parametrize("first", [DEAD, said(FencedError("replaced")), "not there"])
+def test_the_next_one_takes_over_at_once(plane, first):
+    actors = {"b": Actor("tokens")} | ({} if first == "not there" else {"a": Actor(first)})
+    asker = plane(timeout_s=60.0, **actors)
+    began = time.monotonic()
+    assert asker.load("web", ("a", "b"), "wanted") == "tokens"
+    took_s = time.monotonic() - began
+    assert took_s < 5
+    assert asker.num_takeovers == 1
+    assert 0 < asker.longest_takeover_s <= took_s
+
+
+def test_one_that_hangs_is_left_after_its_share_of_the_time(plane):
+    asker = plane(timeout_s=0.9, a=Actor(HANGS), b=Actor(HANGS), c=Actor("tokens"))
+    began = time.monotonic()
+    assert asker.load("web", ("a", "b", "c"), "wanted") == "tokens"
+    assert 0.55 < time.monotonic() - began < 0.85
+    assert asker.num_takeovers == 1
+    assert asker.longest_takeover_s > 0.55
+
+
+def test_one_that_is_being_started_is_waited_for(plane):
+    a = Actor(DEAD, DEAD, DEAD, "tokens")
+    asker = plane(timeout_s=30.0, a=a)
+    assert asker.load("web", ("a",), "wanted") == "tokens"
+    assert len(a.asked) == 4
+
+
+def test_when_all_are_dead_the_source_is_named(plane):
+    a, b = Actor(DEAD), Actor(DEAD)
+    asker = plane(timeout_s=0.3, a=a, b=b)
+    began = time.monotonic()
+    with pytest.raises(DataPlaneLost, match="source 'web' gave no tokens within 0 s") as caught:
+        asker.load("web", ("a", "b"), "wanted")
+    assert 0.25 < time.monotonic() - began < 5
+    assert len(a.asked) > 2 and len(a.asked) - len(b.asked) in (0, 1)
+    assert "look at its files and their disk, or raise timeout-s of loaders" in str(caught.value)
+
+
+def test_when_all_hang_who_did_is_named(plane):
+    asker = plane(timeout_s=1.0, a=Actor(HANGS), b=Actor(HANGS))
+    with pytest.raises(DataPlaneLost, match=r"within 1 s \(b has not answered for 0 s\)|\(b has"):
+        asker.load("web", ("a", "b"), "wanted")
+
+
+def test_a_source_without_loaders_is_named(plane):
+    with pytest.raises(DataPlaneLost, match=r"source 'web' .* \(it has none\)"):
+        plane(timeout_s=0.05).load("web", (), "wanted")
+
+
+@pytest.mark.parametrize("error", [ValueError("the file has changed"), KeyError("x")])
+def test_what_a_loader_says_of_the_data_is_raised_as_it_is(plane, error):
+    a, b = Actor(said(error)), Actor("tokens")
+    asker = plane(timeout_s=30.0, a=a, b=b)
+    with pytest.raises(type(error)) as caught:
+        asker.load("web", ("a", "b"), "wanted")
+    assert caught.value is error
+    assert b.asked == []  # it would say the same
+
+
+def test_a_planner_that_is_being_started_is_waited_for(plane):
+    planner = Actor(DEAD, said(FencedError("replaced")), "answer")
+    assert plane(timeout_s=30.0, planner=planner).ask("planner", "answer", 1, 2) == "answer"
+    assert planner.asked == [(1, 2)] * 3
+
+
+@pytest.mark.parametrize(
+    ("planner", "why"),
+    [(DEAD, "actor experienced an error"), (HANGS, "does not answer"), (None, "Failed to look up")],
+)
+def test_a_planner_that_stays_away_is_named(plane, planner, why):
+    actors = {} if planner is None else {"planner": Actor(planner)}
+    with pytest.raises(DataPlaneLost, match=f"planner .*gave no answer to 'answer' .*{why}"):
+        plane(timeout_s=0.2, **actors).ask("planner", "answer")
+
+
+def test_what_a_planner_says_of_the_question_is_raised_as_it_is(plane):
+    planner = Actor(said(ValueError("found no token with loss")))
+    with pytest.raises(ValueError, match="no token with loss"):
+        plane(timeout_s=30.0, planner=planner).ask("planner", "answer")
+    assert len(planner.asked) == 1

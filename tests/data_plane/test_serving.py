@@ -1,0 +1,258 @@
+"""A node's constructor behind its socket, as the ranks see it; planner and loaders are threads."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.steps import Reader
+from megatron_hdp.data_plane.loaders import RayLoaders
+from megatron_hdp.data_plane.records import to_plain
+from megatron_hdp.data_plane.serving import NodeService
+from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
+from tests.support.node import client_of, until
+from tests.support.thread_plane import (
+    Loaders,
+    Planner,
+    local_steps,
+    plan_settings,
+    planner_of,
+    require_same,
+)
+
+V = 10**6
+
+
+class FakeOthers:
+    """Planner and loaders in this process."""
+
+    num_takeovers, longest_takeover_s = 2, 0.5
+
+    def __init__(self, services):
+        self.setups, self.planners, self.load = [], {}, Loaders(services)
+
+    def configure(self, setup):
+        self.setups.append(setup)
+        self.planners[setup.split] = Planner(planner_of(setup))
+
+    def plan(self, split, position, ranks):
+        return self.planners[split](position, ranks)
+
+
+@pytest.fixture
+def others(services):
+    return FakeOthers(services)
+
+
+@pytest.fixture
+def segments(tmp_path):
+    return SegmentFolder.make("steps", tmp_path)
+
+
+@pytest.fixture
+def service(others, segments):
+    made = NodeService(others, segments, 20.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def socket(service, tmp_path):
+    tmp_path.chmod(0o700)
+    server = NodeServer(tmp_path / "node.sock", service)
+    yield server.path
+    server.close()
+
+
+@pytest.fixture
+def ranks(socket, setup):
+    """Make the loaders of ranks."""
+    with ExitStack() as stack:
+
+        def make(reader, of=setup):
+            made = RayLoaders(socket, of, reader)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def hello(setup, reader=None):
+    return {
+        "request": "hello",
+        "setup": to_plain(setup),
+        "reader": to_plain(reader or Reader(0, V)),
+    }
+
+
+def test_ranks_get_the_steps_of_local_loaders(ranks, corpus, segments):
+    """Tensor-parallel ranks read the same, the stages between the ends nothing."""
+    node = [
+        *(Reader(0, V), Reader(0, V), Reader(1, V, reads_mask=False)),
+        *(Reader(3, V, token_multiple=4), Reader(2, V, reads_tokens=False, reads_mask=False)),
+    ]
+    loaders = [ranks(reader) for reader in node]
+    expected = [local_steps(corpus, plan_settings(), reader, 5) for reader in node]
+    position = Position()
+    for number in range(5):
+        for one in loaders:
+            one.expect(position)
+        for one, steps in zip(loaders, expected, strict=True):
+            require_same(one.get(position), steps[number])
+        position = expected[0][number].totals.after
+    assert loaders[0].num_loaders == 3
+    assert 0 <= loaders[0].steps_ahead <= 3
+    until(lambda: len(segments.names) <= 4 * len(set(node)))
+
+
+def test_a_step_that_was_mapped_is_read_after_it_was_dropped(ranks, corpus, segments, service):
+    one = ranks(Reader(0, V))
+    step = one.get(Position())
+    position = step.totals.after
+    for _ in range(6):
+        position = one.get(position).totals.after
+    assert "step-0" not in segments.names
+    require_same(step, local_steps(corpus, plan_settings(), Reader(0, V), 1)[0])
+    step.micro_batches[0].tokens[:] = 7  # the rank's own copy
+
+
+def test_a_segment_that_goes_before_it_is_mapped_is_asked_for_again(
+    ranks, corpus, segments, monkeypatch
+):
+    one, missed = ranks(Reader(0, V)), []
+    real = SegmentFolder.attach
+
+    def attach(self, path):
+        if len(missed) < 2:
+            missed.append(path)
+            raise FileNotFoundError(path)
+        return real(self, path)
+
+    monkeypatch.setattr(SegmentFolder, "attach", attach)
+    require_same(one.get(Position()), local_steps(corpus, plan_settings(), Reader(0, V), 1)[0])
+    assert len(missed) == 2
+
+
+def test_its_figures(socket, setup, ranks, others):
+    one = ranks(Reader(0, V))
+    one.get(Position())
+    with client_of(socket) as client:
+        until(lambda: client.call({"request": "figures"}, 5)["splits"]["train"]["steps_ahead"] == 2)
+        found = client.call({"request": "figures"}, 5)
+    of_split = found["splits"]["train"]
+    assert found["segment_bytes"] > 1000
+    assert (found["takeovers"], found["longest_takeover_s"]) == (2, 0.5)
+    assert (of_split["steps"], of_split["readers"]) == (3, 1)
+    assert 0 < of_split["slice_bytes"] <= of_split["fetched_bytes"] <= 1.1 * of_split["slice_bytes"]
+    assert others.setups == [setup]
+
+
+def test_for_ranks_that_end_nothing_is_made(socket, setup, service):
+    def readers():
+        return service.figures()["splits"]["train"]["readers"]
+
+    with client_of(socket, hello=hello(setup)) as first:
+        with client_of(socket, hello=hello(setup)) as second:
+            second.call(hello(setup), 5)  # again, as after a restart
+            assert readers() == 1
+            with client_of(socket, hello=hello(setup, Reader(1, V))):
+                assert readers() == 2
+            until(lambda: readers() == 1)
+        time.sleep(0.05)
+        assert readers() == 1  # the first one reads the same
+        assert first.call({"request": "get", "position": Position().to_record()}, 20)["segment"]
+    until(lambda: readers() == 0)
+
+
+def test_a_reader_that_changes_is_another_one(socket, setup, service):
+    with client_of(socket, hello=hello(setup)) as client:
+        client.call(hello(setup, Reader(2, V)), 5)
+        assert service.figures()["splits"]["train"]["readers"] == 1
+        client.call({"request": "expect", "position": Position().to_record()}, 5)
+        until(lambda: service.figures()["splits"]["train"]["steps"] == 2)
+    assert {ranks for _, ranks in service._others.planners["train"].asked} == {(2,)}
+
+
+def test_another_order_of_the_data_replaces_the_first(ranks, setup, corpus, others, service):
+    first = ranks(Reader(0, V))
+    first.get(Position())
+    orders = {name: replace(one, key=one.key + 1) for name, one in setup.orders.items()}
+    second = ranks(Reader(0, V))
+    second.follow(orders)
+    found = second.get(Position())
+    again = planner_of(replace(setup, orders=orders))
+    assert found.totals.fingerprints == Planner(again)(Position(), [0]).totals.fingerprints
+    assert [one.orders for one in others.setups] == [setup.orders, orders]
+    # the one that stays gets the order that holds now
+    assert first.get(Position()).totals.fingerprints == found.totals.fingerprints
+
+
+def test_two_splits_are_apart(ranks, setup, others, service):
+    ranks(Reader(0, V)).get(Position())
+    ranks(Reader(0, V), of=replace(setup, split="valid")).get(Position())
+    assert set(service.figures()["splits"]) == {"train", "valid"}
+    assert [one.split for one in others.setups] == ["train", "valid"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"request": "open"}, "found the request 'open', expected hello, expect, get, figures"),
+        ({}, "found the request None"),
+        ({"request": "get", "position": {}}, "without a hello before it"),
+        ({"request": "expect", "position": {}}, "without a hello before it"),
+    ],
+)
+def test_other_requests_are_mistakes(socket, request_, words):
+    with client_of(socket) as client, pytest.raises(ValueError, match=words):
+        client.call(request_, 5)
+
+
+def test_a_hello_with_other_values_is_a_mistake(socket, setup, others):
+    said = hello(setup)
+    said["setup"]["settings"]["num_ranks"] = "4"
+    with client_of(socket) as client, pytest.raises(ValueError, match="found '4', expected"):
+        client.call(said, 5)
+    assert others.setups == []
+
+
+def test_what_the_loaders_say_of_the_data_reaches_the_rank(ranks, others):
+    def changed(source, loaders, wanted):
+        raise ValueError("corpus.bin has changed")
+
+    others.load = changed
+    with pytest.raises(ValueError, match=r"corpus\.bin has changed"):
+        ranks(Reader(0, V)).get(Position())
+
+
+@pytest.mark.parametrize("when", ["plan", "load"])
+def test_what_hangs_is_named_to_the_rank(tmp_path, setup, services, segments, when):
+    """By who waited for it, although the step's own time is over as soon."""
+    others, limit_s = FakeOthers(services), 0.3
+    real = others.plan
+
+    def plan(split, position, ranks):
+        time.sleep(0.2 if when == "load" else limit_s)
+        if when == "plan":
+            raise DataPlaneLost("the planner gave no answer")
+        return real(split, position, ranks)
+
+    def load(source, loaders, wanted):
+        time.sleep(limit_s)
+        raise DataPlaneLost("source 'web' gave no tokens")
+
+    others.plan, others.load = plan, load
+    service = NodeService(others, segments, limit_s)
+    tmp_path.chmod(0o700)
+    server = NodeServer(tmp_path / "node.sock", service)
+    try:
+        with (
+            client_of(server.path, hello=hello(setup)) as client,
+            pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"),
+        ):
+            client.call({"request": "get", "position": Position().to_record()}, 10)
+    finally:
+        server.close()
+        service.close()
