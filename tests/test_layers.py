@@ -75,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
     "ray_launch": set(),
     "__main__": {"plugin"},
     "cli/shared": {"planner"},
-    "cli/data_commands": {"cli/shared", "planner", "data", "simulator"},
+    "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
     "cli": {
         *{"cli/shared", "cli/data_commands"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
@@ -338,6 +338,7 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
         ("megatron_hdp", {"torch", "megatron", "numpy"}),
         ("megatron_hdp.planner", {"torch"}),
         ("megatron_hdp.data_plane.wire", {"torch", "megatron", "ray"}),
+        ("megatron_hdp.cli.data_commands.top", {"torch", "megatron", "ray"}),
         ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
     ],
 )

@@ -3,6 +3,8 @@
 NAMESPACE = "megatron_hdp"
 CONTROL = "control"
 """Concurrency group of those methods of a planner that wait for nobody: they always get through."""
+PREFIX = "hdp-data-"
+"""Of the names of planes, and of their folders on each node."""
 
 
 def planner_of(plane: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_hdp.data_plane.names import PREFIX
 from megatron_hdp.data_plane.wire import SHARED_MEMORY
 from megatron_hdp.processes import end_with_parent
 from megatron_hdp.ray_launch.folder import folder_of_job
@@ -20,8 +21,6 @@ from megatron_hdp.ray_launch.node_ranks import free_port
 
 _END_S = 20.0
 SOCKET = "node.sock"
-PREFIX = "hdp-data-"
-"""Of the names of planes, and of their folders on each node."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
 
 

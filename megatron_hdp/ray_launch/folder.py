@@ -42,6 +42,33 @@ def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[
         os.close(lock)
 
 
+def folders_of_living_jobs(prefix: str = PREFIX, parent: Path | None = None) -> list[Path]:
+    """Return the folders of this user's jobs that live on this host.
+
+    Args:
+        prefix: of the folders' names.
+        parent: in which they are; None: the folder of temporary files.
+    """
+    parent = parent or Path(_short_folder())
+    return [folder for folder in sorted(parent.glob(f"{prefix}*")) if _is_alive(folder)]
+
+
+def _is_alive(folder: Path) -> bool:
+    with suppress(OSError):  # not ours to read, or gone by now
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
+                return False
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look, too
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
 def _short_folder() -> str:
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_PARENT else "/tmp"

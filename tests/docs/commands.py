@@ -68,6 +68,12 @@ COMMANDS = {
     "megatron-hdp data prepare mix.yaml": COMMAND,
     "megatron-hdp data describe mix.yaml": COMMAND,
     "megatron-hdp data prune hdp-cache --dry-run": COMMAND,
+    "megatron-hdp data top": Elsewhere(
+        "tests/cli/data_commands/test_top.py::test_a_plane_that_runs_is_shown"
+    ),
+    "megatron-hdp data top --json --once": Elsewhere(
+        "tests/cli/data_commands/test_top.py::test_json_is_one_object"
+    ),
     f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
     f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,

@@ -1,4 +1,4 @@
-"""``megatron-hdp data``: looks at data before a GPU is booked, makes it ready, and tidies up."""
+"""``megatron-hdp data``: describes data, plans a run, makes text ready, watches, tidies up."""
 
 import argparse
 from collections.abc import Callable
@@ -15,12 +15,13 @@ _CACHE = (
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand and those below it."""
-    parser = subparsers.add_parser("data", help="describe, plan, prepare, prune data")
+    parser = subparsers.add_parser("data", help="describe, plan, prepare, prune, watch data")
     below = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     _add_describe(below)
     _add_plan(below)
     _add_prepare(below)
     _add_prune(below)
+    _add_top(below)
 
 
 def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -119,6 +120,13 @@ def _add_prune(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--dry-run", action="store_true", help="remove nothing, say what would be removed")
 
 
+def _add_top(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = _added(below, "top", "watch the data planes that run on this host", _top)
+    add = parser.add_argument
+    add("--once", action="store_true", help="look once, instead of each second until Ctrl-C")
+    add("--json", action="store_true", help="print each look as a line of JSON")
+
+
 def _added(
     below: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
@@ -172,5 +180,11 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli.data_commands.prepare import run
+
+    return run(arguments)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from megatron_hdp.cli.data_commands.top import run
 
     return run(arguments)
