@@ -157,8 +157,8 @@ class _Rows:
     def lengths(self, rows: Int64Array) -> Int64Array:
         return self._lengths[rows]
 
-    def num_labels(self, rows: Int64Array) -> Int64Array:
-        return self._lengths[rows] - 1
+    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        return lengths - 1
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         return stops - starts

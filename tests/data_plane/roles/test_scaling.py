@@ -37,6 +37,10 @@ def test_an_idle_one_gives_them_back_one_by_one():
     assert looks(scaling, *[IDLE] * 10) == [4, 4, 3, 3, 3, 2, 2, 2, 1, 1]
 
 
+def test_what_was_idle_before_grows_as_soon():
+    assert looks(scaling_of(), *[IDLE] * 2, *[BEHIND] * 2)[-1] == 2
+
+
 @pytest.mark.parametrize("between", [WELL, IDLE])
 def test_looks_in_a_row_decide(between):
     assert set(looks(scaling_of(), *[BUSY, BUSY, between] * 6)) == {1}
