@@ -47,6 +47,7 @@ def roles() -> Figure:
             _arrow(axes, (left + 0.59, 4.03), (constructor, 2.16), TOKENS)
     for constructor in (1.0, 5.3):
         _arrow(axes, (1.1, 4.03), (constructor, 2.16), METADATA)
+    _arrow(axes, (2.48, 4.26), (1.82, 4.26), METADATA)
     _arrow(axes, (2.6, 2.16), (1.5, 4.03), WATCHES, dashed=True)
     _arrow(axes, (2.7, 2.16), (3.1, 4.03), WATCHES, dashed=True)
     _arrow(axes, (2.25, 1.93), (1.82, 1.93), WATCHES, dashed=True)
@@ -54,7 +55,7 @@ def roles() -> Figure:
     _text(axes, 0.1, 4.68, "one a job, on node 0", "left")
     _text(axes, 2.5, 4.68, "one or more a source, on any node", "left")
     legend = (
-        (0.1, METADATA, "shares of a step: metadata only"),
+        (0.1, METADATA, "metadata: lengths, shares of a step"),
         (2.75, TOKENS, "tokens, each once a node"),
         (4.95, WATCHES, "starts and watches (all loaders too)"),
     )
