@@ -8,7 +8,7 @@
 set -euo pipefail
 
 NPROC=${NPROC:-4}
-STEPS=${STEPS:-9} # odd: the median is one of them
+STEPS=${STEPS:-9}
 [[ $NPROC =~ ^[1-8]$ ]] || { echo "error: NPROC=$NPROC: expected 1 to 8 ranks" >&2; exit 1; }
 [[ $STEPS =~ ^[1-9][0-9]{0,3}$ ]] ||
     { echo "error: STEPS=$STEPS: expected a number of steps, 1 to 9999" >&2; exit 1; }

@@ -191,6 +191,18 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(list(value) if value == () else value)
 
 
+def loaders() -> str:
+    """Keys of ``loaders`` in a file of ``--hdp-data``."""
+    from megatron_hdp.data.spec import LoadersSpec
+
+    defaults = {item.name: item.default for item in dataclasses.fields(LoadersSpec)}
+    rows = [
+        (code(name.replace("_", "-")), meaning, code(defaults[name]))
+        for name, meaning in meanings(LoadersSpec).items()
+    ]
+    return table(("key", "meaning", "unless given"), rows)
+
+
 def exit_codes() -> str:
     """Exit codes of the commands."""
     from megatron_hdp.exit_codes import ExitCode
@@ -208,6 +220,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "plan": plan_keys,
     "cost-model": cost_model,
+    "loaders": loaders,
     "exit-codes": exit_codes,
 }
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 _COMPUTE, _RING_WAIT, _SYNC, _OPTIMIZER = "compute", "ring wait", "gradient sync", "optimizer step"
@@ -68,14 +67,9 @@ class Step:
         return max((one.degree for rank in self.ranks for one in rank.compute), default=1)
 
     @property
-    def wait_share(self) -> float:
-        """Share of the ranks' time that they waited for each other."""
-        waited_s = sum(one.seconds for rank in self.ranks for one in rank.waits)
-        return waited_s / (self.traced_s * len(self.ranks))
-
-    def busy_share(self, cores: int) -> float:
-        """Share of the time of the cores that ranks can use in which they used them."""
-        return self.cpu_s / (min(cores, len(self.ranks)) * self.seconds)
+    def waited_s(self) -> float:
+        """Time that ranks waited for each other, all ranks together."""
+        return sum(one.seconds for rank in self.ranks for one in rank.waits)
 
 
 def read_run(folder: Path) -> list[Step]:
@@ -98,13 +92,41 @@ def read_run(folder: Path) -> list[Step]:
     return [Step(record, *traced[record["step"]]) for record in records]
 
 
-def median_step(static: Sequence[Step], hdp: Sequence[Step]) -> int:
-    """Return the place of the step whose speed-up is the median, the lower one of an even number.
+def seconds_of(run: Sequence[Step]) -> float:
+    """Return what all steps took."""
+    return sum(step.seconds for step in run)
 
-    Both runs train on the same sequences in a step, so its times compare.
+
+def cpu_s_of(run: Sequence[Step]) -> float:
+    """Return the CPU time of all ranks in all steps."""
+    return sum(step.cpu_s for step in run)
+
+
+def wait_share(run: Sequence[Step]) -> float:
+    """Return the share of the ranks' time, over all steps, that they waited for each other."""
+    all_s = sum(step.traced_s * len(step.ranks) for step in run)
+    return sum(step.waited_s for step in run) / all_s
+
+
+def busy_share(run: Sequence[Step], cores: int) -> float:
+    """Return the share of the time of the cores that ranks can use in which they used them."""
+    return cpu_s_of(run) / (min(cores, len(run[0].ranks)) * seconds_of(run))
+
+
+def speedup(static: Sequence[Step], hdp: Sequence[Step]) -> float:
+    """Return how many times as fast HDP ran all steps.
+
+    Both runs train on the same sequences in a step, so their times compare. A single step's ratio
+    differs from run to run by more than that of all of them.
     """
-    speedups = [a.seconds / b.seconds for a, b in zip(static, hdp, strict=True)]
-    return speedups.index(median_low(speedups))
+    return seconds_of(static) / seconds_of(hdp)
+
+
+def nearest_step(static: Sequence[Step], hdp: Sequence[Step]) -> int:
+    """Return the place of the step whose speed-up is nearest to that of all."""
+    of_all = speedup(static, hdp)
+    away = [abs(a.seconds / b.seconds - of_all) for a, b in zip(static, hdp, strict=True)]
+    return away.index(min(away))
 
 
 def _read_trace(path: Path) -> dict[int, tuple[float, float, tuple[RankTime, ...]]]:

@@ -12,7 +12,16 @@ from pathlib import Path
 from statistics import fmean, median_low
 
 import picture
-from measured import Step, median_step, read_run
+from measured import (
+    Step,
+    busy_share,
+    cpu_s_of,
+    nearest_step,
+    read_run,
+    seconds_of,
+    speedup,
+    wait_share,
+)
 
 MAX_LOSS_DIFFERENCE = 1e-4  # relative; float32 sums in another order differ by less
 _WIDTH = 100
@@ -39,37 +48,44 @@ def loss_difference(static: Sequence[Step], hdp: Sequence[Step]) -> float:
     return worst
 
 
-def sentence(static: Step, hdp: Step, num_steps: int, worst: float) -> str:
-    """Return what both strategies cost on one step, chosen by `median_step`."""
+def sentence(static: Sequence[Step], hdp: Sequence[Step], worst: float) -> str:
+    """Return what both strategies cost, over all steps.
+
+    Args:
+        static: steps of the static mesh.
+        hdp: the same steps under HDP.
+        worst: largest relative difference of their losses.
+    """
+    steps = "the only step" if len(hdp) == 1 else f"the {len(hdp)} steps"
+    took = f"{seconds_of(static):.1f} s and HDP {seconds_of(hdp):.1f} s"
     same = f"for the same losses (they differ by {worst:.0e} at most)"
-    gain = f"{static.seconds / hdp.seconds:.2f} x as fast"
-    if len(hdp.ranks) == 1:
+    gain = f"{speedup(static, hdp):.2f} x as fast"
+    if len(hdp[0].ranks) == 1:
         return _wrapped(
-            f"One rank has nothing to balance: on {_which(static, num_steps)}, static took "
-            f"{static.seconds:.2f} s and HDP {hdp.seconds:.2f} s, {same}; both run every sequence "
-            f"whole, so that HDP was {gain} is the machine's noise."
+            f"One rank has nothing to balance: {steps} took static {took}, {same}; both run every "
+            f"sequence whole, so that HDP was {gain} is the machine's noise."
         )
     return _wrapped(
-        f"On {_which(static, num_steps)}, the static mesh took {static.seconds:.2f} s and sent "
-        f"{_ring_mb(static)} around its rings, HDP {hdp.seconds:.2f} s and {_ring_mb(hdp)}, "
-        f"{same}: HDP trained {gain}."
+        f"{steps.capitalize()} took the static mesh {took}, which sent {_ring_mb(static)} and "
+        f"{_ring_mb(hdp)} MB a step around their rings, {same}: HDP trained {gain}."
     )
 
 
-def bound(static: Step, hdp: Step, cores: int) -> str:
-    """Return what bounds the gain of several ranks: busier cores and less work, in CPU time."""
-    ranks = len(hdp.ranks)
-    gain, less_work = static.seconds / hdp.seconds, static.cpu_s / hdp.cpu_s
-    busy, hdp_busy = (step.busy_share(cores) for step in (static, hdp))
+def bound(static: Sequence[Step], hdp: Sequence[Step], cores: int) -> str:
+    """Return what bounds the gain of several ranks: busier cores and less work, over all steps."""
+    ranks = len(hdp[0].ranks)
+    cpu_s, hdp_cpu_s = cpu_s_of(static), cpu_s_of(hdp)
+    gain, less_work = speedup(static, hdp), cpu_s / hdp_cpu_s
+    busy, hdp_busy = (busy_share(run, cores) for run in (static, hdp))
     why = "each rank has a core of its own, which is idle while it waits"
     if ranks > cores:
         shared = _counted(cores, "core")
         why = f"{ranks} ranks share {shared}, and one that waits leaves its core to another"
     return _wrapped(
-        f"What bounds the gain: {why}. Ranks waited {static.wait_share:.0%} of static's time and "
-        f"{hdp.wait_share:.0%} of HDP's; they kept their cores busy for {busy:.0%} and "
+        f"What bounds the gain: {why}. Ranks waited {wait_share(static):.0%} of static's time and "
+        f"{wait_share(hdp):.0%} of HDP's; they kept their cores busy for {busy:.0%} and "
         f"{hdp_busy:.0%} of it. Of the {gain:.2f} x, {gain / less_work:.2f} x comes of busier "
-        f"cores and {less_work:.2f} x of less work ({static.cpu_s:.1f} and {hdp.cpu_s:.1f} s of "
+        f"cores and {less_work:.2f} x of less work ({cpu_s:.1f} and {hdp_cpu_s:.1f} s of "
         "CPU time), because short sequences stay whole. With these cores always busy it would be "
         f"{max(gain, gain / hdp_busy):.2f} x."
     )
@@ -77,13 +93,15 @@ def bound(static: Step, hdp: Step, cores: int) -> str:
 
 def table(static: Sequence[Step], hdp: Sequence[Step]) -> str:
     """Return every step's losses and speeds, and what else was measured, averaged over steps."""
-    chosen = median_step(static, hdp)
+    shown = nearest_step(static, hdp)
     steps: list[Row] = [("step", "loss: static", "HDP", "tokens/s: static", "HDP", "")]
     for place, (a, b) in enumerate(zip(static, hdp, strict=True)):
         losses = (f"{one.metrics['loss']:.6f}" for one in (a, b))
         speeds = (f"{one.metrics['tokens_per_second']:,.0f}" for one in (a, b))
-        ratio = f"x {a.seconds / b.seconds:.2f}" + (" median" if place == chosen else "       ")
+        ratio = f"x {a.seconds / b.seconds:.2f}" + (" shown" if place == shown else "      ")
         steps.append((f"{a.number}", *losses, *speeds, ratio))
+    speeds = (f"{_tokens_per_second(run):,.0f}" for run in (static, hdp))
+    steps.append(("all", "", "", *speeds, f"x {speedup(static, hdp):.2f}      "))
     runs: list[Row] = [
         ("mean of all steps", "static", "HDP", ""),
         _ratio("ring traffic (MB)", static, hdp, fmean, "ring_bytes", 1e-6, ",.1f"),
@@ -102,7 +120,12 @@ def _difference(a: Step, b: Step) -> float:
 
 def _which(step: Step, num_steps: int) -> str:
     """Which step is shown, and by what rule."""
-    return f"step {step.number} of {num_steps}, whose speed-up is the median"
+    return f"step {step.number} of {num_steps}, whose speed-up is nearest to that of all"
+
+
+def _tokens_per_second(run: Sequence[Step]) -> float:
+    tokens = sum(step.metrics["tokens_per_second"] * step.seconds for step in run)
+    return tokens / seconds_of(run)
 
 
 def _counted(number: int, what: str) -> str:
@@ -113,8 +136,9 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
 
 
-def _ring_mb(step: Step) -> str:
-    return f"{step.metrics['ring_bytes'] / 1e6:,.0f} MB"
+def _ring_mb(run: Sequence[Step]) -> str:
+    """Ring traffic of a step, the mean of all."""
+    return f"{fmean(step.metrics['ring_bytes'] for step in run) / 1e6:,.0f}"
 
 
 def _ratio(
@@ -161,12 +185,12 @@ def main(folder: Path) -> int:
         print(table(*runs))
         print(f"error: losses differ by {worst:.1e}, expected at most {MAX_LOSS_DIFFERENCE:.0e}")
         return 1
-    chosen, cores = median_step(*runs), _num_cores()
-    static, hdp = (run[chosen] for run in runs)
+    shown, cores = nearest_step(*runs), _num_cores()
+    static, hdp = (run[shown] for run in runs)
     ranks, degree = len(hdp.ranks), static.largest_degree
-    parts = [sentence(static, hdp, len(runs[0]), worst), table(*runs)]
+    parts = [sentence(*runs, worst), table(*runs)]
     if ranks > 1:
-        parts.append(bound(static, hdp, cores))
+        parts.append(bound(*runs, cores))
     title = f"Measured: {_which(static, len(runs[0]))}; "
     title += f"{_counted(ranks, 'rank')} on {_counted(cores, 'core')}"
     name = f"static mesh, DP {ranks // degree} x CP {degree}"

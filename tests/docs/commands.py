@@ -128,6 +128,15 @@ COMMANDS = {
         "tests/ray_launch/test_main.py::test_a_cluster_that_runs_already_is_used_and_left",
         needs="slow",
     ),
+    TRAIN.format(4, "--hdp-loaders ray"): Elsewhere(
+        "tests/training/test_data_plane.py::test_the_same_run"
+    ),
+    "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/data_plane.sbatch": Elsewhere(
+        "tests/slurm/test_data_plane_script.py::test_the_documented_way_from_the_repository"
+    ),
+    "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/data_plane.sbatch --data-path data/corpus": (
+        NotHere("it becomes pretrain.sbatch with one flag more, as its tests show")
+    ),
     "./scripts/gpu_wheels.sh wheels": NotHere("it downloads wheels of another platform"),
     "./scripts/gpu_check.sh --wheels wheels": Elsewhere(
         "tests/scripts/test_gpu_check.py::test_wheels_are_taken_without_an_index"

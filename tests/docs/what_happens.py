@@ -5,6 +5,7 @@ ERRORS = "tests/training/test_pretrain_errors.py::"
 MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
 CHECKPOINT = "tests/training/test_checkpoint.py::"
+PLANE = "tests/data_plane/test_faults.py::"
 RUN_FOLDER = "tests/megatron/checkpoint/test_run_folder.py::"
 
 SHOWN_BY = {
@@ -74,6 +75,18 @@ SHOWN_BY = {
     ),
     "too much of a source that is tokenised on the fly is bad": (
         "tests/data/on_the_fly/test_decoder.py::test_too_many_bad_records_are_an_error",
+    ),
+    "a loader of the [data plane](data-plane.md) dies": (
+        f"{PLANE}test_a_loader_the_planner_and_the_constructor_die",
+        f"{PLANE}test_a_source_without_a_shadow_waits_for_its_loader",
+        f"{PLANE}test_text_that_is_tokenised_on_the_fly_survives_its_loaders",
+    ),
+    "the data plane's planner or a constructor dies": (
+        f"{PLANE}test_a_loader_the_planner_and_the_constructor_die",
+        f"{PLANE}test_random_kills",
+    ),
+    "the data plane of a node is lost: its host, or Ray": (
+        f"{PLANE}test_what_never_comes_back_is_told_at_once",
     ),
     "a `.bin` is cut while training reads it": (
         "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",

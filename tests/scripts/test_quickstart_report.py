@@ -93,13 +93,14 @@ def test_the_report(tmp_path):
     done = reported(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert on_one_line(done.stdout).startswith(
-        "On step 1 of 3, whose speed-up is the median, the static mesh took 4.00 s and sent 4 MB "
-        "around its rings, HDP 2.50 s and 0 MB, for the same losses (they differ by 2e-06 at most):"
-        " HDP trained 1.60 x as fast. step loss"
+        "The 3 steps took the static mesh 24.0 s and HDP 15.0 s, which sent 4 and 0 MB a step "
+        "around their rings, for the same losses (they differ by 2e-06 at most): HDP trained "
+        "1.60 x as fast. step loss"
     )
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
-    assert rows["1"] == ["1", "5.500000", "5.500010", "25", "40", "x", "1.60", "median"]
+    assert rows["1"] == ["1", "5.500000", "5.500010", "25", "40", "x", "1.60", "shown"]
     assert rows["3"] == ["3", "5.500000", "5.500010", "8", "13", "x", "1.60"]
+    assert rows["all"] == ["all", "12", "20", "x", "1.60"]  # 300 tokens in 24 and in 15 s
     assert rows["ring traffic (MB)"][-4:] == ["4.0", "0.0", "x", "0.00"]
     assert rows["micro-batches a rank"][-2:] == ["3-3", "2-3"]
     assert "What bounds the gain: " in done.stdout
@@ -133,8 +134,9 @@ def test_where_the_time_went(tmp_path):
     spans = [[(one.start_s, one.end_s) for one in rank.waits] for rank in step.ranks]
     assert spans == [[(1.0, 1.5)], [(4.0, 6.0)]]  # the last rank's own sync is no wait
     assert [[one.seconds for one in rank.sync] for rank in step.ranks] == [[1.0, 1.0]] * 2
-    assert step.wait_share == pytest.approx(2.5 / 16)
-    assert (step.busy_share(1), step.busy_share(2), step.busy_share(16)) == (1.0, 0.5, 0.5)
+    assert step.waited_s == pytest.approx(2.5)
+    assert measured.wait_share([step]) == pytest.approx(2.5 / 16)
+    assert [measured.busy_share([step], cores) for cores in (1, 2, 16)] == [1.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -167,16 +169,60 @@ def with_seconds(step, *seconds):
     return [replace(step, metrics=step.metrics | {"seconds": one}) for one in seconds]
 
 
-def test_the_step_of_median_speed_up_is_shown(steps):
+@pytest.fixture
+def runs(steps):
+    """Three steps that are 2, 3 and 1 x as fast; all together 16 / 9 = 1.78 x."""
     static, hdp = steps
-    runs = with_seconds(static, 2, 9, 4, 3), with_seconds(hdp, 1, 3, 1, 2)
-    assert measured.median_step(*runs) == 0  # of 2, 3, 4 and 1.5 the lower of the middle ones
-    assert measured.median_step(*(run[1:] for run in runs)) == 0  # of 3, 4 and 1.5
+    runs = with_seconds(static, 2, 9, 5), with_seconds(hdp, 1, 3, 5)
+    traffic = {"ring_bytes": 9_000_000}
+    runs[0][2] = replace(runs[0][2], metrics=runs[0][2].metrics | traffic, cpu_s=1.0)
+    return runs
+
+
+def test_the_step_whose_speed_up_is_nearest_to_that_of_all_is_shown(steps, runs):
+    assert measured.speedup(*runs) == pytest.approx(16 / 9)
+    assert measured.nearest_step(*runs) == 0  # of 2, 3 and 1
+    static, hdp = steps
+    runs = with_seconds(static, 2, 30, 3, 1), with_seconds(hdp, 1, 10, 2, 1)
+    assert measured.speedup(*runs) == pytest.approx(36 / 14)  # 2.57; the middle ones are 2 and 1.5
+    assert measured.nearest_step(*runs) == 1
+    assert measured.nearest_step(*(run[::-1] for run in runs)) == 2
+    assert measured.nearest_step([static] * 3, [hdp] * 3) == 0
+
+
+def test_the_sentence_speaks_of_all_steps(runs):
+    static, hdp = runs
+    text = on_one_line(report.sentence(static, hdp, 2e-8))
+    assert text == (
+        "The 3 steps took the static mesh 16.0 s and HDP 9.0 s, which sent 6 and 1 MB a step "
+        "around their rings, for the same losses (they differ by 2e-08 at most): HDP trained "
+        "1.78 x as fast."
+    )
+    one = on_one_line(report.sentence(static[:1], hdp[:1], 0.0))
+    assert one.startswith("The only step took the static mesh 2.0 s and HDP 1.0 s, which sent 4 ")
+
+
+def test_the_table_ends_with_all_steps(runs):
+    lines = report.table(*runs).splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["1", "1", "1", "all"]  # one step, thrice
+    assert [line.split()[-1] for line in lines[2:6]] == ["shown", "3.00", "1.00", "1.78"]
+
+
+def test_the_bound_is_over_all_steps(runs):
+    static, hdp = runs
+    text = on_one_line(report.bound(static, hdp, cores=1))
+    cpu_s, hdp_cpu_s = 4.0 + 4.0 + 1.0, 3 * 2.0
+    assert f"kept their cores busy for {cpu_s / 16:.0%} and {hdp_cpu_s / 9:.0%} of it" in text
+    assert f"{cpu_s / hdp_cpu_s:.2f} x of less work (9.0 and 6.0 s of CPU time)" in text
+    assert text.endswith(f"it would be {16 / 9 / (hdp_cpu_s / 9):.2f} x.")
+    waited = [replace(one, ranks=one.ranks[:1] * 2) for one in static[:1]]  # 1/4 s of 4, twice
+    both = [*waited, *static[1:]]
+    assert measured.wait_share(both) == pytest.approx((0.5 + 1.25 + 1.25) / (3 * 8))
+    assert f"Ranks waited {3 / 24:.0%} of" in on_one_line(report.bound(both, hdp, cores=1))
 
 
 def test_what_bounds_the_gain(steps):
-    static, hdp = steps
-    hdp = replace(hdp, cpu_s=1.6)
+    static, hdp = [steps[0]], [replace(steps[1], cpu_s=1.6)]
     text = on_one_line(report.bound(static, hdp, cores=1))
     assert "2 ranks share 1 core, and one that waits leaves its core to another" in text
     assert "Ranks waited 16% of static's time and 16% of HDP's" in text
@@ -189,9 +235,9 @@ def test_what_bounds_the_gain(steps):
 
 
 def test_one_rank_has_nothing_to_balance(steps):
-    static, hdp = (replace(step, ranks=step.ranks[:1]) for step in steps)
-    text = on_one_line(report.sentence(static, hdp, 1, 0.0))
-    assert text.startswith("One rank has nothing to balance: on step 1 of 1")
+    static, hdp = ([replace(step, ranks=step.ranks[:1])] for step in steps)
+    text = on_one_line(report.sentence(static, hdp, 0.0))
+    assert text.startswith("One rank has nothing to balance: the only step took static 4.0 s and ")
     assert text.endswith("so that HDP was 2.00 x as fast is the machine's noise.")
 
 

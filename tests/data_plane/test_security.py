@@ -1,0 +1,318 @@
+"""Who reaches a data plane, what it opens, and what it makes of what it reads.
+
+Another user at a socket or a segment: `tests/data_plane/wire`.
+"""
+
+import ast
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import typing
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_hdp.data_plane import starting
+from megatron_hdp.data_plane.records import from_plain, to_plain
+from megatron_hdp.data_plane.roles import Journal, LoadingService, Wanted
+from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.starting import PlanePlace, node_of_plane
+from megatron_hdp.data_plane.status import write_status
+from megatron_hdp.ray_launch import cluster
+from tests.support.plane import running_plane, setup_of
+from tests.support.sources import data_file, write_sources
+
+PACKAGE = Path(__file__).parents[2] / "megatron_hdp"
+UNPICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+OWN_WORKERS = {PACKAGE / "data/prepare/crew.py"}
+"""They pickle to processes that they started themselves, through pipes; never to or from a file."""
+
+
+def unpickles(source):
+    """What in a module's source makes objects of bytes that say which."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [one.name for one in node.names if one.name.split(".")[0] in UNPICKLES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
+            found.append(node.module)
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            found += [name] if name in ("eval", "exec", "__import__") else []
+            found += [
+                "allow_pickle"
+                for one in node.keywords
+                if one.arg == "allow_pickle" and not is_false(one.value)
+            ]
+            if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in (
+                "yaml.load",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+                "torch.load",
+            ):
+                found.append(ast.unparse(node.func))
+    return found
+
+
+def is_false(value):
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+@pytest.mark.parametrize("room", ["data", "data_plane"])
+def test_nothing_that_is_read_is_unpickled(room):
+    modules = sorted((PACKAGE / room).rglob("*.py"))
+    assert len(modules) > 10
+    found = {str(one): unpickles(one.read_text()) for one in modules if one not in OWN_WORKERS}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "import yaml\nyaml.load(text, yaml.Loader)",
+        "def read(text):\n    return eval(text)",
+    ],
+)
+def test_a_module_that_unpickles_is_found(planted):
+    assert unpickles(planted)
+    assert unpickles("import numpy as np\nnp.load(path, allow_pickle=False)") == []
+
+
+def test_what_is_asked_of_a_loader_names_rows_and_no_file():
+    kinds = typing.get_type_hints(Wanted)
+    integers = typing.get_type_hints(LoadingService.lengths)["rows"]
+    assert {one.name: kinds[one.name] for one in fields(Wanted)} == dict.fromkeys(
+        ("rows", "starts", "counts", "num_labelled"), integers
+    )
+
+
+@contextmanager
+def files_opened():
+    """The paths that this process opens in the block."""
+    opened, is_on = [], [True]
+
+    def note(event, arguments):
+        if is_on[0] and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+            opened.append(Path(os.fsdecode(arguments[0])))
+
+    sys.addaudithook(note)  # it cannot be removed
+    try:
+        yield opened
+    finally:
+        is_on[0] = False
+
+
+def wanted(rows, counts):
+    columns = rows, [0] * len(rows), counts, [one - 1 for one in counts]
+    return Wanted(*(np.array(column, dtype=np.int64) for column in columns))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder of sources, one of them of text, beside a file that none of them names."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    write_sources(folder)
+    (tmp_path / "secret.jsonl").write_text(json.dumps({"text": "secret"}))
+    lines = [json.dumps({"text": name}) for name in ("../secret.jsonl", "/etc/passwd", "three")]
+    (folder / "notes.jsonl").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(
+        "sources:\n"
+        "  notes: {path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte}\n"
+        "  web: {path: web/corpus}\n"
+    )
+    return path
+
+
+def test_a_loader_opens_the_files_of_its_source_alone(sources):
+    setup, _ = setup_of(sources, 1)
+    web, notes = (setup.alone(name, print).sources[0] for name in ("web", "notes"))
+    with files_opened() as opened:
+        assert LoadingService(web).load(wanted([0, 5], [30, 41])).num_bytes
+        service = LoadingService(notes)
+        (length, *_) = service.lengths(np.arange(3)).tolist()
+        loaded = service.load(wanted([0], [length]))
+        (sources.parent / "notes.jsonl").read_bytes()  # so that the check sees something
+    assert bytes(loaded.tokens[:15].astype(np.uint8)) == b"../secret.jsonl"  # text, not a path
+    assert sources.parent / "notes.jsonl" in opened
+    assert [one for one in opened if sources.parent not in (one, *one.parents)] == []
+
+
+def test_a_source_that_was_not_declared_is_not_opened(sources):
+    setup, _ = setup_of(sources, 1)
+    for name in ("secret", "../secret.jsonl", str(sources.parent.parent / "secret.jsonl")):
+        with files_opened() as opened, pytest.raises(ValueError, match="not enough values"):
+            setup.alone(name, print)
+        assert opened == []
+
+
+def test_a_setup_is_what_its_types_say(sources):
+    setup, _ = setup_of(sources, 1)
+    plain = json.loads(json.dumps(to_plain(setup)))
+    assert from_plain(SplitSetup, plain) == setup
+    for change in ({"files": ["/etc/passwd"]}, {"split": ["train"]}, {"spec": "/etc/passwd"}):
+        with pytest.raises(ValueError, match="found "):
+            from_plain(SplitSetup, plain | change)
+    plain["spec"]["sources"][0]["also"] = "/etc/passwd"
+    with pytest.raises(ValueError, match=r"found the fields \['also'\] in a SourceSpec"):
+        from_plain(SplitSetup, plain)
+
+
+def mode(path):
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def open_to_others(folder):
+    """What of a folder others could read, write or enter, if they got there."""
+    return sorted(one.name for one in (folder, *folder.rglob("*")) if mode(one) & 0o077)
+
+
+def test_status_and_journal_are_the_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        write_status(tmp_path, {})
+        Journal(tmp_path / "journal")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "status.json") == 0o600
+    assert mode(tmp_path / "journal") == 0o700 and open_to_others(tmp_path / "journal") == []
+    (tmp_path / "journal" / "epoch").chmod(0o640)
+    assert open_to_others(tmp_path / "journal") == ["epoch"]
+
+
+class Started(Exception):
+    """Carries what a process would have been started with."""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Returns words and environment with which a place's host is started, and starts nothing."""
+
+    def record(words, **options):
+        raise Started(words, options["env"])
+
+    monkeypatch.setattr(starting.subprocess, "Popen", record)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", starting._LOOPBACK):
+        monkeypatch.delenv(name, raising=False)
+
+    def of(place):
+        with pytest.raises(Started) as found, node_of_plane(place, 0, 10.0):
+            pass
+        return found.value.args
+
+    return of
+
+
+def test_a_cluster_of_one_node_asks_for_a_token_on_the_loopback(started):
+    place = PlanePlace.make("127.0.0.1", 1)
+    words, environment = started(place)
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_AUTH_TOKEN"] == place.token
+    assert len(bytes.fromhex(place.token)) == 32
+    assert not any(place.token in word for word in words)  # every user sees a process's words
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert words[words.index("--address") + 1] == place.address
+    assert place.address.startswith("127.0.0.1:")
+    assert PlanePlace.make("127.0.0.1", 1).token != place.token
+
+
+def test_a_cluster_of_several_nodes_asks_for_a_token_too(started, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the site")
+    _, environment = started(PlanePlace.make("10.0.0.7", 2))
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_AUTH_TOKEN"] == "of the site"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in environment
+
+
+def test_a_cluster_that_is_joined_keeps_its_own_ways(started, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    words, environment = started(PlanePlace.make("127.0.0.1", 1))
+    assert "--address" not in words
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & set(environment)
+
+
+def test_there_is_no_dashboard_and_nothing_is_reported():
+    head = cluster.start_command("127.0.0.1:24567", 0, "/tmp/x")
+    assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(head)
+    assert "--node-ip-address=127.0.0.1" in head
+    assert not any(word.startswith("--dashboard-host") for word in head)
+
+
+def heard_from_outside(processes):
+    """Sockets of processes at which other hosts could connect."""
+    return [
+        (process.pid, one.laddr.ip, one.laddr.port)
+        for process in processes
+        for one in process.net_connections(kind="inet")
+        if one.status == psutil.CONN_LISTEN
+        and one.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+    ]
+
+
+def test_a_socket_that_listens_elsewhere_is_found():
+    here = psutil.Process()
+    with socket.create_server(("127.0.0.1", 0)):
+        assert heard_from_outside([here]) == []
+    with socket.create_server(("0.0.0.0", 0)) as open_to_all:
+        port = open_to_all.getsockname()[1]
+        assert heard_from_outside([here]) == [(here.pid, "0.0.0.0", port)]
+
+
+INTRUDER = """
+import ray, sys
+ray.init(address=sys.argv[1], namespace="megatron_hdp", log_to_driver=False)
+print("inside")
+"""
+
+
+@pytest.mark.slow
+def test_nobody_else_reaches_a_running_plane(tmp_path):
+    pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+    path = data_file(write_sources(tmp_path))
+    with running_plane(path, num_ranks=2) as plane:
+        plane.step()
+        host = psutil.Process(plane.status()["pid"])
+        processes = [host, *host.children(recursive=True)]
+        assert len(processes) > 5
+        assert heard_from_outside(processes) == []
+        names = {one.split("=")[0] for process in processes for one in process.cmdline()}
+        assert not any("dashboard.py" in name for name in names)
+
+        words = host.cmdline()
+        folders = [Path(words[words.index(name) + 1]) for name in ("--folder", "--shared")]
+        ray_folder = next(
+            Path(word.partition("=")[2])
+            for process in processes
+            for word in process.cmdline()
+            if word.startswith("--temp-dir=")
+        )
+        assert [mode(one) for one in (*folders, ray_folder)] == [0o700] * 3
+        assert {"log"} >= set(open_to_others(folders[0]))  # in a folder that only its owner enters
+        assert open_to_others(folders[1]) == []
+        assert list(folders[1].glob("steps/step-*")) != []
+
+        address = words[words.index("--address") + 1]
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+            done = subprocess.run(
+                [sys.executable, "-c", INTRUDER, address],
+                env=environment | token,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode != 0 and "inside" not in done.stdout
+            assert "oken" in done.stderr  # of authentication
+        plane.step()
