@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
 from megatron_hdp.data_plane.life import begin_life, tell_loss
-from megatron_hdp.data_plane.names import CONTROL, NAMESPACE
+from megatron_hdp.data_plane.names import CONTROL, NAMESPACE, constructor_of
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
@@ -62,6 +62,7 @@ class _Host:
         self._constructor = start_constructor(
             self._plane, self._node, self._folder, Path(options.shared), options.timeout
         )
+        self._waited_for: dict[tuple[int, str, str], int] = {}
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
         if self._node == 0:
@@ -87,12 +88,30 @@ class _Host:
         with suppress(RayError):  # an actor that has died is being started again
             asked = self._constructor.figures.remote()
             if self._supervisor is not None:
-                self._supervisor.look(self._nodes, {})
+                self._supervisor.look(self._nodes, self._behind())
                 call = self._planner.figures.options(concurrency_group=CONTROL)
                 found["planner"] = ray.get(call.remote(), timeout=_ANSWER_S)
                 found["sources"] = self._supervisor.figures()
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)
+
+    def _behind(self) -> dict[str, set[str]]:
+        """For each split, sources that a rank of any node has waited for since the last time."""
+        behind: dict[str, set[str]] = {}
+        for node in range(self._nodes):
+            try:
+                name = constructor_of(self._plane, node)
+                actor = ray.get_actor(name, namespace=NAMESPACE)
+                splits = ray.get(actor.figures.remote(), timeout=_ANSWER_S)["splits"]
+            except (ValueError, RayError):  # it is not there yet, or being started again
+                continue
+            for split, found in splits.items():
+                for source, count in found["waited_for"].items():
+                    before = self._waited_for.get((node, split, source), 0)
+                    if count > before:
+                        behind.setdefault(split, set()).add(source)
+                    self._waited_for[node, split, source] = count
+        return behind
 
 
 @contextmanager

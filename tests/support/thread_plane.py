@@ -82,7 +82,7 @@ def setup_of(path, settings=None, **loaders):
 
 def planner_of(setup):
     """Return what draws and plans a split, opened anew."""
-    return setup.planner(lambda text: None)
+    return setup.planner(lambda text: None, lambda source: source)
 
 
 def loading_of(setup):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -42,6 +43,8 @@ class ConstructorFigures:
     fetched_bytes: int = 0
     slice_bytes: int = 0
     """Of the tokens of the slices that the node's ranks hold, in the loaders' integers."""
+    waited_for: dict[str, int] = field(default_factory=dict)
+    """By source: steps that a rank waited for and whose tokens it gave last."""
 
 
 class ConstructingService(Generic[T]):
@@ -122,6 +125,7 @@ class ConstructingService(Generic[T]):
         """
         with self._awaited(position):
             future = self._made(position, reader)
+            is_late = not future.done()
             try:
                 failure = future.exception(timeout_s)
             except TimeoutError:
@@ -135,6 +139,9 @@ class ConstructingService(Generic[T]):
                 self._forget(position, future)
                 raise failure
         made = future.result()
+        if is_late and made.slowest is not None:
+            waited_for = self.figures.waited_for
+            waited_for[made.slowest] = waited_for.get(made.slowest, 0) + 1
         self._expect(made.after, self._steps_ahead)
         return made.steps[reader]
 
@@ -214,6 +221,7 @@ class ConstructingService(Generic[T]):
         self._made(position).add_done_callback(go_on)
 
     def _make(self, position: Position, readers: Sequence[Reader]) -> _Made[T]:
+        began = time.monotonic()
         ranks = sorted({one.hdp_rank for one in readers})
         answer = self._ask_planner(position, ranks)
         if answer.epoch < self._epoch:
@@ -227,16 +235,23 @@ class ConstructingService(Generic[T]):
         shares = dict(zip(ranks, answer.shares, strict=True))
         reading = {one.hdp_rank for one in readers if one.reads_tokens or one.reads_mask}
         pieces = [pieces_of(shares[rank]) for rank in ranks if rank in reading]
-        fetched = self._fetch(pieces, answer)
+        planned = time.monotonic()
+        fetched, slowest = self._fetch(pieces, answer)
+        if time.monotonic() - planned < planned - began:
+            slowest = None  # it was the planner that took longer
         steps = {
             one: self._lay_out(read_step(answer.totals, shares[one.hdp_rank], one, fetched))
             for one in readers
         }
         self.figures.steps += 1
-        return _Made(answer.totals.after, steps)
+        return _Made(answer.totals.after, steps, slowest)
 
-    def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> _Fetched:
-        """Ask the sources' loaders for all that the node's ranks read, each piece once."""
+    def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> tuple[_Fetched, str | None]:
+        """Ask the sources' loaders for all that the node's ranks read, each piece once.
+
+        Returns:
+            What they gave, and the source that was waited for last.
+        """
         columns = [
             np.concatenate([getattr(one, name) for one in of_ranks] or [np.zeros(0, np.int64)])
             for name in ("sources", "rows", "starts", "counts", "num_labelled")
@@ -254,13 +269,14 @@ class ConstructingService(Generic[T]):
                     order = (*loaders[turn:], *loaders[:turn])
                     future = self._fetchers.submit(self._ask_loader, name, order, wanted)
                     asked.append((source, wanted, future))
-        fetched = _Fetched()
+        fetched, slowest = _Fetched(), None
         for source, wanted, future in asked:
+            slowest = slowest if future.done() else self._names[source]
             loaded = future.result()
             fetched.add(source, wanted, loaded)
             self.figures.fetched_bytes += loaded.num_bytes
             self.figures.slice_bytes += wanted.num_tokens * loaded.tokens.itemsize
-        return fetched
+        return fetched, slowest
 
 
 @dataclass(frozen=True)
@@ -269,6 +285,8 @@ class _Made(Generic[T]):
 
     after: Position
     steps: dict[Reader, T]
+    slowest: str | None
+    """The source whose tokens came last."""
 
 
 class _Fetched:

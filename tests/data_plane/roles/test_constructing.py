@@ -426,3 +426,25 @@ def test_masks_of_conversations_travel(made, corpus):
     steps = made().steps(Reader(0, V), 6)
     masks = np.concatenate([part.loss_mask for step in steps for part in step.micro_batches])
     assert 0 < masks.sum() < len(masks)
+
+
+def test_a_step_that_is_waited_for_names_who_gave_its_tokens_last(made, services, corpus):
+    """What was made before it is asked for is nobody's fault."""
+    one, reader = made(), Reader(0, V)
+    load = one.loaders
+
+    def slow(source, loaders, wanted):
+        time.sleep(0.3 if source == corpus.names[1] else 0)
+        return load(source, loaders, wanted)
+
+    one.service._ask_loader = slow
+    found = one.steps(reader, 4)
+    names = [{corpus.names[i] for i in step.share.sources} for step in found]
+    assert any(corpus.names[1] in some for some in names)
+    waited_for = dict(one.service.figures.waited_for)
+    assert set(waited_for) == {corpus.names[1]}
+    position = found[-1].totals.after
+    one.service.expect(position)
+    until(lambda: one.service.num_ahead >= 2)
+    one.get(position, reader)
+    assert one.service.figures.waited_for == waited_for

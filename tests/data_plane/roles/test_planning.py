@@ -10,6 +10,7 @@ from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.roles import FencedError, Journal, PlanningService
 from tests.support.node import until
+from tests.support.rank_steps import differences
 from tests.support.thread_plane import (
     local_steps,
     plan_settings,
@@ -18,7 +19,6 @@ from tests.support.thread_plane import (
     without_time,
     write_pairs,
 )
-from tests.support.rank_steps import differences
 
 RANKS = range(4)
 
