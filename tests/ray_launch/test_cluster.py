@@ -33,8 +33,11 @@ def stand_in(tmp_path, monkeypatch, temporary):
     """A folder to work in, with a package ray; ``mode`` tells what it does."""
     scripts = tmp_path / "packages/ray/scripts"
     scripts.mkdir(parents=True)
-    for folder in (scripts, scripts.parent):
+    internals = scripts.parent / "_private"
+    internals.mkdir()
+    for folder in (scripts, scripts.parent, internals):
         (folder / "__init__.py").touch()
+    (internals / "node.py").write_text("class Node: ...")
     (scripts / "scripts.py").write_text(RAY)
     (tmp_path / "mode").write_text("runs")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
