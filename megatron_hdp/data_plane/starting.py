@@ -23,7 +23,6 @@ SOCKET = "node.sock"
 PREFIX = "hdp-data-"
 """Of the names of planes, and of their folders on each node."""
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
-
 _NICENESS = "RAY_worker_niceness"  # else 15: on a busy node, ranks would wait for starved actors
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from plane_bench.common import VOCABULARY, heading, setup_of, table, write_sources
+from plane_bench.common import VOCABULARY, heading, planner_of, setup_of, table, write_sources
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
@@ -65,7 +65,7 @@ def _count(path: Path, nodes: int, options: Any) -> tuple[list[int], list[int], 
         loaders=LoadersSpec(backend="ray"),
         tokens_per_rank=options.tokens_per_rank,
     )
-    planner = setup.planner(lambda text: None)
+    planner = planner_of(setup)
     loading = {
         one.name: LoadingService(setup.alone(one.name, lambda text: None).sources[0])
         for one in setup.spec.sources

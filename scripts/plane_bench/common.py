@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Opening, open_corpus, read_data_file
 from megatron_hdp.data.spec import LoadersSpec
-from megatron_hdp.data.steps import PlanSettings, RankStep, Reader
+from megatron_hdp.data.steps import PlanSettings, RankStep, Reader, StepPlanner
 from megatron_hdp.data_plane.hooks import VARIABLE
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -115,6 +115,11 @@ def digest(step: RankStep) -> str:
             value = getattr(part, one.name)
             found.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
     return found.hexdigest()
+
+
+def planner_of(setup: SplitSetup) -> StepPlanner:
+    """Return what draws and plans a split, in this process."""
+    return setup.planner(lambda text: None, lambda source: source)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plane_bench.common import environment, heading, setup_of, table
+from plane_bench.common import environment, heading, planner_of, setup_of, table
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
@@ -93,7 +93,7 @@ def _made_up(folder: Path, num_documents: int) -> Path:
 
 
 def _alone(setup: Any, folder: Path, nodes: Sequence[Sequence[int]], steps: int) -> Any:
-    planner = setup.planner(lambda text: None)
+    planner = planner_of(setup)
     journal = Journal(folder)
     service = PlanningService("train", planner, journal, steps_ahead=setup.loaders.steps_ahead)
     service.serve(*_LOADERS)
@@ -116,7 +116,7 @@ def _actor(setup: Any, folder: Path, nodes: Sequence[Sequence[int]], steps: int)
     with environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_worker_niceness="0"):
         ray.init(num_cpus=2, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
     try:
-        actor = start_planner("bench", folder)
+        actor = start_planner("bench", folder, 60.0)
         ray.get(actor.configure.remote(to_plain(setup)))
         ray.get(actor.serve.remote("train", *_LOADERS))
         pid = ray.get(actor.figures.remote())["pid"]

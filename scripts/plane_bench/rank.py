@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from plane_bench.common import digest, planner_of
+
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.hooks import run_hook
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.records import from_plain
 from megatron_hdp.data_plane.setup import SplitSetup
-from plane_bench.common import digest
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     sys.stdin.readline()
     if work["socket"] is None:
-        loaders = LocalLoaders(setup.planner(lambda text: None), reader)
+        loaders = LocalLoaders(planner_of(setup), reader)
     else:
         loaders = RayLoaders(Path(work["socket"]), setup, reader)
     position, waits, digests = Position(), [], []

@@ -16,6 +16,7 @@ from plane_bench.common import (
     environment,
     heading,
     hook,
+    planner_of,
     running_plane,
     setup_of,
     table,
@@ -71,7 +72,7 @@ def _killed(setup: Any, folder: Path, options: Any) -> Any:
     """Waits of steps in which a loader was killed, of others, and whether all were right."""
     choice = random.Random(options.seed)
     readers = [Reader(rank, VOCABULARY) for rank in range(2)]
-    planner = setup.planner(lambda text: None)
+    planner = planner_of(setup)
     local = [LocalLoaders(planner, one) for one in readers]
     remote = [RayLoaders(folder / "node.sock", setup, one) for one in readers]
     position, waits, undisturbed, same = Position(), [], [], True

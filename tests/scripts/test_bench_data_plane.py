@@ -36,7 +36,7 @@ def test_planner():
     )
     assert "16 ranks on 4 nodes, 200 sequences a step" in text
     message, share = (int(cell.removesuffix(" B").replace(",", "")) for cell in alone[4:6])
-    assert 0 < message and 0 < share
+    assert message > 0 and share > 0
 
 
 @pytest.mark.slow

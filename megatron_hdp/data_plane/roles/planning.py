@@ -31,7 +31,7 @@ class Answer:
     """How many of them, from the first, share the work."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle shares as a few strings: a message of many small arrays takes five times as long."""
+        """Pickle shares as a few strings; arrays, dozens a node, would take three times as long."""
         packed = PackedShares.of(self.shares)
         return _answer, (self.epoch, self.totals, packed, self.loaders, self.num_serving)
 
