@@ -47,18 +47,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_sources(folder: Path, num_sources: int, num_documents: int, more: str = "") -> Path:
+def write_sources(
+    folder: Path, num_sources: int, num_documents: int, vocabulary: int = VOCABULARY
+) -> Path:
     """Write sources of random tokens and the file that names them; return the file's path."""
     lines = ["sources:"]
     for number in range(num_sources):
         rng = np.random.default_rng(number)
         lengths = np.clip(rng.lognormal(5.0, 1.2, num_documents), 2, MAX_LENGTH)
-        with TokenWriter(folder / f"source-{number}", VOCABULARY) as writer:
+        with TokenWriter(folder / f"source-{number}", vocabulary) as writer:
             for length in lengths.astype(np.int64).tolist():
-                writer.add(rng.integers(0, VOCABULARY, length))
+                writer.add(rng.integers(0, vocabulary, length))
         lines.append(f"  s{number}: {{path: {folder / f'source-{number}'}}}")
     path = folder / "data.yaml"
-    path.write_text("\n".join([*lines, more, ""]))
+    path.write_text("\n".join([*lines, ""]))
     return path
 
 

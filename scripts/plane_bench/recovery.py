@@ -43,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; print a table; return 1 if a batch is not that of an undisturbed run."""
     print(heading(), "seed", options.seed)
-    rows, is_same = [], True
+    header = ["shadows", "a step undisturbed", "with a kill, median", "longest"]
+    print(table([*header, "takeovers by another loader", "batches"], []), flush=True)
+    is_same = True
     with tempfile.TemporaryDirectory() as own:
         path = write_sources(Path(own), options.sources, options.documents)
         for shadows in (1, 0):
@@ -53,18 +55,15 @@ def run(options: argparse.Namespace) -> int:
             with environment(**hook("take_time"), **variables), running_plane() as folder:
                 waits, undisturbed, same, figures = _killed(setup, folder, options)
             is_same &= same
-            rows.append(
-                [
-                    str(shadows),
-                    f"{statistics.median(undisturbed):.2f} s",
-                    f"{statistics.median(waits):.2f} s",
-                    f"{max(waits):.2f} s",
-                    f"{figures['takeovers']}, at most {figures['longest_takeover_s']:.2f} s",
-                    f"{len(waits)} kills: {'same' if same else 'DIFFERENT'}",
-                ]
-            )
-    header = ["shadows", "a step undisturbed", "with a kill, median", "longest"]
-    print(table([*header, "takeovers by another loader", "batches"], rows))
+            cells = [
+                str(shadows),
+                f"{statistics.median(undisturbed):.2f} s",
+                f"{statistics.median(waits):.2f} s",
+                f"{max(waits):.2f} s",
+                f"{figures['takeovers']}, at most {figures['longest_takeover_s']:.2f} s",
+                f"{len(waits)} kills: {'same' if same else 'DIFFERENT'}",
+            ]
+            print("| " + " | ".join(cells) + " |", flush=True)
     return 0 if is_same else 1
 
 

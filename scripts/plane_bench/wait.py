@@ -18,6 +18,7 @@ from plane_bench.hooks import BURNS, TOKEN_US
 
 _SHARE = 0.8
 _SLOWER, _WAITING = 0.03, 0.01
+_BYTES = 256  # the vocabulary that training assumes where no tokenizer is named
 _SKIPPED = 2  # steps at the start, which wait for the plane
 _TRAIN = Path(__file__).parent / "train.py"
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     plain = variants[0]
     losses: list[list[float]] = []
     with tempfile.TemporaryDirectory() as own:
-        path = write_sources(Path(own), options.sources, options.documents)
+        path = write_sources(Path(own), options.sources, options.documents, _BYTES)
         token_us = 0.0
         for number in range(options.rounds):
             for one in variants:
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
                 one.steps_s += [record["seconds"] for record in kept]
                 one.waits_s += [record["data_wait_ms"] / 1e3 for record in kept]
                 losses.append([record["loss"] for record in records])
+                print(f"{one.name}: {statistics.median(one.steps_s):.2f} s", file=sys.stderr)
                 if one is plain and not number:
                     tokens = statistics.median(record["tokens"] for record in kept)
                     step_s = statistics.median(one.steps_s)
