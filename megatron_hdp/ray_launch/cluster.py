@@ -96,7 +96,7 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     # not 0: Ray would wait for its agents to name theirs, and give up on a busy machine
     for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
         words.append(f"--{name}-port={free_port()}")
-    words.append("--metrics-export-port=0")
+    words.append(f"--metrics-export-port={free_port()}")  # likewise: half of what a start takes
     for option, variable in (("cpus", "SLURM_CPUS_ON_NODE"), ("gpus", "SLURM_GPUS_ON_NODE")):
         if os.environ.get(variable, "").isdigit():
             words.append(f"--num-{option}={os.environ[variable]}")

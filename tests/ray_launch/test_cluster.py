@@ -143,6 +143,14 @@ def test_ray_knows_these_options():
         scripts.start.make_context("start", words[words.index("start") + 1 :])
 
 
+def test_ray_does_not_wait_for_ports_of_its_agents():
+    words = cluster.start_command("10.0.0.7:24567", 0, "/tmp/x")
+    agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
+    for name in (*agents, "metrics-export"):
+        (port,) = [one.partition("=")[2] for one in words if one.startswith(f"--{name}-port=")]
+        assert int(port) > 0, name
+
+
 NODE = """
 import signal, sys, time
 from megatron_hdp.ray_launch import cluster
