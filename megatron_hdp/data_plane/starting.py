@@ -22,6 +22,7 @@ from megatron_hdp.ray_launch.node_ranks import free_port
 _END_S = 20.0
 SOCKET = "node.sock"
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
+_NICENESS = "RAY_worker_niceness"  # else 15: on a busy node, ranks would wait for starved actors
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Pa
         for name in [one for one in environment if one.startswith("TORCHELASTIC_")]:
             del environment[name]
         environment.pop("RANK", None)
+        environment.setdefault(_NICENESS, "0")
         if place.address is not None:
             words += ["--address", place.address]
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token}

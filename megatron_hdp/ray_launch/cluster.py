@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -29,6 +30,7 @@ START_S = 300.0
 _LOOK_S = 2.0
 _END_S = 10.0  # in which what was killed is gone
 _LOOKS = 3  # so many in a row that fail, and the head is gone
+_START = Path(__file__).with_name("start_node.py")
 _OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
 
 
@@ -81,11 +83,10 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     is what Ray gets; without Slurm Ray counts by itself.
     """
     host, _, port = address.rpartition(":")
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    words = [sys.executable, str(_START), "start", "--block"]
     if node == 0:
         words += ["--head", f"--port={port}", f"--node-ip-address={host}"]
-        words += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-        words.append("--no-monitor")  # of an autoscaler
+        words += ["--include-dashboard=false", "--no-monitor"]  # of an autoscaler
     else:
         words += [f"--address={address}"]
     words += ["--disable-usage-stats", "--include-log-monitor=false", f"--temp-dir={folder}"]
@@ -95,7 +96,7 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     # not 0: Ray would wait for its agents to name theirs, and give up on a busy machine
     for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
         words.append(f"--{name}-port={free_port()}")
-    words.append("--metrics-export-port=0")
+    words.append(f"--metrics-export-port={free_port()}")  # likewise: half of what a start takes
     for option, variable in (("cpus", "SLURM_CPUS_ON_NODE"), ("gpus", "SLURM_GPUS_ON_NODE")):
         if os.environ.get(variable, "").isdigit():
             words.append(f"--num-{option}={os.environ[variable]}")

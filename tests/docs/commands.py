@@ -84,6 +84,24 @@ COMMANDS = {
     "python scripts/bench_data.py --tables 1000000 50000000 200000000 --sparse 1000000000": (
         Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables", needs="slow")
     ),
+    "python scripts/bench_data_plane.py memory": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_memory", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py wait --rounds 2 --steps 10": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_wait", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py bytes": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_bytes"
+    ),
+    "python scripts/bench_data_plane.py planner": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py start --rounds 2": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_start", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py recovery --kills 4": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_recovery", needs="slow"
+    ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),

@@ -33,8 +33,11 @@ def stand_in(tmp_path, monkeypatch, temporary):
     """A folder to work in, with a package ray; ``mode`` tells what it does."""
     scripts = tmp_path / "packages/ray/scripts"
     scripts.mkdir(parents=True)
-    for folder in (scripts, scripts.parent):
+    internals = scripts.parent / "_private"
+    internals.mkdir()
+    for folder in (scripts, scripts.parent, internals):
         (folder / "__init__.py").touch()
+    (internals / "node.py").write_text("class Node: ...")
     (scripts / "scripts.py").write_text(RAY)
     (tmp_path / "mode").write_text("runs")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
@@ -138,6 +141,14 @@ def test_ray_knows_these_options():
     for node in (0, 1):
         words = cluster.start_command("10.0.0.7:24567", node, "/tmp/x")
         scripts.start.make_context("start", words[words.index("start") + 1 :])
+
+
+def test_ray_does_not_wait_for_ports_of_its_agents():
+    words = cluster.start_command("10.0.0.7:24567", 0, "/tmp/x")
+    agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
+    for name in (*agents, "metrics-export"):
+        (port,) = [one.partition("=")[2] for one in words if one.startswith(f"--{name}-port=")]
+        assert int(port) > 0, name
 
 
 NODE = """

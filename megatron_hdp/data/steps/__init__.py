@@ -10,6 +10,7 @@ from megatron_hdp.data.steps.micro_batch import (
     pieces_of,
     read_micro_batch,
 )
+from megatron_hdp.data.steps.packed_shares import PackedShares
 from megatron_hdp.data.steps.planning import PlannedStep, PlanSettings, StepPlanner
 from megatron_hdp.data.steps.rank_step import RankStep, read_step
 from megatron_hdp.data.steps.share import RankShare, StepShares
@@ -19,6 +20,7 @@ __all__ = [
     "Amounts",
     "Loaders",
     "LocalLoaders",
+    "PackedShares",
     "PlanSettings",
     "PlannedStep",
     "Pieces",

@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import RankShare, StepPlanner, StepShares, StepTotals
+from megatron_hdp.data.steps import PackedShares, RankShare, StepPlanner, StepShares, StepTotals
 from megatron_hdp.data_plane.roles.journal import Entry, Journal
 
 _Key = tuple[object, ...]
@@ -29,6 +30,15 @@ class Answer:
     """Of each source, by name: whom to ask for its tokens, those that stand by at the end."""
     num_serving: Mapping[str, int]
     """How many of them, from the first, share the work."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle shares as a few strings; arrays, dozens a node, would take three times as long."""
+        packed = PackedShares.of(self.shares)
+        return _answer, (self.epoch, self.totals, packed, self.loaders, self.num_serving)
+
+
+def _answer(epoch: int, totals: StepTotals, packed: PackedShares, *serving: Any) -> Answer:
+    return Answer(epoch, totals, packed.unpack(), *serving)
 
 
 @dataclass(frozen=True)

@@ -445,6 +445,7 @@ def test_a_step_that_is_waited_for_names_who_gave_its_tokens_last(made, services
     assert set(waited_for) == {corpus.names[1]}
     position = found[-1].totals.after
     one.service.expect(position)
-    until(lambda: one.service.num_ahead >= 2)
+    until(lambda: any(step.totals.before == position for step in one.laid.out))
+    time.sleep(0.1)  # from laid out to made
     one.get(position, reader)
     assert one.service.figures.waited_for == waited_for
