@@ -284,17 +284,18 @@ def test_nobody_else_reaches_a_running_plane(tmp_path):
         plane.step()
         host = psutil.Process(plane.status()["pid"])
         processes = [host, *host.children(recursive=True)]
-        assert len(processes) > 5
+        commands = [one.cmdline() for one in processes]
+        assert any("raylet" in one[0] for one in commands if one)
         assert heard_from_outside(processes) == []
-        names = {one.split("=")[0] for process in processes for one in process.cmdline()}
-        assert not any("dashboard.py" in name for name in names)
+        servers = [one for one in commands if any("dashboard.py" in word for word in one)]
+        assert all("--disable-frontend" in one for one in servers)
 
         words = host.cmdline()
         folders = [Path(words[words.index(name) + 1]) for name in ("--folder", "--shared")]
         ray_folder = next(
             Path(word.partition("=")[2])
-            for process in processes
-            for word in process.cmdline()
+            for one in commands
+            for word in one
             if word.startswith("--temp-dir=")
         )
         assert [mode(one) for one in (*folders, ray_folder)] == [0o700] * 3

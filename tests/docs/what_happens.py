@@ -88,6 +88,10 @@ SHOWN_BY = {
     "the data plane of a node is lost: its host, or Ray": (
         f"{PLANE}test_what_never_comes_back_is_told_at_once",
     ),
+    "a source gives the data plane no tokens for `timeout-s`": (
+        "tests/data_plane/test_asking.py::test_when_all_are_dead_the_source_is_named",
+        "tests/data_plane/test_asking.py::test_when_all_hang_who_did_is_named",
+    ),
     "a `.bin` is cut while training reads it": (
         "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",
     ),

@@ -18,7 +18,7 @@ _NUM_RUNS, _RUN = 8, 32  # of neighbouring records: a table is read by parts
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TextEstimate:
     """What a sample of records says of all of them."""
 
     num_sampled: int
@@ -41,7 +41,7 @@ class TextSource:
     decoder: Decoder
     recipe: str
     """All but the files that the tokens depend on."""
-    estimate: Estimate
+    estimate: TextEstimate
     long_sequence: str
     max_length: int
     """``--seq-length``."""
@@ -179,14 +179,14 @@ class TextSource:
         return self.index.files.kind == "text"
 
 
-def estimated(index: RecordIndex, decoder: Decoder) -> Estimate:
+def estimated(index: RecordIndex, decoder: Decoder) -> TextEstimate:
     """Decode some records, evenly spread; the same ones in every process."""
     last = max(0, len(index) - _RUN)
     begins = [last * i // (_NUM_RUNS - 1) for i in range(_NUM_RUNS)]
     wanted = np.unique(np.concatenate([np.arange(begin, begin + _RUN) for begin in begins]))
     rows = decoder.sample(wanted[wanted < len(index)])
     num_tokens = sum(len(one.tokens) for one in rows)
-    return Estimate(
+    return TextEstimate(
         num_sampled=len(rows),
         mean_length=num_tokens / len(rows),
         mean_trained=sum(one.num_trained for one in rows) / len(rows),
