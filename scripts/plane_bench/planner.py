@@ -106,15 +106,19 @@ def _alone(setup: Any, folder: Path, nodes: Sequence[Sequence[int]], steps: int)
 
 
 def _actor(setup: Any, folder: Path, nodes: Sequence[Sequence[int]], steps: int) -> Any:
-    import ray
+    folder.mkdir()
+    token = secrets.token_hex(32)
+    with environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_worker_niceness="0"):
+        return _of_actor(setup, folder, nodes, steps)
+
+
+def _of_actor(setup: Any, folder: Path, nodes: Sequence[Sequence[int]], steps: int) -> Any:
+    import ray  # it reads the token when it is imported
 
     from megatron_hdp.data_plane.actors import start_planner
     from megatron_hdp.data_plane.names import NAMESPACE
 
-    folder.mkdir()
-    token = secrets.token_hex(32)
-    with environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_worker_niceness="0"):
-        ray.init(num_cpus=2, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
     try:
         actor = start_planner("bench", folder, 60.0)
         ray.get(actor.configure.remote(to_plain(setup)))

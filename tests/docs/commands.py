@@ -87,19 +87,16 @@ COMMANDS = {
     "python scripts/bench_data_plane.py memory": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_memory", needs="slow"
     ),
-    "python scripts/bench_data_plane.py wait --rounds 2 --steps 10": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_wait", needs="slow"
-    ),
     "python scripts/bench_data_plane.py bytes": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_bytes"
     ),
     "python scripts/bench_data_plane.py planner": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
     ),
-    "python scripts/bench_data_plane.py start --rounds 2": Elsewhere(
+    "python scripts/bench_data_plane.py start --rounds 1": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_start", needs="slow"
     ),
-    "python scripts/bench_data_plane.py recovery --kills 4": Elsewhere(
+    "python scripts/bench_data_plane.py recovery --kills 3 --token-us 10": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
