@@ -31,6 +31,7 @@ _LOOK_S = 2.0
 _END_S = 10.0  # in which what was killed is gone
 _LOOKS = 3  # so many in a row that fail, and the head is gone
 _START = Path(__file__).with_name("start_node.py")
+_TEMPORARY = "r"  # below the job's folder, as Ray opens its own to everybody; short for sockets
 _OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
 
 
@@ -49,7 +50,7 @@ def ray_node(address: str, node: int) -> Iterator["subprocess.Popen[bytes]"]:
         _wait_for_head(address)
     with _hang_up_raises(), folder_of_job() as (folder, lock):
         process = subprocess.Popen(
-            start_command(address, node, folder),
+            start_command(address, node, f"{folder}/{_TEMPORARY}"),
             stdin=subprocess.DEVNULL,
             pass_fds=(lock,),
             preexec_fn=partial(end_with_parent, os.getpid()),

@@ -73,11 +73,12 @@ def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
             assert cluster._answers(address) and process.poll() is None
             (words,) = Path("words").read_text().splitlines()
             (folder,) = [w.partition("=")[2] for w in words.split() if "--temp-dir" in w]
-            assert Path(folder).is_dir()
+            job = Path(folder).parent  # Ray opens its own to everybody
+            assert job.is_dir() and job.stat().st_mode & 0o777 == 0o700
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
     assert not cluster._answers(address) and started_since(before) == []
-    assert not Path(folder).exists()
+    assert not job.exists()
 
 
 def test_a_worker_joins_a_head_that_answers_and_leaves_when_it_is_gone(stand_in):
@@ -170,7 +171,7 @@ def test_ray_ends_with_the_launcher_however_that_ends(stand_in, monkeypatch, how
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     ray = psutil.Process(int(launcher.stdout.readline()))
     tree = [ray, *ray.children(recursive=True)]
-    folder = Path(next(w for w in ray.cmdline() if "--temp-dir" in w).partition("=")[2])
+    folder = Path(next(w for w in ray.cmdline() if "--temp-dir" in w).partition("=")[2]).parent
     try:
         launcher.send_signal(how)
         launcher.wait(10)
