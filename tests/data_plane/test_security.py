@@ -282,7 +282,7 @@ def gets_inside(address, folder, **environment):
     outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     with subprocess.Popen(
         [sys.executable, "-c", INTRUDER, address],
-        env=outside | environment,
+        env=outside | {starting._LOOPBACK: "0"} | environment,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
