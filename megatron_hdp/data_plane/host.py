@@ -22,11 +22,11 @@ from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
 from megatron_hdp.data_plane.life import begin_life, tell_loss
-from megatron_hdp.data_plane.names import CONTROL, NAMESPACE, constructor_of
+from megatron_hdp.data_plane.names import CONTROL, END_SIGNAL, NAMESPACE, constructor_of
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.ray_launch.cluster import ray_node
+from megatron_hdp.ray_launch.cluster import WARNINGS, ray_node
 
 _LOOK_S = 0.5
 _FIRST_LOOKS_S = 0.05
@@ -36,7 +36,9 @@ _ANSWER_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one node's part until it is told to end, or Ray is lost; return an exit code."""
     options = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(ExitCode.DONE))
+    # Slurm warns every process of a job's step; ranks save then, and still want their data
+    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    signal.signal(END_SIGNAL, lambda number, frame: sys.exit(ExitCode.DONE))
     folder = Path(options.folder)
     begin_life(folder)
     try:

@@ -1,6 +1,10 @@
 """What the actors of a plane are called, so that each finds the others."""
 
+import signal
+
 NAMESPACE = "megatron_hdp"
+END_SIGNAL = signal.SIGUSR2
+"""By which a rank ends its node's host; SIGTERM and SIGUSR1 warn all processes of a job."""
 CONTROL = "control"
 """Concurrency group of those methods of a planner that wait for nobody: they always get through."""
 PREFIX = "hdp-data-"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_hdp.data_plane.names import PREFIX
+from megatron_hdp.data_plane.names import END_SIGNAL, PREFIX
 from megatron_hdp.data_plane.wire import SHARED_MEMORY
 from megatron_hdp.processes import end_with_parent
 from megatron_hdp.ray_launch.folder import folder_of_job
@@ -94,11 +93,12 @@ def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Pa
                 env=environment,
                 pass_fds=(lock, shared_lock),
                 preexec_fn=partial(end_with_parent, os.getpid()),
+                start_new_session=True,  # Ctrl-C is for ranks, which save and still want data
             )
         try:
             yield Path(folder)
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(END_SIGNAL)
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:

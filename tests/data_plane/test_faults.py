@@ -49,6 +49,8 @@ def test_a_loader_the_planner_and_the_constructor_die(tmp_path):
     with running_plane(path, shadows=1) as plane:
         steps(plane)
         before = plane.status()
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # as Slurm warns all of a job
+            os.kill(before["pid"], number)
         first, shadow = before["sources"]["train"]["web"]["loaders"]
         kill(first["pid"])
         assert steps(plane, 6) < MOST_WAIT_S

@@ -61,7 +61,6 @@ print("loaded")
 """
 DEPRECATED = [
     "`load_state_dict` is deprecated",
-    "we are deprecating ShardedTensor",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
 ]

@@ -60,6 +60,8 @@ def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provid
     return 1, 2, 3
 def num_floating_point_operations({parameters(TRAINING + ":num_floating_point_operations", 2)}):
     return batch_size
+def evaluate_and_print_results({parameters(TRAINING + ":evaluate_and_print_results", 7)}):
+    return None
 def training_log({parameters(TRAINING + ":training_log", 11)}):
     return report_memory_flag
 """,

@@ -41,7 +41,7 @@ def curve_of_an_older_release(arguments):
         return saved
 
     with (
-        mock.patch("megatron_hdp.data.mixture.corpus.LATEST_ORDER", 1),
+        mock.patch("megatron_hdp.data.mixture.table_source.LATEST_ORDER", 1),
         mock.patch.object(TrainingState, "content", without_version),
     ):
         return curve(arguments)

@@ -267,7 +267,9 @@ def test_kills_of_forked_ranks(run_ranks, tmp_path):
 def test_writing_in_place_does_not_survive(run_ranks, tmp_path):
     arguments = killable(tmp_path, 2)
     launch = ForkedLaunch(run_ranks, arguments, tmp_path, writing_in_place=True)
-    wait_until(lambda: (arguments.save / "iter_0000002").exists(), launch, "a save of step 2")
+    tracker = arguments.save / TRACKER
+    is_saving = lambda: tracker.exists() and tracker.read_text() == "2"  # noqa: E731
+    wait_until(is_saving, launch, "a save of step 2")
     for pid in launch.pids():
         os.kill(pid, signal.SIGKILL)
     launch.wait()
