@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class _Host:
             self._plane, self._node, self._folder, Path(options.shared), options.timeout
         )
         self._waited_for: dict[tuple[int, str, str], int] = {}
+        self._trouble = ""  # what was said last, so that it is said once
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
         if self._node == 0:
@@ -87,7 +88,7 @@ class _Host:
 
     def _look(self) -> None:
         found: dict[str, Any] = {"plane": self._plane, "node": self._node, "pid": os.getpid()}
-        with suppress(RayError):  # an actor that has died is being started again
+        try:
             asked = self._constructor.figures.remote()
             if self._supervisor is not None:
                 self._supervisor.look(self._nodes, self._behind())
@@ -96,6 +97,12 @@ class _Host:
                 found["sources"] = self._supervisor.figures()
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)
+            self._trouble = ""
+        except RayError as error:  # an actor that has died is being started again
+            trouble = str(error).splitlines()[0]
+            if trouble != self._trouble:
+                print(f"data plane: node {self._node}: {trouble}", file=sys.stderr, flush=True)
+            self._trouble = trouble
 
     def _behind(self) -> dict[str, set[str]]:
         """For each split, sources that a rank of any node has waited for since the last time."""

@@ -78,18 +78,17 @@ class RayLoaders:
     def _ask(self, position: Position) -> RankStep:
         client, timeout_s = self._connected()
         request = {"request": "get", "position": position.to_record()}
-        for last in range(_TRIES):
+        for tries_left in reversed(range(_TRIES)):
             answer = client.call(request, timeout_s)
             self.num_loaders, self.steps_ahead = answer["loaders"], answer["steps_ahead"]
             assert self._segments is not None
             try:
                 mapped = memoryview(self._segments.attach(answer["segment"]))
+                break
             except FileNotFoundError:  # dropped before it was mapped: the constructor makes it anew
-                if last == _TRIES - 1:
+                if not tries_left:
                     raise
-                continue
-            return unpack(header_of(mapped), mapped)
-        raise AssertionError("unreachable")
+        return unpack(header_of(mapped), mapped)
 
     def _connected(self) -> tuple[NodeClient, float]:
         timeout_s = self._setup.loaders.timeout_s + _SPARE_S
