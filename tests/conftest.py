@@ -1,6 +1,7 @@
 """Fixtures for every test, which tests come first, and what this machine cannot run."""
 
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,5 +95,9 @@ def line_of(reasons: Counter[str], num_slow: int) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds the last line."""
+    """Adds the last line; heeds signals that a shell turns off for what runs in the background."""
     config.pluginmanager.register(SkippedLine(config), "skipped-line")
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
