@@ -203,6 +203,19 @@ def loaders() -> str:
     return table(("key", "meaning", "unless given"), rows)
 
 
+def primitives() -> str:
+    """Keys of ``primitives`` in a file of ``--hdp-data``."""
+    from megatron_hdp.data.spec import PrimitivesSpec
+
+    defaults = {item.name: item.default for item in dataclasses.fields(PrimitivesSpec)}
+    rows = [
+        (code(name.replace("_", "-")), meaning, "built in" if unless is None else code(unless))
+        for name, meaning in meanings(PrimitivesSpec).items()
+        for unless in [defaults[name]]
+    ]
+    return table(("key", "meaning", "unless given"), rows)
+
+
 def exit_codes() -> str:
     """Exit codes of the commands."""
     from megatron_hdp.exit_codes import ExitCode
@@ -221,6 +234,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": plan_keys,
     "cost-model": cost_model,
     "loaders": loaders,
+    "primitives": primitives,
     "exit-codes": exit_codes,
 }
 

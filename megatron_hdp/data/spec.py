@@ -49,6 +49,31 @@ class SourceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrimitivesSpec:
+    """The user's own functions in the place of primitives, ``MODULE:FUNCTION`` each.
+
+    The fields are the keys of ``primitives`` in ``--hdp-data``; see `data.steps.primitives`.
+    """
+
+    mix: str | None = None
+    """Weights of the sources at each training step, from those of the schedule, the position and
+    the losses by source."""
+    cost: str | None = None
+    """Seconds that sequences of given lengths take on one rank; planning follows it."""
+    balance: str | None = None
+    """The plan of a step, from its lengths."""
+    distribute: str | None = None
+    """Which HDP rank runs each of the plan's ranks."""
+    broadcast_at: str | None = None
+    """Along which axes one rank reads tokens for the others."""
+    plan: str | None = None
+    """A whole step: what it draws and how it is planned."""
+    losses_behind: int = 4
+    """``mix`` for a step knows the losses up to so many steps before; at least 2, so that it can be
+    decided while the step before runs, and one more for each step that is decided ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadersSpec:
     """Who loads the data; the fields are the keys of ``loaders`` in ``--hdp-data``."""
 

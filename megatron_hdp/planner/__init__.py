@@ -1,6 +1,6 @@
 """Plans a global batch: which HDP ranks form a ring for which sequences, in which order."""
 
-from megatron_hdp.planner.bounds import lower_bound_s, pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import compute_s, lower_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.evaluation import Evaluation, Figures, evaluate, figures
 from megatron_hdp.planner.refusals import told_as
@@ -18,6 +18,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "chunk_tokens",
+    "compute_s",
     "evaluate",
     "figures",
     "lower_bound_s",

@@ -1,9 +1,12 @@
 """The plan of one global batch: its arrays, its rules and its JSON in one place."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_hdp.planner import serialisation, validation
 from megatron_hdp.planner.flat_plan import FlatPlan, MicroBatch, PlanError
@@ -34,6 +37,23 @@ class Plan(FlatPlan):
             PlanError: names the broken rule and the culprit.
         """
         validation.validate(self, pipeline_stages=pipeline_stages, num_layers=num_layers)
+
+    def on_ranks(self, places: ArrayLike) -> Self:
+        """The same plan on other ranks: what it gives to rank r, rank ``places[r]`` runs.
+
+        Args:
+            places: Each rank once, ``[num_ranks]``.
+        """
+        taken = np.asarray(places)
+        owners = np.repeat(np.arange(self.num_micro_batches), np.diff(self.local_offsets))
+        ranks = taken[self.local_ranks]
+        order = np.lexsort((ranks, owners))  # stable: of each rank as before
+        return replace(
+            self,
+            ranks=taken[self.ranks],
+            local_ranks=ranks[order],
+            local_sequences=self.local_sequences[order],
+        )
 
     def to_json(self) -> bytes:
         """The plan as JSON, version 1."""

@@ -73,8 +73,8 @@ def _count(path: Path, nodes: int, options: Any) -> tuple[list[int], list[int], 
     names = list(loading)
 
     def ask(position: Position, ranks: Any) -> Any:
-        planned = planner.step(position)
-        shares = planned.shares(setup.settings).of(ranks)
+        planned = planner.plan(position)
+        shares = planner.shares(planned).of(ranks)
         totals = SimpleNamespace(after=planned.step.after)
         return SimpleNamespace(
             epoch=1,

@@ -65,6 +65,11 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),
+    "torchrun --nproc-per-node 2 -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
+    "--hybrid-data-parallel --hdp-data mix.yaml": Elsewhere(
+        "tests/training/test_primitives.py::"
+        "test_a_mixture_follows_the_loss_and_a_run_goes_on_exactly"
+    ),
     "megatron-hdp data prepare mix.yaml": COMMAND,
     "megatron-hdp data describe mix.yaml": COMMAND,
     "megatron-hdp data prune hdp-cache --dry-run": COMMAND,

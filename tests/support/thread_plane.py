@@ -128,11 +128,11 @@ class Planner:
 
     def __call__(self, position, ranks):
         self.asked.append((position.steps, tuple(ranks)))
-        planned = self._planner.step(position)
+        planned = self._planner.plan(position)
         return Answer(
             epoch=self.epoch,
             totals=StepTotals.of(planned, len(self.loaders)),
-            shares=planned.shares(self._planner.settings).of(ranks),
+            shares=self._planner.shares(planned).of(ranks),
             loaders=self.loaders,
             num_serving=self.num_serving,
         )

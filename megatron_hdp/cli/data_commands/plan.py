@@ -23,6 +23,7 @@ from megatron_hdp.data.mixture import (
     prepared,
     read_data_file,
 )
+from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.simulator.files import complete_file
 
@@ -34,6 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw, print and write."""
     check_outputs(arguments.output, (".json", *PICTURES, ".html"), [arguments.data])
     spec = read_data_file(arguments.data).training
+    if spec.primitives != PrimitivesSpec():
+        say(
+            f"the primitives of {arguments.data} are not called here: shares are the schedule's, "
+            "times those of the built-in planner"
+        )
     seq_length = arguments.seq_length or _seq_length(spec, arguments)
     ranks = Ranks.of(arguments, seq_length)
     policy = arguments.hdp_long_sequence

@@ -16,6 +16,7 @@ from megatron_hdp.data.mixture.opening import (
 )
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase, Schedule
+from megatron_hdp.data.mixture.seen_losses import SeenLosses
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.data.mixture.table_source import TableSource
@@ -35,6 +36,7 @@ __all__ = [
     "Phase",
     "Position",
     "Schedule",
+    "SeenLosses",
     "Source",
     "Step",
     "TableSource",

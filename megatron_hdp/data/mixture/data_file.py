@@ -13,11 +13,19 @@ import yaml
 
 from megatron_hdp.data.mixture.mixture_spec import WEIGHT_UNITS, MixtureSpec
 from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
-from megatron_hdp.data.spec import BACKENDS, FORMATS, TOKENISE, TRAIN_ON, LoadersSpec, SourceSpec
+from megatron_hdp.data.spec import (
+    BACKENDS,
+    FORMATS,
+    TOKENISE,
+    TRAIN_ON,
+    LoadersSpec,
+    PrimitivesSpec,
+    SourceSpec,
+)
 from megatron_hdp.options.parser import nearest
 from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 
-_KEYS = ("weight-unit", "sources", "schedule", "validation", "loaders")
+_KEYS = ("weight-unit", "sources", "schedule", "validation", "loaders", "primitives")
 _PHASE_KEYS = ("from", "to", "shape", "weights", "max-length")
 _SHAPES = ("step", "linear")
 _CHOICES = {
@@ -82,12 +90,16 @@ class _Reader:
                 for name, node in self._pairs(parts["validation"], names, "source")
             }
         loaders = self._loaders(parts["loaders"]) if "loaders" in parts else LoadersSpec()
+        primitives = PrimitivesSpec()
+        if "primitives" in parts:
+            primitives = self._primitives(parts["primitives"])
         training = MixtureSpec(
             sources=sources,
             origin=str(self._path),
             schedule=schedule,
             weight_unit=unit,
             held_out=held_out,
+            primitives=primitives,
         )
         if not held_out:
             return DataFile(training, None, loaders)
@@ -97,6 +109,7 @@ class _Reader:
             schedule=Schedule(),
             weight_unit="sequences",
             takes_held_out=True,
+            primitives=replace(primitives, mix=None),
         )
         return DataFile(training, validation, loaders)
 
@@ -154,6 +167,25 @@ class _Reader:
                 node, f"loaders: found min {found.min} and max {found.max}, expected min <= max"
             )
         return found
+
+    def _primitives(self, node: yaml.Node) -> PrimitivesSpec:
+        known = {one.name.replace("_", "-"): one.name for one in fields(PrimitivesSpec)}
+        values: dict[str, Any] = {}
+        for key, value in self._pairs(node, known, "key of primitives"):
+            what = f"primitives: {key}"
+            if key == "losses-behind":
+                values[known[key]] = self._whole(value, what, least=2)
+                continue
+            module, colon, function = self._text(value, what).rpartition(":")
+            if not (module and colon and function.isidentifier()):
+                self._refuse(
+                    value,
+                    f"{what}: found {shown(value)}, expected MODULE:FUNCTION or FILE.py:FUNCTION",
+                )
+            if module.endswith(".py"):
+                module = str((self._path.parent / module).absolute())
+            values[known[key]] = f"{module}:{function}"
+        return PrimitivesSpec(**values)
 
     def _value(self, node: yaml.Node, what: str, name: str, kind: Any) -> Any:
         if name in _CHOICES:

@@ -76,14 +76,21 @@ class Mixture:
         self._batch = batch
         self._unit = weight_unit
 
-    def step(self, position: Position) -> Step:
-        """Return the step that begins at a position; it has no sequence where all have ended."""
+    def step(self, position: Position, weights: Sequence[float] | None = None) -> Step:
+        """Return the step that begins at a position; it has no sequence where all have ended.
+
+        Args:
+            position: where it begins.
+            weights: of the sources, which sum to 1, instead of the schedule's.
+        """
         setting = self.schedule.at(position)
+        if weights is not None:
+            setting = replace(setting, weights=tuple(weights))
         return _Draw(self, setting, self._batch, position).step()
 
-    def is_over(self, position: Position) -> bool:
+    def is_over(self, position: Position, weights: Sequence[float] | None = None) -> bool:
         """Return whether a step that begins at a position would have no sequence."""
-        weights = self.schedule.at(position).weights
+        weights = self.schedule.at(position).weights if weights is None else weights
         return all(
             not weight or one.stream.has_ended(position.of(one.name).rows)
             for weight, one in zip(weights, self.sources, strict=True)
@@ -229,6 +236,7 @@ class _Draw:
             sequences=before.sequences + len(order),
             tokens=before.tokens + int(columns["lengths"].sum()),
             sources=records,
+            losses=before.losses,
         )
         return Step(
             sources=order,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_hdp.data.mixture.schedule import Schedule
-from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.spec import PrimitivesSpec, SourceSpec
 
 WEIGHT_UNITS = ("tokens", "loss-tokens", "sequences")
 SPLITS = ("train", "valid", "test")
@@ -28,3 +28,5 @@ class MixtureSpec:
     """By source: sequences at its end that validation takes and training leaves."""
     takes_held_out: bool = False
     """Whether those are what this split takes, and nothing else."""
+    primitives: PrimitivesSpec = PrimitivesSpec()
+    """Functions of the user's own in the place of those that decide steps."""

@@ -34,9 +34,9 @@ class Opening:
     """``--seq-length``."""
     long_sequence: str
     """``--hdp-long-sequence``, for sources that say nothing else."""
-    tokenizer: str | None
+    tokenizer: str | None = None
     """The run's, for sources that name none; None where it cannot be used on text."""
-    cache_folder: Path | None
+    cache_folder: Path | None = None
     """``--data-cache-path``."""
     workers: int | None = None
     """Processes that tokenise; None: as many as this process has CPUs."""

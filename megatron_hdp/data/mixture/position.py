@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_hdp.data.mixture.seen_losses import SeenLosses
 from megatron_hdp.data.order import UNNAMED, Continuation
 
 
@@ -33,13 +34,23 @@ class Position:
     tokens: int = 0
     sources: Mapping[str, Drawn] = field(default_factory=dict)
     """By name. A source that was taken out of the run keeps its record: it may come back."""
+    losses: SeenLosses | None = None
+    """Of steps before; None where the mixture does not follow them."""
 
     def of(self, name: str) -> Drawn:
         """Return the record of a source; nothing is drawn of one that has none."""
         return self.sources.get(name, Drawn())
 
+    @property
+    def is_decidable(self) -> bool:
+        """Whether all is known that the step that begins here depends on."""
+        return self.losses is None or self.losses.covers(self.steps)
+
     def key(self) -> tuple[object, ...]:
-        """Return what tells it from other positions, for a dictionary."""
+        """Return what tells it from other positions, for a dictionary.
+
+        Losses do not: those that the step may depend on are the same in all that cover it.
+        """
         drawn = (
             (name, one.rows, one.offset, one.amount, one.owed)
             for name, one in sorted(self.sources.items())
@@ -48,13 +59,16 @@ class Position:
 
     def to_record(self) -> dict[str, Any]:
         """Return it as plain values, for a checkpoint or a file."""
-        return asdict(self)
+        losses = None if self.losses is None else self.losses.to_record()
+        return {**asdict(replace(self, losses=None)), "losses": losses}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Position:
         """Return what `to_record` made a record of."""
         sources = {name: Drawn(**one) for name, one in record["sources"].items()}
-        return cls(**{**record, "sources": sources})
+        losses = record.get("losses")
+        losses = None if losses is None else SeenLosses.from_record(losses)
+        return cls(**{**record, "sources": sources, "losses": losses})
 
     @classmethod
     def of_one_source(
@@ -87,5 +101,7 @@ def position_of_run(
         found = Position.of_one_source(UNNAMED, sequences, steps=steps, tokens=tokens)
     today = {old: name for name, old in goes_on.names_before.items()}
     return replace(
-        found, sources={today.get(name, name): one for name, one in found.sources.items()}
+        found,
+        sources={today.get(name, name): one for name, one in found.sources.items()},
+        losses=None if found.losses is None else found.losses.renamed(today),
     )

@@ -11,8 +11,10 @@ from megatron_hdp.data.steps.micro_batch import (
     read_micro_batch,
 )
 from megatron_hdp.data.steps.packed_shares import PackedShares
-from megatron_hdp.data.steps.planning import PlannedStep, PlanSettings, StepPlanner
+from megatron_hdp.data.steps.planning import StepPlanner
+from megatron_hdp.data.steps.primitives import PrimitiveError, costed
 from megatron_hdp.data.steps.rank_step import RankStep, read_step
+from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import RankShare, StepShares
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
 
@@ -23,6 +25,7 @@ __all__ = [
     "PackedShares",
     "PlanSettings",
     "PlannedStep",
+    "PrimitiveError",
     "Pieces",
     "RankMicroBatch",
     "RankShare",
@@ -32,6 +35,7 @@ __all__ = [
     "StepShares",
     "StepTotals",
     "TokenSource",
+    "costed",
     "padding_micro_batch",
     "pieces_of",
     "read_micro_batch",

@@ -9,8 +9,9 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps.micro_batch import Reader
-from megatron_hdp.data.steps.planning import PlannedStep, StepPlanner
+from megatron_hdp.data.steps.planning import StepPlanner
 from megatron_hdp.data.steps.rank_step import RankStep, read_step
+from megatron_hdp.data.steps.settings import PlannedStep
 from megatron_hdp.data.steps.totals import StepTotals
 
 
@@ -74,8 +75,7 @@ class LocalLoaders:
 
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan, read anew."""
-        drawn = self._planner.mixture.step(step.totals.before)
-        return self._read(self._planner.statically(drawn, failure))
+        return self._read(self._planner.statically(step.totals.before, failure))
 
     def close(self) -> None:
         """Wait for what is being prepared and end the thread."""
@@ -87,10 +87,10 @@ class LocalLoaders:
         Raises:
             ValueError: nothing of the step carries loss, or every source has ended.
         """
-        return self._read(self._planner.step(position))
+        return self._read(self._planner.plan(position))
 
     def _read(self, planned: PlannedStep) -> RankStep:
-        settings, corpus = self._planner.settings, self._planner.corpus
-        (share,) = planned.shares(settings).of([self._reader.hdp_rank])
+        corpus = self._planner.corpus
+        (share,) = self._planner.shares(planned).of([self._reader.hdp_rank])
         totals = StepTotals.of(planned, len(corpus.sources))
         return read_step(totals, share, self._reader, corpus)

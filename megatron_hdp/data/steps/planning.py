@@ -3,105 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture import BatchSize, Corpus, Mixture, Position, Step
+from megatron_hdp.data.mixture import Corpus, Mixture, Position, Step
 from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.steps.primitives import AXES, Primitives, axes_of, balanced, mixed, placed
+from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
-from megatron_hdp.planner import CostModel, Plan, plan, told_as
+from megatron_hdp.planner import Plan, compute_s, plan, told_as
 from megatron_hdp.planner.lockstep import stages_for, strategy_for
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """What decides, beside the data, how steps are drawn and planned."""
-
-    batch: BatchSize
-    seed: int
-    num_ranks: int
-    """HDP ranks."""
-    num_stages: int
-    """Pipeline stages."""
-    lockstep_ranks: int
-    """Consecutive HDP ranks that enter each other's communication in every layer."""
-    tokens_per_rank: int
-    strategy: str
-    max_length: int
-    """``--seq-length``."""
-    slice_multiple: int
-    offload: str
-    cost_model: CostModel
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether a micro-batch must stand at one position in the lists of all its ranks."""
-        return self.num_stages > 1 or self.lockstep_ranks > 1
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step and its plan."""
-
-    step: Step
-    plan: Plan
-    failure: str | None = None
-    """Why the plan is the static one instead of the strategy's."""
-
-    def shares(self, settings: PlanSettings) -> StepShares:
-        """Return what cuts it into the shares of ranks."""
-        return StepShares(
-            self.step,
-            self.plan,
-            is_aligned=settings.is_aligned,
-            lockstep_ranks=settings.lockstep_ranks,
-        )
-
-
 class StepPlanner:
-    """Draws and plans the steps over one split of the data."""
+    """Draws and plans the steps over one split of the data, primitive by primitive.
+
+    Where the corpus' spec names functions of the user's own, they are called in the place of the
+    built-in primitives; every method here calls the one that counts.
+    """
 
     def __init__(self, corpus: Corpus, settings: PlanSettings) -> None:
-        """Draw in the order of a run that begins now, unless `follow` says another one."""
+        """Draw in the order of a run that begins now, unless `follow` says another one.
+
+        Raises:
+            PrimitiveError: a function that the spec names cannot be imported.
+        """
         self.corpus = corpus
         self.settings = settings
         self.mixture = self._mixture(corpus.orders())
+        self._users = Primitives.of(corpus.spec.primitives)
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources."""
         self.mixture = self._mixture(orders)
 
-    def step(self, position: Position) -> PlannedStep:
-        """Return the step that begins at a position, planned statically if the strategy fails.
+    def mix(self, position: Position) -> Step:
+        """Return the sequences of the step that begins at a position.
 
         Raises:
             ValueError: nothing of the step carries loss, or every source has ended.
         """
-        step = self.mixture.step(position)
+        step = self.mixture.step(position, self._weights(position))
         self._require_loss(step)
-        failure = None
-        try:
-            made = self.plan(step.lengths)
-            self._validate(made)
-        except Exception as error:  # whatever went wrong, another plan can still train the step
-            failure = f"{type(error).__name__}: {error}"
-            made = self.plan(step.lengths, strategy="static")
-            self._validate(made)
-        return PlannedStep(step, made, failure)
+        return step
 
-    def statically(self, step: Step, failure: str) -> PlannedStep:
-        """Return a step under the static plan, because the strategy's plan failed somewhere."""
-        made = self.plan(step.lengths, strategy="static")
-        self._validate(made)
-        return PlannedStep(step, made, failure)
+    def cost(self, lengths: Int64Array) -> npt.NDArray[np.float64]:
+        """Return the seconds of whole sequences of these lengths on one rank, ``[n]``."""
+        return compute_s(lengths, self.settings.cost_model)
 
-    def plan(self, lengths: Int64Array, strategy: str | None = None) -> Plan:
-        """Return the plan of sequences of these lengths, by the run's strategy if none is given.
+    def balance(self, lengths: Int64Array, strategy: str | None = None) -> Plan:
+        """Return the plan of sequences of these lengths.
+
+        Args:
+            lengths: tokens of each.
+            strategy: to plan by, if not the run's.
 
         Raises:
             ValueError: a sequence fits on no number of ranks.
         """
+        if self._users.balance is not None and strategy is None:
+            return balanced(self._users.balance, lengths, self.settings)
         settings = self.settings
         strategy = strategy_for(strategy or settings.strategy, aligned=settings.is_aligned)
         with told_as(PLANNER_FLAGS):
@@ -118,11 +82,80 @@ class StepPlanner:
                 offload=settings.offload,
             )
 
+    def distribute(self, made: Plan, position: Position) -> Plan:
+        """Return a plan on the HDP ranks that run it: those that it names, if nobody says more."""
+        if self._users.distribute is None:
+            return made
+        return placed(self._users.distribute, made, position, self.settings)
+
+    def broadcast_at(self, *, from_plane: bool) -> frozenset[str]:
+        """Return the axes, of `primitives.AXES`, along which one rank reads for the others.
+
+        Args:
+            from_plane: whether a data plane lays tokens out where all ranks can map them.
+        """
+        if self._users.broadcast_at is None:
+            return frozenset() if from_plane else frozenset(AXES)
+        return axes_of(self._users.broadcast_at, from_plane=from_plane)
+
+    def plan(self, position: Position) -> PlannedStep:
+        """Return the step that begins at a position, planned statically if the strategy fails.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or every source has ended.
+        """
+        if self._users.plan is not None:
+            return self._users.plan(self, position)
+        step = self.mix(position)
+        failure = None
+        try:
+            made = self._planned(step)
+        except Exception as error:  # whatever went wrong, another plan can still train the step
+            failure = f"{type(error).__name__}: {error}"
+            made = self._planned(step, "static")
+        return PlannedStep(step, made, failure)
+
+    def statically(self, position: Position, failure: str) -> PlannedStep:
+        """Return a step under the static plan, because the strategy's plan failed somewhere."""
+        step = self.mix(position)
+        return PlannedStep(step, self._planned(step, "static"), failure)
+
+    def shares(self, planned: PlannedStep) -> StepShares:
+        """Return what cuts a step into the shares of its ranks."""
+        settings = self.settings
+        return StepShares(
+            planned.step,
+            planned.plan,
+            is_aligned=settings.is_aligned,
+            lockstep_ranks=settings.lockstep_ranks,
+        )
+
+    def is_over(self, position: Position) -> bool:
+        """Return whether no step begins at a position, since every source has ended."""
+        return self.mixture.is_over(position, self._weights(position))
+
+    @property
+    def losses_behind(self) -> int | None:
+        """Steps by which the losses that a step depends on lie behind it; None: it does not."""
+        spec = self.corpus.spec.primitives
+        return None if spec.mix is None else spec.losses_behind
+
+    def _weights(self, position: Position) -> tuple[float, ...] | None:
+        if self._users.mix is None:
+            return None
+        weights = self.mixture.schedule.at(position).weights
+        by_source = dict(zip(self.corpus.names, weights, strict=True))
+        seen = position.losses
+        losses = [] if seen is None else seen.before(position.steps)
+        return mixed(self._users.mix, by_source, position, losses)
+
+    def _planned(self, step: Step, strategy: str | None = None) -> Plan:
+        made = self.distribute(self.balance(step.lengths, strategy), step.before)
+        made.validate(num_layers=self.settings.cost_model.num_layers)
+        return made
+
     def _mixture(self, orders: Mapping[str, SourceOrder]) -> Mixture:
         return self.corpus.mixture(orders, self.settings.batch, self.settings.seed)
-
-    def _validate(self, made: Plan) -> None:
-        made.validate(num_layers=self.settings.cost_model.num_layers)
 
     def _require_loss(self, step: Step) -> None:
         if step.num_loss_tokens.any():

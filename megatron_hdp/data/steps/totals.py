@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps.planning import PlannedStep
+from megatron_hdp.data.steps.settings import PlannedStep
 
 
 @dataclass(frozen=True, kw_only=True)

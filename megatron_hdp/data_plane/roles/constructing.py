@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -142,7 +142,7 @@ class ConstructingService(Generic[T]):
         if is_late and made.slowest is not None:
             waited_for = self.figures.waited_for
             waited_for[made.slowest] = waited_for.get(made.slowest, 0) + 1
-        self._expect(made.after, self._steps_ahead)
+        self._expect(replace(made.after, losses=position.losses), self._steps_ahead)
         return made.steps[reader]
 
     def expect(self, position: Position) -> None:
@@ -211,12 +211,13 @@ class ConstructingService(Generic[T]):
                 future.add_done_callback(let_go)
 
     def _expect(self, position: Position, count: int) -> None:
-        if not count or not self._readers or self._is_closed:
+        if not count or not self._readers or self._is_closed or not position.is_decidable:
             return
 
         def go_on(done: Future[_Made[T]]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self._expect(done.result().after, count - 1)
+                after = replace(done.result().after, losses=position.losses)
+                self._expect(after, count - 1)
 
         self._made(position).add_done_callback(go_on)
 

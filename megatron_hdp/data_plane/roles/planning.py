@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hdp.data.mixture import Position
@@ -106,7 +106,7 @@ class PlanningService:
                 have changed since the step was first decided.
         """
         decided = self._decided(position).result()
-        self._expect_after(decided.totals.after, self._steps_ahead)
+        self._expect_after(position, decided.totals, self._steps_ahead)
         found = decided.shares.of(ranks)
         self._journal.require_current()  # the last thing before it is told
         return Answer(
@@ -132,30 +132,30 @@ class PlanningService:
                 self._steps.popitem(last=False)
             return future
 
-    def _expect_after(self, position: Position, count: int) -> None:
-        if not count:
+    def _expect_after(self, asked: Position, totals: StepTotals, count: int) -> None:
+        """Begin to decide what follows a step, as far as what was asked with allows."""
+        following = replace(totals.after, losses=asked.losses)
+        if not count or not following.is_decidable:
             return
-        future = self._decided(position)
 
         def go_on(done: Future[_Decided]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self._expect_after(done.result().totals.after, count - 1)
+                self._expect_after(asked, done.result().totals, count - 1)
 
-        future.add_done_callback(go_on)
+        self._decided(following).add_done_callback(go_on)
 
     def _decide(self, position: Position) -> _Decided:
         known = self._before.get(position.key())
         if known is None or known.failure is None:
-            planned = self._planner.step(position)
+            planned = self._planner.plan(position)
         else:  # ranks may run the static plan already
-            step = self._planner.mixture.step(position)
-            planned = self._planner.statically(step, known.failure)
+            planned = self._planner.statically(position, known.failure)
         totals = StepTotals.of(planned, len(self._planner.corpus.sources))
         if known is None:
             entry = Entry(
                 split=self._split,
-                before=position.to_record(),
-                after=totals.after.to_record(),
+                before=replace(position, losses=None).to_record(),
+                after=replace(totals.after, losses=None).to_record(),
                 fingerprints=totals.fingerprints,
                 failure=totals.failure,
             )
@@ -167,7 +167,7 @@ class PlanningService:
                 f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data have "
                 "changed under the run; put back what they were"
             )
-        return _Decided(totals, planned.shares(self._planner.settings))
+        return _Decided(totals, self._planner.shares(planned))
 
     def _remember(self, position: Position, entry: Entry) -> None:
         self._before[position.key()] = entry

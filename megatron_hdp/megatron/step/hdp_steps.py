@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import DataOrder
-from megatron_hdp.data.mixture import Corpus, Position
+from megatron_hdp.data.mixture import Corpus, Position, SeenLosses
 from megatron_hdp.data.steps import (
     Amounts,
     Loaders,
@@ -24,6 +24,7 @@ from megatron_hdp.data.steps import (
     RankStep,
     StepPlanner,
     StepTotals,
+    costed,
 )
 from megatron_hdp.data_plane.wire import DataPlaneLost
 from megatron_hdp.megatron.options import TrainingArguments
@@ -90,24 +91,25 @@ class HdpSteps:
         self.arguments = arguments
         self.executor = executor
         self.place = executor.place
-        self.cost_model = cost_model
         self.corpus = corpus
-        settings = plan_settings(arguments, self.place, cost_model)
+        self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
+        settings = plan_settings(arguments, self.place, self.cost_model)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
         self.num_planner_failures = 0
         self._failed_before = False
-        self._shares_tokens = plane is None
+        self._broadcast_at = self.planner.broadcast_at(from_plane=plane is not None)
+        reader = reader_of(self.place, vocab_size, self._broadcast_at)
+        self._has_plane = plane is not None
         self._loaders: Loaders
         if plane is None:
-            self._loaders = LocalLoaders(self.planner, reader_of(self.place, vocab_size))
+            self._loaders = LocalLoaders(self.planner, reader)
         else:
-            reader = reader_of(self.place, vocab_size, from_plane=True)
             self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
         self._corrupt = CorruptDocuments(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         # what cannot be planned is refused now, not when it is drawn
-        self.planner.plan(np.array([corpus.longest]))
+        self.planner.balance(np.array([corpus.longest]), arguments.hdp_strategy)
 
     def _agreed_order(self) -> DataOrder:
         """The order of the data, whose ranks read the same tokens."""
@@ -148,6 +150,7 @@ class HdpSteps:
             PlannerError: the planner failed in two steps in a row.
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
+        position = self._with_losses(position)
         started = time.perf_counter()
         try:
             step = self._loaders.get(position)
@@ -156,7 +159,7 @@ class HdpSteps:
         exposed_s = time.perf_counter() - started
         step = self.latest = self._agree(step)
         amounts = self._without_corrupt(step)
-        self._loaders.expect(step.totals.after)
+        self._loaders.expect(replace(step.totals.after, losses=position.losses))
         self._share_tokens(step)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
@@ -164,15 +167,24 @@ class HdpSteps:
         outcome = self.executor.run(
             step.micro_batches, amounts.loss_tokens, forward_only, len(self.corpus.sources)
         )
-        return self._report(step, outcome, amounts, exposed_s)
+        report = self._report(step, outcome, amounts, exposed_s)
+        return replace(report, position_after=_after(position, report))
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
-        return self.planner.mixture.is_over(position)
+        return self.planner.is_over(self._with_losses(position))
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
         self._loaders.close()
+
+    def _with_losses(self, position: Position) -> Position:
+        """A position with the losses that its step may depend on, if any."""
+        behind = self.planner.losses_behind
+        if behind is None:
+            return replace(position, losses=None)
+        seen = position.losses or SeenLosses(behind)
+        return replace(position, losses=replace(seen, behind=behind, steps=position.steps))
 
     def _agree(self, step: RankStep) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
@@ -238,8 +250,8 @@ class HdpSteps:
         place = self.place
         if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
             return
-        if not self._shares_tokens:
-            return  # each of them has mapped the same
+        if "tensor" not in self._broadcast_at:
+            return  # each of them has read the same
         arrays = [array for one in step.micro_batches for array in (one.tokens, one.labels)]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
         with self._agreement():
@@ -318,8 +330,8 @@ class HdpSteps:
             planning_ms=totals.planning_ms,
             planning_exposed_ms=job["exposed_s"] * 1e3,
             data_wait_ms=job["exposed_s"] * 1e3,
-            loaders=None if self._shares_tokens else int(job["loaders"]),
-            steps_ahead=None if self._shares_tokens else -int(job["minus_steps_ahead"]),
+            loaders=int(job["loaders"]) if self._has_plane else None,
+            steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._corrupt.num_skipped),
             planner_failures=self.num_planner_failures,
             sources=self._by_source(totals, amounts, job),
@@ -391,9 +403,20 @@ class HdpSteps:
         assert self.latest is not None, "no step has run"
         totals = self.latest.totals
         if totals.failure is None:
-            return self.planner.step(totals.before).plan
-        step = self.planner.mixture.step(totals.before)
-        return self.planner.statically(step, totals.failure).plan
+            return self.planner.plan(totals.before).plan
+        return self.planner.statically(totals.before, totals.failure).plan
+
+
+def _after(position: Position, report: StepReport) -> Position:
+    """Where the next step begins, with the losses of this one if steps depend on them."""
+    seen = position.losses
+    if seen is not None:
+        found = {name: one.loss for name, one in (report.sources or {}).items()}
+        finite = {
+            name: loss for name, loss in found.items() if loss is not None and math.isfinite(loss)
+        }
+        seen = seen.with_step(position.steps, finite)
+    return replace(report.position_after, losses=seen)
 
 
 def _loss_keys(corpus: Corpus) -> list[str]:

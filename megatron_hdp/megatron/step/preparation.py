@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_hdp.data.mixture import BatchSize
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.megatron.options import TrainingArguments
@@ -28,20 +30,19 @@ def plan_settings(
     )
 
 
-def reader_of(place: RankPlace, vocab_size: int, *, from_plane: bool = False) -> Reader:
+def reader_of(place: RankPlace, vocab_size: int, broadcast_at: Collection[str]) -> Reader:
     """What this rank reads of a step.
 
     Args:
         place: of the rank.
         vocab_size: entries of the tokenizer.
-        from_plane: tensor ranks all map what their node's constructor has laid out; without it
-            their first one reads for them.
+        broadcast_at: axes along which one rank reads for the others.
     """
     is_at_an_end = place.is_first_stage or place.is_last_stage
     return Reader(
         hdp_rank=place.hdp_rank,
         vocab_size=vocab_size,
-        reads_tokens=is_at_an_end if from_plane else place.reads_tokens,
+        reads_tokens=place.reads_tokens if "tensor" in broadcast_at else is_at_an_end,
         reads_mask=is_at_an_end,
         token_multiple=place.token_multiple,
     )

@@ -151,6 +151,15 @@ def test_the_context_length_is_found(folder, capsys, more):
     assert "--seq-length" not in capsys.readouterr().err
 
 
+def test_primitives_are_not_called_and_that_is_said(folder, capsys):
+    path = data_file(folder, f"{PHASES}\nprimitives: {{mix: nowhere:mix}}", **CUT)
+    size = ("--steps", 30, "--global-batch-size", 9)
+    expected = planned(folder, data_file(folder, PHASES, name="plain.yaml", **CUT), *size)
+    capsys.readouterr()
+    assert planned(folder, path, *size) == expected
+    assert f"the primitives of {path} are not called here" in "".join(capsys.readouterr())
+
+
 def test_indices_are_shared_by_a_cache(folder, capsys):
     flags = ["--steps", 3, "--global-batch-size", 4]
     path = data_file(folder)

@@ -152,8 +152,9 @@ def test_each_piece_is_fetched_once_and_nothing_else(made, corpus, num_loaders):
     for step in first(corpus, node[1], 5):
         for reader in node:
             one.get(position, reader)
-        planned = StepPlanner(corpus, plan_settings()).step(position)
-        for share in planned.shares(plan_settings()).of([0, 2]):
+        planner = StepPlanner(corpus, plan_settings())
+        planned = planner.plan(position)
+        for share in planner.shares(planned).of([0, 2]):
             of_rank = pieces_of(share)
             columns = (of_rank.sources, of_rank.rows, of_rank.starts, of_rank.counts)
             for source, *piece in zip(*(column.tolist() for column in columns), strict=True):

@@ -65,8 +65,8 @@ def require_alike(ones, others):
 
 def fail_once(planner, monkeypatch, at_step):
     """Let the strategy fail the first time that it plans a step."""
-    real, failed = planner.plan, []
-    lengths = planner.mixture.step(at_step).lengths
+    real, failed = planner.balance, []
+    lengths = planner.mix(at_step).lengths
 
     def plan(found, strategy=None):
         if strategy is None and not failed and np.array_equal(found, lengths):
@@ -74,7 +74,7 @@ def fail_once(planner, monkeypatch, at_step):
             raise RuntimeError("no plan today")
         return real(found, strategy)
 
-    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(planner, "balance", plan)
 
 
 def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
@@ -90,8 +90,8 @@ def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
 
 def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch):
     planner = planner_of(setup)
-    asked, real = [], planner.step
-    monkeypatch.setattr(planner, "step", lambda at: asked.append(at.steps) or real(at))
+    asked, real = [], planner.plan
+    monkeypatch.setattr(planner, "plan", lambda at: asked.append(at.steps) or real(at))
     service = opened(setup, steps_ahead=3, planner=planner)
     assert service.num_ahead == 0
     first = service.answer(Position(), RANKS)
@@ -107,8 +107,8 @@ def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch)
 
 def test_what_is_ahead_is_never_less_than_nothing(setup, opened, monkeypatch):
     planner, may_plan = planner_of(setup), threading.Event()
-    real = planner.step
-    monkeypatch.setattr(planner, "step", lambda at: may_plan.wait(30) and real(at))
+    real = planner.plan
+    monkeypatch.setattr(planner, "plan", lambda at: may_plan.wait(30) and real(at))
     service = opened(setup, planner=planner)
     asking = threading.Thread(target=service.answer, args=(Position(), [0]))
     asking.start()
@@ -158,14 +158,14 @@ def test_a_step_that_was_planned_statically_stays_static(setup, opened, monkeypa
 def test_a_mistake_reaches_who_asked_and_stops_no_other_step(setup, opened, monkeypatch):
     planner = planner_of(setup)
     good = answers(opened(setup, steps_ahead=0), 4)
-    real, second = planner.step, good[0].totals.after
+    real, second = planner.plan, good[0].totals.after
 
     def step(position):
         if position == second:
             raise ValueError("found no token with loss")
         return real(position)
 
-    monkeypatch.setattr(planner, "step", step)
+    monkeypatch.setattr(planner, "plan", step)
     service = opened(setup, planner=planner)
     require_alike([service.answer(Position(), RANKS)], good[:1])
     for _ in range(2):

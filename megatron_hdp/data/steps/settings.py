@@ -1,0 +1,44 @@
+"""What decides how steps are drawn and planned, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hdp.data.mixture import BatchSize, Step
+from megatron_hdp.planner import CostModel, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What decides, beside the data, how steps are drawn and planned."""
+
+    batch: BatchSize
+    seed: int
+    num_ranks: int
+    """HDP ranks."""
+    num_stages: int
+    """Pipeline stages."""
+    lockstep_ranks: int
+    """Consecutive HDP ranks that enter each other's communication in every layer."""
+    tokens_per_rank: int
+    strategy: str
+    max_length: int
+    """``--seq-length``."""
+    slice_multiple: int
+    offload: str
+    cost_model: CostModel
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether a micro-batch must stand at one position in the lists of all its ranks."""
+        return self.num_stages > 1 or self.lockstep_ranks > 1
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step and its plan."""
+
+    step: Step
+    plan: Plan
+    failure: str | None = None
+    """Why the plan is the static one instead of the strategy's."""
