@@ -10,6 +10,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/planner.hpp"
+#include "planner/pp_balance/rounds.hpp"
 #include "tests/checking.hpp"
 
 namespace {
@@ -100,6 +101,22 @@ void test_what_hides() {
   CHECK(hdp::greatest_hidden_degree(cost, 10, 8) == 1);
 }
 
+// Rounds search sequences by their degrees, which have to fall with the length.
+void test_shorter_sequences_are_not_wider() {
+  hdp::Problem problem;
+  problem.lengths = {160, 80, 40, 20};
+  problem.num_ranks = 16;
+  problem.tokens_per_rank = 18;
+  problem.cost = model({{20, 200}, {160, 480}}, 0);
+  problem.cost.kv_bytes_per_token = 1;
+  CHECK(hdp::greatest_hidden_degree(problem.cost, 20, 16) == 4);
+  CHECK(hdp::greatest_hidden_degree(problem.cost, 160, 16) == 2);
+  const std::vector<hdp::LongSequence> longs = hdp::long_sequences(problem, {0, 1, 2, 3});
+  std::vector<int64_t> greatest;
+  for (const hdp::LongSequence& one : longs) greatest.push_back(one.greatest);
+  CHECK((greatest == std::vector<int64_t>{9, 5, 3, 3}));
+}
+
 std::string refusal(const hdp::CostModel& cost) {
   hdp::Problem problem;
   problem.lengths = {1};
@@ -137,5 +154,6 @@ void test_attention_table() {
   test_seconds_never_fall();
   test_the_greatest_length_within();
   test_what_hides();
+  test_shorter_sequences_are_not_wider();
   test_refusals();
 }

@@ -246,7 +246,7 @@ def _number(name: str, value: Any, *, zero_allowed: bool) -> float:
 def _points(values: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(values, list | tuple):
         raise ValueError(
-            f"cost model: attention_points is {values!r}; expected a list of pairs [length, seconds]"
+            f"cost model: attention_points is {values!r}; expected pairs [length, seconds]"
         )
     found: list[tuple[int, float]] = []
     before, least = 0, 0.0

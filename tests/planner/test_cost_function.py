@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +14,29 @@ Lengths = np.ndarray[tuple[int], np.dtype[np.int64]]
 LONGEST = 1_000_003
 
 
-def squares(lengths: Lengths) -> object:
+def squares(lengths: Lengths) -> Any:
     return LLAMA_7B.a * lengths.astype(np.float64) ** 2 + LLAMA_7B.b * lengths
 
 
-def window(lengths: Lengths) -> object:
+def window(lengths: Lengths) -> Any:
     """Attention of the 4,096 tokens before each, 20 microseconds for the launch."""
     s = lengths.astype(np.float64)
     inside = np.minimum(s, 4096)
     return 2e-5 + 1e-4 * s + 1e-8 * inside * (2 * s - inside)
 
 
-def root(lengths: Lengths) -> object:
+def root(lengths: Lengths) -> Any:
     return np.sqrt(lengths)
 
 
-def steps(lengths: Lengths) -> object:
+def steps(lengths: Lengths) -> Any:
     """What a kernel takes that pads to 128 tokens."""
     return -(-lengths // 128) * 5
 
 
 @pytest.mark.parametrize("cost", [squares, window, root])
-def test_compute_is_that_of_the_function(cost: Callable[[Lengths], object]) -> None:
-    model = LLAMA_7B.with_costs(cost, LONGEST)  # type: ignore[arg-type]
+def test_compute_is_that_of_the_function(cost: Callable[[Lengths], Any]) -> None:
+    model = LLAMA_7B.with_costs(cost, LONGEST)
     assert 100 < len(model.attention_points) < 800
     lengths = np.unique(np.geomspace(1, LONGEST, 20_011).astype(np.int64))
     expected = np.asarray(cost(lengths))
@@ -48,7 +49,7 @@ def test_compute_is_that_of_the_function(cost: Callable[[Lengths], object]) -> N
 
 
 def test_what_every_token_costs_is_not_attention() -> None:
-    model = LLAMA_7B.with_costs(squares, LONGEST)  # type: ignore[arg-type]
+    model = LLAMA_7B.with_costs(squares, LONGEST)
     assert model.a == 0
     assert model.b == pytest.approx(LLAMA_7B.b, rel=1e-4)
     assert model.attention_points[-1][1] == pytest.approx(LLAMA_7B.a * LONGEST**2, rel=1e-4)
@@ -56,19 +57,19 @@ def test_what_every_token_costs_is_not_attention() -> None:
     linear = LLAMA_7B.with_costs(lambda lengths: 3 * lengths, 500)
     assert linear.b == 3
     assert {seconds for _, seconds in linear.attention_points} == {0.0}
-    assert LLAMA_7B.with_costs(steps, 5000).b == 0  # type: ignore[arg-type]
+    assert LLAMA_7B.with_costs(steps, 5000).b == 0
     # a launch of 20 microseconds is attention: 1 token takes more of it a token than 2
-    assert not LLAMA_7B.with_costs(window, 5000).attention_table.rises_per_token  # type: ignore[arg-type]
+    assert not LLAMA_7B.with_costs(window, 5000).attention_table.rises_per_token
 
 
 def test_the_other_coefficients_stay() -> None:
     before = dataclasses.replace(LLAMA_7B, g=0.5, ranks_per_node=3, rank_speeds=(1.0, 0.5))
-    after = before.with_costs(squares, 100)  # type: ignore[arg-type]
+    after = before.with_costs(squares, 100)
     changed = {"a", "b", "attention_points"}
     for field in dataclasses.fields(CostModel):
         same = getattr(before, field.name) == getattr(after, field.name)
         assert same == (field.name not in changed), field.name
-    again = after.with_costs(squares, 100)  # type: ignore[arg-type]
+    again = after.with_costs(squares, 100)
     assert again == after
 
 
@@ -94,14 +95,14 @@ def test_plans_with_it_are_those_of_its_formula() -> None:
     for strategy in ("static", "naive", "bytescale", "dp-balance"):
         ours, theirs = (
             plan(lengths, strategy=strategy, cost_model=model, **arguments).summary
-            for model in (LLAMA_7B.with_costs(squares, 16 * 8192), LLAMA_7B)  # type: ignore[arg-type]
+            for model in (LLAMA_7B.with_costs(squares, 16 * 8192), LLAMA_7B)
         )
         for key in ("makespan_s", "lower_bound_s", "efficiency"):
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3), (strategy, key)
 
 
-def changed(length: int, seconds: object) -> Callable[[Lengths], object]:
-    def cost(lengths: Lengths) -> object:
+def changed(length: int, seconds: object) -> Callable[[Lengths], Any]:
+    def cost(lengths: Lengths) -> Any:
         return [seconds if one >= length else float(one) for one in lengths.tolist()]
 
     return cost
@@ -125,12 +126,12 @@ def changed(length: int, seconds: object) -> Callable[[Lengths], object]:
         (changed(30, 7.0), "returned 7.0 s for 30 tokens; expected at least 29.0 s, which a short"),
     ],
 )
-def test_a_wrong_function(cost: Callable[[Lengths], object], message: str) -> None:
+def test_a_wrong_function(cost: Callable[[Lengths], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"the cost function {message}"):
-        LLAMA_7B.with_costs(cost, 140)  # type: ignore[arg-type]
+        LLAMA_7B.with_costs(cost, 140)
 
 
 @pytest.mark.parametrize("max_length", [0, -5, 2.0, True, 2**40 + 1, None])
 def test_a_wrong_length(max_length: object) -> None:
     with pytest.raises(ValueError, match="^max_length is .*; expected an integer from 1 to 1,099"):
-        LLAMA_7B.with_costs(squares, max_length)  # type: ignore[arg-type]
+        LLAMA_7B.with_costs(squares, max_length)
