@@ -17,25 +17,39 @@ namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
 
+template <typename T>
+void check_array(const char* name, const py::array& array, const char* dtype) {
+  if (array.dtype().is(py::dtype::of<T>()) && array.ndim() == 1) return;
+  throw std::invalid_argument(std::string(name) + " has dtype " +
+                              py::str(array.dtype()).cast<std::string>() + " and " +
+                              std::to_string(array.ndim()) + " dimensions; expected " + dtype +
+                              " and 1");
+}
+
 // A view of the array, which is kept as long as it is looked at.
-hdp::Lengths to_lengths(const py::array& array) {
-  if (!array.dtype().is(py::dtype::of<int64_t>()) || array.ndim() != 1) {
-    throw std::invalid_argument("lengths has dtype " + py::str(array.dtype()).cast<std::string>() +
-                                " and " + std::to_string(array.ndim()) +
-                                " dimensions; expected int64 and 1");
-  }
+hdp::Lengths to_lengths(const char* name, const py::array& array) {
+  check_array<int64_t>(name, array, "int64");
   const auto kept = std::make_shared<const Int64Array>(py::cast<Int64Array>(array));
   return {kept->data(), static_cast<std::size_t>(kept->size()), kept};
 }
 
-std::vector<double> to_speeds(const py::array& array) {
-  if (!array.dtype().is(py::dtype::of<double>()) || array.ndim() != 1) {
-    throw std::invalid_argument(
-        "rank_speeds has dtype " + py::str(array.dtype()).cast<std::string>() + " and " +
-        std::to_string(array.ndim()) + " dimensions; expected float64 and 1");
-  }
+std::vector<double> to_numbers(const char* name, const py::array& array) {
+  check_array<double>(name, array, "float64");
   const auto values = py::cast<py::array_t<double, py::array::c_style>>(array);
   return {values.data(), values.data() + values.size()};
+}
+
+hdp::AttentionTable to_table(const py::array& lengths, const py::array& seconds) {
+  const hdp::Lengths found = to_lengths("attention_lengths", lengths);
+  const std::vector<double> times = to_numbers("attention_seconds", seconds);
+  if (found.size() != times.size()) {
+    throw std::invalid_argument("attention_lengths has " + std::to_string(found.size()) +
+                                " entries and attention_seconds " + std::to_string(times.size()) +
+                                "; expected as many of both");
+  }
+  std::vector<hdp::AttentionPoint> points;
+  for (std::size_t i = 0; i < times.size(); ++i) points.push_back({found[i], times[i]});
+  return hdp::AttentionTable(std::move(points));
 }
 
 // Hands the values over without a copy; nobody may change them.
@@ -94,10 +108,11 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         double kv_bytes_per_token, double intra_node_bytes_per_s,
                         double inter_node_bytes_per_s, int64_t ranks_per_node,
                         double activation_bytes_per_token, double host_bytes_per_s,
-                        int64_t num_layers, const py::array& rank_speeds, int64_t pipeline_stages,
-                        bool offload, int64_t effort) {
+                        int64_t num_layers, const py::array& attention_lengths,
+                        const py::array& attention_seconds, const py::array& rank_speeds,
+                        int64_t pipeline_stages, bool offload, int64_t effort) {
   hdp::Problem problem;
-  problem.lengths = to_lengths(lengths);
+  problem.lengths = to_lengths("lengths", lengths);
   problem.num_ranks = num_ranks;
   problem.tokens_per_rank = tokens_per_rank;
   problem.slice_multiple = slice_multiple;
@@ -105,7 +120,7 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
   problem.pipeline_stages = pipeline_stages;
   problem.offload = offload;
   problem.effort = effort;
-  problem.speeds = to_speeds(rank_speeds);
+  problem.speeds = to_numbers("rank_speeds", rank_speeds);
   problem.cost = {a,
                   b,
                   g,
@@ -115,7 +130,8 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                   ranks_per_node,
                   activation_bytes_per_token,
                   host_bytes_per_s,
-                  num_layers};
+                  num_layers,
+                  to_table(attention_lengths, attention_seconds)};
   return problem;
 }
 
@@ -138,7 +154,8 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("a"), py::arg("b"), py::arg("g"), py::arg("kv_bytes_per_token"),
            py::arg("intra_node_bytes_per_s"), py::arg("inter_node_bytes_per_s"),
            py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
-           py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("rank_speeds"),
+           py::arg("host_bytes_per_s"), py::arg("num_layers"),
+           py::arg("attention_lengths"), py::arg("attention_seconds"), py::arg("rank_speeds"),
            py::arg("pipeline_stages"), py::arg("offload"), py::arg("effort"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),

@@ -29,9 +29,10 @@
 #include "planner/schedule/schedule.hpp"
 #include "tests/checking.hpp"
 
-void test_memory();     // memory_test.cpp
-void test_pipelines();  // pipeline_test.cpp
-void test_stress();     // stress_test.cpp
+void test_attention_table();  // attention_table_test.cpp
+void test_memory();           // memory_test.cpp
+void test_pipelines();        // pipeline_test.cpp
+void test_stress();           // stress_test.cpp
 
 namespace {
 
@@ -426,6 +427,7 @@ int main() {
   test_schedule();
   test_strategies();
   test_errors();
+  test_attention_table();
   test_memory();
   test_stress();
   test_pipelines();

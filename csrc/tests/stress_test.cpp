@@ -35,6 +35,18 @@ class Numbers {
   uint64_t state_;
 };
 
+// Seconds that never fall with the length; attention per token may.
+hdp::AttentionTable random_table(Numbers& numbers) {
+  std::vector<hdp::AttentionPoint> points;
+  hdp::AttentionPoint last;
+  for (int64_t left = numbers.between(1, 12); left > 0; --left) {
+    last.length += numbers.between(1, 200);
+    last.seconds += 0.25 * static_cast<double>(numbers.between(0, 100));
+    points.push_back(last);
+  }
+  return hdp::AttentionTable(std::move(points));
+}
+
 hdp::CostModel random_cost_model(Numbers& numbers) {
   hdp::CostModel cost;
   cost.a = numbers.one_in(3) ? 0 : 1e-6 * static_cast<double>(numbers.between(1, 1000));
@@ -47,6 +59,7 @@ hdp::CostModel random_cost_model(Numbers& numbers) {
   cost.activation_bytes_per_token = static_cast<double>(numbers.between(0, 2));
   cost.host_bytes_per_s = static_cast<double>(numbers.between(1, 1000));
   cost.num_layers = numbers.between(1, 40);
+  if (cost.a == 0 && numbers.one_in(2)) cost.attention = random_table(numbers);
   return cost;
 }
 

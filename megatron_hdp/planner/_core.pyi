@@ -37,6 +37,8 @@ class Problem:
         activation_bytes_per_token: float,
         host_bytes_per_s: float,
         num_layers: int,
+        attention_lengths: NDArray[np.int64],
+        attention_seconds: NDArray[np.float64],
         rank_speeds: NDArray[np.float64],
         pipeline_stages: int,
         offload: bool,

@@ -14,11 +14,26 @@ _MOST_LONGEST = 256
 """Greatest k of point 4 of ``pipeline_lower_bound_s``."""
 
 
+def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
+    """Seconds of attention of each whole sequence on one rank of speed 1."""
+    s = lengths.astype(np.float64)
+    if not cost_model.attention_points:
+        seconds = cost_model.a * s
+        seconds *= s  # in place, as are the others: there may be millions
+        return seconds
+    table = cost_model.attention_table
+    x = np.concatenate([[0.0], table.lengths.astype(np.float64)])
+    y = np.concatenate([[0.0], table.seconds])
+    on_lines: Float64Array = np.interp(s, x, y)
+    s -= x[-1]
+    on_lines += (y[-1] - y[-2]) / (x[-1] - x[-2]) * np.maximum(s, 0.0, out=s)
+    return on_lines
+
+
 def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
     """Seconds of each whole sequence on one rank of speed 1, without g."""
+    seconds = attention_s(lengths, cost_model)
     s = lengths.astype(np.float64)
-    seconds = cost_model.a * s
-    seconds *= s  # in place, as are the others: there may be millions
     s *= cost_model.b
     seconds += s
     return seconds
@@ -49,6 +64,13 @@ def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:
     return np.array(cost_model.rank_speeds, dtype=np.float64)
 
 
+def _attention_of(length: int, cost_model: CostModel) -> float:
+    """The same of one sequence."""
+    if not cost_model.attention_points:
+        return cost_model.a * float(length) ** 2
+    return float(attention_s(np.array([length], dtype=np.int64), cost_model)[0])
+
+
 def own_times_s(length: int, num_ranks: int, cost_model: CostModel) -> Float64Array:
     """Seconds of a sequence alone on the D fastest ranks, exposed traffic and g included.
 
@@ -63,7 +85,7 @@ def own_times_s(length: int, num_ranks: int, cost_model: CostModel) -> Float64Ar
         cost_model.inter_node_bytes_per_s,
     )
     transfer = 3 * (degrees - 1) / degrees * length * cost_model.kv_bytes_per_token / bandwidth
-    attention = cost_model.a * float(length) ** 2 / degrees
+    attention = _attention_of(length, cost_model) / degrees
     compute = attention + cost_model.b * length / degrees
     exposed = np.maximum(0.0, transfer - attention / speeds)
     own: Float64Array = (compute + cost_model.g) / speeds + exposed
@@ -117,6 +139,11 @@ def pipeline_lower_bound_s(
        well, for the reason of 1, and any other rank at most v P M; since a member can do less, the
        sum over all ranks is greatest if the slowest ranks are the members. All of it must be at
        least the compute of the other sequences: solved for M, the least over D.
+       The parenthesis needs members of one speed, or a fast one has time for sequences of its own
+       while h's slices keep a slow one busy; and attention per token that never falls with the
+       length, or a short sequence hides h's exposed traffic. Without either, a member may spend
+       all of h's t on computing, its share of h included: at most v t - compute of h / D is other
+       compute.
 
     3. Sequences longer than N C / 2. Two of them are more than all ranks hold, so that on no stage
        their micro-batches run together: the last stage is busy with them for sum(t) / P. Before
@@ -160,6 +187,7 @@ def pipeline_lower_bound_s(
         float(speeds.sum()),
         float(compute.sum() - compute[h]),
         pipeline_stages,
+        None if _nothing_fits_beside(cost_model) else float(compute[h]),
     )
     exclusive_s = [
         float(own_times_s(length, num_ranks, cost_model)[fitting(length)].min())
@@ -172,8 +200,18 @@ def pipeline_lower_bound_s(
     return max(work_s, longest_s, (sum(exclusive_s) + ramps_s) / pipeline_stages, several_s)
 
 
+def _nothing_fits_beside(cost_model: CostModel) -> bool:
+    """Whether what else is in the longest sequence's micro-batch lengthens it by its whole time."""
+    return len(set(cost_model.rank_speeds)) <= 1 and cost_model.attention_table.rises_per_token
+
+
 def _beside_the_longest_s(
-    own_s: Float64Array, members: Float64Array, all_ranks: float, rest: float, stages: int
+    own_s: Float64Array,
+    members: Float64Array,
+    all_ranks: float,
+    rest: float,
+    stages: int,
+    compute_s: float | None,
 ) -> float:
     """Point 2 of ``pipeline_lower_bound_s``; the arrays have one entry a degree.
 
@@ -183,10 +221,13 @@ def _beside_the_longest_s(
         all_ranks: Sum of all speeds.
         rest: Compute of the other sequences.
         stages: Pipeline stages P.
+        compute_s: Compute of the longest sequence; None if nothing fits beside it.
     """
-    # rest <= members x 3 P (M - t) + (all - members) x P M, and the same with P M - t
-    latency = (rest + 3 * stages * members * own_s) / (stages * (2 * members + all_ranks))
-    work = (rest + members * own_s) / (stages * all_ranks)
+    # rest <= members x 3 P (M - t) + (all - members) x P M, and the same with P M - t; where
+    # something fits beside it, members x t - compute of it more
+    beside = 0.0 if compute_s is None else members * own_s - compute_s
+    latency = (rest - beside + 3 * stages * members * own_s) / (stages * (2 * members + all_ranks))
+    work = (rest - beside + members * own_s) / (stages * all_ranks)
     return float(np.maximum(own_s, np.maximum(latency, work)).min())
 
 

@@ -5,11 +5,14 @@ With s the tokens of a sequence and D the ranks that share it:
 - compute of a slice: ``(a s^2 + b s) / D`` seconds, forward and backward; the term ``a s^2`` is
   attention, which is causal: ``6 L H s^2`` FLOP for L layers of hidden size H; ``b s`` is the
   rest: ``6 P s`` FLOP for P parameters
+- with ``attention_points`` attention takes what they say instead of ``a s^2``, here and below:
+  linear between (0, 0) and the points, beyond the last one along the last line;
+  ``CostModel.with_costs`` makes them of a function
 - traffic of a ring: each member sends ``3 (D - 1) / D`` x (tokens of the ring's sequences) x
   ``kv_bytes_per_token`` bytes (K and V once forward; K, V and their gradients backward) at
   ``intra_node_bytes_per_s`` if the ring stays in one node, else at ``inter_node_bytes_per_s``
 - traffic is hidden under the attention of the ring's own sequences; the excess is exposed
-- whole ``local`` sequences on a member cost ``a s^2 + b s`` there and hide nothing
+- whole ``local`` sequences on a member cost their whole compute there and hide nothing
 - every micro-batch costs ``g`` seconds more, whatever it holds
 - a rank of speed v takes 1/v of the time for all of this except traffic
 - the members of a ring start together and take the time of the slowest
@@ -25,15 +28,43 @@ import difflib
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import orjson
+from numpy.typing import ArrayLike, NDArray
+
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
 
 # Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
 # without attention scores (arXiv 2205.05198, section 4.1).
 _ACTIVATION_BYTES = 34
+
+_LONGEST = 2**40
+"""The planner takes no longer sequence."""
+_EVERY_LENGTH = 64
+"""A function of the length is sampled at every length up to this one."""
+_SAMPLING_RATIO = 1.02
+"""And from there on at lengths so far apart: a line between them misses s^2 by 1e-4 of it."""
+
+
+class AttentionTable(NamedTuple):
+    """The attention points as arrays, (0, 0) left out; shape (points,)."""
+
+    lengths: Int64Array
+    seconds: Float64Array
+
+    @property
+    def rises_per_token(self) -> bool:
+        """Whether seconds per token never fall with the length, as with ``a s^2``."""
+        per_token = self.seconds / self.lengths
+        most = np.maximum.accumulate(per_token)
+        return bool((per_token >= most * (1 - 1e-12)).all())  # rounding is no fall
 
 
 @dataclass(frozen=True)
@@ -62,6 +93,9 @@ class CostModel:
     """Layers of a rank, of one of its pipeline stages; two of them always stay resident."""
     rank_speeds: tuple[float, ...] = ()
     """Speed of each HDP rank, 1 being the one described here; all 1 if empty."""
+    attention_points: tuple[tuple[int, float], ...] = ()
+    """Pairs of a length and the seconds of attention of a whole sequence of that length on one
+    rank, forward and backward, instead of a; lengths ascend, seconds never fall."""
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token"):
@@ -82,6 +116,47 @@ class CostModel:
             for rank, speed in enumerate(speeds)
         )
         object.__setattr__(self, "rank_speeds", checked)
+        object.__setattr__(self, "attention_points", _points(self.attention_points))
+        if self.attention_points and self.a != 0:
+            raise ValueError(
+                f"cost model: a is {self.a!r} beside attention_points; expected 0: they say what "
+                "attention takes, leave one of the two out"
+            )
+
+    @cached_property
+    def attention_table(self) -> AttentionTable:
+        """The attention points as arrays."""
+        pairs = self.attention_points
+        return AttentionTable(
+            np.array([length for length, _ in pairs], dtype=np.int64),
+            np.array([seconds for _, seconds in pairs], dtype=np.float64),
+        )
+
+    def with_costs(self, cost: Callable[[Int64Array], ArrayLike], max_length: int) -> Self:
+        """These coefficients with the compute that a function gives, instead of a and b.
+
+        The function is sampled at every length up to 64, from there on every 2 % up to
+        ``max_length``; between two samples compute is linear, beyond the last one it goes on as
+        between the last two. ``b`` becomes the least that a further token costs anywhere, so that
+        what is left, which becomes ``attention_points`` and hides ring traffic, never falls.
+
+        Args:
+            cost: Seconds of compute of whole sequences on one rank, forward and backward, for
+                their lengths; both of shape (n,). ``g`` and ring traffic are not part of it.
+            max_length: Tokens of the longest sequence to plan for.
+
+        Raises:
+            ValueError: ``max_length`` is out of range; or the function returns another shape, no
+                numbers, or for some length one that is not finite, negative, or less than for a
+                shorter one.
+        """
+        lengths = _sampled_lengths(max_length)
+        seconds = _checked_costs(cost(lengths.copy()), lengths)
+        b = float((np.diff(seconds, prepend=0.0) / np.diff(lengths, prepend=0)).min())
+        # falls are rounding of the subtraction
+        attention = np.maximum.accumulate(np.maximum(seconds - b * lengths, 0.0))
+        points = tuple(zip(lengths.tolist(), attention.tolist(), strict=True))
+        return dataclasses.replace(self, a=0.0, b=b, attention_points=points)
 
     @classmethod
     def from_model_shape(
@@ -166,6 +241,81 @@ def _number(name: str, value: Any, *, zero_allowed: bool) -> float:
         return float(value)
     sign = ">=" if zero_allowed else ">"
     raise ValueError(f"cost model: {name} is {value!r}; expected a finite number {sign} 0")
+
+
+def _points(values: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(
+            f"cost model: attention_points is {values!r}; expected pairs [length, seconds]"
+        )
+    found: list[tuple[int, float]] = []
+    before, least = 0, 0.0
+    for number, pair in enumerate(values):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(
+                f"cost model: entry {number} of attention_points is {pair!r}; expected a pair "
+                "[length, seconds]"
+            )
+        length = pair[0]
+        if type(length) is not int or not 1 <= length <= _LONGEST:
+            raise ValueError(
+                f"cost model: the length of entry {number} of attention_points is {length!r}; "
+                f"expected an integer from 1 to {_LONGEST:,}"
+            )
+        seconds = _number(f"attention of {length:,} tokens", pair[1], zero_allowed=True)
+        if length <= before:
+            raise ValueError(
+                f"cost model: attention_points has {length:,} tokens behind {before:,}; expected "
+                "ascending lengths: sort the points, keep one of each length"
+            )
+        if seconds < least:
+            raise ValueError(
+                f"cost model: attention_points has {seconds!r} s for {length:,} tokens; expected "
+                f"at least {least!r} s, which {before:,} tokens take: a longer sequence takes no "
+                "less"
+            )
+        found.append((length, seconds))
+        before, least = length, seconds
+    return tuple(found)
+
+
+def _sampled_lengths(max_length: int) -> Int64Array:
+    if type(max_length) is not int or not 1 <= max_length <= _LONGEST:
+        raise ValueError(
+            f"max_length is {max_length!r}; expected an integer from 1 to {_LONGEST:,}"
+        )
+    lengths = list(range(1, min(max_length, _EVERY_LENGTH) + 1))
+    while lengths[-1] < max_length:
+        lengths.append(min(max_length, int(lengths[-1] * _SAMPLING_RATIO) + 1))
+    return np.array(lengths, dtype=np.int64)
+
+
+def _checked_costs(values: ArrayLike, lengths: Int64Array) -> Float64Array:
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the cost function returned a {type(values).__name__} of which numpy makes no array; "
+            f"expected numbers of shape {lengths.shape}: the seconds of each of the lengths that "
+            "it is given"
+        ) from error
+    if found.shape != lengths.shape or found.dtype.kind not in "fiu":
+        raise ValueError(
+            f"the cost function returned {found.dtype} of shape {found.shape}; expected numbers of "
+            f"shape {lengths.shape}: the seconds of each of the lengths that it is given"
+        )
+    seconds = found.astype(np.float64)
+    for length, now, before in zip(lengths, seconds, [0.0, *seconds[:-1]], strict=True):
+        if not 0 <= now < math.inf:
+            wanted = "a finite number >= 0"
+        elif now < before:
+            wanted = f"at least {float(before)!r} s, which a shorter one takes"
+        else:
+            continue
+        raise ValueError(
+            f"the cost function returned {float(now)!r} s for {length:,} tokens; expected {wanted}"
+        )
+    return seconds
 
 
 LLAMA_7B = CostModel.from_model_shape(

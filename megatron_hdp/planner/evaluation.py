@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner.bounds import (
+    attention_s,
     compute_s,
     lower_bound_s,
     pipeline_lower_bound_s,
@@ -248,7 +249,7 @@ def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) 
     lengths = plan.lengths[plan.sequences[span_of(plan.sequence_offsets, run)]]
     owner = owners_of(plan.sequence_offsets, run)
     tokens = _sums(owner, lengths, len(degrees))
-    squares = _sums(owner, lengths.astype(np.float64) ** 2, len(degrees))
+    attention = _attention_sums(owner, lengths, len(degrees), cost_model)
     sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
     bandwidth = np.where(
         _in_one_node(plan, run, cost_model.ranks_per_node),
@@ -261,7 +262,7 @@ def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) 
         return np.repeat(value, num_members)
 
     speed = speeds[plan.ranks[members]]
-    attention_s = each(cost_model.a * squares / degrees) / speed
+    attention_s = each(attention / degrees) / speed
     exposed_s = np.maximum(0.0, each(sent / bandwidth) - attention_s)
     local_s = _local_times(plan, run, cost_model) / speed
     linear_s = each(cost_model.b * tokens / degrees) / speed
@@ -276,6 +277,18 @@ def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) 
         duration_s=np.maximum.reduceat(own_s, starts),
         ring_bytes=sent * degrees,
     )
+
+
+def _attention_sums(
+    owner: NDArray[np.integer[Any]],
+    lengths: NDArray[np.int64],
+    num_micro_batches: int,
+    cost_model: CostModel,
+) -> Float64Array:
+    """Attention of each micro-batch's sequences on one rank of speed 1."""
+    if cost_model.attention_points:
+        return _sums(owner, attention_s(lengths, cost_model), num_micro_batches)
+    return cost_model.a * _sums(owner, lengths.astype(np.float64) ** 2, num_micro_batches)
 
 
 def _local_times(plan: Plan, run: slice, cost_model: CostModel) -> Float64Array:

@@ -54,7 +54,7 @@ class Problem:
             changes["rank_speeds"] = _list("rank_speeds", rank_speeds)
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise ValueError(f"cost_model is {cost_model!r}; expected a CostModel")
-        cost_model = dataclasses.replace(cost_model or LLAMA_7B, **changes)
+        cost_model = _changed(cost_model or LLAMA_7B, changes)
         if not isinstance(offload, str) or offload not in OFFLOAD:
             raise ValueError(f"offload is {offload!r}; expected one of {', '.join(OFFLOAD)}")
         num_ranks = _integer("ranks", ranks)
@@ -62,6 +62,12 @@ class Problem:
         multiple = _integer("slice_multiple", slice_multiple)
         stages = _integer("pipeline_stages", pipeline_stages)
         longest = int(array.max()) if max_length is None else _integer("max_length", max_length)
+        table = cost_model.attention_table
+        coefficients = {
+            field.name: getattr(cost_model, field.name)
+            for field in dataclasses.fields(cost_model)
+            if field.name not in ("attention_points", "rank_speeds")
+        }
         core = _core.Problem(
             array,
             num_ranks=num_ranks,
@@ -71,10 +77,18 @@ class Problem:
             pipeline_stages=stages,
             offload=offload == "auto",
             effort=_integer("effort", effort),
-            **dataclasses.asdict(cost_model)
-            | {"rank_speeds": np.array(cost_model.rank_speeds, dtype=np.float64)},
+            attention_lengths=table.lengths,
+            attention_seconds=table.seconds,
+            rank_speeds=np.array(cost_model.rank_speeds, dtype=np.float64),
+            **coefficients,
         )
         return cls(array, num_ranks, capacity, multiple, stages, cost_model, core)
+
+
+def _changed(cost_model: CostModel, changes: dict[str, Any]) -> CostModel:
+    """The cost model itself where nothing changes: it need not be checked again."""
+    others = {name: value for name, value in changes.items() if value != getattr(cost_model, name)}
+    return dataclasses.replace(cost_model, **others) if others else cost_model
 
 
 def _lengths(values: ArrayLike) -> NDArray[np.int64]:

@@ -93,7 +93,8 @@ def check_plan(path, draw, seed):
 
 def check_cost_model(path, draw, seed):
     data = {"a": 1e-9, "b": 1e-6, "kv_bytes_per_token": 1}
-    data[draw.choice([*data, "num_layers", "rank_speeds", "other"])] = draw.choice(VALUES)
+    others = ["num_layers", "rank_speeds", "attention_points", "other"]
+    data[draw.choice([*data, *others])] = draw.choice(VALUES)
     raw = json.dumps(data).encode()
     path.write_bytes(
         draw.choice([raw, raw[:-3], b"[" * 3000, draw.randbytes(40), b"\xff\xfe" + raw])

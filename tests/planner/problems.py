@@ -26,6 +26,24 @@ COST_MODELS = {
         a=1e-3, b=0.0, kv_bytes_per_token=1.0, inter_node_bytes_per_s=1e3, ranks_per_node=1
     ),
     "free": CostModel(a=0.0, b=0.0, kv_bytes_per_token=0.0),
+    "window": CostModel(  # attention of 40 tokens before each
+        a=0.0,
+        b=1e-4,
+        kv_bytes_per_token=1.0,
+        inter_node_bytes_per_s=1e4,
+        ranks_per_node=4,
+        attention_points=((10, 0.0005), (20, 0.002), (40, 0.008), (80, 0.024)),
+    ),
+    "concave": CostModel(  # a token of a short sequence costs more than one of a long one
+        a=0.0,
+        b=1e-4,
+        kv_bytes_per_token=1.0,
+        g=1e-3,
+        intra_node_bytes_per_s=2e3,
+        inter_node_bytes_per_s=1e3,
+        ranks_per_node=3,
+        attention_points=((8, 0.08), (64, 0.2), (500, 0.4), (501, 0.4)),
+    ),
     "fast host": CostModel(
         a=1e-6,
         b=1e-3,

@@ -11,6 +11,8 @@ ARGUMENTS = {
     "activation_bytes_per_token": 0.0,
     "host_bytes_per_s": 1.0,
     "num_layers": 1,
+    "attention_lengths": np.array([], dtype=np.int64),
+    "attention_seconds": np.array([], dtype=np.float64),
     "rank_speeds": np.array([], dtype=np.float64),
     "pipeline_stages": 1,
     "offload": False,
@@ -66,6 +68,16 @@ def call(**changes: object) -> dict[str, object]:
             "intra_node_bytes_per_s is 0; expected a finite number, 1e-30",
         ),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        (
+            {"attention_lengths": np.array([5])},
+            "attention_lengths has 1 entries and attention_seconds 0; expected as many of both",
+        ),
+        ({"attention_lengths": np.array([5.0])}, "attention_lengths has dtype float64"),
+        ({"attention_seconds": np.array([[5.0]])}, "attention_seconds has dtype float64 and 2 dim"),
+        (
+            {"attention_lengths": np.array([5]), "attention_seconds": np.array([2.0])},
+            "cost model: a is 1 beside attention_points; expected 0",
+        ),
         (
             {"strategy": "auto"},
             "strategy is 'auto'; expected static, naive, bytescale, dp-balance or pp-balance",

@@ -43,6 +43,34 @@ void check_number(const std::string& name, double value, bool zero_allowed) {
   throw std::invalid_argument(text.str());
 }
 
+void check_attention_points(const CostModel& cost) {
+  if (cost.attention.empty()) return;
+  std::ostringstream text;
+  text << "cost model: ";
+  if (cost.a != 0) {
+    text << "a is " << cost.a << " beside attention_points; expected 0: they say what attention "
+         << "takes, leave one of the two out";
+    throw std::invalid_argument(text.str());
+  }
+  AttentionPoint last;
+  for (const AttentionPoint& point : cost.attention.points()) {
+    check_range("cost model: length of a point of attention_points", point.length, kMostTokens);
+    const std::string tokens = with_commas(point.length) + " tokens";
+    if (point.length <= last.length) {
+      text << "attention_points has " << tokens << " behind " << with_commas(last.length)
+           << "; expected ascending lengths: sort the points, keep one of each length";
+      throw std::invalid_argument(text.str());
+    }
+    if (!(point.seconds >= last.seconds && point.seconds <= kGreatestNumber)) {
+      text << "attention_points has " << point.seconds << " s for " << tokens
+           << "; expected a finite number of at least " << last.seconds << " s, which "
+           << with_commas(last.length) << " tokens take, and at most " << kGreatestNumber;
+      throw std::invalid_argument(text.str());
+    }
+    last = point;
+  }
+}
+
 void check_cost_model(const CostModel& cost) {
   check_number("cost model: a", cost.a, true);
   check_number("cost model: b", cost.b, true);
@@ -54,6 +82,7 @@ void check_cost_model(const CostModel& cost) {
   check_number("cost model: activation_bytes_per_token", cost.activation_bytes_per_token, true);
   check_number("cost model: host_bytes_per_s", cost.host_bytes_per_s, false);
   check_range("cost model: num_layers", cost.num_layers, kMostLayers);
+  check_attention_points(cost);
 }
 
 void check_speeds(const Problem& problem) {

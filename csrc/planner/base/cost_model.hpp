@@ -7,10 +7,13 @@
 
 namespace hdp {
 
-// Seconds of attention of a whole sequence on one rank: a s^2.
+// Seconds of attention of a whole sequence on one rank: a s^2, or what the table says.
 double attention_s(const CostModel& cost, int64_t length);
 
-// Seconds of a whole sequence on one rank: a s^2 + b s.
+// The same per token.
+double attention_per_token_s(const CostModel& cost, int64_t length);
+
+// Seconds of a whole sequence on one rank: attention and b s. It never falls with the length.
 double compute_s(const CostModel& cost, int64_t length);
 
 // Seconds one rank of a ring spends sending: K and V once forward, K, V and their gradients

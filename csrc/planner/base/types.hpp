@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/base/attention_table.hpp"
 #include "planner/base/lengths.hpp"
 
 namespace hdp {
@@ -20,6 +21,7 @@ struct CostModel {
   double activation_bytes_per_token = 0;  // of all layers of a rank
   double host_bytes_per_s = 1;            // of one rank, to or from host memory
   int64_t num_layers = 1;                 // of a rank
+  AttentionTable attention{};             // instead of a; empty: a s^2
 };
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.

@@ -16,6 +16,12 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// The most that whole sequences of `tokens` > 0 tokens together can take on one rank.
+double most_compute_s(const CostModel& cost, int64_t tokens) {
+  if (cost.attention.rises_per_token()) return compute_s(cost, tokens);
+  return static_cast<double>(tokens) * (cost.attention.most_per_token(tokens) + cost.b);
+}
+
 class Bound {
  public:
   explicit Bound(const Problem& problem)
@@ -110,7 +116,7 @@ double Bound::waited_s(int64_t length, int64_t least) const {
     const auto d = static_cast<double>(degree);
     const int64_t room =
         problem_.tokens_per_rank - slice_tokens(length, degree, problem_.slice_multiple);
-    const double fillable = room > 0 ? d * compute_s(cost_, room) : 0;
+    const double fillable = room > 0 ? d * most_compute_s(cost_, room) : 0;
     // of all rings with the same slowest member, neighbours in the order of speeds lose least
     for (int64_t last = degree - 1; last < num_ranks; ++last) {
       const auto end = speeds_.begin() + last + 1;
@@ -135,6 +141,8 @@ double least_overhead_s(const Problem& problem) {
 struct Long {
   int64_t length = 0;
   int64_t least = 1;
+  // Attention of the batch's other sequences that take more a token: what they can hide.
+  double hidden_by_others_s = 0;
 };
 
 // The sequences that memory shares out and those that outlast a makespan alone, longest first.
@@ -154,12 +162,36 @@ std::vector<Long> long_sequences(const Problem& problem, double makespan_s) {
   return longs;
 }
 
+// Puts those with the most attention per token first, which with a s^2 the longest ones are.
+void order_by_attention(const Problem& problem, std::vector<Long>& longs) {
+  constexpr double kRounding = 1e-12;  // of what is the same per token
+  if (longs.empty() || problem.cost.attention.rises_per_token()) return;
+  const auto per_token_s = [&](const Long& one) {
+    return attention_per_token_s(problem.cost, one.length);
+  };
+  std::stable_sort(longs.begin(), longs.end(), [&](const Long& left, const Long& right) {
+    return per_token_s(left) > per_token_s(right);
+  });
+  int64_t shortest = longs.front().length;
+  for (const Long& one : longs) shortest = std::min(shortest, one.length);
+  for (const int64_t length : problem.lengths) {
+    if (length >= shortest) continue;  // one of them
+    const double most_s = attention_per_token_s(problem.cost, length) * (1 - kRounding);
+    const auto first =
+        std::partition_point(longs.begin(), longs.end(),
+                             [&](const Long& one) { return per_token_s(one) >= most_s; });
+    if (first != longs.end()) first->hidden_by_others_s += attention_s(problem.cost, length);
+  }
+  double sum = 0;
+  for (Long& one : longs) sum = one.hidden_by_others_s += sum;
+}
+
 double exposed_s(const Bound& bound, const std::vector<Long>& longs, double makespan_s) {
   double sum = 0;
   double most = 0;
   for (const Long& one : longs) {
     sum += bound.exposed_s(one.length, one.least, makespan_s);
-    most = std::max(most, sum);
+    most = std::max(most, sum - one.hidden_by_others_s);
   }
   return most;
 }
@@ -180,10 +212,11 @@ double tight_bound_s(const Problem& problem) {
   constexpr int kSteps = 40;
   const Bound bound(problem);
   double low = lower_bound_s(problem);
-  const std::vector<Long> longs = long_sequences(problem, low);
+  std::vector<Long> longs = long_sequences(problem, low);
   double work = total_compute_s(problem) + least_overhead_s(problem);
   for (const Long& one : longs) work += bound.waited_s(one.length, one.least);
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
+  order_by_attention(problem, longs);
   const double speed = total_speed(problem);
   low = std::max(low, work / speed);
   const auto fits = [&](double makespan_s) {

@@ -9,7 +9,9 @@
 namespace hdp {
 
 // max(total compute / sum of speeds, the longest sequence's own time at its best degree on the
-// fastest ranks). At every degree a sequence's time grows with its length: the longest one decides.
+// fastest ranks). At every degree a sequence's time grows with its length, as compute does: the
+// longest one decides. The bound holds for any attention that is not negative: a ring takes
+// max(compute / D, b s / D + traffic) of all its sequences, and each sum is at least that of one.
 double lower_bound_s(const Problem& problem);
 
 // The least time of a ring of its own that a sequence can have, on the fastest ranks.
@@ -22,11 +24,17 @@ double least_own_s(const Problem& problem, int64_t length);
 // - Exposed traffic. In a makespan T a sequence s needs a degree at which its slices fit and its
 //   own time is at most T. Be D(s) the best of these and e(s, D) = D x transfer - attention, which
 //   grows with D. A ring loses the sum of e over its sequences, if that is positive. At one degree
-//   a shorter sequence is the more exposed one; so in a ring that loses anything, the sum of e over
-//   those of its sequences that are among the k longest of the batch is at most what it loses. All
-//   rings together lose at least the sum of e(s, D(s)) over the k longest, for every k.
+//   a sequence with less attention a token is the more exposed one, for traffic is the same for
+//   every token; so in a ring that loses anything, the sum of e over those of its sequences that
+//   are among the k with the most attention a token of the batch is at most what it loses. All
+//   rings together lose at least the sum of e(s, D(s)) over these k, for every k.
+//   Where attention per token never falls with the length (AttentionTable::rises_per_token; so
+//   with a s^2) these are the k longest. Where it falls, short sequences are among them, too. They
+//   may hide a long one's traffic, at most by all of their attention: that much less is lost.
 // - Waiting for slow ranks, where memory does not let a sequence do without them, except for what
-//   the faster members' spare room can hold meanwhile.
+//   the faster members' spare room can hold meanwhile. What fits into it takes at most the compute
+//   of one sequence of so many tokens where compute per token never falls with the length; else
+//   the most per token of any that fits, for every token.
 double tight_bound_s(const Problem& problem);
 
 }  // namespace hdp

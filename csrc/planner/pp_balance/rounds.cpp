@@ -72,13 +72,15 @@ int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
 std::vector<LongSequence> long_sequences(const Problem& problem,
                                          const std::vector<SequenceId>& order) {
   std::vector<LongSequence> result;
+  int64_t greatest = problem.num_ranks;  // a shorter sequence may not be wider
   for (const SequenceId id : order) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
     const int64_t least = least_degree_in_rounds(problem, id);
     if (least == 1) break;
     const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
                                     length / (2 * problem.slice_multiple));
-    result.push_back({id, length, compute_s(problem.cost, length), least, std::max(least, useful)});
+    greatest = std::max(least, std::min(greatest, useful));
+    result.push_back({id, length, compute_s(problem.cost, length), least, greatest});
   }
   return result;
 }
