@@ -1,4 +1,4 @@
-"""The sample that sizes are estimated from is decoded once, and found again where nothing changed."""
+"""The sample that sizes are estimated from is decoded once, and found where nothing changed."""
 
 import os
 import threading
