@@ -147,7 +147,7 @@ def wait_until_head_is_gone(address: str, process: "subprocess.Popen[bytes]") ->
     while failed < _LOOKS:
         if process.poll() is not None:
             raise RuntimeError(f"Ray on this node has ended with {process.returncode}")
-        failed = 0 if _answers(address) else failed + 1
+        failed = 0 if answers(address) else failed + 1
         time.sleep(_LOOK_S)
 
 
@@ -155,7 +155,7 @@ def _wait_for_head(
     address: str, start_s: float, process: "subprocess.Popen[bytes] | None" = None
 ) -> None:
     deadline = time.monotonic() + start_s
-    while not _answers(address):
+    while not answers(address):
         if process is not None and process.poll() is not None:
             raise RuntimeError(
                 f"Ray's head on {address} has ended with {process.returncode}; it says above why"
@@ -169,7 +169,8 @@ def _wait_for_head(
         time.sleep(_LOOK_S / 4)
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether somebody listens at ``HOST:PORT``."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_LOOK_S).close()

@@ -10,9 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_hdp.ray_launch.cluster import temporary_folder_of
+from megatron_hdp.ray_launch.cluster import answers, temporary_folder_of
 
 _PAUSE_S = 0.5
+_LISTENS_S = 10.0  # for a head that is just being started
 
 
 def connect(
@@ -34,6 +35,8 @@ def connect(
         RuntimeError: Ray on this node has ended, or is not up in time.
     """
     deadline = time.monotonic() + start_s
+    if address is None:
+        _require_cluster(os.environ.get("RAY_ADDRESS", ""))
     if process is not None:  # there may be others' nodes of the cluster on this host
         options["_temp_dir"] = temporary_folder_of(process)
     while True:
@@ -54,6 +57,19 @@ def connect(
                 raise RuntimeError(
                     f"Ray on this node does not answer after {start_s:.0f} s ({why})"
                 ) from None
+        time.sleep(_PAUSE_S)
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would ask for minutes, and say nothing, where nobody listens."""
+    if "://" in address:
+        raise _no_cluster("it is that of a client's server, not HOST:PORT of a head")
+    if not address.rpartition(":")[2].isdigit():
+        return  # "auto", or none: Ray looks for one on this host
+    deadline = time.monotonic() + _LISTENS_S
+    while not answers(address):
+        if time.monotonic() > deadline:
+            raise _no_cluster("nobody listens there")
         time.sleep(_PAUSE_S)
 
 

@@ -106,7 +106,7 @@ def test_its_figures_count_all_threads():
 
 
 def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
-    """Its share of the time says whether another loader is needed: 0 to 1, also of long requests."""
+    """Its share of the time, 0 to 1, says whether another is needed; of long requests, too."""
     begin, end = Barrier(3), Event()
 
     class Slow(Table):
