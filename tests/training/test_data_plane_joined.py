@@ -57,7 +57,7 @@ def test_a_cluster_is_joined_and_left(run_ranks, tmp_path, cluster):
     for (here, held_here, _), (there, held_there, _) in zip(found, expected, strict=True):
         assert figures(here) == figures(there) and held_here == held_there
         assert all(one.loaders >= 3 * 2 for one in here)
-    (place,) = re.findall(r"its log is (\S+)/log", found[0][2])
+    (place,) = re.findall(r"in the Ray cluster of RAY_ADDRESS, its log is (\S+)/log", found[0][2])
     assert not Path(place).exists() and processes_of(Path(place)) == []
     assert cluster.named_actors() == []
     assert before <= set(psutil.Process(cluster.process.pid).children(recursive=True))

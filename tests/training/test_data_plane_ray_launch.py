@@ -29,9 +29,12 @@ def launched(folder, argv, options, environment):
     return code, "".join([command.text(), *ranks])
 
 
-@pytest.mark.parametrize("whose", ["its-own", "of-the-site"])
+@pytest.mark.parametrize("whose", ["its-own", "of-the-site", "joined"])
 def test_ranks_that_ray_started(folder, whose):
-    """In a cluster that is made for the job, and in one that ran before and goes on after it."""
+    """In a cluster made for the job, and in one that ran before and goes on after it.
+
+    The data plane makes a cluster of its own beside that of the ranks, unless it is told to join.
+    """
     run = {"hdp_tokens_per_rank": 60}
     local = flags(folder, metrics_path=folder / "local.jsonl", **run)
     with started(2, folder, train, "0:1001:none", local) as ranks:
@@ -43,9 +46,11 @@ def test_ranks_that_ray_started(folder, whose):
         code, text = launched(folder, argv, own, token)
     else:
         with running_cluster() as cluster:
-            code, text = launched(folder, argv, [], cluster.environment)
+            join = ["--env", "RAY_ADDRESS"] if whose == "joined" else []
+            code, text = launched(folder, argv, join, cluster.environment)
             assert cluster.named_actors() == []
     assert code == 0, text
+    assert ("in the Ray cluster of RAY_ADDRESS, its log is" in text) == (whose == "joined"), text
     assert steps_of(folder / "remote.jsonl") == steps_of(folder / "local.jsonl")
     assert all(one["loaders"] for one in lines_of(folder / "remote.jsonl"))
     assert not Path(text.split("its log is ")[1].split("/log")[0]).exists()
