@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.ray_launch.cluster import WARNINGS, ray_node
+from megatron_hdp.ray_launch.connecting import connect
 
 _LOOK_S = 0.5
 _FIRST_LOOKS_S = 0.05
@@ -45,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             node = None
             if options.address is not None:
-                node = stack.enter_context(ray_node(options.address, options.node))
-            stack.enter_context(_connected(options.address))
+                limits = options.address, options.node, options.timeout
+                node = stack.enter_context(ray_node(*limits))
+            stack.enter_context(_connected(options.address, node, options.timeout))
             _Host(options).run(node)
-    except (OSError, RuntimeError, RayError) as error:
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         tell_loss(folder, str(error))
         print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILED
@@ -124,9 +127,11 @@ class _Host:
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
+def _connected(
+    address: str | None, node: subprocess.Popen[bytes] | None, start_s: float
+) -> Iterator[None]:
     """This process in the cluster at an address, or in the one that RAY_ADDRESS names."""
-    ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=True)
+    connect(address, node, start_s, namespace=NAMESPACE, log_to_driver=True)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_hdp.data_plane.setup import SplitSetup
 
 _ANSWER_S = 30.0
 _LOOK_S = 0.05
+_JUDGE_S = 0.45  # between two decisions how many loaders there are; looks may be more frequent
 _UNKNOWN = 0.5  # neither busy nor idle
 
 
@@ -29,13 +31,24 @@ class _Crew:
     """By number; the first ones serve, the rest stand by."""
     figures: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """What each said last; a loader without any is being started."""
+    judged: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What each had said when their number was decided last."""
     asked: dict[int, Any] = field(default_factory=dict)
     """What each was asked and has not answered yet."""
     next_number: int = 0
 
+    def forget(self, number: int) -> None:
+        """Take back what one has said: it has died, or is no longer one of them."""
+        self.figures.pop(number, None)
+        self.judged.pop(number, None)
+
     def order(self) -> list[int]:
         """Those that answer first, those that are being started at the end."""
         return sorted(self.actors, key=lambda number: (number not in self.figures, number))
+
+    def num_serving(self, wanted: int) -> int:
+        """How many of the first ones share the work: none that still opens the source."""
+        return max(1, min(wanted, len(self.figures)))
 
 
 class Supervisor:
@@ -50,6 +63,8 @@ class Supervisor:
         self._scaling: dict[str, Scaling] = {}
         self._told: dict[str, Any] = {}
         self._epoch = 0
+        self._behind: dict[str, set[str]] = {}
+        self._judged_at = 0.0
 
     def look(self, nodes: int, behind: Mapping[str, set[str]]) -> None:
         """Start what lacks, look at what there is, and tell the planner of changes.
@@ -67,8 +82,13 @@ class Supervisor:
         epoch = self._ask_planner("figures")["epoch"]
         if epoch != self._epoch:  # another planner, which knows of nobody
             self._epoch, self._told = epoch, {}
+        for split, sources in behind.items():
+            self._behind.setdefault(split, set()).update(sources)
+        is_due = time.monotonic() - self._judged_at >= _JUDGE_S
         for split, crews in self._crews.items():
-            self._look_at(split, crews, behind.get(split, set()))
+            self._look_at(split, crews, self._behind.get(split, set()) if is_due else None)
+        if is_due:
+            self._judged_at, self._behind = time.monotonic(), {}
 
     def figures(self) -> dict[str, Any]:
         """Return what each loader said last, by split and source."""
@@ -83,11 +103,14 @@ class Supervisor:
             for split, crews in self._crews.items()
         }
 
-    def _look_at(self, split: str, crews: Mapping[str, _Crew], behind: set[str]) -> None:
+    def _look_at(self, split: str, crews: Mapping[str, _Crew], behind: set[str] | None) -> None:
         scaling, setup = self._scaling[split], self._setups[split]
-        wanted = scaling.look(
-            {name: self._seen(crew, name in behind) for name, crew in crews.items()}
-        )
+        for crew in crews.values():
+            _hear(crew)
+        if behind is not None or not scaling.wanted:
+            late = behind or set()
+            scaling.look({name: _seen(crew, name in late) for name, crew in crews.items()})
+        wanted = scaling.wanted
         for name, crew in crews.items():
             total = wanted[name] + setup.loaders.shadows
             while len(crew.actors) < total:
@@ -95,46 +118,56 @@ class Supervisor:
                 crew.actors[number] = start_loader(self._plane, setup, name, number)
             for number in crew.order()[total:]:
                 ray.kill(crew.actors.pop(number), no_restart=True)
-                crew.figures.pop(number, None)
+                crew.forget(number)
                 crew.asked.pop(number, None)
         serving = {
             name: tuple(loader_of(self._plane, split, name, one) for one in crew.order())
             for name, crew in crews.items()
         }
-        told = serving, {name: max(wanted[name], 1) for name in crews}
+        told = serving, {name: crew.num_serving(wanted[name]) for name, crew in crews.items()}
         if self._told.get(split) != told:
             self._ask_planner("serve", split, *told)
             self._told[split] = told
 
-    def _seen(self, crew: _Crew, is_behind: bool) -> Seen:
-        """What a source's loaders say, as far as they answer at once."""
-        for number, actor in crew.actors.items():
-            if number not in crew.asked:
-                crew.asked[number] = actor.figures.remote()
-        ready: list[Any] = []
-        if crew.asked:
-            ready, _ = ray.wait(
-                list(crew.asked.values()), num_returns=len(crew.asked), timeout=_LOOK_S
-            )
-        busy = []
-        for number, one in list(crew.asked.items()):
-            if one not in ready:
-                continue
-            del crew.asked[number]
-            try:
-                found = ray.get(one)
-            except RayError:  # it has died; Ray starts it again
-                crew.figures.pop(number, None)
-                continue
-            before = crew.figures.get(number)
-            if before is not None and found["pid"] == before["pid"]:
-                passed_s = max(found["looked_s"] - before["looked_s"], 1e-3)
-                busy.append((found["busy_s"] - before["busy_s"]) / passed_s)
-            crew.figures[number] = found
-        sizes = [one["rss_bytes"] / 2**20 for one in crew.figures.values()]
-        busy_share = sum(busy) / len(busy) if busy else _UNKNOWN
-        return Seen(busy_share, is_behind, max(sizes, default=0.0))
-
     def _ask_planner(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._planner, method).options(concurrency_group=CONTROL)
         return ray.get(call.remote(*arguments), timeout=_ANSWER_S)
+
+
+def _hear(crew: _Crew) -> None:
+    """Ask a source's loaders what they do, and note what those say that answer at once."""
+    for number, actor in crew.actors.items():
+        if number not in crew.asked:
+            crew.asked[number] = actor.figures.remote()
+    if not crew.asked:
+        return
+    asked = list(crew.asked.values())
+    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LOOK_S)
+    for number, one in list(crew.asked.items()):
+        if one not in ready:
+            continue
+        del crew.asked[number]
+        try:
+            crew.figures[number] = ray.get(one)
+        except RayError:  # it has died; Ray starts it again
+            crew.forget(number)
+
+
+def _seen(crew: _Crew, is_behind: bool) -> Seen:
+    """What a source's loaders have done since they were judged last.
+
+    While one is being started, nobody knows yet how much it will help.
+    """
+    sizes = [one["rss_bytes"] / 2**20 for one in crew.figures.values()]
+    busy = [
+        (found["busy_s"] - before["busy_s"]) / max(found["looked_s"] - before["looked_s"], 1e-3)
+        for number, found in crew.figures.items()
+        if (before := crew.judged.get(number)) is not None
+        and found["pid"] == before["pid"]
+        and found["looked_s"] > before["looked_s"]
+    ]
+    crew.judged = dict(crew.figures)
+    if len(crew.figures) < len(crew.actors):
+        return Seen(_UNKNOWN, False, max(sizes, default=0.0))
+    busy_share = sum(busy) / len(busy) if busy else _UNKNOWN
+    return Seen(busy_share, is_behind, max(sizes, default=0.0))

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         if options.start_ray is None:
-            return _launch(options, None)
+            return _launch(options, None, None)
         host, _, port = options.start_ray.rpartition(":")
         address = f"{socket.gethostbyname(host)}:{port}"
         os.environ["RAY_AUTH_MODE"] = "token"
         with ray_node(address, options.node_rank) as process:
             if options.node_rank == 0:
-                return _launch(options, address)
+                return _launch(options, address, process)
             wait_until_head_is_gone(address, process)
             return ExitCode.DONE
     except ValueError as error:
@@ -108,7 +109,11 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _launch(options: argparse.Namespace, address: str | None) -> int:
+def _launch(
+    options: argparse.Namespace,
+    address: str | None,
+    process: "subprocess.Popen[bytes] | None",
+) -> int:
     from megatron_hdp.ray_launch import actors
 
     module = ["-m"] if options.is_module else []
@@ -122,7 +127,7 @@ def _launch(options: argparse.Namespace, address: str | None) -> int:
         logs=None if options.logs is None else str(Path(options.logs).resolve()),
         environment=threads | dict(_variable(text) for text in options.env),
     )
-    actors.connect(job, address)
+    actors.join(job, address, process)
     try:
         is_warned = _Warnings()
         fleet = actors.start(job)

@@ -1,10 +1,11 @@
 """The ranks as Ray has them: one actor a node, spread strictly, each with its node's GPUs.
 
-The one module that imports Ray.
+The one module, with `connecting`, that imports Ray.
 """
 
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_hdp.ray_launch.cluster import START_S
+from megatron_hdp.ray_launch.connecting import connect
 from megatron_hdp.ray_launch.node_ranks import NodeRanks, Placement, free_port
 
 _KILLED = -9
@@ -101,13 +103,14 @@ class RayFleet:
             actor.kill.remote()
 
 
-def connect(job: Job, address: str | None) -> None:
-    """Joins the cluster at `address` (None: where RAY_ADDRESS says), which must run already.
+def join(job: Job, address: str | None, process: "subprocess.Popen[bytes] | None") -> None:
+    """Joins the cluster at `address`, begun here by `process`, or (None) that of RAY_ADDRESS.
 
     Raises:
-        ConnectionError: there is none.
+        ConnectionError: there is none that takes this process.
+        RuntimeError: Ray on this node has not come up.
     """
-    ray.init(address=address or "auto", log_to_driver=job.logs is None)
+    connect(address, process, START_S, log_to_driver=job.logs is None)
 
 
 def start(job: Job) -> RayFleet:

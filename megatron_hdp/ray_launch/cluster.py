@@ -7,6 +7,7 @@ name (``ray stop`` would end other jobs' clusters on the node, too), only what w
 this process is killed, so is `ray start` (on Linux), which takes along what it started.
 """
 
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from megatron_hdp.ray_launch.folder import folder_of_job
 from megatron_hdp.ray_launch.node_ranks import free_port
 
 WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
-START_S = 300.0
+START_S = 300.0  # unless another time is given
 _LOOK_S = 2.0
 _END_S = 10.0  # in which what was killed is gone
 _LOOKS = 3  # so many in a row that fail, and the head is gone
@@ -36,28 +37,34 @@ _OBJECT_STORE_BYTES = 256 * 2**20  # ranks put nothing into it
 
 
 @contextmanager
-def ray_node(address: str, node: int) -> Iterator["subprocess.Popen[bytes]"]:
+def ray_node(
+    address: str, node: int, start_s: float | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
     """This node in the cluster, while the block runs; call it with `WARNINGS` blocked.
 
     Args:
         address: of the head, ``IP:PORT``.
         node: 0 for the head.
+        start_s: within which the head must answer, and Ray on this node be up; None: `START_S`.
 
     Raises:
-        TimeoutError: the head does not answer within `START_S`.
+        TimeoutError: the head does not answer in time.
+        RuntimeError: Ray on this node has ended before its head answered.
     """
+    start_s = START_S if start_s is None else start_s
     if node > 0:
-        _wait_for_head(address)
+        _wait_for_head(address, start_s)
     with _hang_up_raises(), folder_of_job() as (folder, lock):
         process = subprocess.Popen(
             start_command(address, node, f"{folder}/{_TEMPORARY}"),
             stdin=subprocess.DEVNULL,
             pass_fds=(lock,),
             preexec_fn=partial(end_with_parent, os.getpid()),
+            env=limits_of_start(start_s) | os.environ,
         )
         try:
             if node == 0:
-                _wait_for_head(address, process)
+                _wait_for_head(address, start_s, process)
             yield process
         finally:
             _kill(process)
@@ -75,6 +82,19 @@ def _hang_up_raises() -> Iterator[None]:
             signal.signal(signal.SIGHUP, leave)
             stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL)
         yield
+
+
+def limits_of_start(seconds: float) -> dict[str, str]:
+    """Variables by which Ray's processes wait so long for each other at a start.
+
+    Ray gives up after 30 s else, which a busy machine takes for the imports of its agents alone.
+    """
+    whole = str(math.ceil(seconds))
+    return {
+        "RAY_raylet_start_wait_time_s": whole,  # heeded by `start_node`, too
+        "RAY_agent_register_timeout_ms": f"{whole}000",
+        "RAY_gcs_server_port_wait_time_s": whole,  # also how often the head is asked, once a second
+    }
 
 
 def start_command(address: str, node: int, folder: str) -> list[str]:
@@ -104,6 +124,19 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     return words
 
 
+def temporary_folder_of(process: "subprocess.Popen[bytes]") -> str:
+    """The folder of temporary files of a node that `ray_node` has started."""
+    (folder,) = (
+        word.partition("=")[2] for word in _words(process) if word.startswith("--temp-dir=")
+    )
+    return folder
+
+
+def _words(process: "subprocess.Popen[bytes]") -> list[str]:
+    assert isinstance(process.args, list)
+    return [str(word) for word in process.args]
+
+
 def wait_until_head_is_gone(address: str, process: "subprocess.Popen[bytes]") -> None:
     """Returns when the job is over.
 
@@ -114,27 +147,30 @@ def wait_until_head_is_gone(address: str, process: "subprocess.Popen[bytes]") ->
     while failed < _LOOKS:
         if process.poll() is not None:
             raise RuntimeError(f"Ray on this node has ended with {process.returncode}")
-        failed = 0 if _answers(address) else failed + 1
+        failed = 0 if answers(address) else failed + 1
         time.sleep(_LOOK_S)
 
 
-def _wait_for_head(address: str, process: "subprocess.Popen[bytes] | None" = None) -> None:
-    deadline = time.monotonic() + START_S
-    while not _answers(address):
+def _wait_for_head(
+    address: str, start_s: float, process: "subprocess.Popen[bytes] | None" = None
+) -> None:
+    deadline = time.monotonic() + start_s
+    while not answers(address):
         if process is not None and process.poll() is not None:
             raise RuntimeError(
                 f"Ray's head on {address} has ended with {process.returncode}; it says above why"
             )
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"no head of Ray answers on {address} after {START_S:.0f} s: see node 0's log; "
+                f"no head of Ray answers on {address} after {start_s:.0f} s: see node 0's log; "
                 "this must be an address of node 0 that all nodes reach (in the job script "
                 "RENDEZVOUS_HOST and RENDEZVOUS_PORT)"
             )
         time.sleep(_LOOK_S / 4)
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether somebody listens at ``HOST:PORT``."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_LOOK_S).close()

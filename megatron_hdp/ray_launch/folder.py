@@ -14,8 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "hdp-ray-"
+_SHORT = "/tmp"
 _LOCK = "host"  # the locked file, which holds the host's name: folders may be seen by several
-_LONGEST_PARENT = 50  # characters; the names of sockets below it have an end at 107
+_SOCKET_BYTES = 107  # of a socket's name, the kernel's limit
+_RAYS_SOCKET = "/r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
+_LONGEST_PARENT = _SOCKET_BYTES - len(f"/{PREFIX}12345678{_RAYS_SOCKET}")
 
 
 @contextmanager
@@ -29,11 +32,19 @@ def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[
     Yields:
         Its path, and the open file of its lock. The job counts as alive as long as any process has
         that open: hand it to those that use the folder.
+
+    Raises:
+        ValueError: nothing can be made in the folder of temporary files.
+        OSError: nothing can be made in `parent`.
     """
+    of_sockets = parent is None
     parent = parent or Path(_short_folder())
     for dead in parent.glob(f"{prefix}*"):
         _remove_if_dead(dead)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise (_no_folder(error) if of_sockets else error) from None
     lock = _lock(folder)
     try:
         yield str(folder), lock
@@ -70,8 +81,24 @@ def _is_alive(folder: Path) -> bool:
 
 
 def _short_folder() -> str:
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_PARENT else "/tmp"
+    """That of temporary files, unless its name is too long for those of sockets below it.
+
+    Raises:
+        ValueError: no folder for temporary files can be written.
+    """
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        raise _no_folder(error) from None
+    return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else _SHORT
+
+
+def _no_folder(error: OSError) -> ValueError:
+    return ValueError(
+        f"found TMPDIR={os.environ.get('TMPDIR', '')!r} and no room in it or in {_SHORT} for a "
+        f"folder of Ray's sockets ({error}), expected one: set TMPDIR to a folder of yours whose "
+        f"name has at most {_LONGEST_PARENT} bytes, as names of sockets end at {_SOCKET_BYTES}"
+    )
 
 
 def _lock(folder: Path) -> int:

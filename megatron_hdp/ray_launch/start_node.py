@@ -1,21 +1,51 @@
-"""``python start_node.py start ...``: ``ray start`` without servers that nobody asks.
+"""``python start_node.py start ...``: ``ray start`` without servers that nobody asks, and patient.
 
 A head would also run Ray's client server, where grpcio is installed, and its web server, even with
 the dashboard off: about 60 MB each, and seconds of every start. Nothing here talks to them.
+
+Its raylet may take as long to be up as Ray's own variable `_WAIT` says, which ``ray start`` does
+not heed: after 30 s it would end all that it started.
 """
 
+import os
 import sys
+import time
 from typing import Any
+
+_WAIT = "RAY_raylet_start_wait_time_s"
+_PAUSE_S = 0.1
 
 
 def main() -> None:
     """Run Ray's command line with the words of this process."""
     sys.modules["grpc"] = None  # type: ignore[assignment]  # the client server's: as not installed
+    from ray._private import services
     from ray._private.node import Node
     from ray.scripts import scripts
 
     Node.start_api_server = _no_server
+    services.get_node = _patient(services.get_node)
     scripts.main()
+
+
+def _patient(get_node: Any) -> Any:
+    """Return what asks for a node until it is there: for that which Ray has just started."""
+
+    def patient(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + float(os.environ.get(_WAIT, "30"))
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError as error:  # it is not there yet
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"Ray on this node is not up after {os.environ.get(_WAIT, '30')} s, "
+                        f"expected it to be ({error}): look at what else the machine does, and at "
+                        f"the logs of Ray; a data plane waits for timeout-s of its loaders"
+                    ) from None
+            time.sleep(_PAUSE_S)
+
+    return patient
 
 
 def _no_server(node: Any, **options: Any) -> None:

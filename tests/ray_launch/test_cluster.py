@@ -38,6 +38,7 @@ def stand_in(tmp_path, monkeypatch, temporary):
     for folder in (scripts, scripts.parent, internals):
         (folder / "__init__.py").touch()
     (internals / "node.py").write_text("class Node: ...")
+    (internals / "services.py").write_text("def get_node(gcs_address, node_id): ...")
     (scripts / "scripts.py").write_text(RAY)
     (tmp_path / "mode").write_text("runs")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
@@ -65,19 +66,19 @@ def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, cluster.WARNINGS)
     try:
         with cluster.ray_node(address, 0) as process:
-            assert cluster._answers(address) and len(started_since(before)) == 2
+            assert cluster.answers(address) and len(started_since(before)) == 2
             for one in started_since(before):  # what Slurm sends to all of a step's processes
                 one.send_signal(signal.SIGTERM)
                 one.send_signal(signal.SIGUSR1)
             time.sleep(0.3)
-            assert cluster._answers(address) and process.poll() is None
+            assert cluster.answers(address) and process.poll() is None
             (words,) = Path("words").read_text().splitlines()
             (folder,) = [w.partition("=")[2] for w in words.split() if "--temp-dir" in w]
             job = Path(folder).parent  # Ray opens its own to everybody
             assert job.is_dir() and job.stat().st_mode & 0o777 == 0o700
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    assert not cluster._answers(address) and started_since(before) == []
+    assert not cluster.answers(address) and started_since(before) == []
     assert not job.exists()
 
 
@@ -88,7 +89,7 @@ def test_a_worker_joins_a_head_that_answers_and_leaves_when_it_is_gone(stand_in)
     address = f"127.0.0.1:{port}"
     try:
         with cluster.ray_node(address, 1) as process:
-            assert cluster._answers(address)
+            assert cluster.answers(address)
             head.kill()
             head.wait()
             cluster.wait_until_head_is_gone(address, process)
@@ -114,6 +115,23 @@ def test_a_head_that_never_answers_is_told(stand_in, monkeypatch):
         cluster.ray_node(f"127.0.0.1:{free_port()}", 1),
     ):
         pass
+
+
+def test_ray_heeds_the_time_that_a_start_may_take(stand_in, monkeypatch):
+    """Its processes wait for each other that long; what the user has set is theirs."""
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", "7")
+    address = f"127.0.0.1:{free_port()}"
+    with cluster.ray_node(address, 0, 33.5) as process:
+        environment = psutil.Process(process.pid).environ()
+    assert environment["RAY_raylet_start_wait_time_s"] == "34"
+    assert environment["RAY_agent_register_timeout_ms"] == "7"
+    began = time.monotonic()
+    with (
+        pytest.raises(TimeoutError, match=f"answers on {address} after 1 s"),
+        cluster.ray_node(address, 1, 1),
+    ):
+        pass
+    assert time.monotonic() - began < 60
 
 
 def test_a_worker_whose_ray_ends_before_the_job_is_told(stand_in):

@@ -89,7 +89,25 @@ def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
 
 
 def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
-    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/" + "x" * 60)
+    """Below it the names of Ray's sockets would be longer than names of sockets may be."""
+    socket_below = "/hdp-ray-12345678" + folders._RAYS_SOCKET
+    for bytes_left, expected in ((0, "{}"), (-1, "/tmp")):
+        parent = "/" + "x" * (107 - len(socket_below) - 1 - bytes_left)
+        monkeypatch.setattr(folders.tempfile, "gettempdir", lambda found=parent: found)
+        assert folders._short_folder() == expected.format(parent)
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/scratch/größer/als/gut")
     assert folders._short_folder() == "/tmp"
-    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/scratch")
-    assert folders._short_folder() == "/scratch"
+
+
+def test_no_folder_at_all_is_told(monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(folders, "_SHORT", str(tmp_path / "gone"))
+    with (
+        pytest.raises(ValueError, match="TMPDIR=.*x' and no room .*gone.*at most 24 bytes") as told,
+        folder_of_job(),
+    ):
+        pass
+    assert "set TMPDIR to a folder of yours" in str(told.value)

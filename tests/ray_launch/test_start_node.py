@@ -1,8 +1,10 @@
-"""``ray start`` as the cluster runs it: no server beside it that nobody asks."""
+"""``ray start`` as the cluster runs it: no server that nobody asks, and no end before its time."""
 
+import inspect
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from megatron_hdp.ray_launch import start_node
 
 FAKE_SCRIPTS = """
 import sys
+from ray._private import services
 from ray._private.node import Node
 
 def main():
@@ -20,6 +23,17 @@ def main():
     except ImportError:
         grpc = None
     print(sys.argv[1:], node._webui_url, grpc)
+    print(services.get_node("address", "node"))
+"""
+FAKE_SERVICES = """
+calls = 0
+
+def get_node(gcs_address, node_id):
+    global calls
+    calls += 1
+    if calls < 5:
+        raise RuntimeError(f"no {node_id} at {gcs_address}")
+    return calls
 """
 FAKE_NODE = """
 class Node:
@@ -34,6 +48,7 @@ def fake_ray(tmp_path):
         "ray/__init__.py": "",
         "ray/_private/__init__.py": "",
         "ray/_private/node.py": FAKE_NODE,
+        "ray/_private/services.py": FAKE_SERVICES,
         "ray/scripts/__init__.py": "",
         "ray/scripts/scripts.py": FAKE_SCRIPTS,
         "grpc.py": "",
@@ -44,14 +59,38 @@ def fake_ray(tmp_path):
     return tmp_path
 
 
-def test_no_server_is_started_that_nobody_asks(fake_ray):
+def started(fake_ray, **environment):
     words = [sys.executable, start_node.__file__, "start", "--block"]
-    environment = {**os.environ, "PYTHONPATH": str(fake_ray)}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout == "['start', '--block'] None None\n", done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(fake_ray), **environment}
+    return subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
+
+
+def test_no_server_is_started_that_nobody_asks(fake_ray):
+    done = started(fake_ray)
+    assert done.stdout.splitlines()[0] == "['start', '--block'] None None", done.stderr
+
+
+def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
+    """Ray itself asks a node's first raylet for 30 s, whatever it is told."""
+    assert started(fake_ray).stdout.splitlines()[-1] == "5"
+    began = time.monotonic()
+    done = started(fake_ray, RAY_raylet_start_wait_time_s="0")
+    assert done.returncode == 1 and time.monotonic() - began < 60
+    last = done.stderr.splitlines()[-1]
+    assert "Ray on this node is not up after 0 s, expected" in last and "no node at address" in last
 
 
 def test_ray_has_what_is_left_out():
     """Otherwise a newer Ray starts its web server again, and nobody notices."""
     node = pytest.importorskip("ray._private.node", reason="pip install 'megatron-hdp[ray]'")
     assert callable(node.Node.start_api_server)
+
+
+def test_ray_asks_for_its_raylet_where_it_is_waited_for():
+    node = pytest.importorskip("ray._private.node", reason="pip install 'megatron-hdp[ray]'")
+    assert "services.get_node(" in inspect.getsource(node.Node.__init__)
+    assert list(inspect.signature(node.ray._private.services.get_node).parameters) == [
+        *("gcs_address", "node_id")
+    ]

@@ -14,8 +14,8 @@ from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
-from megatron_hdp.data.mixture.text_source import TextSource, estimated
-from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles
+from megatron_hdp.data.mixture.text_source import TextSource
+from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles, open_estimate
 from megatron_hdp.data.prepare import Prepared, job_of, prepare, recipe_of
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
@@ -130,12 +130,22 @@ def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSo
         max_length=opening.max_length,
         long_sequence=long_sequence,
     )
+    recipe = repr(sorted(recipe_of(source, files.kind, tokenizer).items()))
+    estimate = open_estimate(
+        source.name,
+        index,
+        decoder,
+        recipe=recipe,
+        max_length=opening.max_length,
+        folder=folder,
+        say=opening.say,
+    )
     return TextSource(
         spec=source,
         index=index,
         decoder=decoder,
-        recipe=repr(sorted(recipe_of(source, files.kind, tokenizer).items())),
-        estimate=estimated(index, decoder),
+        recipe=recipe,
+        estimate=estimate,
         long_sequence=long_sequence,
         max_length=opening.max_length,
         first_row=0,

@@ -9,23 +9,16 @@ import numpy as np
 
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture.source import BoolArray, digest
-from megatron_hdp.data.on_the_fly import Decoded, Decoder, RecordIndex, lengths_of
+from megatron_hdp.data.on_the_fly import (
+    Decoded,
+    Decoder,
+    RecordIndex,
+    TextEstimate,
+    lengths_of,
+)
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.spec import SourceSpec
-
-_NUM_RUNS, _RUN = 8, 32  # of neighbouring records: a table is read by parts
-
-
-@dataclass(frozen=True)
-class TextEstimate:
-    """What a sample of records says of all of them."""
-
-    num_sampled: int
-    mean_length: float
-    """Tokens of a record, one that is empty or bad counted as 0."""
-    mean_trained: float
-    """Of those the ones that are predicted with loss."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +170,3 @@ class TextSource:
     @property
     def _is_text(self) -> bool:
         return self.index.files.kind == "text"
-
-
-def estimated(index: RecordIndex, decoder: Decoder) -> TextEstimate:
-    """Decode some records, evenly spread; the same ones in every process."""
-    last = max(0, len(index) - _RUN)
-    begins = [last * i // (_NUM_RUNS - 1) for i in range(_NUM_RUNS)]
-    wanted = np.unique(np.concatenate([np.arange(begin, begin + _RUN) for begin in begins]))
-    rows = decoder.sample(wanted[wanted < len(index)])
-    num_tokens = sum(len(one.tokens) for one in rows)
-    return TextEstimate(
-        num_sampled=len(rows),
-        mean_length=num_tokens / len(rows),
-        mean_trained=sum(one.num_trained for one in rows) / len(rows),
-    )

@@ -1,6 +1,7 @@
 """Text and conversations that become tokens as they are drawn: records found by number, decoded."""
 
 from megatron_hdp.data.on_the_fly.decoder import Decoded, DecodedRow, Decoder, lengths_of
+from megatron_hdp.data.on_the_fly.estimate import TextEstimate, open_estimate
 from megatron_hdp.data.on_the_fly.files import ChangedFileError, SourceFiles
 from megatron_hdp.data.on_the_fly.records import RecordIndex
 
@@ -11,5 +12,7 @@ __all__ = [
     "Decoder",
     "RecordIndex",
     "SourceFiles",
+    "TextEstimate",
     "lengths_of",
+    "open_estimate",
 ]

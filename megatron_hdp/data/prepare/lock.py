@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_hdp.data.cache_use import is_named
 
-_LOOK_S = 0.2
+_FIRST_LOOK_S, _LOOK_S = 0.01, 0.2
 _SAY_AGAIN_S = 60.0
 
 
@@ -49,7 +49,7 @@ def _acquire(
     wait_s: float,
     say: Callable[[str], None],
 ) -> None:
-    said = -_SAY_AGAIN_S
+    said, pause_s = -_SAY_AGAIN_S, _FIRST_LOOK_S
     while not _try(descriptor, path):
         waited = time.monotonic() - began
         holder = os.pread(descriptor, 4096, 0).decode().strip() or "another process"
@@ -62,7 +62,8 @@ def _acquire(
         if waited - said >= _SAY_AGAIN_S:
             say(f"{what} is being prepared by {holder}: waiting for it")
             said = waited
-        time.sleep(_LOOK_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
 
 
 def _try(descriptor: int, path: Path) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,7 @@ class LoaderFigures:
     tokens: int = 0
     sent_bytes: int = 0
     busy_s: float = 0.0
+    """In which it worked at one request or several, up to now."""
     requests: int = 0
 
 
@@ -67,18 +70,26 @@ class LoadingService:
         """Serve an opened source."""
         self._source = source
         self._lock = threading.Lock()
-        self.figures = LoaderFigures()
+        self._figures = LoaderFigures()
+        self._num_running = 0
+        self._begun = 0.0  # when it last began to work
+
+    @property
+    def figures(self) -> LoaderFigures:
+        """What it has done, with the part of what it is doing now."""
+        with self._lock:
+            now_s = time.perf_counter() - self._begun if self._num_running else 0.0
+            return replace(self._figures, busy_s=self._figures.busy_s + now_s)
 
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows; text that has none yet is tokenised, and kept for a while."""
-        began = time.perf_counter()
-        found = self._source.lengths(rows)
-        self._note(began, 0, 0)
-        return found
+        with self._working():
+            return self._source.lengths(rows)
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
-        return self._source.num_trained(rows, starts, stops)
+        with self._working():
+            return self._source.num_trained(rows, starts, stops)
 
     def load(self, wanted: Wanted) -> Loaded:
         """Read pieces.
@@ -86,7 +97,14 @@ class LoadingService:
         Raises:
             ValueError: the data are not what they were when they were opened.
         """
-        began = time.perf_counter()
+        with self._working():
+            loaded = self._load(wanted)
+            with self._lock:
+                self._figures.tokens += wanted.num_tokens
+                self._figures.sent_bytes += loaded.num_bytes
+            return loaded
+
+    def _load(self, wanted: Wanted) -> Loaded:
         self._source.lengths(np.unique(wanted.rows))  # text is decoded together, not row by row
         tokens = np.empty(wanted.num_tokens, dtype=np.int64)
         trained = np.empty(int(wanted.num_labelled.sum()), dtype=np.bool_)
@@ -105,16 +123,23 @@ class LoadingService:
             )
             at += count
             label_at += num_labelled
-        loaded = Loaded(_narrow(tokens), None if trained.all() else np.packbits(trained))
-        self._note(began, wanted.num_tokens, loaded.num_bytes)
-        return loaded
+        return Loaded(_narrow(tokens), None if trained.all() else np.packbits(trained))
 
-    def _note(self, began: float, tokens: int, sent_bytes: int) -> None:
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A request, counted while it runs: one that takes long is no idle loader."""
         with self._lock:
-            self.figures.tokens += tokens
-            self.figures.sent_bytes += sent_bytes
-            self.figures.busy_s += time.perf_counter() - began
-            self.figures.requests += 1
+            if not self._num_running:
+                self._begun = time.perf_counter()
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self._figures.busy_s += time.perf_counter() - self._begun
+                self._figures.requests += 1
 
 
 def turns_of(rows: Int64Array, num_serving: int) -> Int64Array:

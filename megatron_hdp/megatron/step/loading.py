@@ -106,7 +106,8 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     mine = folders[nodes.index(here)]
     assert mine is not None
     nodes_of_job = "this node" if len(order) == 1 else f"{len(order)} nodes"
-    say(f"data plane: {place.name} on {nodes_of_job}, its log is {mine}/log")
+    joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""
+    say(f"data plane: {place.name} on {nodes_of_job}{joined}, its log is {mine}/log")
     return DataPlane(Path(mine), spec, ending)
 
 

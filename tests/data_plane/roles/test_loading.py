@@ -1,6 +1,8 @@
 """A loader gives what its source holds, in few bytes, to any number of askers at once."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
 
 import numpy as np
 import pytest
@@ -101,6 +103,45 @@ def test_its_figures_count_all_threads():
     assert (figures.requests, figures.tokens) == (200, 1800)
     assert figures.sent_bytes == sum(one.num_bytes for one in found) == 200 * (9 * 2 + 1)
     assert figures.busy_s > 0
+
+
+def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
+    """Its share of the time, 0 to 1, says whether another is needed; of long requests, too."""
+    begin, end = Barrier(3), Event()
+
+    class Slow(Table):
+        def lengths(self, rows):
+            begin.wait(60)
+            assert end.wait(60)
+            return super().lengths(rows)
+
+    service = LoadingService(Slow([1, 2]))
+    with ThreadPoolExecutor(2) as threads:
+        began = time.perf_counter()
+        asked = [threads.submit(service.lengths, np.arange(2)) for _ in range(2)]
+        begin.wait(60)
+        time.sleep(0.05)
+        during, so_far_s = service.figures, time.perf_counter() - began
+        assert 0.05 <= during.busy_s <= so_far_s and during.requests == 0
+        end.set()
+        assert [one.result(60).tolist() for one in asked] == [[2, 2]] * 2
+        all_s = time.perf_counter() - began
+    after = service.figures
+    assert during.busy_s < after.busy_s <= all_s and after.requests == 2
+    time.sleep(0.01)
+    assert service.figures == after
+
+
+def test_a_request_that_fails_has_ended():
+    class Failing(Table):
+        def tokens(self, row, start, count):
+            raise ValueError("planted")
+
+    service = LoadingService(Failing([1, 2]))
+    with pytest.raises(ValueError, match="planted"):
+        service.load(wanted((0, 0, 2, 1)))
+    after = service.figures
+    assert (after.requests, after.tokens) == (1, 0) and service.figures == after
 
 
 def test_metadata_are_the_sources_own(services, corpus):

@@ -1,0 +1,87 @@
+"""This process joins a Ray cluster: one that is being started, or one that must run already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_hdp.ray_launch.cluster import answers, temporary_folder_of
+
+_PAUSE_S = 0.5
+_LISTENS_S = 10.0  # for a head that is just being started
+
+
+def connect(
+    address: str | None,
+    process: subprocess.Popen[bytes] | None,
+    start_s: float,
+    **options: Any,
+) -> None:
+    """Join the cluster at an address.
+
+    Args:
+        address: of its head; None: that of RAY_ADDRESS, which must run already.
+        process: Ray on this node, which may still be starting; None: another's.
+        start_s: within which it must be up.
+        options: of ``ray.init``.
+
+    Raises:
+        ConnectionError: there is no such cluster, or it refuses this process.
+        RuntimeError: Ray on this node has ended, or is not up in time.
+    """
+    deadline = time.monotonic() + start_s
+    if address is None:
+        _require_cluster(os.environ.get("RAY_ADDRESS", ""))
+    if process is not None:  # there may be others' nodes of the cluster on this host
+        options["_temp_dir"] = temporary_folder_of(process)
+    while True:
+        try:
+            ray.init(address=address or "auto", **options)
+            return
+        except (ValueError, RuntimeError, OSError, RayError) as error:
+            ray.shutdown()
+            why = _first_line(error)
+            if process is None:
+                raise _no_cluster(why) from None
+            if process.poll() is not None:
+                raise RuntimeError(
+                    f"Ray on this node has ended with {process.returncode} before it was up; it "
+                    "says above why"
+                ) from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"Ray on this node does not answer after {start_s:.0f} s ({why})"
+                ) from None
+        time.sleep(_PAUSE_S)
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would ask for minutes, and say nothing, where nobody listens."""
+    if "://" in address:
+        raise _no_cluster("it is that of a client's server, not HOST:PORT of a head")
+    if not address.rpartition(":")[2].isdigit():
+        return  # "auto", or none: Ray looks for one on this host
+    deadline = time.monotonic() + _LISTENS_S
+    while not answers(address):
+        if time.monotonic() > deadline:
+            raise _no_cluster("nobody listens there")
+        time.sleep(_PAUSE_S)
+
+
+def _no_cluster(why: str) -> ConnectionError:
+    found = os.environ.get("RAY_ADDRESS", "")
+    return ConnectionError(
+        f"RAY_ADDRESS={found!r}: found no cluster there that takes this process ({why}), expected "
+        "one that runs on this node: start it, give its token in RAY_AUTH_TOKEN or "
+        "RAY_AUTH_TOKEN_PATH where it wants one, or unset RAY_ADDRESS"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,163 @@
+"""Which loaders a source has and which of them serve, with actors that only say what they are told.
+
+A real plane: `tests/training/test_data_plane_scaling.py`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hdp.data_plane.records import to_plain
+from tests.support.plane import setup_of
+from tests.support.sources import data_file, write_sources
+
+supervisor = pytest.importorskip(
+    "megatron_hdp.data_plane.supervisor", reason="no Ray: pip install 'megatron-hdp[ray]'"
+)
+
+
+class Died(supervisor.RayError):
+    """Of an actor."""
+
+
+class Call:
+    """A method of an actor, asked by Ray's words."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *arguments):
+        return SimpleNamespace(value=lambda: self.answer(*arguments))
+
+
+class Loader:
+    """An actor whose process opens its source, works, or has died."""
+
+    def __init__(self, number):
+        self.number = number
+        self.state = "opens"
+        self.looks = self.busy_s = 0
+        self.figures = Call(self._figures)
+
+    def _figures(self):
+        if self.state == "died":
+            raise Died
+        self.looks += 1
+        self.busy_s += self.state == "busy"
+        return {
+            **{"pid": self.number, "looked_s": self.looks, "busy_s": self.busy_s},
+            **{"rss_bytes": 2**20, "tokens": 0},
+        }
+
+
+class Plane:
+    """A supervisor over one source, and what it told the planner."""
+
+    def __init__(self, monkeypatch, setup):
+        self.loaders, self.killed, self.serves = [], [], None
+        fake_ray = SimpleNamespace(get=self._get, wait=self._wait, kill=self._kill)
+        monkeypatch.setattr(supervisor, "ray", fake_ray)
+        monkeypatch.setattr(supervisor, "start_loader", self._start)
+        monkeypatch.setattr(supervisor, "_JUDGE_S", 0.0)
+        planner = SimpleNamespace(
+            setups=Call(lambda: {"train": to_plain(setup)}),
+            figures=Call(lambda: {"epoch": 1}),
+            serve=Call(self._serve),
+        )
+        self._supervisor = supervisor.Supervisor("plane", planner)
+
+    def look(self, times=1, behind=frozenset()):
+        for _ in range(times):
+            self._supervisor.look(1, {"train": set(behind)})
+        return self.serves
+
+    def _serve(self, split, loaders, num_serving):
+        assert split == "train"
+        numbers = [int(name.rpartition("-")[2]) for name in loaders["web"]]
+        self.serves = numbers, num_serving["web"]
+
+    def _start(self, plane, setup, source, number):
+        self.loaders.append(Loader(number))
+        return self.loaders[-1]
+
+    def _kill(self, loader, no_restart):
+        self.killed.append(loader.number)
+
+    def _get(self, asked, timeout=None):
+        return asked.value()
+
+    def _wait(self, asked, num_returns, timeout):
+        opening = {id(one) for one in asked if self._opens(one)}
+        return [one for one in asked if id(one) not in opening], []
+
+    def _opens(self, asked):
+        try:
+            loader = asked.value.__closure__[1].cell_contents.answer.__self__
+        except (AttributeError, ValueError):
+            return False
+        return loader.state == "opens"
+
+
+@pytest.fixture
+def plane(tmp_path, monkeypatch):
+    path = data_file(write_sources(tmp_path, ("web",)), "", ("web",))
+
+    def made(**loaders):
+        setup, _ = setup_of(path, 1, **loaders)
+        return Plane(monkeypatch, setup)
+
+    return made
+
+
+def test_a_loader_serves_once_it_has_opened_its_source(plane):
+    one = plane(min=1, max=3)
+    assert one.look() == ([0], 1)  # somebody must be asked
+    one.loaders[0].state = "busy"
+    assert one.look(5) == ([0, 1], 1)
+    assert one.look(9) == ([0, 1], 1)  # however long it opens, and no third one meanwhile
+    one.loaders[1].state = "busy"
+    assert one.look() == ([0, 1], 2)
+    assert one.killed == []
+
+
+def test_looks_may_be_more_frequent_than_decisions(plane, monkeypatch):
+    one = plane(min=1, max=3)
+    one.look()
+    one.loaders[0].state = "busy"
+    one.look()
+    monkeypatch.setattr(supervisor, "_JUDGE_S", 1000.0)
+    one.look(20, behind={"web"})
+    assert len(one.loaders) == 1
+    monkeypatch.setattr(supervisor, "_JUDGE_S", 0.0)
+    one.look(2)
+    assert len(one.loaders) == 2
+
+
+def test_the_share_of_one_that_has_died_goes_to_the_others(plane):
+    one = plane(min=2, max=2, shadows=1)
+    one.look()
+    for loader in one.loaders:
+        loader.state = "works"
+    assert one.look() == ([0, 1, 2], 2)
+    one.loaders[0].state = "died"
+    assert one.look() == ([1, 2, 0], 2)
+    one.loaders[2].state = "died"
+    assert one.look() == ([1, 0, 2], 1)
+    one.loaders[0].state = "works"
+    assert one.look() == ([0, 1, 2], 2)
+
+
+def test_an_idle_source_gives_loaders_back(plane):
+    one = plane(min=1, max=3)
+    one.look()
+    for _ in range(2):
+        one.loaders[-1].state = "busy"
+        one.look(6)
+    assert len(one.loaders) == 3 and one.killed == []
+    for loader in one.loaders:
+        loader.state = "idle"
+    assert one.look(12) == ([0], 1)
+    assert one.killed == [2, 1]

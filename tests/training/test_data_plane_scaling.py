@@ -1,0 +1,139 @@
+"""A source that cannot keep up gets another loader, and gives it back; steps stay the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from megatron_hdp.data_plane.hooks import VARIABLE
+from megatron_hdp.data_plane.watching import Watcher
+from tests.support import slow_text
+from tests.support.metric_lines import lines_of
+from tests.support.plane import processes_of
+from tests.support.sources import write_sources
+from tests.training.test_data_plane import figures, run, trained
+
+pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+RUN_S = 900  # on a machine that is busy with other tests
+GROW_S, SHRINK_S = 300, 120
+MOST_STEPS = 2000
+STEPS_AFTER = 8  # more than are made ahead, so that one of them knows of fewer loaders
+TOP = [sys.executable, "-m", "megatron_hdp", "data", "top", "--once"]
+
+
+class Watching:
+    """What the first rank does in its steps: it waits for loaders to come, then for one to go."""
+
+    def __init__(self):
+        self._watcher = Watcher()
+        self._grows_until = time.monotonic() + GROW_S
+        self._shrunk_at = 0
+        self.shown, self.said = {}, ""
+        self.fewest = 0
+
+    def __call__(self, step):
+        if not self.shown:
+            serving = self._serving()
+            assert time.monotonic() < self._grows_until, f"still {serving} loaders"
+            if serving > 1:
+                self._look()
+                self._until_fewer_than(self._serving())
+                self._shrunk_at = step
+        elif step == self._shrunk_at + STEPS_AFTER:
+            os.kill(os.getpid(), signal.SIGTERM)  # the run ends after this step
+
+    def _serving(self):
+        (plane,) = self._watcher.look()["planes"].values()
+        return plane["sources"]["train"]["notes"]["serving"]
+
+    def _look(self):
+        """What a user is shown while the loaders work."""
+        texts = [
+            subprocess.run([*TOP, *more], capture_output=True, text=True, check=True).stdout
+            for more in (["--json"], [])
+        ]
+        self.shown, self.said = orjson.loads(texts[0]), texts[1]
+
+    def _until_fewer_than(self, count):
+        deadline = time.monotonic() + SHRINK_S
+        while (found := self._serving()) >= count:
+            assert time.monotonic() < deadline, f"still {found} loaders"
+            time.sleep(0.2)
+        self.fewest = found
+
+
+def scaled(arguments, temporary):
+    """Body of a rank, which decodes nothing: metrics, contents, and what was shown meanwhile."""
+    os.environ |= {
+        **{"TMPDIR": temporary, "PYTHONPATH": str(ROOT)},
+        **{VARIABLE: "tests.support.slow_text:decode_slowly", slow_text.ROW_S: "0.05"},
+    }
+    tempfile.tempdir = None
+    slow_text.refuse_to_decode()
+    watching = None
+    if os.environ["RANK"] == "0":
+        watching = Lazily(Watching)
+    found, held, log = trained(arguments, watching)
+    seen = None if watching is None else (watching.made.shown, watching.made.said)
+    return found, held, log, seen
+
+
+class Lazily:
+    """Made with the first step, when a plane runs."""
+
+    def __init__(self, make):
+        self._make = make
+        self.made = None
+
+    def __call__(self, step):
+        self.made = self.made or self._make()
+        self.made(step)
+
+
+def test_loaders_come_and_go(run_ranks, tmp_path):
+    write_sources(tmp_path, ("web",))
+    lines = [json.dumps({"text": f"{i} " * (1 + i % 20)}) for i in range(2000)]
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "data.yaml"
+    path.write_text(
+        "sources:\n"
+        "  notes: {path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte}\n"
+        "  web: {path: web/corpus}\n"
+        "schedule: [{from: 0, weights: {notes: 0.9, web: 0.1}}]\n"
+        "loaders: {min: 1, max: 3}\n"
+    )
+    metrics = tmp_path / "metrics.jsonl"
+    many = {"train_iters": MOST_STEPS, "lr_decay_iters": MOST_STEPS, "seq_length": 100}
+    local = run(tmp_path, path, **many)
+    run_ranks(1, trained, replace(local, train_iters=1), timeout_s=RUN_S)  # makes the caches
+    remote = replace(local, hdp_loaders="ray", metrics_path=metrics)
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as temporary:
+        found = run_ranks(2, scaled, remote, temporary, timeout_s=RUN_S)
+        assert processes_of(Path(temporary)) == []
+    (records, _, log, (shown, said)), _ = found
+    count = len(records)
+    assert count < MOST_STEPS, log
+
+    expected = run_ranks(2, trained, replace(local, train_iters=count), timeout_s=RUN_S)
+    for (here, held_here, *_), (there, held_there, _) in zip(found, expected, strict=True):
+        assert figures(here) == figures(there) and held_here == held_there
+
+    loaders = [one["loaders"] for one in lines_of(metrics)]
+    assert loaders == [one.loaders for one in records]
+    assert loaders[0] == 2 and max(loaders) > 2  # one of each source at first
+    assert min(loaders[-STEPS_AFTER:]) < max(loaders)
+    (plane,) = shown["planes"].values()
+    notes = plane["sources"]["train"]["notes"]
+    assert notes["serving"] > 1 and 0.5 < notes["busy_share"] <= 1.0, notes
+    print(said)
