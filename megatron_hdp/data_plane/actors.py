@@ -20,9 +20,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Position, Source, TextSource
-from megatron_hdp.data_plane.asking import Asker
+from megatron_hdp.data_plane.asking import Asker, NotOpenError
 from megatron_hdp.data_plane.hooks import run_hook
-from megatron_hdp.data_plane.names import CONTROL, NAMESPACE, constructor_of, loader_of, planner_of
+from megatron_hdp.data_plane.names import (
+    CONTROL,
+    NAMESPACE,
+    constructor_of,
+    loader_of,
+    planner_of,
+    spare_of,
+)
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import (
     Answer,
@@ -140,35 +147,63 @@ class Planner:
 
 
 class Loader:
-    """One loader of one source."""
+    """One loader of one source; a spare is told later of which."""
 
-    def __init__(self, setup: bytes, source: str) -> None:
-        """Open the source.
+    def __init__(self, setup: bytes | None = None, source: str = "") -> None:
+        """Open the source, if it is known.
 
         Args:
             setup: of the split, as JSON.
             source: name of the source.
         """
         run_hook()
-        opened = from_plain(SplitSetup, orjson.loads(setup)).alone(source, _say)
-        self._service = LoadingService(opened.sources[0])
+        self._lock = threading.Lock()
+        self._service: LoadingService | None = None
+        self._failure: Exception | None = None
+        if setup is not None:
+            self.open(setup, source)
+
+    def open(self, setup: bytes, source: str) -> None:
+        """Open a source, unless that is done; whoever asks for rows hears why it failed.
+
+        Raises:
+            ValueError: it cannot be opened.
+        """
+        with self._lock:
+            if self._service is not None:
+                return
+            try:
+                opened = from_plain(SplitSetup, orjson.loads(setup)).alone(source, _say)
+            except Exception as error:
+                self._failure = error
+                raise
+            self._service, self._failure = LoadingService(opened.sources[0]), None
 
     def load(self, wanted: Wanted) -> Loaded:
         """Return pieces of the source."""
-        return self._service.load(wanted)
+        return self._opened().load(wanted)
 
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows."""
-        return self._service.lengths(rows)
+        return self._opened().lengths(rows)
 
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
-        return self._service.num_trained(rows, starts, stops)
+        return self._opened().num_trained(rows, starts, stops)
 
-    def figures(self) -> dict[str, Any]:
-        """Return what it has done."""
+    def figures(self) -> dict[str, Any] | None:
+        """Return what it has done; None while it has no source."""
+        if self._service is None:
+            return None
         found = to_plain(self._service.figures)
         return {**found, "pid": os.getpid(), "rss_bytes": _rss_bytes(), "looked_s": time.time()}
+
+    def _opened(self) -> LoadingService:
+        if self._failure is not None:
+            raise self._failure
+        if self._service is None:
+            raise NotOpenError("it has not opened its source yet")
+        return self._service
 
 
 class Constructor:
@@ -228,6 +263,16 @@ def start_loader(plane: str, setup: SplitSetup, source: str, number: int) -> Any
     """Start one more loader of a source, on any node."""
     name = loader_of(plane, setup.split, source, number)
     return _start(Loader, name, orjson.dumps(to_plain(setup)), source, scheduling_strategy="SPREAD")
+
+
+def start_spare(plane: str, number: int) -> Any:
+    """Start a loader whose source is not known yet, on any node."""
+    return _start(Loader, spare_of(plane, number), scheduling_strategy="SPREAD")
+
+
+def open_spare(spare: Any, setup: SplitSetup, source: str) -> Any:
+    """Let a spare open a source, unless it has; return what will say whether it could."""
+    return spare.open.remote(orjson.dumps(to_plain(setup)), source)
 
 
 def start_constructor(plane: str, node: int, folder: Path, shared: Path, timeout_s: float) -> Any:

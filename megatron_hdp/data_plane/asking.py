@@ -14,7 +14,13 @@ from megatron_hdp.data_plane.roles import FencedError, Loaded, Wanted
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
 _PAUSE_S = 0.1
-_LOST = (RayActorError, FencedError)
+
+
+class NotOpenError(RuntimeError):
+    """A loader has no source yet: it was started before one was known, perhaps once more."""
+
+
+_LOST = (RayActorError, FencedError, NotOpenError)
 
 
 class Asker:

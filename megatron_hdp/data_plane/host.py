@@ -73,7 +73,7 @@ class _Host:
         self._planner: Any = None
         if self._node == 0:
             self._planner = start_planner(self._plane, self._folder, options.timeout)
-            self._supervisor = Supervisor(self._plane, self._planner)
+            self._supervisor = Supervisor(self._plane, self._planner, options.spares)
 
     def run(self, process: Any) -> None:
         """Look at everything, again and again.
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", type=int, required=True)
     add("--nodes", type=int, required=True)
     add("--address", help="of the head that the plane starts; without it RAY_ADDRESS names one")
+    add("--spares", type=int, default=0, help="loaders to start before sources are known")
     add("--timeout", type=float, required=True, help="seconds within which all must answer")
     return parser
 

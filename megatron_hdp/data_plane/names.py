@@ -21,6 +21,11 @@ def constructor_of(plane: str, node: int) -> str:
     return f"{plane}-constructor-{node}"
 
 
+def spare_of(plane: str, number: int) -> str:
+    """Return the name of a loader that was started before its source was known."""
+    return f"{plane}-loader-{number}"
+
+
 def loader_of(plane: str, split: str, source: str, number: int) -> str:
     """Return the name of one of a source's loaders."""
     return f"{plane}-loader-{split}-{source}-{number}"

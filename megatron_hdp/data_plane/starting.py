@@ -53,13 +53,16 @@ class PlanePlace:
 
 
 @contextmanager
-def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Path]:
+def node_of_plane(
+    place: PlanePlace, node: int, timeout_s: float, num_spares: int = 0
+) -> Iterator[Path]:
     """This node's part of a plane, while the block runs; the first rank of the node enters it.
 
     Args:
         place: of the plane.
         node: number of the node; 0 holds planner and head.
         timeout_s: within which planner and loaders must answer.
+        num_spares: loaders that will be wanted, which node 0 starts before anybody asks.
 
     Yields:
         The node's folder, in which the socket will be.
@@ -73,6 +76,7 @@ def node_of_plane(place: PlanePlace, node: int, timeout_s: float) -> Iterator[Pa
             *("--plane", place.name, "--timeout", str(timeout_s)),
             *("--folder", folder, "--shared", shared),
             *("--node", str(node), "--nodes", str(place.num_nodes)),
+            *("--spares", str(num_spares)),
         ]
         environment = dict(os.environ)
         for name in [one for one in environment if one.startswith("TORCHELASTIC_")]:

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_hdp.data_plane.actors import start_loader
-from megatron_hdp.data_plane.names import CONTROL, loader_of
+from megatron_hdp.data_plane.actors import open_spare, start_loader, start_spare
+from megatron_hdp.data_plane.names import CONTROL, loader_of, spare_of
 from megatron_hdp.data_plane.records import from_plain
 from megatron_hdp.data_plane.roles import Scaling, Seen
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -29,6 +29,9 @@ class _Crew:
     source: str
     actors: dict[int, Any] = field(default_factory=dict)
     """By number; the first ones serve, the rest stand by."""
+    names: dict[int, str] = field(default_factory=dict)
+    opening: dict[int, Any] = field(default_factory=dict)
+    """What spares among them were asked: to open the source."""
     figures: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """What each said last; a loader without any is being started."""
     judged: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -36,6 +39,19 @@ class _Crew:
     asked: dict[int, Any] = field(default_factory=dict)
     """What each was asked and has not answered yet."""
     next_number: int = 0
+
+    def add(self, name: str, actor: Any) -> int:
+        """Take one more; return its number."""
+        number, self.next_number = self.next_number, self.next_number + 1
+        self.actors[number], self.names[number] = actor, name
+        return number
+
+    def remove(self, number: int) -> Any:
+        """Let one go; return it."""
+        self.forget(number)
+        for kept in (self.names, self.opening, self.asked):
+            kept.pop(number, None)
+        return self.actors.pop(number)
 
     def forget(self, number: int) -> None:
         """Take back what one has said: it has died, or is no longer one of them."""
@@ -54,10 +70,18 @@ class _Crew:
 class Supervisor:
     """The loaders of one plane, all of them started by this process."""
 
-    def __init__(self, plane: str, planner: Any) -> None:
-        """Watch from now on; `look` does all the work."""
+    def __init__(self, plane: str, planner: Any, num_spares: int = 0) -> None:
+        """Watch from now on; `look` does all the work.
+
+        Args:
+            plane: its name.
+            planner: its planner.
+            num_spares: loaders that are started before anybody has said what to load.
+        """
         self._plane = plane
         self._planner = planner
+        self._num_spares = num_spares
+        self._spares: list[tuple[str, Any]] = []
         self._setups: dict[str, SplitSetup] = {}
         self._crews: dict[str, dict[str, _Crew]] = {}
         self._scaling: dict[str, Scaling] = {}
@@ -79,6 +103,8 @@ class Supervisor:
                 self._setups[split] = setup
                 self._scaling[split] = Scaling(setup.loaders, nodes)
                 self._crews[split] = {one.name: _Crew(one.name) for one in setup.spec.sources}
+        if not self._setups:
+            self._start_spares(nodes)
         epoch = self._ask_planner("figures")["epoch"]
         if epoch != self._epoch:  # another planner, which knows of nobody
             self._epoch, self._told = epoch, {}
@@ -89,6 +115,10 @@ class Supervisor:
             self._look_at(split, crews, self._behind.get(split, set()) if is_due else None)
         if is_due:
             self._judged_at, self._behind = time.monotonic(), {}
+        if self._setups:
+            self._num_spares = 0
+            while self._spares:  # sources without a document need none
+                ray.kill(self._spares.pop()[1], no_restart=True)
 
     def figures(self) -> dict[str, Any]:
         """Return what each loader said last, by split and source."""
@@ -106,7 +136,7 @@ class Supervisor:
     def _look_at(self, split: str, crews: Mapping[str, _Crew], behind: set[str] | None) -> None:
         scaling, setup = self._scaling[split], self._setups[split]
         for crew in crews.values():
-            _hear(crew)
+            _hear(crew, setup)
         if behind is not None or not scaling.wanted:
             late = behind or set()
             scaling.look({name: _seen(crew, name in late) for name, crew in crews.items()})
@@ -114,27 +144,46 @@ class Supervisor:
         for name, crew in crews.items():
             total = wanted[name] + setup.loaders.shadows
             while len(crew.actors) < total:
-                number, crew.next_number = crew.next_number, crew.next_number + 1
-                crew.actors[number] = start_loader(self._plane, setup, name, number)
+                self._man(crew, setup)
             for number in crew.order()[total:]:
-                ray.kill(crew.actors.pop(number), no_restart=True)
-                crew.forget(number)
-                crew.asked.pop(number, None)
+                ray.kill(crew.remove(number), no_restart=True)
         serving = {
-            name: tuple(loader_of(self._plane, split, name, one) for one in crew.order())
-            for name, crew in crews.items()
+            name: tuple(crew.names[one] for one in crew.order()) for name, crew in crews.items()
         }
         told = serving, {name: crew.num_serving(wanted[name]) for name, crew in crews.items()}
         if self._told.get(split) != told:
             self._ask_planner("serve", split, *told)
             self._told[split] = told
 
+    def _man(self, crew: _Crew, setup: SplitSetup) -> None:
+        """Give a source one more loader: a spare, as long as there are any."""
+        if self._spares:
+            name, spare = self._spares.pop(0)
+            number = crew.add(name, spare)
+            crew.opening[number] = open_spare(spare, setup, crew.source)
+            return
+        number = crew.next_number
+        name = loader_of(self._plane, setup.split, crew.source, number)
+        crew.add(name, start_loader(self._plane, setup, crew.source, number))
+
+    def _start_spares(self, nodes: int) -> None:
+        """Start the spares once all nodes are there, so that they are spread over them."""
+        if len(self._spares) < self._num_spares and _num_nodes() >= nodes:
+            for number in range(self._num_spares):
+                self._spares.append(
+                    (spare_of(self._plane, number), start_spare(self._plane, number))
+                )
+
     def _ask_planner(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._planner, method).options(concurrency_group=CONTROL)
         return ray.get(call.remote(*arguments), timeout=_ANSWER_S)
 
 
-def _hear(crew: _Crew) -> None:
+def _num_nodes() -> int:
+    return sum(one["Alive"] for one in ray.nodes())
+
+
+def _hear(crew: _Crew, setup: SplitSetup) -> None:
     """Ask a source's loaders what they do, and note what those say that answer at once."""
     for number, actor in crew.actors.items():
         if number not in crew.asked:
@@ -148,9 +197,17 @@ def _hear(crew: _Crew) -> None:
             continue
         del crew.asked[number]
         try:
-            crew.figures[number] = ray.get(one)
+            found = ray.get(one)
         except RayError:  # it has died; Ray starts it again
             crew.forget(number)
+            continue
+        if found is not None:
+            crew.figures[number] = found
+            continue
+        crew.forget(number)  # a spare that has not opened its source, or was started again
+        has_ended, _ = ray.wait([crew.opening[number]], timeout=0)
+        if has_ended:
+            crew.opening[number] = open_spare(crew.actors[number], setup, crew.source)
 
 
 def _seen(crew: _Crew, is_behind: bool) -> Seen:

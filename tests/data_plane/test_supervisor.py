@@ -30,7 +30,8 @@ class Call:
         return self
 
     def remote(self, *arguments):
-        return SimpleNamespace(value=lambda: self.answer(*arguments))
+        of = getattr(self.answer, "__self__", None)
+        return SimpleNamespace(value=lambda: self.answer(*arguments), of=of)
 
 
 class Loader:
@@ -45,6 +46,8 @@ class Loader:
     def _figures(self):
         if self.state == "died":
             raise Died
+        if self.state == "spare":
+            return None
         self.looks += 1
         self.busy_s += self.state == "busy"
         return {
@@ -56,18 +59,22 @@ class Loader:
 class Plane:
     """A supervisor over one source, and what it told the planner."""
 
-    def __init__(self, monkeypatch, setup):
-        self.loaders, self.killed, self.serves = [], [], None
+    def __init__(self, monkeypatch, setup, spares=0, nodes=1):
+        self.loaders, self.killed, self.opened, self.serves = [], [], [], None
+        self.is_known, self.nodes = True, nodes
         fake_ray = SimpleNamespace(get=self._get, wait=self._wait, kill=self._kill)
+        fake_ray.nodes = lambda: [{"Alive": number < self.nodes} for number in range(9)]
         monkeypatch.setattr(supervisor, "ray", fake_ray)
         monkeypatch.setattr(supervisor, "start_loader", self._start)
+        monkeypatch.setattr(supervisor, "start_spare", self._start_spare)
+        monkeypatch.setattr(supervisor, "open_spare", self._open_spare)
         monkeypatch.setattr(supervisor, "_JUDGE_S", 0.0)
         planner = SimpleNamespace(
-            setups=Call(lambda: {"train": to_plain(setup)}),
+            setups=Call(lambda: {"train": to_plain(setup)} if self.is_known else {}),
             figures=Call(lambda: {"epoch": 1}),
             serve=Call(self._serve),
         )
-        self._supervisor = supervisor.Supervisor("plane", planner)
+        self._supervisor = supervisor.Supervisor("plane", planner, spares)
 
     def look(self, times=1, behind=frozenset()):
         for _ in range(times):
@@ -83,31 +90,37 @@ class Plane:
         self.loaders.append(Loader(number))
         return self.loaders[-1]
 
+    def _start_spare(self, plane, number):
+        loader = self._start(plane, None, "", number)
+        loader.state = "spare"
+        return loader
+
+    def _open_spare(self, loader, setup, source):
+        assert source == "web"
+        self.opened.append(loader.number)
+        return SimpleNamespace(value=lambda: None, of=None)
+
     def _kill(self, loader, no_restart):
         self.killed.append(loader.number)
 
     def _get(self, asked, timeout=None):
         return asked.value()
 
-    def _wait(self, asked, num_returns, timeout):
+    def _wait(self, asked, num_returns=1, timeout=None):
         opening = {id(one) for one in asked if self._opens(one)}
         return [one for one in asked if id(one) not in opening], []
 
     def _opens(self, asked):
-        try:
-            loader = asked.value.__closure__[1].cell_contents.answer.__self__
-        except (AttributeError, ValueError):
-            return False
-        return loader.state == "opens"
+        return isinstance(asked.of, Loader) and asked.of.state == "opens"
 
 
 @pytest.fixture
 def plane(tmp_path, monkeypatch):
     path = data_file(write_sources(tmp_path, ("web",)), "", ("web",))
 
-    def made(**loaders):
+    def made(spares=0, nodes=1, **loaders):
         setup, _ = setup_of(path, 1, **loaders)
-        return Plane(monkeypatch, setup)
+        return Plane(monkeypatch, setup, spares, nodes)
 
     return made
 
@@ -161,3 +174,46 @@ def test_an_idle_source_gives_loaders_back(plane):
         loader.state = "idle"
     assert one.look(12) == ([0], 1)
     assert one.killed == [2, 1]
+
+
+def test_spares_open_what_is_wanted_and_the_rest_end(plane):
+    one = plane(spares=3, min=1, max=3, shadows=1)
+    one.is_known = False
+    one.look(4)
+    assert [loader.number for loader in one.loaders] == [0, 1, 2] and one.opened == []
+    one.is_known = True
+    one.look()
+    assert (one.opened, one.killed) == ([0, 1], [2])
+    for loader in one.loaders[:2]:
+        loader.state = "works"
+    assert one.look() == ([0, 1], 1)
+    one.loaders[1].state = "busy"
+    one.loaders[0].state = "busy"
+    one.look(6)
+    assert len(one.loaders) == 4  # started for the source, as without spares
+
+
+def test_a_spare_that_was_started_again_opens_its_source_again(plane):
+    one = plane(spares=1, min=1, max=1)
+    one.is_known = False
+    one.look()
+    one.is_known = True
+    one.look()
+    one.loaders[0].state = "works"
+    one.look()
+    one.loaders[0].state = "died"
+    one.look(2)
+    assert one.opened == [0]
+    one.loaders[0].state = "spare"
+    one.look()
+    assert one.opened == [0, 0]
+
+
+def test_spares_wait_for_the_nodes(plane):
+    one = plane(spares=2, nodes=0)
+    one.is_known = False
+    one.look(3)
+    assert one.loaders == []
+    one.nodes = 1
+    one.look(3)
+    assert len(one.loaders) == 2

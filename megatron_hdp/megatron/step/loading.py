@@ -19,9 +19,10 @@ from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step.data import tokenizer_of
+from megatron_hdp.megatron.step.data import split_specs, tokenizer_of
 
 _LOOPBACK = "127.0.0.1"
+_MOST_SPARES = 32  # of many sources, some are started when they are known
 
 
 class DataPlane:
@@ -99,7 +100,9 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     assert place is not None
     ending, folder = ExitStack(), None
     if rank == nodes.index(here):
-        part = node_of_plane(place, order.index(here), spec.timeout_s)
+        part = node_of_plane(
+            place, order.index(here), spec.timeout_s, _num_loaders(arguments, spec)
+        )
         folder = str(ending.enter_context(part))
     folders: list[str | None] = [None] * ranks
     dist.all_gather_object(folders, folder)
@@ -109,6 +112,12 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""
     say(f"data plane: {place.name} on {nodes_of_job}{joined}, its log is {mine}/log")
     return DataPlane(Path(mine), spec, ending)
+
+
+def _num_loaders(arguments: TrainingArguments, spec: LoadersSpec) -> int:
+    """Loaders with which training begins."""
+    sources = split_specs(arguments)["train"].sources
+    return min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
 
 
 def _require_ray() -> None:
