@@ -6,6 +6,7 @@
     python scripts/bench_data_plane.py planner     # a step of 4,096 ranks and 60,000 sequences
     python scripts/bench_data_plane.py start       # until the first step
     python scripts/bench_data_plane.py recovery    # loaders that are killed
+    python scripts/bench_data_plane.py kills       # effective training time while all is killed
 
 Needs Ray. The machine's load stands above each table: times on a busy one are those of a busy one.
 """
@@ -21,6 +22,7 @@ COMMANDS = {
     "planner": "a step of many ranks and sequences",
     "start": "until the first step",
     "recovery": "loaders that are killed",
+    "kills": "effective training time while all is killed",
 }
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -23,6 +24,7 @@ from megatron_hdp.data_plane.hooks import VARIABLE
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import PlanePlace, node_of_plane
+from megatron_hdp.data_plane.status import read_status
 from megatron_hdp.planner import CostModel
 
 VOCABULARY = 50_000
@@ -142,14 +144,35 @@ def environment(**changes: str) -> Iterator[None]:
 
 
 @contextmanager
-def running_plane(timeout_s: float = 120.0) -> Iterator[Path]:
-    """A data plane of one node on this machine; yields the node's folder."""
-    with node_of_plane(PlanePlace.make("127.0.0.1", 1), 0, timeout_s) as folder:
+def running_plane(num_spares: int = 0, timeout_s: float = 120.0) -> Iterator[Path]:
+    """A data plane of one node on this machine; yields the node's folder.
+
+    Args:
+        num_spares: loaders that it starts before it is asked, as a job does.
+        timeout_s: within which planner and loaders must answer.
+    """
+    with node_of_plane(PlanePlace.make("127.0.0.1", 1), 0, timeout_s, num_spares) as folder:
         try:
             yield folder
         except BaseException:
             print((folder / "log").read_text()[-4000:], file=sys.stderr)
             raise
+
+
+def wait_until_all_serve(folder: Path, setup: SplitSetup) -> None:
+    """Return when every loader that should be there is alive and has been seen by the host."""
+    wanted = 1 + setup.loaders.shadows
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        crews = (read_status(folder) or {}).get("sources", {}).get("train", {})
+        pids = [[one.get("pid") for one in crew["loaders"]] for crew in crews.values()]
+        if pids and all(
+            len(some) == wanted and all(pid and Path(f"/proc/{pid}").exists() for pid in some)
+            for some in pids
+        ):
+            return
+        time.sleep(0.1)
+    raise TimeoutError("found too few loaders after 120 s, expected all that the data ask for")
 
 
 def hook(name: str) -> dict[str, str]:

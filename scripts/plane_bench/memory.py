@@ -88,7 +88,7 @@ def _measure(
             setup = setup_of(path, ranks=ranks, sequences=40 * ranks, loaders=loaders)
             if way == "local":
                 return _loaded(options, setup, ranks, None)
-            with running_plane() as folder:
+            with running_plane(num_spares=len(setup.spec.sources)) as folder:
                 return _loaded(options, setup, ranks, folder)
 
 

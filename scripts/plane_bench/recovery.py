@@ -20,6 +20,7 @@ from plane_bench.common import (
     running_plane,
     setup_of,
     table,
+    wait_until_all_serve,
     write_sources,
 )
 from plane_bench.hooks import BURNS, TOKEN_US
@@ -78,7 +79,7 @@ def _killed(setup: Any, folder: Path, options: Any) -> Any:
     try:
         for step in range(2 * options.kills + 1):
             if step:
-                _wait_until_all_serve(folder, setup)
+                wait_until_all_serve(folder, setup)
             began = time.perf_counter()
             for one in remote:
                 one.expect(position)
@@ -100,22 +101,6 @@ def _killed(setup: Any, folder: Path, options: Any) -> Any:
     finally:
         for one in [*remote, *local]:
             one.close()
-
-
-def _wait_until_all_serve(folder: Path, setup: Any) -> None:
-    """Return when every loader that should be there is alive and has been seen by the host."""
-    wanted = 1 + setup.loaders.shadows
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        crews = (read_status(folder) or {}).get("sources", {}).get("train", {})
-        pids = [[one.get("pid") for one in crew["loaders"]] for crew in crews.values()]
-        if pids and all(
-            len(some) == wanted and all(pid and Path(f"/proc/{pid}").exists() for pid in some)
-            for some in pids
-        ):
-            return
-        time.sleep(0.1)
-    raise TimeoutError("found too few loaders after 120 s, expected all that the data ask for")
 
 
 def _kill_one(folder: Path, choice: random.Random) -> None:

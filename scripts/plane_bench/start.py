@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def _first_step(setup, head_start_s):  # type: ignore[no-untyped-def]
     """Seconds from the host's start, and from the question, until a rank has its step."""
     started = time.perf_counter()
-    with running_plane() as folder:
+    with running_plane(num_spares=len(setup.spec.sources)) as folder:
         loaders = RayLoaders(folder / "node.sock", setup, Reader(0, VOCABULARY))
         try:
             time.sleep(max(0.0, started + head_start_s - time.perf_counter()))

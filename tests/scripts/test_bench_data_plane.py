@@ -81,3 +81,16 @@ def test_wait():
     small = ("--steps", "4", "--rounds", "1", "--documents", "100", "--sequences", "6")
     rows, text = tables("wait", *small, "--hidden-size", "16")
     assert len(rows[2:]) == 6 and "losses of all runs: same" in text
+
+
+@pytest.mark.slow
+def test_kills():
+    small = ("--seconds", "8", "--every", "2", "--documents", "100", "--token-us", "5")
+    rows, text = tables("kills", *small, "--step", "0.1")
+    assert [cells[:2] for cells in rows[2:]] == [
+        *(["none", "1"], ["loaders", "1"], ["loaders", "0"]),
+        *(["loaders, planner, constructor", "1"], ["loaders, planner, constructor", "0"]),
+    ]
+    assert all(cells[-1] == "same" for cells in rows[2:])
+    assert rows[2][2] == "0" and any(int(cells[2]) for cells in rows[3:])
+    assert len(re.findall(r"with a shadow over that without: [0-9.]+ x", text)) == 2
