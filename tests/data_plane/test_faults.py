@@ -101,6 +101,7 @@ def test_random_kills(tmp_path):
     print(f"seed {seed}")
     rng = random.Random(seed)
     with running_plane(data_file(write_sources(tmp_path)), shadows=1) as plane:
+        steps(plane)  # there are no loaders before
         for _ in range(20):
             status = plane.status()
             pids = [status["planner"]["pid"], status["constructor"]["pid"]]
