@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_hdp.megatron.checkpoint.checksums import faults_of_sizes
 
 _METADATA, _COMMON, _CONFIG = ".metadata", "common.pt", "metadata.json"
+_COMMON_KEY = "common_state"
+"""Under which newer releases, such as 0.19, hold among the tensors what was ``common.pt``."""
 
 
 class Structure:
@@ -32,11 +34,10 @@ class Structure:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self._faults = [
-            fault for read in (self._read_config, self._read_common) if (fault := read())
-        ]
-        if fault := self._read_metadata():
-            self._faults.append(fault)
+        self._keys: set[str] = set()
+        of_metadata = self._read_metadata()
+        found = (self._read_config(), self._read_common(), of_metadata)
+        self._faults = [fault for fault in found if fault]
         self.sizes = {
             name: max(offset + length for offset, length in parts)
             for name, parts in self._parts.items()
@@ -77,6 +78,8 @@ class Structure:
 
     def _read_common(self) -> str | None:
         path = self._folder / _COMMON
+        if not path.exists() and any(key.split("/")[0] == _COMMON_KEY for key in self._keys):
+            return None
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -97,6 +100,7 @@ class Structure:
                 self._parts[name].append((offset, length))
             for key, tensor in metadata.state_dict_metadata.items():
                 _require_covered(key, tensor)
+            self._keys = {str(key) for key in metadata.state_dict_metadata}
         # a damaged pickle may raise anything, and what it gave may be of any shape
         except Exception as error:
             self._parts.clear()

@@ -36,6 +36,17 @@ def test_damage_is_found_and_named(tmp_path, name, damage, with_checksums):
     assert all("found" in fault and "expected" in fault for fault in found.faults), found
 
 
+@pytest.mark.parametrize("damage", sorted(set(DAMAGE) - {"flipped"}))
+@pytest.mark.parametrize("name", [one for one in FILES if one != "common.pt"])
+def test_what_ranks_hold_alike_may_lie_among_the_tensors(tmp_path, name, damage):
+    place = save_small(tmp_path, 4, with_checksums=False, common_file=False)
+    assert not (place / "common.pt").exists() and verify(place, 4).is_good
+    DAMAGE[damage](place / name)
+    found = verify(place, 4)
+    assert found.is_good == ((name, damage) in UNSEEN)
+    assert all(name in fault or "common.pt" in fault for fault in found.faults)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"algorithm": "md5", "files": {}}', "\x00"])
 def test_a_damaged_list_of_checksums_is_named(tmp_path, text):
     place = save_small(tmp_path, 4)
