@@ -77,8 +77,8 @@ def _no_cluster(why: str) -> ConnectionError:
     found = os.environ.get("RAY_ADDRESS", "")
     return ConnectionError(
         f"RAY_ADDRESS={found!r}: found no cluster there that takes this process ({why}), expected "
-        "one that runs on this node: start it, give its token in RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH where it wants one, or unset RAY_ADDRESS"
+        "one that runs on this node, too: start it, give its token where it wants one "
+        "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN), or unset RAY_ADDRESS"
     )
 
 

@@ -29,7 +29,8 @@ RUN_S = 900  # on a machine that is busy with other tests
 GROW_S, SHRINK_S = 300, 120
 MOST_STEPS = 2000
 STEPS_AFTER = 8  # more than are made ahead, so that one of them knows of fewer loaders
-TOP = [sys.executable, "-m", "megatron_hdp", "data", "top", "--once"]
+COMMAND = "import sys; from megatron_hdp.cli.main import main; sys.exit(main())"
+TOP = [sys.executable, "-c", COMMAND, "data", "top", "--once"]
 
 
 class Watching:
@@ -59,10 +60,7 @@ class Watching:
 
     def _look(self):
         """What a user is shown while the loaders work."""
-        texts = [
-            subprocess.run([*TOP, *more], capture_output=True, text=True, check=True).stdout
-            for more in (["--json"], [])
-        ]
+        texts = [subprocess.check_output([*TOP, *more], text=True) for more in (["--json"], [])]
         self.shown, self.said = orjson.loads(texts[0]), texts[1]
 
     def _until_fewer_than(self, count):
