@@ -50,8 +50,8 @@ def connect(
                 raise _no_cluster(why) from None
             if process.poll() is not None:
                 raise RuntimeError(
-                    f"Ray on this node has ended with {process.returncode} before it was up; it "
-                    "says above why"
+                    f"Ray on this node has ended with {process.returncode} before it was up, and "
+                    "has written why to the log"
                 ) from None
             if time.monotonic() > deadline:
                 raise RuntimeError(
