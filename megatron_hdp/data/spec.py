@@ -90,4 +90,4 @@ class LoadersSpec:
     shadows: int = 0
     """Loaders of a source that stand by, opened, for one that dies."""
     timeout_s: int = 120
-    """A source that has not answered for so long has failed."""
+    """A source that has not answered for so long has failed; so has Ray that is not up by then."""

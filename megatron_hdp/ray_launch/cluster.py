@@ -126,15 +126,13 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
 
 def temporary_folder_of(process: "subprocess.Popen[bytes]") -> str:
     """The folder of temporary files of a node that `ray_node` has started."""
+    assert isinstance(process.args, list)
     (folder,) = (
-        word.partition("=")[2] for word in _words(process) if word.startswith("--temp-dir=")
+        word.removeprefix("--temp-dir=")
+        for word in map(str, process.args)
+        if word.startswith("--temp-dir=")
     )
     return folder
-
-
-def _words(process: "subprocess.Popen[bytes]") -> list[str]:
-    assert isinstance(process.args, list)
-    return [str(word) for word in process.args]
 
 
 def wait_until_head_is_gone(address: str, process: "subprocess.Popen[bytes]") -> None:

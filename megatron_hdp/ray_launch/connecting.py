@@ -50,8 +50,8 @@ def connect(
                 raise _no_cluster(why) from None
             if process.poll() is not None:
                 raise RuntimeError(
-                    f"Ray on this node has ended with {process.returncode} before it was up; it "
-                    "says above why"
+                    f"Ray on this node has ended with {process.returncode} before it was up, and "
+                    "has written why to the log"
                 ) from None
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -77,8 +77,8 @@ def _no_cluster(why: str) -> ConnectionError:
     found = os.environ.get("RAY_ADDRESS", "")
     return ConnectionError(
         f"RAY_ADDRESS={found!r}: found no cluster there that takes this process ({why}), expected "
-        "one that runs on this node: start it, give its token in RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH where it wants one, or unset RAY_ADDRESS"
+        "one that runs on this node, too: start it, give its token where it wants one "
+        "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN), or unset RAY_ADDRESS"
     )
 
 

@@ -6,6 +6,7 @@ MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
 CHECKPOINT = "tests/training/test_checkpoint.py::"
 PLANE = "tests/data_plane/test_faults.py::"
+NODES = "tests/training/test_data_plane_two_nodes.py::"
 RUN_FOLDER = "tests/megatron/checkpoint/test_run_folder.py::"
 
 SHOWN_BY = {
@@ -87,6 +88,7 @@ SHOWN_BY = {
     ),
     "the data plane of a node is lost: its host, or Ray": (
         f"{PLANE}test_what_never_comes_back_is_told_at_once",
+        f"{NODES}test_a_node_is_lost_and_the_run_goes_on_without_it",
     ),
     "a source gives the data plane no tokens for `timeout-s`": (
         "tests/data_plane/test_asking.py::test_when_all_are_dead_the_source_is_named",

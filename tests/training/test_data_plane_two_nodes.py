@@ -63,6 +63,7 @@ def test_a_node_is_lost_and_the_run_goes_on_without_it(folder, victim):
         agents[0].wait_for(" iteration        5/", RUN_S)
         assert "on 2 nodes, its log is" in agents[0].text()
         hosts = [one_of(one, "megatron_hdp.data_plane.host").cmdline() for one in agents]
+        assert all(one_of(one, "Constructor") for one in agents)  # each on a Ray of its own
         folders = [Path(words[words.index("--folder") + 1]) for words in hosts]
         one_of(agents[1], victim).kill()
         deadline = time.monotonic() + END_S

@@ -150,10 +150,15 @@ class NodeClient:
             self._connection = None
 
     def _lost(self, what: str, begun: float, reason: str) -> DataPlaneLost:
-        return DataPlaneLost(
+        found = (
             f"{self.path}: asked the node's data plane for {what} and found no answer within "
-            f"{time.monotonic() - begun:.1f} s ({reason}), expected one: look for why it ended or "
-            "stands still in its log, and start the job again; it goes on from its checkpoint"
+            f"{time.monotonic() - begun:.1f} s"
+        )
+        if ", expected " in reason:  # it knows the remedy
+            return DataPlaneLost(f"{found}: {reason}")
+        return DataPlaneLost(
+            f"{found} ({reason}), expected one: look for why it ended or stands still in its log, "
+            "and start the job again; it goes on from its checkpoint"
         )
 
 

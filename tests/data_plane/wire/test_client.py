@@ -204,3 +204,13 @@ def test_a_client_of_a_server_that_talks_nonsense_gives_up(path, fault):
         thread.start()
         with client_of(path) as client, pytest.raises(DataPlaneLost, match="plane for 'get'"):
             client.call({"request": "get"}, 0.5)
+
+
+def test_a_remedy_that_is_known_is_the_only_one(path):
+    why = "found no cluster, expected one: start it"
+    with pytest.raises(DataPlaneLost, match=f"answer within .* s: {why}$"):
+        NodeClient(path, 60.0, why_lost=lambda: why)
+    with pytest.raises(
+        DataPlaneLost, match=r"\(it has ended\), expected one: look .* start the job"
+    ):
+        NodeClient(path, 60.0, why_lost=lambda: "it has ended")
