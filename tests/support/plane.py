@@ -103,7 +103,9 @@ def running_plane(path, num_ranks=4, timeout_s=60.0, **loaders):
     """A plane over the training split of a file of --hdp-data; nothing of it is left behind."""
     setup, corpus = setup_of(path, num_ranks, **loaders)
     place = PlanePlace.make("127.0.0.1", 1)
-    with node_of_plane(place, 0, timeout_s) as folder:
+    spec = setup.loaders
+    num_spares = len(setup.spec.sources) * (spec.min + spec.shadows)
+    with node_of_plane(place, 0, timeout_s, num_spares) as folder:
         plane = RunningPlane(folder, setup, corpus)
         try:
             yield plane
