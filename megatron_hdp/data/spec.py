@@ -6,6 +6,8 @@ FORMATS = ("auto", "tokens", "text", "chat")
 TRAIN_ON = ("assistant", "last", "all")
 BACKENDS = ("local", "ray")
 TOKENISE = ("ahead", "on-the-fly")
+GO_ON_WITHOUT = "go-on-without"
+ON_FAILURE = ("error", GO_ON_WITHOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,14 @@ class SourceSpec:
     bad_limit: float = 0.0
     """Greatest share of bad documents; beyond it preparing the source is an error, or where text is
     tokenised on the fly the run ends."""
+    on_failure: str = "error"
+    """What happens when the data plane finds that the source does not answer or cannot be read: the
+    run ends with ``error``, or it goes on without the source (``go-on-without``)."""
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a run goes on without it."""
+        return self.on_failure == GO_ON_WITHOUT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,10 +100,19 @@ class Planner:
         """Return the shares of some ranks; see `PlanningService.answer`."""
         return self._services[split].answer(Position.from_record(position), ranks)
 
+    def go_on_without(self, split: str, source: str, why: str) -> None:
+        """Draw nothing more of a source that has failed; see `PlanningService.go_on_without`."""
+        self._services[split].go_on_without(source, why)
+
     def figures(self) -> dict[str, Any]:
         """Return what is known of it, for `megatron-hdp data top`."""
         ahead = {name: one.num_ahead for name, one in self._services.items()}
-        return {"epoch": self._journal.epoch, "steps_ahead": ahead, "pid": os.getpid()}
+        return {
+            "epoch": self._journal.epoch,
+            "steps_ahead": ahead,
+            "failed": {name: one.failed for name, one in self._services.items()},
+            "pid": os.getpid(),
+        }
 
     def _open(self, setup: SplitSetup) -> None:
         service = PlanningService(
@@ -235,15 +244,22 @@ class _Others(Asker):
     def __init__(self, plane: str, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self._planner = planner_of(plane)
+        self._planning_s: dict[str, float] = {}
 
     def configure(self, setup: SplitSetup) -> None:
         self.ask(self._planner, "configure", to_plain(setup), group=CONTROL)
+        self._planning_s[setup.split] = self.timeout_s * setup.planning_waits
+
+    def go_on_without(self, split: str, source: str, why: str) -> None:
+        self.ask(self._planner, "go_on_without", split, source, why, group=CONTROL)
 
     def plan(self, split: str, position: Position, ranks: Sequence[int]) -> Answer:
         arguments = split, position.to_record(), list(ranks)
         deadline = time.monotonic() + self.timeout_s
         while True:
-            found: Answer = self.ask(self._planner, "answer", *arguments)
+            found: Answer = self.ask(
+                self._planner, "answer", *arguments, timeout_s=self._planning_s[split]
+            )
             if found.loaders:
                 return found
             if time.monotonic() > deadline:

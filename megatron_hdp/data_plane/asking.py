@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_hdp.data_plane.names import NAMESPACE
-from megatron_hdp.data_plane.roles import FencedError, Loaded, Wanted
+from megatron_hdp.data_plane.roles import FencedError, Loaded, SourceSilent, Wanted
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
 _PAUSE_S = 0.1
@@ -21,6 +21,29 @@ class NotOpenError(RuntimeError):
 
 
 _LOST = (RayActorError, FencedError, NotOpenError)
+
+
+class SourceLost(DataPlaneLost, SourceSilent):
+    """No loader of a source has answered in time.
+
+    Attributes:
+        source: its name.
+        why: which loader failed last, and how.
+    """
+
+    def __init__(self, source: str, timeout_s: float, why: str) -> None:
+        """Name the source, for how long it was asked, and why in vain."""
+        super().__init__(
+            f"source '{source}' gave no tokens within {timeout_s:.0f} s ({why}): look at its "
+            "files and their disk, or raise timeout-s of loaders in the file of --hdp-data"
+        )
+        self._all = source, timeout_s, why
+        self.source = source
+        self.why = f"no tokens within {timeout_s:.0f} s: {why}"
+
+    def __reduce__(self) -> tuple[type[SourceLost], tuple[str, float, str]]:
+        """Pickle what it was made of: a planner's travels to a constructor."""
+        return SourceLost, self._all
 
 
 class Asker:
@@ -43,14 +66,29 @@ class Asker:
         self.num_takeovers = 0
         self.longest_takeover_s = 0.0
 
-    def ask(self, name: str, method: str, *arguments: Any, group: str | None = None) -> Any:
+    def ask(
+        self,
+        name: str,
+        method: str,
+        *arguments: Any,
+        group: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
         """Return what a method of an actor returns; an actor that has died is waited for.
+
+        Args:
+            name: of the actor.
+            method: of it.
+            arguments: of the method.
+            group: concurrency group of the actor that answers.
+            timeout_s: another time limit than usual.
 
         Raises:
             DataPlaneLost: it does not answer in time.
             ValueError: what it says of the question.
         """
-        deadline, why = time.monotonic() + self.timeout_s, "it does not answer"
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline, why = time.monotonic() + timeout_s, "it does not answer"
         while time.monotonic() < deadline:
             try:
                 call = getattr(self._find(name), method)
@@ -64,7 +102,7 @@ class Asker:
                 why = str(error).splitlines()[0]
                 time.sleep(_PAUSE_S)
         raise DataPlaneLost(
-            f"{name} of the data plane gave no answer to '{method}' within {self.timeout_s:.0f} s "
+            f"{name} of the data plane gave no answer to '{method}' within {timeout_s:.0f} s "
             f"({why})"
         )
 
@@ -79,7 +117,7 @@ class Asker:
         """Return what a method of a source's loaders returns, of the first one that answers.
 
         Raises:
-            DataPlaneLost: none does in time.
+            SourceLost: none does in time.
             ValueError: what the loader says of the data.
         """
         began = time.monotonic()
@@ -105,10 +143,7 @@ class Asker:
                     self.longest_takeover_s = max(self.longest_takeover_s, took_s)
                 return answer
             time.sleep(_PAUSE_S)
-        raise DataPlaneLost(
-            f"source '{source}' gave no tokens within {self.timeout_s:.0f} s ({why}): look at its "
-            "files and their disk, or raise timeout-s of loaders in the file of --hdp-data"
-        )
+        raise SourceLost(source, self.timeout_s, why)
 
 
 def _actor(name: str) -> Any:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class _Host:
         )
         self._waited_for: dict[tuple[int, str, str], int] = {}
         self._trouble = ""  # what was said last, so that it is said once
+        self._failed: set[tuple[str, str]] = set()
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
         if self._node == 0:
@@ -97,6 +98,7 @@ class _Host:
                 self._supervisor.look(self._nodes, self._behind())
                 call = self._planner.figures.options(concurrency_group=CONTROL)
                 found["planner"] = ray.get(call.remote(), timeout=_ANSWER_S)
+                self._tell_what_failed(found["planner"]["failed"])
                 found["sources"] = self._supervisor.figures()
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)
@@ -106,6 +108,15 @@ class _Host:
             if trouble != self._trouble:
                 print(f"data plane: node {self._node}: {trouble}", file=sys.stderr, flush=True)
             self._trouble = trouble
+
+    def _tell_what_failed(self, failed: Mapping[str, Mapping[str, str]]) -> None:
+        """Log once, by split, each source that the planner goes on without."""
+        for split, sources in failed.items():
+            for source, why in sources.items():
+                if (split, source) not in self._failed:
+                    self._failed.add((split, source))
+                    line = f"data plane: {split} goes on without source '{source}': {why}"
+                    print(line, file=sys.stderr, flush=True)
 
     def _behind(self) -> dict[str, set[str]]:
         """For each split, sources that a rank of any node has waited for since the last time."""

@@ -91,7 +91,7 @@ class RayLoaders:
         return unpack(header_of(mapped), mapped)
 
     def _connected(self) -> tuple[NodeClient, float]:
-        timeout_s = self._setup.loaders.timeout_s + _SPARE_S
+        timeout_s = self._setup.loaders.timeout_s * self._setup.making_waits + _SPARE_S
         if self._client is None:
             hello = {
                 "request": "hello",

@@ -34,6 +34,9 @@ class Others(Protocol):
     def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
         """Return pieces of a source."""
 
+    def go_on_without(self, split: str, source: str, why: str) -> None:
+        """Tell the planner of a source that has failed."""
+
 
 @dataclass(frozen=True)
 class _Split:
@@ -141,6 +144,8 @@ class NodeService:
                 self._lay_out,
                 self._segments.remove,
                 steps_ahead=setup.loaders.steps_ahead,
+                may_fail=[one.name for one in setup.spec.sources if one.may_fail],
+                tell_planner=partial(self._others.go_on_without, setup.split),
             )
             if found is not None:
                 found.service.close()
@@ -148,23 +153,25 @@ class NodeService:
             return made
 
     def _expect(self, client: ClientRecord, request: Message) -> Message:
-        self._of(client).expect(Position.from_record(request["position"]))
+        self._of(client).service.expect(Position.from_record(request["position"]))
         return {}
 
     def _get(self, client: ClientRecord, request: Message) -> Message:
-        service = self._of(client)
+        split = self._of(client)
+        service = split.service
         position = Position.from_record(request["position"])
-        segment = service.get(position, client.facts["reader"], self._timeout_s + _SPARE_S)
+        limit_s = self._timeout_s * split.setup.making_waits + _SPARE_S
+        segment = service.get(position, client.facts["reader"], limit_s)
         return {
             "segment": segment,
             "steps_ahead": service.num_ahead,
             "loaders": service.num_loaders,
         }
 
-    def _of(self, client: ClientRecord) -> ConstructingService[str]:
+    def _of(self, client: ClientRecord) -> _Split:
         if not client.facts:
             raise ValueError("found a request without a hello before it, expected one")
-        return self._splits[client.facts["split"]].service
+        return self._splits[client.facts["split"]]
 
     def _lay_out(self, step: RankStep) -> str:
         packed = pack(step)

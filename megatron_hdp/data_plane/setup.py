@@ -26,6 +26,20 @@ class SplitSetup:
     orders: Mapping[str, SourceOrder]
     loaders: LoadersSpec
 
+    @property
+    def planning_waits(self) -> int:
+        """How many times the time limit the planner may need, should sources fail one by one.
+
+        That is those that say how long their rows are, and that the run goes on without.
+        """
+        sources = self.spec.sources
+        return 1 + sum(one.tokenise == "on-the-fly" and one.may_fail for one in sources)
+
+    @property
+    def making_waits(self) -> int:
+        """The same of a step that is planned and whose tokens are loaded."""
+        return self.planning_waits + any(one.may_fail for one in self.spec.sources)
+
     def planner(
         self, say: Callable[[str], None], publish: Callable[[Source], Source]
     ) -> StepPlanner:

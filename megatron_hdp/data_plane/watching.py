@@ -58,10 +58,15 @@ class Watcher:
         plane = planes.setdefault(name, {"planner": None, "sources": {}, "nodes": {}})
         if "planner" in status:  # the first node's
             planner = status["planner"]
+            failed = planner.get("failed", {})  # another release's may say nothing of it
             plane["planner"] = {"epoch": planner["epoch"], "steps_ahead": planner["steps_ahead"]}
             plane["sources"] = {
                 split: {
-                    source: self._source(name, split, source, one) for source, one in its.items()
+                    source: {
+                        "failed": failed.get(split, {}).get(source),
+                        **self._source(name, split, source, one),
+                    }
+                    for source, one in its.items()
                 }
                 for split, its in status["sources"].items()
             }

@@ -1,5 +1,6 @@
 """A constructor's questions: another loader when one dies or hangs, one message when all have."""
 
+import pickle
 import time
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ pytest.importorskip("ray")
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_hdp.data_plane import asking
-from megatron_hdp.data_plane.asking import Asker
-from megatron_hdp.data_plane.roles import FencedError
+from megatron_hdp.data_plane.asking import Asker, SourceLost
+from megatron_hdp.data_plane.roles import FAILURES, FencedError, why_of
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
 DEAD = RayActorError()
@@ -112,6 +113,27 @@ def test_when_all_hang_who_did_is_named(plane):
     asker = plane(timeout_s=1.0, a=Actor(HANGS), b=Actor(HANGS))
     with pytest.raises(DataPlaneLost, match=r"within 1 s \(b has not answered for 0 s\)|\(b has"):
         asker.load("web", ("a", "b"), "wanted")
+
+
+def test_a_silent_source_is_told_from_a_lost_planner(plane):
+    asker = plane(timeout_s=0.3, a=Actor(DEAD))
+    with pytest.raises(SourceLost) as caught:
+        asker.load("web", ("a",), "wanted")
+    assert caught.value.source == "web"
+    assert why_of(caught.value).startswith("no tokens within 0 s: The actor experienced an error")
+    again = pickle.loads(pickle.dumps(caught.value))  # a planner's travels to a constructor
+    assert (again.source, str(again)) == ("web", str(caught.value))
+    assert isinstance(again, FAILURES)
+    with pytest.raises(DataPlaneLost) as caught:
+        asker.ask("planner", "answer")
+    assert not isinstance(caught.value, FAILURES)
+
+
+def test_another_time_limit_holds_for_one_question(plane):
+    began = time.monotonic()
+    with pytest.raises(DataPlaneLost, match="within 0 s"):
+        plane(timeout_s=60.0, planner=Actor(HANGS)).ask("planner", "answer", timeout_s=0.2)
+    assert time.monotonic() - began < 5
 
 
 def test_a_source_without_loaders_is_named(plane):

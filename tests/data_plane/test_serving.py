@@ -32,6 +32,7 @@ class FakeOthers:
 
     def __init__(self, services):
         self.setups, self.planners, self.load = [], {}, Loaders(services)
+        self.failed = []
 
     def configure(self, setup):
         self.setups.append(setup)
@@ -39,6 +40,9 @@ class FakeOthers:
 
     def plan(self, split, position, ranks):
         return self.planners[split](position, ranks)
+
+    def go_on_without(self, split, source, why):
+        self.failed.append((split, source, why))
 
 
 @pytest.fixture
@@ -225,6 +229,38 @@ def test_what_the_loaders_say_of_the_data_reaches_the_rank(ranks, others):
     others.load = changed
     with pytest.raises(ValueError, match=r"corpus\.bin has changed"):
         ranks(Reader(0, V)).get(Position())
+
+
+def test_a_source_that_the_run_goes_on_without_ends_nothing(ranks, setup, others):
+    """The step comes without its tokens, and the planner hears of it."""
+
+    def gone(source, loaders, wanted):
+        if source == "web":
+            raise FileNotFoundError(2, "No such file", "web.bin")
+        return real(source, loaders, wanted)
+
+    sources = [replace(one, on_failure="go-on-without") for one in setup.spec.sources]
+    real, others.load = others.load, gone
+    of = replace(setup, spec=replace(setup.spec, sources=tuple(sources)))
+    (lost,) = ranks(Reader(0, V), of=of).get(Position()).lost
+    assert (lost.name, lost.why) == ("web", "[Errno 2] No such file: 'web.bin'")
+    assert others.failed[0] == ("train", "web", lost.why)
+
+
+def test_who_waits_for_sources_that_may_fail_waits_longer(setup):
+    """Each that says how long its rows are may hang while a step is planned."""
+
+    def waits(*policies):
+        sources = tuple(
+            replace(one, on_failure=policy, tokenise=tokenise)
+            for one, (policy, tokenise) in zip(setup.spec.sources, policies, strict=False)
+        )
+        found = replace(setup, spec=replace(setup.spec, sources=sources))
+        return found.planning_waits, found.making_waits
+
+    assert waits(("error", "ahead"), ("error", "on-the-fly")) == (1, 1)
+    assert waits(("go-on-without", "ahead"), ("error", "on-the-fly")) == (1, 2)
+    assert waits(*[("go-on-without", "on-the-fly")] * 2) == (3, 4)
 
 
 @pytest.mark.parametrize("when", ["plan", "load"])

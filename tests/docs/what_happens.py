@@ -94,6 +94,10 @@ SHOWN_BY = {
         "tests/data_plane/test_asking.py::test_when_all_are_dead_the_source_is_named",
         "tests/data_plane/test_asking.py::test_when_all_hang_who_did_is_named",
     ),
+    "the same, or its file changes or is gone, with `on-failure: go-on-without`": (
+        "tests/training/test_data_plane_without.py::test_a_source_that_hangs",
+        "tests/data_plane/roles/test_failures.py::test_one_node_cannot_read_and_both_go_on_without",
+    ),
     "a `.bin` is cut while training reads it": (
         "tests/training/test_changed_data.py::test_a_bin_that_is_cut_ends_the_run_with_its_name",
     ),

@@ -25,9 +25,9 @@ LENGTHS = {
 WEIGHTS = "schedule: [{from: 0, weights: {web: 0.5, chat: 0.2, code: 0.3}}]"
 
 
-def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS):
+def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
     """Write sources and the file that names them; every other piece of four tokens of the
-    conversations is trained."""
+    conversations is trained. `keys` are what a source has besides its path, as YAML."""
     for number, (name, documents) in enumerate(lengths.items()):
         rng = np.random.default_rng([seed, number])
         (folder / name).mkdir(exist_ok=True)
@@ -39,7 +39,8 @@ def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS):
                 for length in documents:
                     starts = np.arange(4, length, 8)
                     writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
-    lines = [f"  {name}: {{path: {name}/corpus}}" for name in lengths]
+    keys = {name: f", {text}" for name, text in (keys or {}).items()}
+    lines = [f"  {name}: {{path: {name}/corpus{keys.get(name, '')}}}" for name in lengths]
     path = folder / "data.yaml"
     path.write_text("\n".join(["sources:", *lines, more, ""]))
     return path

@@ -77,7 +77,8 @@ def _source_rows(splits: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             *(split, source),
-            *(str(one[name]) for name in ("serving", "standing_by", "being_started")),
+            "failed" if one["failed"] else str(one["serving"]),
+            *(str(one[name]) for name in ("standing_by", "being_started")),
             "-" if one["busy_share"] is None else f"{one['busy_share']:.0%}",
             "-" if one["tokens_per_s"] is None else short(one["tokens_per_s"]),
             f"{one['rss_mb']:,.0f}",

@@ -16,6 +16,7 @@ from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
 from megatron_hdp.data.spec import (
     BACKENDS,
     FORMATS,
+    ON_FAILURE,
     TOKENISE,
     TRAIN_ON,
     LoadersSpec,
@@ -32,6 +33,7 @@ _CHOICES = {
     "format": FORMATS,
     "train_on": TRAIN_ON,
     "tokenise": TOKENISE,
+    "on_failure": ON_FAILURE,
     "long_sequence": ("error", "truncate", "split"),
     "backend": BACKENDS,
 }

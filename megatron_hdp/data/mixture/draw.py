@@ -92,7 +92,9 @@ class Mixture:
         """Return whether a step that begins at a position would have no sequence."""
         weights = self.schedule.at(position).weights if weights is None else weights
         return all(
-            not weight or one.stream.has_ended(position.of(one.name).rows)
+            not weight
+            or one.name in position.without
+            or one.stream.has_ended(position.of(one.name).rows)
             for weight, one in zip(weights, self.sources, strict=True)
         )
 
@@ -155,11 +157,14 @@ class _Draw:
         return self._finished()
 
     def _live(self, weights: Sequence[float]) -> list[float]:
-        """Return weights without those of sources that have ended, whose share the others get."""
-        streams = [one.stream for one in self._mixture.sources]
+        """Return weights without those of sources that have ended, whose share the others get.
+
+        One that has failed is not even asked whether it has ended.
+        """
+        without = self._position.without
         live = [
-            0.0 if stream.has_ended(drawn.rows) else weight
-            for weight, stream, drawn in zip(weights, streams, self._drawn, strict=True)
+            0.0 if one.name in without or one.stream.has_ended(drawn.rows) else weight
+            for weight, one, drawn in zip(weights, self._mixture.sources, self._drawn, strict=True)
         ]
         total = sum(live)
         return [weight / total for weight in live] if total else live
@@ -237,6 +242,7 @@ class _Draw:
             tokens=before.tokens + int(columns["lengths"].sum()),
             sources=records,
             losses=before.losses,
+            without=before.without,
         )
         return Step(
             sources=order,

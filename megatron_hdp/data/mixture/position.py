@@ -36,6 +36,8 @@ class Position:
     """By name. A source that was taken out of the run keeps its record: it may come back."""
     losses: SeenLosses | None = None
     """Of steps before; None where the mixture does not follow them."""
+    without: tuple[str, ...] = ()
+    """Sources that have failed: nothing more is drawn of them, as if they had ended."""
 
     def of(self, name: str) -> Drawn:
         """Return the record of a source; nothing is drawn of one that has none."""
@@ -55,7 +57,7 @@ class Position:
             (name, one.rows, one.offset, one.amount, one.owed)
             for name, one in sorted(self.sources.items())
         )
-        return self.steps, self.sequences, self.tokens, *drawn
+        return self.steps, self.sequences, self.tokens, self.without, *drawn
 
     def to_record(self) -> dict[str, Any]:
         """Return it as plain values, for a checkpoint or a file."""
@@ -68,7 +70,8 @@ class Position:
         sources = {name: Drawn(**one) for name, one in record["sources"].items()}
         losses = record.get("losses")
         losses = None if losses is None else SeenLosses.from_record(losses)
-        return cls(**{**record, "sources": sources, "losses": losses})
+        without = tuple(record.get("without", ()))  # releases before it was there knew none
+        return cls(**{**record, "sources": sources, "losses": losses, "without": without})
 
     @classmethod
     def of_one_source(
@@ -87,6 +90,8 @@ def position_of_run(
 ) -> Position:
     """Return where a run that goes on is in its data, under today's names of its sources.
 
+    Sources that had failed are tried again: each goes on where it stopped.
+
     Args:
         record: what the checkpoint holds of it; None in one of a release before mixtures, which
             drew from one source.
@@ -104,4 +109,5 @@ def position_of_run(
         found,
         sources={today.get(name, name): one for name, one in found.sources.items()},
         losses=None if found.losses is None else found.losses.renamed(today),
+        without=(),
     )

@@ -13,7 +13,7 @@ from megatron_hdp.data.steps.micro_batch import (
 from megatron_hdp.data.steps.packed_shares import PackedShares
 from megatron_hdp.data.steps.planning import StepPlanner
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed
-from megatron_hdp.data.steps.rank_step import RankStep, read_step
+from megatron_hdp.data.steps.rank_step import LostSource, RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import RankShare, StepShares
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
@@ -22,6 +22,7 @@ __all__ = [
     "Amounts",
     "Loaders",
     "LocalLoaders",
+    "LostSource",
     "PackedShares",
     "PlanSettings",
     "PlannedStep",

@@ -15,6 +15,17 @@ from megatron_hdp.data.steps.totals import StepTotals
 
 
 @dataclass(frozen=True)
+class LostSource:
+    """What a rank was not given of a source that has failed."""
+
+    name: str
+    why: str
+    ids: tuple[int, ...]
+    """Places in the step of its sequences in this rank's share: they stand in its micro-batches
+    with token 0 and without loss."""
+
+
+@dataclass(frozen=True)
 class RankStep:
     """A step as one rank runs it."""
 
@@ -22,6 +33,7 @@ class RankStep:
     share: RankShare
     micro_batches: tuple[RankMicroBatch, ...]
     """Padding included, in the order in which they run."""
+    lost: tuple[LostSource, ...] = ()
 
 
 def read_step(

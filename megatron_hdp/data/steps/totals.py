@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,20 @@ class StepTotals:
     """Of its sequences and its plan: ranks that run it compare them."""
     failure: str | None
     """Why the plan is the static one instead of the strategy's."""
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Sources that have failed and that nothing is drawn of any more, and why."""
 
     @classmethod
-    def of(cls, planned: PlannedStep, num_sources: int) -> StepTotals:
-        """Return those of a planned step."""
+    def of(
+        cls, planned: PlannedStep, num_sources: int, without: Mapping[str, str] | None = None
+    ) -> StepTotals:
+        """Return those of a planned step.
+
+        Args:
+            planned: the step.
+            num_sources: of the split.
+            without: see the field.
+        """
         step, plan = planned.step, planned.plan
         counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
         sequences = [one.tobytes() for one in (step.sources, step.rows, step.starts)]
@@ -100,6 +110,7 @@ class StepTotals:
                 "plan": plan.fingerprint(),
             },
             failure=planned.failure,
+            without=dict(without or {}),
         )
 
     def to_record(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What planner, loaders and constructors do, wherever they run: no Ray, no sockets."""
 
 from megatron_hdp.data_plane.roles.constructing import ConstructingService, ConstructorFigures
+from megatron_hdp.data_plane.roles.failures import FAILURES, SourceFailure, SourceSilent, why_of
 from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
 from megatron_hdp.data_plane.roles.loading import Loaded, LoaderFigures, LoadingService, Wanted
 from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
@@ -8,6 +9,7 @@ from megatron_hdp.data_plane.roles.published import PublishedSource
 from megatron_hdp.data_plane.roles.scaling import Scaling, Seen
 
 __all__ = [
+    "FAILURES",
     "Answer",
     "ConstructingService",
     "ConstructorFigures",
@@ -21,5 +23,8 @@ __all__ = [
     "PublishedSource",
     "Scaling",
     "Seen",
+    "SourceFailure",
+    "SourceSilent",
     "Wanted",
+    "why_of",
 ]

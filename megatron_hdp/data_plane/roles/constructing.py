@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Position
-from megatron_hdp.data.steps import Pieces, RankStep, Reader, pieces_of, read_step
+from megatron_hdp.data.steps import Pieces, RankStep, Reader, pieces_of
+from megatron_hdp.data_plane.roles.failures import FAILURES, why_of
+from megatron_hdp.data_plane.roles.fetched import Fetched
 from megatron_hdp.data_plane.roles.loading import Loaded, Wanted, turns_of
 from megatron_hdp.data_plane.roles.planning import Answer
 
@@ -27,8 +27,8 @@ AskPlanner = Callable[[Position, Sequence[int]], Answer]
 AskLoader = Callable[[str, Sequence[str], Wanted], Loaded]
 """For pieces of a source, by name, of these loaders: the first, or another if that fails; blocks,
 and several threads call it."""
-
-BoolArray = npt.NDArray[np.bool_]
+TellPlanner = Callable[[str, str], None]
+"""That a source, by name, has failed, and why; may be told again."""
 
 
 class StaleAnswerError(RuntimeError):
@@ -62,6 +62,8 @@ class ConstructingService(Generic[T]):
         let_go: Callable[[T], None],
         *,
         steps_ahead: int,
+        may_fail: Collection[str] = (),
+        tell_planner: TellPlanner = lambda source, why: None,
     ) -> None:
         """Make steps by asking others.
 
@@ -72,6 +74,9 @@ class ConstructingService(Generic[T]):
             lay_out: puts a reader's step where the reader finds it.
             let_go: frees what was laid out.
             steps_ahead: steps that are made before they are asked for.
+            may_fail: names of the sources without which a run goes on: what they do not give of a
+                step is lost.
+            tell_planner: of such a source that has failed.
         """
         self._names = tuple(names)
         self._ask_planner = ask_planner
@@ -79,6 +84,10 @@ class ConstructingService(Generic[T]):
         self._lay_out = lay_out
         self._let_go = let_go
         self._steps_ahead = steps_ahead
+        self._may_fail = frozenset(may_fail)
+        self._tell_planner = tell_planner
+        self._failed: dict[str, str] = {}
+        """Sources that were asked in vain and are asked no more, and why."""
         self._lock = threading.Lock()
         self._readers: dict[Reader, None] = {}
         self._steps: OrderedDict[tuple[object, ...], dict[Reader, Future[_Made[T]]]]
@@ -238,16 +247,18 @@ class ConstructingService(Generic[T]):
         pieces = [pieces_of(shares[rank]) for rank in ranks if rank in reading]
         planned = time.monotonic()
         fetched, slowest = self._fetch(pieces, answer)
+        for name in fetched.lost.keys() - answer.totals.without.keys():
+            self._tell_planner(name, fetched.lost[name])
         if time.monotonic() - planned < planned - began:
             slowest = None  # it was the planner that took longer
         steps = {
-            one: self._lay_out(read_step(answer.totals, shares[one.hdp_rank], one, fetched))
+            one: self._lay_out(fetched.step(answer.totals, shares[one.hdp_rank], one))
             for one in readers
         }
         self.figures.steps += 1
         return _Made(answer.totals.after, steps, slowest)
 
-    def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> tuple[_Fetched, str | None]:
+    def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> tuple[Fetched, str | None]:
         """Ask the sources' loaders for all that the node's ranks read, each piece once.
 
         Returns:
@@ -258,9 +269,13 @@ class ConstructingService(Generic[T]):
             for name in ("sources", "rows", "starts", "counts", "num_labelled")
         ]
         sources, rows = columns[:2]
+        fetched, slowest = Fetched(self._names), None
         asked: list[tuple[int, Wanted, Future[Loaded]]] = []
         for source in np.unique(sources).tolist():
             name = self._names[source]
+            if name in self._failed:
+                fetched.lost[name] = self._failed[name]
+                continue
             loaders, serving = answer.loaders[name], max(answer.num_serving[name], 1)
             turns = turns_of(rows, serving)
             for turn in range(serving):
@@ -270,10 +285,17 @@ class ConstructingService(Generic[T]):
                     order = (*loaders[turn:], *loaders[:turn])
                     future = self._fetchers.submit(self._ask_loader, name, order, wanted)
                     asked.append((source, wanted, future))
-        fetched, slowest = _Fetched(), None
         for source, wanted, future in asked:
-            slowest = slowest if future.done() else self._names[source]
-            loaded = future.result()
+            name = self._names[source]
+            is_late = not future.done()
+            try:
+                loaded = future.result()
+            except FAILURES as error:
+                if name not in self._may_fail:
+                    raise
+                fetched.lost[name] = self._failed.setdefault(name, why_of(error))
+                continue
+            slowest = name if is_late else slowest
             fetched.add(source, wanted, loaded)
             self.figures.fetched_bytes += loaded.num_bytes
             self.figures.slice_bytes += wanted.num_tokens * loaded.tokens.itemsize
@@ -288,41 +310,3 @@ class _Made(Generic[T]):
     steps: dict[Reader, T]
     slowest: str | None
     """The source whose tokens came last."""
-
-
-class _Fetched:
-    """Pieces that were fetched, as a `TokenSource`."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[tuple[int, int, int, int], Int64Array] = {}
-        self._trained: dict[tuple[int, int, int, int], BoolArray] = {}
-
-    def add(self, source: int, wanted: Wanted, loaded: Loaded) -> None:
-        """Take what a loader has answered."""
-        tokens = loaded.tokens.astype(np.int64)
-        if len(tokens) != wanted.num_tokens:
-            raise RuntimeError(
-                f"a loader sent {len(tokens):,} tokens, expected {wanted.num_tokens:,}"
-            )
-        num_labels = int(wanted.num_labelled.sum())
-        trained = np.ones(num_labels, dtype=np.bool_)
-        if loaded.trained is not None:
-            trained = np.unpackbits(loaded.trained, count=num_labels).view(np.bool_)
-        at = label_at = 0
-        for row, start, count, labelled in zip(
-            wanted.rows.tolist(),
-            wanted.starts.tolist(),
-            wanted.counts.tolist(),
-            wanted.num_labelled.tolist(),
-            strict=True,
-        ):
-            self._tokens[source, row, start, count] = tokens[at : at + count]
-            end = label_at + labelled
-            self._trained[source, row, start, start + labelled] = trained[label_at:end]
-            at, label_at = at + count, end
-
-    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
-        return self._tokens[source, row, start, count]
-
-    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
-        return self._trained[source, row, start, stop]

@@ -10,7 +10,7 @@ import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Entry:
     """Of its sequences and its plan."""
     failure: str | None
     """Why its plan is the static one instead of the strategy's."""
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Sources that it was decided without, and why."""
 
 
 class Journal:

@@ -11,7 +11,15 @@ from typing import Any
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import PackedShares, RankShare, StepPlanner, StepShares, StepTotals
+from megatron_hdp.data.steps import (
+    PackedShares,
+    PlannedStep,
+    RankShare,
+    StepPlanner,
+    StepShares,
+    StepTotals,
+)
+from megatron_hdp.data_plane.roles.failures import SourceFailure
 from megatron_hdp.data_plane.roles.journal import Entry, Journal
 
 _Key = tuple[object, ...]
@@ -53,6 +61,9 @@ class PlanningService:
     A step is a function of the position at which it begins, so any planner decides the same. The
     journal shows that it did: a step whose fingerprints are not those that were answered before is
     refused.
+
+    A source that has failed is missing in all steps that are decided from then on, by this planner
+    and by those that take over; what was decided before may run somewhere, and stays.
     """
 
     def __init__(
@@ -76,15 +87,38 @@ class PlanningService:
         self._loaders: Mapping[str, tuple[str, ...]] = {}
         self._num_serving: Mapping[str, int] = {}
         self._before: OrderedDict[_Key, Entry] = OrderedDict()
+        self._failed: dict[str, str] = {}
         for one in journal.entries():
             if one.split == split:
                 self._remember(Position.from_record(one.before), one)
+                self._failed |= one.without
 
     @property
     def num_ahead(self) -> int:
         """Steps that are decided and wait to be asked for."""
         with self._lock:
             return max(sum(one.done() for one in self._steps.values()) - 1, 0)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Sources that nothing is drawn of any more, and why."""
+        with self._lock:
+            return dict(self._failed)
+
+    def go_on_without(self, source: str, why: str) -> None:
+        """Draw nothing more of a source in steps that are not decided yet.
+
+        Raises:
+            ValueError: the source is none that a run goes on without.
+        """
+        names = [one.name for one in self._planner.corpus.spec.sources if one.may_fail]
+        if source not in names:
+            raise ValueError(
+                f"found the source '{source}', expected one with on-failure: go-on-without: "
+                f"{', '.join(names) or 'there is none'}"
+            )
+        with self._lock:
+            self._failed.setdefault(source, why)
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources."""
@@ -146,11 +180,29 @@ class PlanningService:
 
     def _decide(self, position: Position) -> _Decided:
         known = self._before.get(position.key())
+        while True:
+            try:
+                return self._decide_as(position, known)
+            except SourceFailure as failure:
+                self.go_on_without(failure.source, failure.why)
+                # One that is known cannot be made any more as it was. Should ranks run it already,
+                # they will find that their plans differ.
+                known = None
+
+    def _decide_as(self, position: Position, known: Entry | None) -> _Decided:
+        """Decide a step, as it was decided before if it is known.
+
+        Raises:
+            SourceFailure: a source does not say how long its rows are.
+        """
+        without = self.failed if known is None else dict(known.without)
+        names = tuple(sorted({*position.without, *without}))
+        begin = replace(position, without=names)
         if known is None or known.failure is None:
-            planned = self._planner.plan(position)
+            planned = self._planned(begin, without)
         else:  # ranks may run the static plan already
-            planned = self._planner.statically(position, known.failure)
-        totals = StepTotals.of(planned, len(self._planner.corpus.sources))
+            planned = self._planner.statically(begin, known.failure)
+        totals = StepTotals.of(planned, len(self._planner.corpus.sources), without)
         if known is None:
             entry = Entry(
                 split=self._split,
@@ -158,6 +210,7 @@ class PlanningService:
                 after=replace(totals.after, losses=None).to_record(),
                 fingerprints=totals.fingerprints,
                 failure=totals.failure,
+                without=without,
             )
             self._journal.append(entry)
             self._remember(position, entry)
@@ -168,6 +221,15 @@ class PlanningService:
                 "changed under the run; put back what they were"
             )
         return _Decided(totals, self._planner.shares(planned))
+
+    def _planned(self, begin: Position, without: Mapping[str, str]) -> PlannedStep:
+        try:
+            return self._planner.plan(begin)
+        except ValueError as error:
+            if not without:
+                raise
+            failed = "; ".join(f"source '{name}': {why}" for name, why in without.items())
+            raise ValueError(f"{error}. The run goes on without what failed: {failed}") from None
 
     def _remember(self, position: Position, entry: Entry) -> None:
         self._before[position.key()] = entry

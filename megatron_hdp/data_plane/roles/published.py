@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import TextSource
+from megatron_hdp.data_plane.roles.failures import FAILURES, SourceFailure, why_of
 from megatron_hdp.data_plane.roles.loading import turns_of
 
 Ask = Callable[[int, str, Sequence[Any]], Any]
@@ -61,5 +62,10 @@ class PublishedSource(TextSource):
             arguments = [column[mine] for column in (rows, *more)]
             asked.append((mine, self.askers.submit(self.ask, turn, method, arguments)))
         for mine, answer in asked:
-            found[mine] = answer.result()
+            try:
+                found[mine] = answer.result()
+            except FAILURES as error:
+                if not self.spec.may_fail:
+                    raise
+                raise SourceFailure(self.name, why_of(error)) from error
         return found

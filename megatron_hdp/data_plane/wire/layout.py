@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, RankStep, StepTotals
+from megatron_hdp.data.steps import LostSource, RankMicroBatch, RankShare, RankStep, StepTotals
 
 ALIGNMENT_BYTES = 64
 _MAGIC = b"HDPSTEP1"
@@ -69,6 +69,7 @@ def pack(step: RankStep) -> Packed:
         "totals": totals,
         "share": _record_of(step.share, arrays),
         "micro_batches": [_record_of(one, arrays) for one in step.micro_batches],
+        "lost": [asdict(one) for one in step.lost],
     }
     header = orjson.dumps(record)
     return Packed(header, tuple(arrays.placed), _data_start(header) + arrays.num_bytes)
@@ -109,6 +110,7 @@ def unpack(header: bytes, buffer: memoryview) -> RankStep:
         StepTotals.from_record(record["totals"]),
         _from_record(RankShare, record["share"], buffer, data),
         tuple(_from_record(RankMicroBatch, one, buffer, data) for one in record["micro_batches"]),
+        tuple(LostSource(**{**one, "ids": tuple(one["ids"])}) for one in record["lost"]),
     )
 
 

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch.distributed as dist
+from collections.abc import Iterable
 
 from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.data.steps import RankStep
 from megatron_hdp.megatron.parallel import say
-
-
-@dataclass(frozen=True, order=True)
-class CorruptSequence:
-    """What the step loses with it."""
-
-    sequence_id: int
-    """Its place in the step."""
-    source: int
-    row: int
-    length: int
-    num_loss_tokens: int
+from megatron_hdp.megatron.step.left_out import LeftOut, found_by_all
 
 
 class CorruptDocuments:
     """Takes corrupt sequences out of steps, counts them, and knows when there are too many.
 
-    A sequence may be read by several ranks, so all of them must hear of what one of them found:
-    the loss tokens of the whole sequence leave the global batch. Which sequences these are depends
-    on the data alone, so every parallel layout trains the same steps.
+    Which sequences these are depends on the data alone, so every parallel layout trains the same
+    steps.
 
     Attributes:
         num_skipped: sequences taken out so far, of each source.
@@ -41,10 +27,14 @@ class CorruptDocuments:
         self._limit = limit
         self._in_a_row: list[str] = []
 
-    def drop(self, step: RankStep) -> list[CorruptSequence]:
+    def drop(self, step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
         """Takes the corrupt sequences, wherever they were found, out of this rank's micro-batches.
 
         Every rank of the job must call this.
+
+        Args:
+            step: of this rank.
+            sequence_ids: those that it has found.
 
         Returns:
             Those of the whole step, in its order, alike on every rank.
@@ -52,13 +42,7 @@ class CorruptDocuments:
         Raises:
             ValueError: more corrupt documents in a row than the limit.
         """
-        mine = [_found(step, i) for one in step.micro_batches for i in one.corrupt_ids]
-        found: list[list[CorruptSequence]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, mine)
-        corrupt = sorted({one for of_rank in found for one in of_rank})
-        ids = {one.sequence_id for one in corrupt}
-        for micro_batch in step.micro_batches:
-            micro_batch.drop(ids)
+        corrupt = found_by_all(step, sequence_ids)
         first_good = 0  # of the places behind the latest corrupt one
         for one in corrupt:
             if one.sequence_id > first_good:
@@ -73,7 +57,7 @@ class CorruptDocuments:
         """Notes a step without corrupt sequences."""
         self._in_a_row.clear()
 
-    def _note(self, one: CorruptSequence) -> None:
+    def _note(self, one: LeftOut) -> None:
         document = self._corpus.words_for([one.source], [one.row])
         expected = f"token ids from 0 to {self._vocab_size - 1}, the tokenizer's"
         self._in_a_row.append(document)
@@ -89,10 +73,3 @@ class CorruptDocuments:
             f"skipped corrupt {document} (expected {expected}); {sum(self.num_skipped)} skipped so "
             "far"
         )
-
-
-def _found(step: RankStep, sequence_id: int) -> CorruptSequence:
-    share = step.share
-    place = share.place_of(sequence_id)
-    columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
-    return CorruptSequence(sequence_id, *(int(column[place]) for column in columns))

@@ -30,11 +30,11 @@ from megatron_hdp.data_plane.wire import DataPlaneLost
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
-from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
+from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
@@ -106,7 +106,7 @@ class HdpSteps:
             self._loaders = LocalLoaders(self.planner, reader)
         else:
             self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
-        self._corrupt = CorruptDocuments(corpus, vocab_size, arguments.hdp_corrupt_limit)
+        self._remains = Remains(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         # what cannot be planned is refused now, not when it is drawn
         self.planner.balance(np.array([corpus.longest]), arguments.hdp_strategy)
@@ -158,7 +158,8 @@ class HdpSteps:
             raise RankFailure(str(error)) from error
         exposed_s = time.perf_counter() - started
         step = self.latest = self._agree(step)
-        amounts = self._without_corrupt(step)
+        with self._agreement():
+            amounts = self._remains.of(step)
         self._loaders.expect(replace(step.totals.after, losses=position.losses))
         self._share_tokens(step)
         self._seed_dropout(step.totals.before.sequences)
@@ -222,23 +223,12 @@ class HdpSteps:
             )
         say(f"the planner failed ({failure}): this step runs the static plan")
 
-    def _without_corrupt(self, step: RankStep) -> Amounts:
-        """Takes corrupt sequences out of the step; returns what is left of it."""
-        num_found = sum(len(one.corrupt_ids) for one in step.micro_batches)
-        with self._agreement():
-            (anywhere,) = largest([num_found], compute_device())
-        amounts = step.totals.amounts
-        if anywhere:
-            for one in self._corrupt.drop(step):
-                amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
-        else:
-            self._corrupt.none_found()
-        return amounts
-
     def _say_what_ends(self, totals: StepTotals) -> None:
         """Tells of sources whose last sequence is in a step, so that each is told once."""
         for source in self.planner.mixture.sources:
             before, after = totals.before.of(source.name).rows, totals.after.of(source.name).rows
+            if before == after:
+                continue  # nothing was drawn of it; should it have failed, it is not looked at
             if source.stream.has_ended(after) and not source.stream.has_ended(before):
                 say(
                     f"source '{source.name}' ends with this step, its max-epochs are over: its "
@@ -332,7 +322,7 @@ class HdpSteps:
             data_wait_ms=job["exposed_s"] * 1e3,
             loaders=int(job["loaders"]) if self._has_plane else None,
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
-            skipped_documents=sum(self._corrupt.num_skipped),
+            skipped_documents=sum(self._remains.num_skipped),
             planner_failures=self.num_planner_failures,
             sources=self._by_source(totals, amounts, job),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
@@ -356,7 +346,7 @@ class HdpSteps:
                 loss=loss if loss_tokens else None,
                 share=drawn[source.name] / max(total, 1),
                 epoch=totals.before.of(source.name).rows // source.num_rows,
-                bad=source.bad + self._corrupt.num_skipped[i],
+                bad=source.bad + self._remains.num_skipped[i],
             )
         return found
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hdp.data.mixture import Corpus, read_data_file
-from megatron_hdp.data.spec import LoadersSpec
+from megatron_hdp.data.mixture import Corpus, MixtureSpec, read_data_file
+from megatron_hdp.data.spec import GO_ON_WITHOUT, LoadersSpec
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -65,13 +65,28 @@ def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
     """Who loads the data, as the file of --hdp-data says, or --hdp-loaders above it.
 
     Raises:
-        ValueError: the file cannot be used.
+        ValueError: the file cannot be used, or not by these loaders.
     """
-    spec = LoadersSpec()
+    spec, training = LoadersSpec(), None
     if arguments.hdp_data is not None:
-        spec = read_data_file(arguments.hdp_data).loaders
+        file = read_data_file(arguments.hdp_data)
+        spec, training = file.loaders, file.training
     backend = arguments.hdp_loaders
-    return spec if backend is None else replace(spec, backend=backend)
+    found = spec if backend is None else replace(spec, backend=backend)
+    if training is not None and found.backend != "ray":
+        _require_no_policy(training)
+    return found
+
+
+def _require_no_policy(spec: MixtureSpec) -> None:
+    names = [f"'{one.name}'" for one in spec.sources if one.may_fail]
+    if names:
+        raise ValueError(
+            f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source {', '.join(names)} with "
+            "loaders in the ranks, expected the data plane's, for a rank that hangs in its own "
+            "read cannot go on: write loaders: {backend: ray} or give --hdp-loaders ray, or leave "
+            "on-failure out"
+        )
 
 
 def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:

@@ -48,6 +48,7 @@ def status(node=0, loaders=None, **changes):
     }
     if node == 0:
         found["planner"] = {"epoch": 3, "steps_ahead": {"train": 4, "valid": 0}, "pid": 6}
+        found["planner"]["failed"] = {"train": {}, "valid": {}}
         found["sources"] = {
             "train": {"web": {"wanted": 1, "loaders": loaders or [loader(11), loader(12), {}]}}
         }
@@ -97,6 +98,16 @@ def test_a_plane_that_runs_is_shown(planes, capsys):
     assert len(lines) == 5
 
 
+def test_a_source_that_has_failed_is_named(planes, capsys):
+    found = status()
+    found["planner"]["failed"]["train"]["web"] = "no tokens within 120 s: it has none"
+    with planes(found):
+        rows = [line.split() for line in once(capsys).splitlines()]
+        assert rows[2] == ["train", "web", "failed", "1", "1", "-", "-", "100"]
+        plane = orjson.loads(once(capsys, "--json"))["planes"]["hdp-data-0a1b"]
+    assert plane["sources"]["train"]["web"]["failed"] == "no tokens within 120 s: it has none"
+
+
 def test_json_is_one_object(planes, capsys):
     with planes(status()) as folder:
         (line,) = once(capsys, "--json").splitlines()
@@ -104,7 +115,7 @@ def test_json_is_one_object(planes, capsys):
     plane = found["planes"]["hdp-data-0a1b"]
     assert plane["planner"] == {"epoch": 3, "steps_ahead": {"train": 4, "valid": 0}}
     assert plane["sources"]["train"]["web"] == {
-        **{"serving": 1, "standing_by": 1, "being_started": 1},
+        **{"failed": None, "serving": 1, "standing_by": 1, "being_started": 1},
         **{"busy_share": None, "tokens_per_s": None, "tokens": 0, "rss_mb": 100.0},
     }
     node = plane["nodes"]["0"]

@@ -20,7 +20,8 @@ sources:
     train-on: last
     template: chatml
     bad-limit: 0.001
-  books: {path: /d/books, glob: "*.txt", append-eod: false, tokenise: on-the-fly}
+  books: {path: /d/books, glob: "*.txt", append-eod: false, tokenise: on-the-fly,
+          on-failure: go-on-without}
 schedule:
   - {from: 0, weights: {web: 0.7, code: 0.3}, max-length: 8192}
   - from: 50000
@@ -66,6 +67,7 @@ def test_a_whole_file(tmp_path):
             glob="*.txt",
             append_eod=False,
             tokenise="on-the-fly",
+            on_failure="go-on-without",
         ),
     )
     last = {"web": 0.4, "code": 0.3, "chat": 0.2, "books": 0.1}
@@ -127,6 +129,10 @@ MISTAKES = {
     "half-epochs": ("sources:\n  a: {path: x, max-epochs: 1.5}", "found '1.5', expected a whole"),
     "bad-limit": ("sources:\n  a: {path: x, bad-limit: 2}", "found '2', expected .* 0 to 1"),
     "when": ("sources:\n  a: {path: x, tokenise: later}", "expected ahead or on-the-fly"),
+    "on-failure": (
+        "sources:\n  a: {path: x, on-failure: ignore}",
+        "line 2: source 'a': on-failure: found 'ignore', expected error or go-on-without",
+    ),
     "switch": ("sources:\n  a: {path: x, append-eod: 1}", "found '1', expected true or false"),
     "path-list": (
         "sources:\n  a: {path: [x, y]}",

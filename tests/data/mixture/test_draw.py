@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture.draw import BatchSize
-from megatron_hdp.data.mixture.position import Position
+from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase
+from megatron_hdp.data.order import Continuation, DataOrder
 from tests.support.mixtures import mixture
 
 
@@ -176,6 +178,63 @@ def test_a_source_that_ends_leaves_its_share_to_the_others():
     one, other = (found[ended].after.of(name).rows for name in "bc")
     later = found[ended + 1].after
     assert later.of("b").rows - one == pytest.approx(later.of("c").rows - other, abs=1)
+
+
+@pytest.mark.parametrize("batch", [BatchSize(sequences=7), BatchSize(tokens=200)])
+@pytest.mark.parametrize("first", [1, 5, 23])
+def test_without_a_source_steps_are_those_of_a_mixture_that_lacks_it(first, batch):
+    weights = {"a": 0.5, "b": 0.2, "c": 0.3}
+    made = mixture(table_of_three, weights=weights, batch=batch)
+    at = steps(made, first)[-1].after
+    found = steps(made, 30, replace(at, without=("b",)))
+    assert drawn(found, made, "b") == []
+    assert {step.after.without for step in found} == {("b",)}
+    assert found[-1].after.of("b") == at.of("b")  # it may come back
+    lacking = mixture(table_of_three, weights={**weights, "b": 0}, batch=batch)
+    for step, other in zip(found, steps(lacking, 30, at), strict=True):
+        for name in ("sources", "rows", "starts", "lengths", "num_loss_tokens"):
+            assert np.array_equal(getattr(step, name), getattr(other, name))
+        assert step.after == replace(other.after, without=("b",))
+
+
+def test_a_source_that_has_failed_is_asked_nothing(monkeypatch):
+    made = mixture({"a": [10] * 4, "b": [10] * 4}, max_epochs={"a": 1, "b": 1})
+
+    def fail(rows):
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(made.sources[1].stream.rows, "lengths", fail)
+    at = Position(without=("b",))
+    monkeypatch.setattr(
+        made.sources[1].stream, "pieces", lambda number, offset, count, most: _none(count)
+    )
+    assert len(made.step(at)) == 4 and not made.is_over(at)
+    assert made.is_over(made.step(at).after)
+    with pytest.raises(AssertionError, match="it was asked"):
+        made.is_over(replace(made.step(at).after, without=()))
+
+
+def _none(count):
+    assert not count
+    return mixture({"b": [10]}).sources[0].stream.pieces(0, 0, 0, 100)
+
+
+def test_a_position_is_told_from_one_without_a_source():
+    at = Position(3, 30, 300)
+    other = replace(at, without=("b",))
+    assert at.key() != other.key()
+    assert Position.from_record(orjson.loads(orjson.dumps(other.to_record()))) == other
+    older = {name: value for name, value in at.to_record().items() if name != "without"}
+    assert Position.from_record(older) == at
+
+
+def test_a_run_that_is_started_again_tries_all_sources_again():
+    at = Position(3, 30, 300, {"a": Drawn(rows=2), "b": Drawn(rows=1)}, without=("b",))
+    order = DataOrder(hybrid_data_parallel=True, seed=1, seq_length=100, sources={})
+    goes_on = Continuation(order, {"new": "b"}, (), ())
+    assert position_of_run(at.to_record(), goes_on, 3, 30, 300) == Position(
+        3, 30, 300, {"a": Drawn(rows=2), "new": Drawn(rows=1)}
+    )
 
 
 def test_a_position_that_is_past_the_end_is_the_end():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.steps import RankMicroBatch, RankStep, padding_micro_batch
+from megatron_hdp.data.steps import LostSource, RankMicroBatch, RankStep, padding_micro_batch
 from megatron_hdp.data_plane.wire import header_of, pack, unpack
 from megatron_hdp.data_plane.wire.layout import ALIGNMENT_BYTES
 from tests.support.rank_steps import differences, rank_steps, with_loss_tokens
@@ -92,6 +92,21 @@ def test_a_rank_without_micro_batches_and_a_step_without_any():
     found = read(written(padding))
     assert differences(padding, found) == []
     assert found.micro_batches[0].index is None
+
+
+def test_what_is_lost_travels_too():
+    step = rank_steps([40, 9, 17])[0]
+    lost = (LostSource("böcker", "„gone”\n", (2, 0)), LostSource("pages", "", ()))
+    step = replace(
+        step,
+        totals=replace(
+            step.totals,
+            before=replace(step.totals.before, without=("pages",)),
+            without={"pages": "cut"},
+        ),
+        lost=lost,
+    )
+    assert differences(step, read(written(step))) == []
 
 
 def test_a_buffer_that_is_cut_short_is_refused():

@@ -1,0 +1,78 @@
+"""Over Ray: text whose file changes is drawn no more, by planner and constructors."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from megatron_hdp.data.mixture import Position
+from tests.support.plane import running_plane
+from tests.support.sources import write_sources
+
+pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+
+GO_ON = "on-failure: go-on-without"
+
+
+def write_notes(folder, policy=GO_ON):
+    write_sources(folder, ("web",))
+    lines = [json.dumps({"text": f"{i} " * (1 + i % 40)}) for i in range(2000)]
+    (folder / "notes.jsonl").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(
+        "sources:\n"
+        f"  notes: {{path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte, {policy}}}\n"
+        "  web: {path: web/corpus}\n"
+        "schedule: [{from: 0, weights: {notes: 0.5, web: 0.5}}]\n"
+    )
+    return path
+
+
+def steps_of(plane, position, count):
+    """What all readers get of some steps."""
+    found = []
+    for _ in range(count):
+        found.append([one.get(position) for one in plane.remote])
+        position = found[-1][0].totals.after
+    return found
+
+
+def until_without(plane, position):
+    """Steps until one has no notes, and two more."""
+    found, deadline = [], time.monotonic() + 120
+    while not found or not found[-1][0].totals.without:
+        assert time.monotonic() < deadline
+        found += steps_of(plane, position, 1)
+        position = found[-1][0].totals.after
+    return found + steps_of(plane, position, 2)
+
+
+def test_a_file_that_changes(tmp_path):
+    path = write_notes(tmp_path)
+    with running_plane(path) as plane:
+        fine = steps_of(plane, Position(), 3)
+        with open(tmp_path / "notes.jsonl", "a") as file:
+            file.write('\n{"text": "one more"}')
+        os.utime(tmp_path / "notes.jsonl")
+        later = until_without(plane, fine[-1][0].totals.after)
+        assert plane.status()["planner"]["failed"]["train"].keys() == {"notes"}
+    assert "has changed" in later[-1][0].totals.without["notes"]
+    assert [one.totals.amounts.source_tokens[0] for one in later[-1]] == [0] * 4
+    assert later[-1][0].totals.sequences == 12
+    assert not fine[0][0].totals.without and fine[0][0].totals.amounts.source_tokens[0] > 0
+
+
+@pytest.mark.slow
+def test_loaders_that_hang(tmp_path):
+    """The planner asks them how long rows are, and a constructor for tokens."""
+    with running_plane(write_notes(tmp_path), timeout_s=30.0, min=2) as plane:
+        fine = steps_of(plane, Position(), 3)
+        for one in plane.status()["sources"]["train"]["notes"]["loaders"]:
+            os.kill(one["pid"], signal.SIGSTOP)
+        later = until_without(plane, fine[-1][0].totals.after)
+    assert later[-1][0].totals.without["notes"].startswith("no tokens within 30 s: ")
+    lost = [lost for step in later for one in step for lost in one.lost]
+    assert {one.name for one in lost} <= {"notes"}
+    assert len(later) < 12
