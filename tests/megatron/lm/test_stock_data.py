@@ -198,5 +198,5 @@ def test_each_validation_set_is_logged_as_stock_logs_it(folder):
 
 @pytest.mark.skipif(not CHECKOUT or not has_names(), reason="names of sets: releases from 0.18 on")
 def test_validation_sets_have_the_names_that_they_were_given(folder):
-    assert ("iteration 2", "b") in logged(folder, "named sets")
+    assert ("iteration 2", "b") in logged(folder, "named sets", rank=1)
     assert "lm loss validation-c" in scalars(folder, "named sets")
