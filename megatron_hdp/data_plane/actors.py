@@ -63,6 +63,7 @@ class Planner:
         self._folder = Path(folder)
         self._asker = Asker(timeout_s)
         self._askers = ThreadPoolExecutor(_THREADS, thread_name_prefix="ask")
+        self._drawers = ThreadPoolExecutor(_THREADS, thread_name_prefix="draw")
         self._journal = Journal(self._folder / "journal")
         self._lock = threading.Lock()
         self._setups: dict[str, SplitSetup] = {}
@@ -117,7 +118,7 @@ class Planner:
     def _open(self, setup: SplitSetup) -> None:
         service = PlanningService(
             setup.split,
-            setup.planner(_say, partial(self._published, setup.split)),
+            setup.planner(_say, partial(self._published, setup.split), self._drawers.map),
             self._journal,
             steps_ahead=setup.loaders.steps_ahead,
         )

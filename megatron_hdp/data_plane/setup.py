@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_hdp.data.mixture import Corpus, MixtureSpec, Opening, Schedule, Source, open_corpus
+from megatron_hdp.data.mixture import (
+    Corpus,
+    MixtureSpec,
+    Opening,
+    Schedule,
+    Source,
+    Together,
+    open_corpus,
+)
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import PlanSettings, StepPlanner
@@ -41,20 +49,24 @@ class SplitSetup:
         return self.planning_waits + any(one.may_fail for one in self.spec.sources)
 
     def planner(
-        self, say: Callable[[str], None], publish: Callable[[Source], Source]
+        self,
+        say: Callable[[str], None],
+        publish: Callable[[Source], Source],
+        together: Together = map,
     ) -> StepPlanner:
         """Return what draws and plans the split's steps.
 
         Args:
             say: takes lines for the log.
             publish: makes of an opened source one that decodes nothing in this process.
+            together: maps a function over the sources, several at once, since those wait.
 
         Raises:
             ValueError: a source cannot be opened.
         """
         opened = open_corpus(self.spec, self._opening(say))
         sources = [publish(one) for one in opened.sources]
-        made = StepPlanner(Corpus(self.spec, sources, self.max_length), self.settings)
+        made = StepPlanner(Corpus(self.spec, sources, self.max_length, together), self.settings)
         made.follow(self.orders)
         return made
 

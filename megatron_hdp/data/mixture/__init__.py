@@ -3,7 +3,7 @@
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
-from megatron_hdp.data.mixture.draw import BatchSize, Mixture
+from megatron_hdp.data.mixture.draw import BatchSize, Mixture, Together
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
 from megatron_hdp.data.mixture.opening import (
     Opening,
@@ -41,6 +41,7 @@ __all__ = [
     "Step",
     "TableSource",
     "TextSource",
+    "Together",
     "any_documents",
     "open_corpus",
     "open_text",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture.draw import BatchSize, MixedSource, Mixture
+from megatron_hdp.data.mixture.draw import BatchSize, MixedSource, Mixture, Together
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
 from megatron_hdp.data.mixture.source import BoolArray, Source, digest
 from megatron_hdp.data.mixture.stream import SourceStream
@@ -22,19 +22,27 @@ _SHOWN = 16  # sequences that a message names
 class Corpus:
     """The sources of one split, in order."""
 
-    def __init__(self, spec: MixtureSpec, sources: Sequence[Source], max_length: int) -> None:
+    def __init__(
+        self,
+        spec: MixtureSpec,
+        sources: Sequence[Source],
+        max_length: int,
+        together: Together = map,
+    ) -> None:
         """Take opened sources.
 
         Args:
             spec: what the split draws from.
             sources: one for each of the spec's, in its order.
             max_length: ``--seq-length``.
+            together: maps a function over the sources, for those that wait for others at once.
 
         Raises:
             ValueError: under the policy ``error`` a source has longer rows than a phase allows.
         """
         self.spec = spec
         self.sources = tuple(sources)
+        self._together = together
         self.schedule = spec.schedule.resolved(self._sizes(), max_length)
         for i, source in enumerate(self.sources):
             bound = self.schedule.least_max_length(i)
@@ -79,7 +87,7 @@ class Corpus:
             )
             for one in self.sources
         ]
-        return Mixture(mixed, self.schedule, batch, self.spec.weight_unit)
+        return Mixture(mixed, self.schedule, batch, self.spec.weight_unit, self._together)
 
     def orders(self) -> dict[str, SourceOrder]:
         """Return what decides the order of each source in a run that begins now."""

@@ -6,8 +6,9 @@ sees the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from megatron_hdp.data.mixture.position import Drawn, Position
 from megatron_hdp.data.mixture.schedule import ResolvedSchedule, Setting
 from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.data.mixture.stream import Pieces, SourceStream
+
+Together = Callable[..., Iterable[Any]]
+"""``map``, or the same with several calls at once."""
 
 _UNBOUNDED = 2**62
 _SPARE = 1.1  # of the rows that a step is expected to take, so that it seldom looks twice
@@ -62,6 +66,7 @@ class Mixture:
         schedule: ResolvedSchedule,
         batch: BatchSize,
         weight_unit: str = "tokens",
+        together: Together = map,
     ) -> None:
         """Set what is drawn.
 
@@ -70,11 +75,13 @@ class Mixture:
             schedule: weights, in the sources' order, and lengths.
             batch: size of a step.
             weight_unit: what a weight is a share of: ``tokens``, ``loss-tokens``, ``sequences``.
+            together: maps a function over the sources, for those that wait for others at once.
         """
         self.sources = tuple(sources)
         self.schedule = schedule
         self._batch = batch
         self._unit = weight_unit
+        self._together = together
 
     def step(self, position: Position, weights: Sequence[float] | None = None) -> Step:
         """Return the step that begins at a position; it has no sequence where all have ended.
@@ -130,7 +137,7 @@ class _Draw:
         tokens = self._batch.tokens or _UNBOUNDED
         if any(self._weights):
             counts = self._guess(sequences, tokens)
-            self._pieces = [self._take(i, count) for i, count in enumerate(counts)]
+            self._pieces = list(self._mixture._together(self._take, range(len(counts)), counts))
         must_take = True
         while any(self._weights):
             lengths, amounts, first = self._ready()

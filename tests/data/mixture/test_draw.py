@@ -1,5 +1,7 @@
 """Every source keeps its share; a run goes on exactly, whatever becomes of other sources."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +65,30 @@ def test_every_source_keeps_its_share(data, lengths):
             assert ahead <= longest[i] + 1e-6
             assert -ahead <= max(longest) + 1e-6
             assert ahead == pytest.approx(-position.of(name).owed, abs=1e-6)
+
+
+def test_sources_that_wait_for_others_wait_at_once():
+    table = {"a": [3, 5], "b": [7], "c": [2, 2, 9]}
+    plain, waiting = mixture(table), mixture(table)
+    all_asked = threading.Barrier(len(table))
+
+    def asks_others(stream):
+        real, has_waited = stream.pieces, []
+
+        def pieces(*arguments):
+            if not has_waited:
+                has_waited.append(all_asked.wait(10))  # raises where they come one by one
+            return real(*arguments)
+
+        return pieces
+
+    for one in waiting.sources:
+        one.stream.pieces = asks_others(one.stream)
+    with ThreadPoolExecutor(len(table)) as threads:
+        waiting._together = threads.map
+        found, expected = waiting.step(Position()), plain.step(Position())
+    assert drawn([found], waiting, "c") == drawn([expected], plain, "c")
+    assert found.after == expected.after
 
 
 def test_the_share_of_a_rare_source_of_long_sequences():
