@@ -66,7 +66,7 @@ def _plane(name: str, plane: Mapping[str, Any]) -> str:
         title += ": planner and loaders are watched on the first node"
     else:
         ahead = ", ".join(f"{steps} of {split}" for split, steps in planner["steps_ahead"].items())
-        title += f": planner of epoch {planner['epoch']}, steps ahead: {ahead or 'none'}"
+        title += f": planner of epoch {planner['epoch']}, steps planned ahead: {ahead or 'none'}"
     lines = [title]
     if plane["sources"]:
         lines += aligned([_SOURCES, *_source_rows(plane["sources"])], texts=(0, 1))
@@ -88,12 +88,17 @@ def _source_rows(splits: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def _megabytes(found: float) -> str:
+    """A little is not nothing."""
+    return "<0.1" if 0 < found < 0.05 else f"{found:,.1f}"
+
+
 def _node_rows(nodes: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each split of a node; what is the whole node's stands in the first."""
     rows = []
     for node, one in nodes.items():
         of_node = (
-            f"{one['shared_mb']:,.1f}",
+            _megabytes(one["shared_mb"]),
             str(one["takeovers"]),
             f"{one['longest_takeover_s']:.1f} s" if one["takeovers"] else "-",
         )

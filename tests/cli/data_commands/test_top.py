@@ -90,7 +90,8 @@ def test_a_plane_that_runs_is_shown(planes, capsys):
     with planes(status()):
         lines = once(capsys).splitlines()
     assert lines[0] == (
-        "hdp-data-0a1b, as of 0 s ago: planner of epoch 3, steps ahead: 4 of train, 0 of valid"
+        "hdp-data-0a1b, as of 0 s ago: planner of epoch 3, "
+        "steps planned ahead: 4 of train, 0 of valid"
     )
     rows = [line.split() for line in lines[1:]]
     assert rows[1] == ["train", "web", "1", "1", "1", "-", "-", "100"]
@@ -106,6 +107,16 @@ def test_a_source_that_has_failed_is_named(planes, capsys):
         assert rows[2] == ["train", "web", "failed", "1", "1", "-", "-", "100"]
         plane = orjson.loads(once(capsys, "--json"))["planes"]["hdp-data-0a1b"]
     assert plane["sources"]["train"]["web"]["failed"] == "no tokens within 120 s: it has none"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"), [(0, "0.0"), (3, "<0.1"), (49_999, "<0.1"), (51_000, "0.1")]
+)
+def test_a_little_memory_is_not_nothing(planes, capsys, num_bytes, said):
+    found = status()
+    found["constructor"]["segment_bytes"] = num_bytes
+    with planes(found):
+        assert once(capsys).splitlines()[-1].split()[5] == said
 
 
 def test_json_is_one_object(planes, capsys):
