@@ -83,6 +83,7 @@ class PlanningService:
         self._steps_ahead = steps_ahead
         self._lock = threading.Lock()
         self._steps: OrderedDict[_Key, Future[_Decided]] = OrderedDict()
+        self._asked: _Key | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"plan-{split}")
         self._loaders: Mapping[str, tuple[str, ...]] = {}
         self._num_serving: Mapping[str, int] = {}
@@ -95,9 +96,11 @@ class PlanningService:
 
     @property
     def num_ahead(self) -> int:
-        """Steps that are decided and wait to be asked for."""
+        """Steps that are decided and wait to be asked for: those after the one asked for last."""
         with self._lock:
-            return max(sum(one.done() for one in self._steps.values()) - 1, 0)
+            ahead = list(self._steps.items())
+            numbers = [i for i, (key, _) in enumerate(ahead) if key == self._asked]
+            return sum(one.done() for _, one in ahead[numbers[0] + 1 if numbers else 0 :])
 
     @property
     def failed(self) -> dict[str, str]:
@@ -140,6 +143,7 @@ class PlanningService:
                 have changed since the step was first decided.
         """
         decided = self._decided(position).result()
+        self._asked = position.key()
         self._expect_after(position, decided.totals, self._steps_ahead)
         found = decided.shares.of(ranks)
         self._journal.require_current()  # the last thing before it is told

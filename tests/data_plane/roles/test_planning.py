@@ -103,6 +103,7 @@ def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch)
     for _ in range(3):  # other nodes ask for the same
         service.answer(first.totals.after, [1])
     assert asked == [0, 1, 2, 3, 4]
+    until(lambda: service.num_ahead == 3)  # what was asked for is kept, and is not ahead
 
 
 def test_what_is_ahead_is_never_less_than_nothing(setup, opened, monkeypatch):
