@@ -1,6 +1,7 @@
 """Two nodes of a data plane, which is two agents of torchrun on this host, a rank each."""
 
 import re
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,13 +25,21 @@ RUN_S = 600  # on a machine that is busy with other tests
 END_S = 120
 
 
-def agent(folder, node, port, argv):
+@pytest.fixture
+def temporary():
+    """For temporary files, as a host that is killed cannot remove its own."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        yield short
+
+
+def agent(folder, temporary, node, port, argv):
     """One node's torchrun."""
     words = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", node]
     words += ["--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port]
     words += ["-m", "tests.training.faults", "0:1001:none", *argv]
     output = folder / f"agent-{node}"
-    return running([str(word) for word in words], output, GLOO_SOCKET_IFNAME="lo")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": temporary}
+    return running([str(word) for word in words], output, **environment)
 
 
 def one_of(agent, what):
@@ -51,7 +60,7 @@ def codes_of_ranks(text):
 
 
 @pytest.mark.parametrize("victim", ["megatron_hdp.data_plane.host", "raylet"])
-def test_a_node_is_lost_and_the_run_goes_on_without_it(folder, victim):
+def test_a_node_is_lost_and_the_run_goes_on_without_it(folder, temporary, victim):
     """Until then, and on one node from the checkpoint on, its steps are those of local loaders."""
     path = folder / "metrics.jsonl"
     settings = {"save": folder / "saved", "save_interval": 2, "metrics_path": path}
@@ -59,7 +68,7 @@ def test_a_node_is_lost_and_the_run_goes_on_without_it(folder, victim):
     argv = flags(folder, train_iters=1000, **settings)
     with ExitStack() as stack:
         port = free_port()
-        agents = [stack.enter_context(agent(folder, node, port, argv)) for node in range(2)]
+        agents = [stack.enter_context(agent(folder, temporary, n, port, argv)) for n in range(2)]
         agents[0].wait_for(" iteration        5/", RUN_S)
         assert "on 2 nodes, its log is" in agents[0].text()
         hosts = [one_of(one, "megatron_hdp.data_plane.host").cmdline() for one in agents]
