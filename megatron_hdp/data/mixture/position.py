@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -47,6 +48,30 @@ class Position:
     def is_decidable(self) -> bool:
         """Whether all is known that the step that begins here depends on."""
         return self.losses is None or self.losses.covers(self.steps)
+
+    def following(self, behind: int | None) -> Position:
+        """Return it for steps that follow losses, so many steps behind them; None: they do not."""
+        if behind is None:
+            return replace(self, losses=None)
+        seen = self.losses or SeenLosses(behind)
+        return replace(self, losses=replace(seen, behind=behind, steps=self.steps))
+
+    def seeing(self, before: Position, losses: Mapping[str, float | None]) -> Position:
+        """Return it with the losses of the step that led here, if steps follow losses.
+
+        Args:
+            before: where the step began.
+            losses: of its sources; None of those without a loss token.
+        """
+        seen = before.losses
+        if seen is not None:
+            finite = {
+                name: loss
+                for name, loss in losses.items()
+                if loss is not None and math.isfinite(loss)
+            }
+            seen = seen.with_step(before.steps, finite)
+        return replace(self, losses=seen)
 
     def key(self) -> tuple[object, ...]:
         """Return what tells it from other positions, for a dictionary.

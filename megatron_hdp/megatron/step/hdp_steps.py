@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import DataOrder
-from megatron_hdp.data.mixture import Corpus, Position, SeenLosses
+from megatron_hdp.data.mixture import Corpus, Position
 from megatron_hdp.data.steps import (
     Amounts,
     Loaders,
@@ -150,7 +150,7 @@ class HdpSteps:
             PlannerError: the planner failed in two steps in a row.
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
-        position = self._with_losses(position)
+        position = position.following(self.planner.losses_behind)
         started = time.perf_counter()
         try:
             step = self._loaders.get(position)
@@ -169,23 +169,16 @@ class HdpSteps:
             step.micro_batches, amounts.loss_tokens, forward_only, len(self.corpus.sources)
         )
         report = self._report(step, outcome, amounts, exposed_s)
-        return replace(report, position_after=_after(position, report))
+        losses = {name: one.loss for name, one in (report.sources or {}).items()}
+        return replace(report, position_after=report.position_after.seeing(position, losses))
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
-        return self.planner.is_over(self._with_losses(position))
+        return self.planner.is_over(position.following(self.planner.losses_behind))
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
         self._loaders.close()
-
-    def _with_losses(self, position: Position) -> Position:
-        """A position with the losses that its step may depend on, if any."""
-        behind = self.planner.losses_behind
-        if behind is None:
-            return replace(position, losses=None)
-        seen = position.losses or SeenLosses(behind)
-        return replace(position, losses=replace(seen, behind=behind, steps=position.steps))
 
     def _agree(self, step: RankStep) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
@@ -395,18 +388,6 @@ class HdpSteps:
         if totals.failure is None:
             return self.planner.plan(totals.before).plan
         return self.planner.statically(totals.before, totals.failure).plan
-
-
-def _after(position: Position, report: StepReport) -> Position:
-    """Where the next step begins, with the losses of this one if steps depend on them."""
-    seen = position.losses
-    if seen is not None:
-        found = {name: one.loss for name, one in (report.sources or {}).items()}
-        finite = {
-            name: loss for name, loss in found.items() if loss is not None and math.isfinite(loss)
-        }
-        seen = seen.with_step(position.steps, finite)
-    return replace(report.position_after, losses=seen)
 
 
 def _loss_keys(corpus: Corpus) -> list[str]:

@@ -1,5 +1,7 @@
 """What a mixture sees of the losses is the same whenever it is asked."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +35,15 @@ def test_what_is_not_known_yet_is_not_decidable(behind, step):
     assert Position(steps=step + behind - 1, losses=known).is_decidable
     assert not Position(steps=step + behind, losses=known).is_decidable
     assert Position(steps=step + behind).is_decidable
+
+
+def test_a_position_takes_along_what_steps_follow():
+    begun = Position(steps=5).following(3)
+    assert begun.losses == SeenLosses(3, steps=5) and begun.following(None).losses is None
+    after = Position(steps=6).seeing(begun, {"web": 2.0, "code": None, "chat": float("nan")})
+    assert after.losses == SeenLosses(3, 6, ((5, {"web": 2.0}),))
+    assert after.following(2).losses == replace(after.losses, behind=2)
+    assert Position(steps=6).seeing(Position(steps=5), {"web": 2.0}).losses is None
 
 
 def test_little_is_kept():
