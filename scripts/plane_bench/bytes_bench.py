@@ -14,7 +14,7 @@ from plane_bench.common import VOCABULARY, heading, planner_of, setup_of, table,
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
-from megatron_hdp.data.steps import RankStep, Reader
+from megatron_hdp.data.steps import RankStep, Reader, StepTotals
 from megatron_hdp.data_plane.roles import ConstructingService, LoadingService
 
 _GOAL = 1.1
@@ -75,7 +75,7 @@ def _count(path: Path, nodes: int, options: Any) -> tuple[list[int], list[int], 
     def ask(position: Position, ranks: Any) -> Any:
         planned = planner.plan(position)
         shares = planner.shares(planned).of(ranks)
-        totals = SimpleNamespace(after=planned.step.after)
+        totals = StepTotals.of(planned, len(names))
         return SimpleNamespace(
             epoch=1,
             totals=totals,

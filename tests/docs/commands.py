@@ -98,10 +98,16 @@ COMMANDS = {
     "python scripts/bench_data_plane.py planner": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
     ),
-    "python scripts/bench_data_plane.py start --rounds 1": Elsewhere(
+    "python scripts/bench_data_plane.py start": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_start", needs="slow"
     ),
-    "python scripts/bench_data_plane.py recovery --kills 3 --token-us 10": Elsewhere(
+    "python scripts/bench_data_plane.py kills --seconds 60 --every 6": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_kills", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py wait --rounds 2": Elsewhere(
+        "tests/scripts/test_bench_data_plane.py::test_wait", needs="slow"
+    ),
+    "python scripts/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
