@@ -1,7 +1,9 @@
 """Several sources in a stock checkout: the same steps on any ranks, resumed, until they end."""
 
 import json
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
 from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
 
 pytestmark = MARKS
+EXAMPLE = Path(__file__).parents[3] / "configs/primitives/follow_the_loss.py"
 ENDING = dict.fromkeys(LENGTHS, "max-epochs: 1")
 
 
@@ -33,6 +36,14 @@ def folder(tmp_path_factory):
     plan += [
         run("whole", 1, [*hdp(256, "whole"), "--finetune"], load="begun"),
         run("rest", 1, hdp(256, "rest"), load="halves"),
+    ]
+    shutil.copy(EXAMPLE, folder)
+    more = f"{WEIGHTS}\nprimitives: {{mix: {EXAMPLE.name}:mix, losses-behind: 2}}"
+    follow = partial(run, data=["--hdp-data", str(data_file(folder, more, name="follow.yaml"))])
+    saves = ["--finetune", "--save-interval", "2"]
+    plan += [
+        follow("follows", 1, [*hdp(256, "follows"), *saves], load="begun", save="followed"),
+        follow("goes on", 1, [*hdp(256, "goes on"), "--ckpt-step", "2"], load="followed"),
     ]
     drive(folder, [*plan, conversations(folder)])
     return folder
@@ -67,6 +78,16 @@ def test_a_run_goes_on_exactly_on_other_ranks(folder):
             one, other = expected["sources"][name], found["sources"][name]
             assert (other.pop("loss") or 0) == pytest.approx(one.pop("loss") or 0, rel=2e-4)
             assert one == other
+
+
+def test_a_mixture_that_follows_the_loss_goes_on_exactly(folder):
+    """Losses of before the restart decide what is drawn after it."""
+    plain, whole, rest = (metrics(folder, name) for name in ("whole", "follows", "goes on"))
+    drawn = [{name: one["sources"][name]["tokens"] for name in LENGTHS} for one in whole]
+    assert drawn[3] != {name: plain[3]["sources"][name]["tokens"] for name in LENGTHS}
+    assert [one["step"] for one in rest] == [3, 4]
+    for expected, found in zip(whole[2:], rest, strict=True):
+        assert (found["loss"], found["sources"]) == (expected["loss"], expected["sources"])
 
 
 def test_figures_by_source_reach_megatrons_logs(folder):
