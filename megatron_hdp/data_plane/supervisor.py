@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from megatron_hdp.data_plane.actors import open_spare, start_loader, start_spare
 from megatron_hdp.data_plane.names import CONTROL, loader_of, spare_of
@@ -205,9 +205,22 @@ def _hear(crew: _Crew, setup: SplitSetup) -> None:
             crew.figures[number] = found
             continue
         crew.forget(number)  # a spare that has not opened its source, or was started again
-        has_ended, _ = ray.wait([crew.opening[number]], timeout=0)
-        if has_ended:
+        if _may_open(crew.opening[number]):
             crew.opening[number] = open_spare(crew.actors[number], setup, crew.source)
+
+
+def _may_open(opening: Any) -> bool:
+    """Whether a spare that has no source must be asked once more to open it."""
+    has_ended, _ = ray.wait([opening], timeout=0)
+    if not has_ended:
+        return False
+    try:
+        ray.get(opening)
+    except RayTaskError:  # it cannot be opened, as whoever asks for its rows hears
+        return False
+    except RayError:  # it died meanwhile
+        return True
+    return True
 
 
 def _seen(crew: _Crew, is_behind: bool) -> Seen:

@@ -62,6 +62,7 @@ class Plane:
     def __init__(self, monkeypatch, setup, spares=0, nodes=1):
         self.loaders, self.killed, self.opened, self.serves = [], [], [], None
         self.is_known, self.nodes = True, nodes
+        self.opening = lambda: None
         fake_ray = SimpleNamespace(get=self._get, wait=self._wait, kill=self._kill)
         fake_ray.nodes = lambda: [{"Alive": number < self.nodes} for number in range(9)]
         monkeypatch.setattr(supervisor, "ray", fake_ray)
@@ -98,7 +99,7 @@ class Plane:
     def _open_spare(self, loader, setup, source):
         assert source == "web"
         self.opened.append(loader.number)
-        return SimpleNamespace(value=lambda: None, of=None)
+        return SimpleNamespace(value=self.opening, of=None)
 
     def _kill(self, loader, no_restart):
         self.killed.append(loader.number)
@@ -207,6 +208,31 @@ def test_a_spare_that_was_started_again_opens_its_source_again(plane):
     one.loaders[0].state = "spare"
     one.look()
     assert one.opened == [0, 0]
+
+
+def test_a_source_that_cannot_be_opened_is_not_opened_again_and_again(plane):
+    one = plane(spares=1, min=1, max=1)
+    one.is_known = False
+    one.look()
+    one.is_known, one.opening = True, raises(supervisor.RayTaskError("open", "", ValueError("x")))
+    one.look(5)
+    assert one.opened == [0]
+
+
+def test_a_spare_that_died_while_it_opened_opens_again(plane):
+    one = plane(spares=1, min=1, max=1)
+    one.is_known = False
+    one.look()
+    one.is_known, one.opening = True, raises(Died())
+    one.look(3)
+    assert one.opened == [0, 0, 0]
+
+
+def raises(error):
+    def get():
+        raise error
+
+    return get
 
 
 def test_spares_wait_for_the_nodes(plane):
