@@ -1,7 +1,7 @@
 """A corpus with a long tail: Python's standard library as functions, classes and whole files.
 
-``python scripts/quickstart/corpus.py CORPUS.jsonl`` writes one document a line. Of twenty files in
-sorted order one stays whole, two become their classes and functions, and the rest become single
+``python scripts/quickstart/corpus.py CORPUS.jsonl`` writes one document a line. Of forty files in
+sorted order one stays whole, four become their classes and functions, and the rest become single
 functions and methods. No text comes twice, and one version of Python gives one corpus.
 """
 
@@ -38,11 +38,11 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
     for place, path in enumerate(paths):
         with tokenize.open(path) as stream:  # in the encoding that the file declares
             source = stream.read()
-        if place % 20 == 0:
+        if place % 40 == 0:
             yield source
             continue
         lines = source.split("\n")
-        for node in _definitions(ast.parse(source, str(path)).body, whole_classes=place % 20 <= 2):
+        for node in _definitions(ast.parse(source, str(path)).body, whole_classes=place % 40 <= 4):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             yield "\n".join([*lines[first - 1 : node.end_lineno], ""])
 
