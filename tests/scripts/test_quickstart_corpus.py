@@ -103,7 +103,7 @@ def test_a_corpus_without_one_is_noticed(lengths):
 
 
 def test_whole_files_then_classes_then_functions(tmp_path):
-    paths = [tmp_path / f"{place:02}.py" for place in range(21)]
+    paths = [tmp_path / f"{place:02}.py" for place in range(41)]
     for place, path in enumerate(paths):
         path.write_text(FILE.format(place=place))
     found = list(corpus.documents(paths))
@@ -112,11 +112,11 @@ def test_whole_files_then_classes_then_functions(tmp_path):
         '    async def method(self):\n        """Waits."""\n',
         "        def deep(self): pass\n",
     ]
-    assert found[0] == FILE.format(place=0) and found[-1] == FILE.format(place=20)
+    assert found[0] == FILE.format(place=0) and found[-1] == FILE.format(place=40)
     assert found[1] == function.format(1) and found[2].startswith("class Class1:\n    field")
     assert found[2].endswith("def deep(self): pass\n") and found[3] == function.format(2)
-    assert found[5:8] == [function.format(3), *methods]
-    assert len(found) == 2 + 2 * 2 + 17 * 3
+    assert found[9:12] == [function.format(5), *methods]
+    assert len(found) == 2 + 4 * 2 + 35 * 3
 
 
 def test_a_file_is_read_in_the_encoding_that_it_declares(tmp_path):
