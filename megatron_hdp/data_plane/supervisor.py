@@ -216,10 +216,8 @@ def _may_open(opening: Any) -> bool:
         return False
     try:
         ray.get(opening)
-    except RayTaskError:  # it cannot be opened, as whoever asks for its rows hears
-        return False
-    except RayError:  # it died meanwhile
-        return True
+    except RayError as error:  # it has died, or cannot open it, as who asks for its rows hears
+        return not isinstance(error, RayTaskError)
     return True
 
 

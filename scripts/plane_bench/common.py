@@ -5,11 +5,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,28 @@ def wait_until_all_serve(folder: Path, setup: SplitSetup) -> None:
             return
         time.sleep(0.1)
     raise TimeoutError("found too few loaders after 120 s, expected all that the data ask for")
+
+
+def kill_one(what: str, folder: Path, choice: random.Random) -> list[str]:
+    """Kill a process of the plane; return what it was, nothing where none is known to live.
+
+    Args:
+        what: "loaders", one that serves, or "any" of them, planner and constructor.
+        folder: of the node.
+        choice: which one.
+    """
+    status = read_status(folder) or {}
+    roles: dict[str, int] = {}
+    for source, crew in status.get("sources", {}).get("train", {}).items():
+        if crew["loaders"] and "pid" in crew["loaders"][0]:
+            roles[f"loader of {source}"] = crew["loaders"][0]["pid"]
+    if what == "any":
+        roles |= {role: status[role]["pid"] for role in ("planner", "constructor")}
+    role = choice.choice(sorted(roles) or ["nobody"])
+    with suppress(ProcessLookupError, KeyError):
+        os.kill(roles[role], signal.SIGKILL)
+        return [role]
+    return []
 
 
 def hook(name: str) -> dict[str, str]:

@@ -1,14 +1,11 @@
 """Training while processes of the plane are killed: the share of the time in which steps run."""
 
 import argparse
-import os
 import random
-import signal
 import statistics
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from plane_bench.common import (
     environment,
     heading,
     hook,
+    kill_one,
     planner_of,
     running_plane,
     setup_of,
@@ -32,7 +30,6 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
-from megatron_hdp.data_plane.status import read_status
 
 _RANKS = 2
 
@@ -111,7 +108,7 @@ def _disturbed(what: str, setup: Any, folder: Path, options: Any) -> _Ran:
     def kill() -> None:
         choice = random.Random(options.seed)
         while not stop.wait(choice.expovariate(1 / options.every)):
-            kills.extend(_kill_one(what, folder, choice))
+            kills.extend(kill_one(what, folder, choice))
 
     killer = threading.Thread(target=kill)
     try:
@@ -147,19 +144,3 @@ def _disturbed(what: str, setup: Any, folder: Path, options: Any) -> _Ran:
         found.is_same &= all(digest(local.prepare(at)) == of[number] for at, of in digests)
         local.close()
     return found
-
-
-def _kill_one(what: str, folder: Path, choice: random.Random) -> list[str]:
-    """Kill a process of the plane; return what it was, nothing where none is known to live."""
-    status = read_status(folder) or {}
-    roles: dict[str, int] = {}
-    for source, crew in status.get("sources", {}).get("train", {}).items():
-        if crew["loaders"] and "pid" in crew["loaders"][0]:
-            roles[f"loader of {source}"] = crew["loaders"][0]["pid"]
-    if what == "any":
-        roles |= {role: status[role]["pid"] for role in ("planner", "constructor")}
-    role = choice.choice(sorted(roles) or ["nobody"])
-    with suppress(ProcessLookupError, KeyError):
-        os.kill(roles[role], signal.SIGKILL)
-        return [role]
-    return []

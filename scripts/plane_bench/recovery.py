@@ -1,9 +1,7 @@
 """Loaders that are killed while they load: how long a step waits, and whether it stays the same."""
 
 import argparse
-import os
 import random
-import signal
 import statistics
 import tempfile
 import time
@@ -16,6 +14,7 @@ from plane_bench.common import (
     environment,
     heading,
     hook,
+    kill_one,
     planner_of,
     running_plane,
     setup_of,
@@ -86,7 +85,8 @@ def _killed(setup: Any, folder: Path, options: Any) -> Any:
             is_killed = step % 2 == 1
             if is_killed:
                 time.sleep(choice.uniform(0.0, 0.2))
-                _kill_one(folder, choice)
+                if not kill_one("loaders", folder, choice):
+                    raise RuntimeError("found no loader to kill, expected all to live")
             steps = [one.get(position) for one in remote]
             taken = time.perf_counter() - began
             if step:  # the first one waits for the plane to start
@@ -101,11 +101,3 @@ def _killed(setup: Any, folder: Path, options: Any) -> Any:
     finally:
         for one in [*remote, *local]:
             one.close()
-
-
-def _kill_one(folder: Path, choice: random.Random) -> None:
-    status = read_status(folder)
-    assert status is not None
-    crews = status["sources"]["train"]
-    serving = crews[choice.choice(sorted(crews))]["loaders"][0]
-    os.kill(serving["pid"], signal.SIGKILL)

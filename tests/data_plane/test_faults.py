@@ -11,7 +11,7 @@ import pytest
 
 from megatron_hdp.data_plane.wire import DataPlaneLost
 from tests.support.plane import processes_of, running_plane
-from tests.support.sources import data_file, write_sources
+from tests.support.sources import data_file, write_notes, write_sources
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 
@@ -79,14 +79,7 @@ def test_a_source_without_a_shadow_waits_for_its_loader(tmp_path):
 @pytest.mark.slow
 def test_text_that_is_tokenised_on_the_fly_survives_its_loaders(tmp_path):
     write_sources(tmp_path)
-    lines = [json.dumps({"text": f"{i} " * (i % 40)}) for i in range(200)]
-    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
-    path = tmp_path / "data.yaml"
-    path.write_text(
-        "sources:\n"
-        "  notes: {path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte}\n"
-        "  web: {path: web/corpus}\n"
-    )
+    path = write_notes(tmp_path, 200, range(40))
     with running_plane(path, min=2, shadows=1) as plane:
         steps(plane)
         for one in plane.status()["sources"]["train"]["notes"]["loaders"]:

@@ -1,6 +1,5 @@
 """Over Ray: text whose file changes is drawn no more, by planner and constructors."""
 
-import json
 import os
 import signal
 import time
@@ -9,25 +8,22 @@ import pytest
 
 from megatron_hdp.data.mixture import Position
 from tests.support.plane import running_plane
-from tests.support.sources import write_sources
+from tests.support.sources import write_notes, write_sources
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 
 GO_ON = "on-failure: go-on-without"
 
 
-def write_notes(folder, policy=GO_ON):
+def written(folder):
     write_sources(folder, ("web",))
-    lines = [json.dumps({"text": f"{i} " * (1 + i % 40)}) for i in range(2000)]
-    (folder / "notes.jsonl").write_text("\n".join(lines))
-    path = folder / "data.yaml"
-    path.write_text(
-        "sources:\n"
-        f"  notes: {{path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte, {policy}}}\n"
-        "  web: {path: web/corpus}\n"
-        "schedule: [{from: 0, weights: {notes: 0.5, web: 0.5}}]\n"
+    return write_notes(
+        folder,
+        2000,
+        range(1, 41),
+        f", {GO_ON}",
+        "schedule: [{from: 0, weights: {notes: 0.5, web: 0.5}}]\n",
     )
-    return path
 
 
 def steps_of(plane, position, count):
@@ -50,7 +46,7 @@ def until_without(plane, position):
 
 
 def test_a_file_that_changes(tmp_path):
-    path = write_notes(tmp_path)
+    path = written(tmp_path)
     with running_plane(path) as plane:
         fine = steps_of(plane, Position(), 3)
         with open(tmp_path / "notes.jsonl", "a") as file:
@@ -67,7 +63,7 @@ def test_a_file_that_changes(tmp_path):
 @pytest.mark.slow
 def test_loaders_that_hang(tmp_path):
     """The planner asks them how long rows are, and a constructor for tokens."""
-    with running_plane(write_notes(tmp_path), timeout_s=30.0, min=2) as plane:
+    with running_plane(written(tmp_path), timeout_s=30.0, min=2) as plane:
         fine = steps_of(plane, Position(), 3)
         for one in plane.status()["sources"]["train"]["notes"]["loaders"]:
             os.kill(one["pid"], signal.SIGSTOP)

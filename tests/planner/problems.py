@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan
+from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan, tight_bound_s
 
 EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")
 
@@ -188,3 +188,15 @@ def small_plan(**changes: object) -> Plan:
         "offload_ratios": [0.0, 0.0, 0.0],
     }
     return Plan(**(fields | changes))  # type: ignore[arg-type]
+
+
+def proven_s(problem: Problem) -> float:
+    """Seconds that every plan of the problem takes."""
+    return tight_bound_s(
+        problem.lengths,
+        ranks=problem.ranks,
+        tokens_per_rank=problem.tokens_per_rank,
+        slice_multiple=problem.slice_multiple,
+        cost_model=problem.model,
+        offload=problem.offload,
+    )

@@ -7,23 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan, tight_bound_s
-from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems
+from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, proven_s
 from tests.support.random_plans import random_plan
 
 quickly = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-def proven_s(problem: Problem) -> float:
-    return tight_bound_s(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        cost_model=problem.model,
-        offload=problem.offload,
-    )
 
 
 @pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)

@@ -1,6 +1,5 @@
 """A source that cannot keep up gets another loader, and gives it back; steps stay the same."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from megatron_hdp.data_plane.watching import Watcher
 from tests.support import slow_text
 from tests.support.metric_lines import lines_of
 from tests.support.plane import processes_of
-from tests.support.sources import write_sources
+from tests.support.sources import write_notes, write_sources
 from tests.training.test_data_plane import figures, run, trained
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
@@ -103,16 +102,9 @@ class Lazily:
 
 def test_loaders_come_and_go(run_ranks, tmp_path):
     write_sources(tmp_path, ("web",))
-    lines = [json.dumps({"text": f"{i} " * (1 + i % 20)}) for i in range(20_000)]
-    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
-    path = tmp_path / "data.yaml"
-    path.write_text(
-        "sources:\n"
-        "  notes: {path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte}\n"
-        "  web: {path: web/corpus}\n"
-        "schedule: [{from: 0, weights: {notes: 0.9, web: 0.1}}]\n"
-        "loaders: {min: 1, max: 3}\n"
-    )
+    schedule = "schedule: [{from: 0, weights: {notes: 0.9, web: 0.1}}]\n"
+    loaders = "loaders: {min: 1, max: 3}\n"
+    path = write_notes(tmp_path, 20_000, range(1, 21), more=schedule + loaders)
     metrics = tmp_path / "metrics.jsonl"
     many = {"train_iters": MOST_STEPS, "lr_decay_iters": MOST_STEPS, "seq_length": 100}
     local = run(tmp_path, path, **many)

@@ -1,16 +1,14 @@
 """Runs with functions of the user's own as primitives, the documented example first."""
 
-import io
 import shutil
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_hdp.training.loop import pretrain
 from tests.support.ranks import RankError
 from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sources
+from tests.training.test_mixture import trained
 
 EXAMPLE = Path(__file__).parents[2] / "configs/primitives/follow_the_loss.py"
 OTHERS = """
@@ -34,14 +32,6 @@ def broadcast_at(from_plane):
 def broken(weights, position, losses):
     return {"web": losses[0]["nowhere"]}
 """
-
-
-def trained(arguments):
-    """Body of a rank: metrics of every step, and the log."""
-    log = io.StringIO()
-    with redirect_stdout(log):
-        found = pretrain(arguments)
-    return found, log.getvalue()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron_hdp.data.mixture.opening import (
     prepared,
 )
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
-from megatron_hdp.data.mixture.schedule import Phase, Schedule
+from megatron_hdp.data.mixture.schedule import Phase, Schedule, normalised
 from megatron_hdp.data.mixture.seen_losses import SeenLosses
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.step import Step
@@ -43,6 +43,7 @@ __all__ = [
     "TextSource",
     "Together",
     "any_documents",
+    "normalised",
     "open_corpus",
     "open_text",
     "position_of_run",

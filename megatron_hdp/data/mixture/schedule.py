@@ -72,7 +72,7 @@ class Schedule:
                     "other"
                 )
             parts = [float(weights.get(name, 0.0)) for name in sizes]
-            settings.append(Setting(_normalised(parts), longest))
+            settings.append(Setting(normalised(parts), longest))
         return ResolvedSchedule(self.unit, self.phases, tuple(settings))
 
 
@@ -99,7 +99,7 @@ class ResolvedSchedule:
             for one, other in zip(before.weights, target.weights, strict=True)
         ]
         length = before.max_length + int(share * (target.max_length - before.max_length))
-        return Setting(_normalised(weights), length)
+        return Setting(normalised(weights), length)
 
     def least_max_length(self, source: int) -> int:
         """Return the shortest bound of a sequence where a source has a weight."""
@@ -132,7 +132,8 @@ def amount_of(text: str) -> tuple[int, str]:
     return round(float(found[1]) * _FACTORS[found[2].upper()]), "tokens"
 
 
-def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
+def normalised(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return weights, of which one is above 0, as shares that sum to 1."""
     largest = max(weights)
     scaled = [weight / largest for weight in weights]  # a sum of them stays finite
     total = sum(scaled)

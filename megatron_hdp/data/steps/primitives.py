@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.mixture import Position, normalised
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.planner import CostModel, Plan
@@ -121,8 +121,7 @@ def mixed(
             f"primitives: mix: found no weight above 0 for step {position.steps + 1}, expected at "
             "least one"
         )
-    scaled = [value / max(values) for value in values]  # a sum of them stays finite
-    return tuple(value / sum(scaled) for value in scaled)
+    return normalised(values)
 
 
 def balanced(balance: Balance, lengths: Int64Array, settings: PlanSettings) -> Plan:
