@@ -16,11 +16,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 
 SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _NAME = re.compile(r"[a-z0-9-]{1,120}")
+_WRITE_S = 30.0  # longer than writing a step takes anywhere
 _LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
@@ -37,7 +38,9 @@ class SegmentFolder:
         self.path = Path(os.path.abspath(path))
         self._folder = _open_folder(self.path)
         self._is_made_here = False
-        self._lock = Lock()
+        self._lock = Condition()
+        self._is_closed = False
+        self._num_writing = 0
         self._num_bytes: dict[str, int] = {}
 
     @classmethod
@@ -104,12 +107,15 @@ class SegmentFolder:
         if num_bytes < 1:
             raise ValueError(f"found {num_bytes} bytes for segment {name}, expected at least one")
         with self._lock:
+            if self._is_closed:
+                raise ValueError(f"{self.path} is closed, no segment is made any more")
             if name in self._num_bytes:
                 raise ValueError(
                     f"found segment {name} in {self.path}, expected a new name: a segment never "
                     "changes; remove it first"
                 )
             self._num_bytes[name] = num_bytes
+            self._num_writing += 1
         try:
             mapped = self._map_new(part, num_bytes)
             buffer = memoryview(mapped)
@@ -123,13 +129,19 @@ class SegmentFolder:
             with self._lock:
                 self._num_bytes.pop(name, None)
             raise
+        finally:
+            with self._lock:
+                self._num_writing -= 1
+                self._lock.notify_all()
 
     def remove(self, name: str) -> None:
         """Take a segment's name away; one that is not there is no mistake."""
         assert self._is_made_here, f"{self.path} is another process's"
-        with suppress(FileNotFoundError):
-            os.unlink(_checked(name, "a segment"), dir_fd=self._folder)
         with self._lock:
+            if self._is_closed:
+                return  # nothing is left
+            with suppress(FileNotFoundError):
+                os.unlink(_checked(name, "a segment"), dir_fd=self._folder)
             self._num_bytes.pop(name, None)
 
     def attach(self, path: Path | str) -> mmap.mmap:
@@ -174,7 +186,17 @@ class SegmentFolder:
             os.close(file)
 
     def close(self) -> None:
-        """Let go of the folder; the process that made it removes it with all that is in it."""
+        """Let go of the folder; the process that made it removes it with all that is in it.
+
+        What is being written is waited for, and nothing is begun any more.
+
+        Raises:
+            TimeoutError: a segment is still being written after `_WRITE_S`.
+        """
+        with self._lock:
+            self._is_closed = True
+            if not self._lock.wait_for(lambda: not self._num_writing, _WRITE_S):
+                raise TimeoutError(f"{self.path}: a segment is still written after {_WRITE_S:g} s")
         if self._folder < 0:
             return
         if self._is_made_here:

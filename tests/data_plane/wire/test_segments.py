@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,40 @@ def test_closing_removes_all_and_keeps_no_descriptor(tmp_path):
     with pytest.raises(FileNotFoundError):
         SegmentFolder(folder.path)
     assert num_descriptors() == before
+
+
+def test_closing_waits_for_what_is_being_written(tmp_path):
+    folder = SegmentFolder.make("steps", tmp_path)
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write():
+        with folder.create("one", 4) as buffer:
+            is_writing.set()
+            may_end.wait(10)
+            buffer[:] = b"text"
+
+    writer, closer = threading.Thread(target=write), threading.Thread(target=folder.close)
+    writer.start()
+    assert is_writing.wait(10)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive() and files_of(folder) == ["one.part"]
+    with pytest.raises(ValueError, match="is closed"), folder.create("two", 4):
+        pass
+    may_end.set()
+    closer.join(10)
+    writer.join(10)
+    assert not folder.path.exists()
+    folder.remove("one")
+
+
+def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments_module, "_WRITE_S", 0.05)
+    folder = SegmentFolder.make("steps", tmp_path)
+    with folder.create("one", 4), pytest.raises(TimeoutError, match="still written"):
+        folder.close()
+    folder.close()
+    assert not folder.path.exists()
 
 
 _READ = """
