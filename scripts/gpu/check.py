@@ -1,4 +1,4 @@
-"""Everything that a GPU machine can tell about this tree: tests marked gpu, benchmarks, a picture.
+"""All that a GPU machine can tell about this tree: tests, questions, benchmarks, a picture.
 
 Run by scripts/gpu_check.sh. It works from the source tree with one GPU and without internet, and
 leaves the machine's packages alone: what they lack goes into build/gpu-check. Every part has a
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import needs
+from questions import TOPICS
 from running import Finished, run
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,15 @@ class Check:
         figures = "{} passed, {} failed, {} skipped".format(*counts)
         return _row("tests", done, figures, always=True)
 
+    def questions(self, topic: str) -> Row:
+        """What was decided by reading and only a GPU can settle, a topic in a process."""
+        script = ROOT / "scripts/gpu/ask.py"
+        done = self.command([sys.executable, script, topic, "--device", self.device], 60)
+        self.tables += [f"## questions of {topic}", "", *done.lines, ""]
+        figures = [line.removeprefix("figures:") for line in done.lines if line[:8] == "figures:"]
+        told = " ".join(figures).strip()
+        return _row(f"questions: {topic}", done, told, always=bool(told))
+
     def benchmark(self, name: str, parts_left: int) -> Row:
         """One benchmark script, which keeps to its time."""
         script = ROOT / f"scripts/gpu/{name}.py"
@@ -228,6 +238,8 @@ class Check:
         self.part("TransformerEngine", self.transformer_engine)
         self.part("doctor", self.doctor)
         self.part("tests", self.tests)
+        for topic in TOPICS:
+            self.part(f"questions: {topic}", lambda topic=topic: self.questions(topic))
         for number, name in enumerate(BENCHMARKS):
             left = len(BENCHMARKS) - number + 1  # the picture comes last
             self.part(name, lambda name=name, left=left: self.benchmark(name, left))
