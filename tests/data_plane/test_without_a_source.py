@@ -7,6 +7,7 @@ import time
 import pytest
 
 from megatron_hdp.data.mixture import Position
+from tests.support.node import until
 from tests.support.plane import running_plane
 from tests.support.sources import write_notes, write_sources
 
@@ -53,7 +54,8 @@ def test_a_file_that_changes(tmp_path):
             file.write('\n{"text": "one more"}')
         os.utime(tmp_path / "notes.jsonl")
         later = until_without(plane, fine[-1][0].totals.after)
-        assert plane.status()["planner"]["failed"]["train"].keys() == {"notes"}
+        # a status is of some moment, perhaps before that
+        until(lambda: plane.status()["planner"]["failed"]["train"].keys() == {"notes"}, 60)
     assert "has changed" in later[-1][0].totals.without["notes"]
     assert [one.totals.amounts.source_tokens[0] for one in later[-1]] == [0] * 4
     assert later[-1][0].totals.sequences == 12
