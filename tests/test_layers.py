@@ -59,13 +59,15 @@ ROOMS: dict[str, set[str]] = {
         *{"megatron", "megatron/options", "megatron/optimizer"},
         *{"data", "runtime"},
     },
+    "megatron/execution": {"megatron", "megatron/model", "data", "runtime"},
     "megatron/step": {
-        *{"megatron", "megatron/options", "megatron/model"},
+        *{"megatron", "megatron/options", "megatron/model", "megatron/execution"},
         *{"planner", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},
-        *{"megatron/model", "megatron/optimizer", "megatron/checkpoint", "megatron/step"},
+        *{"megatron/model", "megatron/optimizer", "megatron/checkpoint"},
+        *{"megatron/execution", "megatron/step"},
         *{"planner", "data", "runtime"},
     },
     "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
@@ -91,7 +93,7 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 FACES = {
     *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
     *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
-    *{"megatron/optimizer", "megatron/step", "megatron/doctor"},
+    *{"megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
     *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }
@@ -101,7 +103,7 @@ CPP_ROOMS = ("base", "bounds", "schedule", "baselines", "rings", "dp_balance", "
 
 
 def _room(module: str) -> str:
-    """Room of a module: ``megatron_hdp.megatron.step.executor`` -> ``megatron/step``."""
+    """Room of a module: ``megatron_hdp.megatron.execution.executor`` -> ``megatron/execution``."""
     parts = module.split(".")[1:]
     for known in ("/".join(parts[:2]), *parts[:1]):
         if known in ROOMS:

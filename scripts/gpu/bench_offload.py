@@ -16,9 +16,10 @@ from common import Budget, machine, parse, peak_bytes, seconds_of, table
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import HdpExecutor, build_executor
+from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.planner.memory import MemoryModel
 from megatron_hdp.runtime.timeline import Timeline
 

@@ -37,7 +37,7 @@ _PRELOAD = [
     "megatron.core.tensor_parallel",
     # Half of what a rank of a small test computes would be these.
     "hypothesis",
-    "megatron_hdp.megatron.step.executor",
+    "megatron_hdp.megatron.execution.executor",
     "megatron_hdp.training.loop",
     "tests.support.gradients",
 ]

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.training.loop import pretrain
 from tests.support.metric_lines import TIMES
 from tests.support.plane import processes_of

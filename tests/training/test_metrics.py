@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import LocalLoaders
-from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step.report import StepReport
 from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.loop import pretrain

@@ -17,6 +17,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
 from megatron_hdp.data.mixture import SPLITS, Corpus, Position
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
@@ -27,7 +28,6 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
-    HdpExecutor,
     HdpSteps,
     StepReport,
     build_executor,

@@ -1,7 +1,6 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
 from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs, tokenizer_of
-from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
@@ -18,7 +17,6 @@ from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 __all__ = [
     "DataPlane",
     "EvaluationLoss",
-    "HdpExecutor",
     "HdpSteps",
     "NonFiniteError",
     "SourceFigures",

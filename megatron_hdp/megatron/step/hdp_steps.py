@@ -27,10 +27,10 @@ from megatron_hdp.data.steps import (
     costed,
 )
 from megatron_hdp.data_plane.wire import DataPlaneLost
+from megatron_hdp.megatron.execution import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
-from megatron_hdp.megatron.step.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.preparation import plan_settings, reader_of

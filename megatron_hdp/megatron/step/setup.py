@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import (
@@ -17,7 +18,6 @@ from megatron_hdp.megatron.parallel import (
     rank_place,
     say,
 )
-from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.attention import Selection, select_attention

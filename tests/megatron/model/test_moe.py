@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.moe import HdpRouter
-from megatron_hdp.megatron.step.executor import HdpExecutor
 from tests.support.drawn import first_rows
 from tests.support.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
 from tests.support.random_plans import random_plan
@@ -156,7 +156,7 @@ ROUTER = "megatron_hdp.megatron.model.moe.HdpRouter"
         ("megatron_hdp.runtime.loss.balance._sum_over_holders", nothing),
         (f"{ROUTER}._is_learning", nothing),
         (
-            "megatron_hdp.megatron.step.executor.HdpExecutor._finalize",
+            "megatron_hdp.megatron.execution.executor.HdpExecutor._finalize",
             finalize_with_doubled_experts,
         ),
     ],

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from megatron_hdp.data.steps import planning
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step import hdp_steps
-from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.options import flag_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health.agreement import DisagreementError

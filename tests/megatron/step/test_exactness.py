@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.steps import read_micro_batch
-from megatron_hdp.megatron.step.executor import HdpExecutor
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from tests.support.drawn import first_rows
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 from tests.support.random_plans import random_plan
@@ -243,7 +243,7 @@ def finalize_with_one_token_too_many(self, num_loss_tokens, *args, **kwargs):
     return FINALIZE(self, num_loss_tokens + 1, *args, **kwargs)
 
 
-ROOM = "megatron_hdp.megatron.step"
+EXECUTOR = "megatron_hdp.megatron.execution.executor"
 FINALIZE = HdpExecutor._finalize
 
 
@@ -253,7 +253,7 @@ FINALIZE = HdpExecutor._finalize
         ("megatron_hdp.data.steps.rank_step.read_micro_batch", read_without_a_slice),
         ("megatron_hdp.data.steps.rank_step.read_micro_batch", read_at_wrong_positions),
         ("megatron_hdp.runtime.ring.attention._block", block_without_heads),
-        (f"{ROOM}.executor.HdpExecutor._finalize", finalize_with_one_token_too_many),
+        (f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_one_token_too_many),
     ],
     ids=["slice-dropped", "wrong-position", "wrong-block", "wrong-scale"],
 )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hdp.megatron.step.schedule_timers import noting_compute
+from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, RING_WAIT, Timeline
 
 

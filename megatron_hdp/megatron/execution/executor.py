@@ -24,10 +24,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
-from megatron_hdp.megatron.step.schedule_timers import noting_compute
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes

@@ -1,0 +1,5 @@
+"""One rank's micro-batches of a step, run by Megatron's own schedule, DDP and finalisation."""
+
+from megatron_hdp.megatron.execution.executor import HdpExecutor, RankOutcome
+
+__all__ = ["HdpExecutor", "RankOutcome"]
