@@ -5,6 +5,8 @@ ranks that exchange tokens with their experts must also run equally many. Where 
 that by itself, ranks run padding in between.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -76,3 +78,40 @@ def _aligned(plan: Plan) -> list[npt.NDArray[np.int64]]:
         for rank in ranks:
             lists[rank] += [PADDING] * (position - len(lists[rank])) + [m]
     return [np.array(one, dtype=np.int64) for one in lists]
+
+
+def end_together(
+    plan: Plan, slots: Sequence[npt.NDArray[np.int64]], *, lockstep_ranks: int = 1
+) -> npt.NDArray[np.bool_]:
+    """Of each rank, whether all that wait for it in its last slot are in their last one, too.
+
+    That is, its ring's members and in lockstep the ranks beside it, and those that wait for them in
+    turn. Only such a rank may start to reduce gradients inside of its last backward. A reduction
+    runs on its device until every rank has begun it; meanwhile the rank still owes its ring what it
+    sends in earlier layers. Should its driver wait for the device in between, to get memory or to
+    load a kernel, it would send nothing more: a member that has other micro-batches left would
+    never begin the reduction, and all would hang.
+
+    Args:
+        plan: the plan.
+        slots: of all its ranks, as `slots` gives them.
+        lockstep_ranks: likewise.
+    """
+    last = np.array([one[-1] for one in slots])
+    owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
+    members, begins = plan.ranks, plan.rank_offsets[:-1]
+
+    def of_rings(of_members: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Of each rank, whether it is true of all members of its last ring."""
+        whole = np.append(np.logical_and.reduceat(of_members, begins), True)
+        return whole[np.where(last == PADDING, plan.num_micro_batches, last)]
+
+    if not plan.num_micro_batches:
+        return np.ones(plan.num_ranks, dtype=np.bool_)
+    found = of_rings(last[members] == owners)
+    while True:
+        beside = found.reshape(-1, lockstep_ranks).all(axis=1).repeat(lockstep_ranks)
+        later = beside & of_rings(beside[members])
+        if np.array_equal(later, found):
+            return found
+        found = later

@@ -106,13 +106,14 @@ def hdp_gradients(arguments, *faults, plan=None):
     return report.loss, grads
 
 
-def hdp_step(arguments, *faults, plan=None):
+def hdp_step(arguments, *faults, plan=None, repeats=1):
     """Report and whole gradients of one HDP step; what other ranks hold comes to the first one.
 
     Args:
         arguments: the run.
         faults: (target, replacement) pairs to plant, as for `mock.patch`.
         plan: what to run instead of the strategy's plan.
+        repeats: how often it runs; Megatron's DDP does some things from the second time on.
     """
     parallel.set_seeds(arguments.seed)
     gpt = building.build_gpt(arguments, VOCABULARY)
@@ -127,7 +128,9 @@ def hdp_step(arguments, *faults, plan=None):
             planted.enter_context(
                 mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
             )
-        report = steps.run(Position())
+        for _ in range(repeats):
+            gpt.zero_grad_buffer()
+            report = steps.run(Position())
         steps.close()
     assert steps.num_planner_failures == 0  # it was the strategy's plan that ran
     if arguments.use_distributed_optimizer:

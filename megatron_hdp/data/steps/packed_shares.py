@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.steps.share import RankShare
 
-_ARRAYS = tuple(one.name for one in fields(RankShare))[2:]
+_ARRAYS = tuple(one.name for one in fields(RankShare))[3:]
 _KINDS = (np.uint8, np.int32)
 
 
@@ -21,6 +21,7 @@ class PackedShares:
 
     hdp_ranks: tuple[int, ...]
     slice_multiples: tuple[int, ...]
+    end_together: tuple[bool, ...]
     sizes: bytes
     """``int32[arrays, ranks]``: how much of each column is each rank's."""
     columns: tuple[tuple[str, bytes], ...]
@@ -38,6 +39,7 @@ class PackedShares:
         return cls(
             tuple(one.hdp_rank for one in shares),
             tuple(one.slice_multiple for one in shares),
+            tuple(one.ends_together for one in shares),
             np.array(sizes, dtype=np.int32).tobytes(),
             tuple(columns),
         )
@@ -53,9 +55,9 @@ class PackedShares:
             for one, begin, end in zip(found, (ends - row).tolist(), ends.tolist(), strict=True):
                 one[name] = column[begin:end]
         return [
-            RankShare(rank, slice_multiple, **arrays)  # type: ignore[arg-type]
-            for rank, slice_multiple, arrays in zip(
-                self.hdp_ranks, self.slice_multiples, found, strict=True
+            RankShare(*scalars, **arrays)  # type: ignore[arg-type]
+            for *scalars, arrays in zip(
+                self.hdp_ranks, self.slice_multiples, self.end_together, found, strict=True
             )
         ]
 

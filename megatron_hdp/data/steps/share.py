@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture import Step
 from megatron_hdp.planner import Plan
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, end_together, slots
 
 _COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
 
@@ -31,6 +31,8 @@ class RankShare:
 
     hdp_rank: int
     slice_multiple: int
+    ends_together: bool
+    """See `planner.lockstep.end_together`."""
     indices: Int64Array
     """Of each slot's micro-batch in the plan; `PADDING` for padding."""
     offload_ratios: npt.NDArray[np.float64]
@@ -57,7 +59,7 @@ class RankShare:
     @property
     def num_bytes(self) -> int:
         """What its arrays take."""
-        return sum(getattr(self, one.name).nbytes for one in fields(self)[2:])
+        return sum(getattr(self, one.name).nbytes for one in fields(self)[3:])
 
     def ring_of(self, slot: int) -> tuple[int, ...]:
         """Return the ranks of a slot's ring, in order."""
@@ -89,6 +91,7 @@ class StepShares:
         self._step = step
         self._plan = plan
         self._slots = slots(plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks)
+        self._end_together = end_together(plan, self._slots, lockstep_ranks=lockstep_ranks)
         members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
         self._members = members.astype(np.int64)
         owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
@@ -138,6 +141,7 @@ class StepShares:
                 RankShare(
                     hdp_rank=rank,
                     slice_multiple=plan.slice_multiple,
+                    ends_together=bool(self._end_together[rank]),
                     indices=indices[here],
                     offload_ratios=ratios[here],
                     ring_offsets=of_rings[begin : end + 1] - of_rings[begin],

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
@@ -97,7 +98,7 @@ class HdpExecutor:
         self._config = config = get_model_config(model)
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
-        config.no_sync_func = model.no_sync
+        self._grad_sync = GradSync(model, config)
         self._pipeline = None
         if place.num_stages > 1:
             self._pipeline = PipelineComm(
@@ -114,6 +115,7 @@ class HdpExecutor:
         num_loss_tokens: int,
         forward_only: bool = False,
         num_sources: int = 1,
+        ends_together: bool = False,
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
@@ -122,6 +124,8 @@ class HdpExecutor:
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
             num_sources: of the data, by which losses are added up.
+            ends_together: whether ``--overlap-grad-reduce`` may reduce inside of the last backward,
+                see `planner.lockstep.end_together`.
         """
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
@@ -133,6 +137,7 @@ class HdpExecutor:
         with (
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, indices),
+            self._grad_sync.during(ends_together),
         ):
             self._run_schedule(micro_batches, forward_only)
         if forward_only:
@@ -272,6 +277,7 @@ class HdpExecutor:
             self._pipeline.finish()
         self._reached_sync = self.timeline.now()
         with self.timeline.span(SYNC):
+            self._grad_sync.begin()
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))

@@ -166,7 +166,11 @@ class HdpSteps:
         if not forward_only:
             self._say_what_ends(step.totals)
         outcome = self.executor.run(
-            step.micro_batches, amounts.loss_tokens, forward_only, len(self.corpus.sources)
+            step.micro_batches,
+            amounts.loss_tokens,
+            forward_only,
+            len(self.corpus.sources),
+            step.share.ends_together,
         )
         report = self._report(step, outcome, amounts, exposed_s)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}

@@ -1,0 +1,64 @@
+"""When gradients are reduced with ``--overlap-grad-reduce``: in the last backward, or behind it.
+
+Megatron's DDP reduces a bucket as soon as the last micro-batch's backward has filled it. On a GPU
+that may hang where another rank still waits for this one, see `planner.lockstep.end_together`.
+There the reductions begin after the last backward, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+
+
+class GradSync:
+    """Says to Megatron's schedule and DDP when the gradients of a step are reduced.
+
+    Args:
+        model: Megatron's DDP.
+        config: Megatron's configuration of the model, whose ``no_sync_func`` is set.
+    """
+
+    def __init__(self, model: DistributedDataParallel, config: Any) -> None:
+        self._model = model
+        self._config = config
+        self._in_backward = False
+        self._groups = _by_layer(model)
+
+    @contextmanager
+    def during(self, ends_together: bool) -> Iterator[None]:
+        """Around a step's schedule.
+
+        Args:
+            ends_together: whether reductions may begin in the last backward.
+        """
+        self._in_backward = ends_together
+        self._config.no_sync_func = self._model.no_sync if ends_together else nullcontext
+        with nullcontext() if ends_together else self._model.no_sync():
+            yield
+
+    def begin(self) -> None:
+        """Starts the reductions that have not begun in the last backward; waits for none."""
+        if not self._model.ddp_config.overlap_grad_reduce:
+            return  # finishing them starts them
+        for group in self._groups:
+            if group.is_first_batch or not self._in_backward:  # in the first, hooks only count
+                group.start_grad_sync()
+
+
+def _by_layer(model: DistributedDataParallel) -> list[Any]:
+    """The groups of buckets in the order in which backward fills them, experts' between others'.
+
+    Ranks that reduce in their backward and ranks that begin behind it launch in the same order on
+    all communicators.
+    """
+    place = {id(one): number for number, one in enumerate(model.parameters())}
+
+    def first_layer(group: Any) -> int:
+        return min(place[id(one)] for bucket in group.buckets for one in bucket.params)
+
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    return sorted(groups, key=first_layer, reverse=True)
