@@ -271,11 +271,12 @@ def rank_place(arguments: TrainingArguments) -> RankPlace:
     )
 
 
-def new_ring_comm(timeout_minutes: float, timeline: Timeline) -> RingComm:
+def new_ring_comm(arguments: TrainingArguments, timeline: Timeline) -> RingComm:
     """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
     mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(rank_lists, mine)
     unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
-    timeout = timedelta(minutes=timeout_minutes)
-    return RingComm(new_ring_group(unique, timeout, compute_device()), timeline)
+    timeout = timedelta(minutes=communication_minutes(arguments))
+    group = new_ring_group(unique, timeout, compute_device(), arguments.hdp_ring_max_ctas)
+    return RingComm(group, timeline)

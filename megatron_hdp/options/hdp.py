@@ -80,6 +80,13 @@ class HdpOptions:
         help="Whose attention kernels run on a GPU; auto takes the first of these that loads, fits "
         "and computes rightly, and says which.",
     )
+    hdp_ring_max_ctas: int = option(
+        16,
+        minimum=0,
+        maximum=64,
+        help="Most blocks (CTAs) of a GPU that NCCL may take for the messages of rings, a power of "
+        "two; attention runs on the others meanwhile. 0: NCCL's own number.",
+    )
     hdp_fused_loss: bool = option(
         True,
         help="Make the logits of all tokens before the loss: more memory, the same result.",

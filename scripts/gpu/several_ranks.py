@@ -39,14 +39,14 @@ def new_group_of_all(device_type: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=_TIMEOUT_S)
+    from megatron_hdp.runtime.ring import new_ring_group
+
+    timeout, everyone = timedelta(seconds=_TIMEOUT_S), [list(range(dist.get_world_size()))]
     if device_type == "cpu":
-        return dist.new_group(timeout=timeout)
+        return new_ring_group(everyone, timeout)
     os.environ.update(one_gpu_environment(dist.get_rank()))
     torch.cuda.set_device(0)
-    group = dist.new_group(backend="nccl", timeout=timeout)
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    return group
+    return new_ring_group(everyone, timeout, torch.device("cuda", 0), backend="nccl")
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:

@@ -9,7 +9,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.ring.comm import RingComm, new_ring_group
+from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.communicator import new_ring_group
 from megatron_hdp.runtime.ring.layout import TokenLayout
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3

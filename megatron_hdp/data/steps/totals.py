@@ -73,6 +73,8 @@ class StepTotals:
     micro_batches_max: int
     efficiency: float
     """What the plan promises."""
+    makespan_s: float
+    """How long it says that the step takes until gradient sync."""
     planning_ms: float
     fingerprints: Mapping[str, int]
     """Of its sequences and its plan: ranks that run it compare them."""
@@ -103,6 +105,7 @@ class StepTotals:
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
             efficiency=float(plan.summary["efficiency"]),
+            makespan_s=float(plan.summary["makespan_s"]),
             planning_ms=float(plan.summary["planning_ms"]),
             fingerprints={
                 "sequences of the step": _fingerprint(*sequences),

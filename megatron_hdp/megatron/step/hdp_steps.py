@@ -33,6 +33,7 @@ from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
+from megatron_hdp.megatron.step.patience import Patience
 from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
 from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
@@ -96,6 +97,7 @@ class HdpSteps:
         settings = plan_settings(arguments, self.place, self.cost_model)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
+        self._patience = Patience(arguments.distributed_timeout_minutes)
         self.num_planner_failures = 0
         self._failed_before = False
         self._broadcast_at = self.planner.broadcast_at(from_plane=plane is not None)
@@ -158,6 +160,7 @@ class HdpSteps:
             raise RankFailure(str(error)) from error
         exposed_s = time.perf_counter() - started
         step = self.latest = self._agree(step)
+        self._patience.check(step.totals.makespan_s, "is planned to take")
         with self._agreement():
             amounts = self._remains.of(step)
         self._loaders.expect(replace(step.totals.after, losses=position.losses))
@@ -293,6 +296,7 @@ class HdpSteps:
                 },
                 device=compute_device(),
             )
+        self._patience.check(job["makespan_s"], "took")
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
         return StepReport(
             loss=job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1),

@@ -11,7 +11,6 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import (
-    communication_minutes,
     compute_device,
     new_ring_comm,
     num_parameters,
@@ -36,7 +35,7 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
-    comm = new_ring_comm(communication_minutes(arguments), timeline)
+    comm = new_ring_comm(arguments, timeline)
     attention = select_attention(
         device,
         model_dtype(arguments),

@@ -7,40 +7,10 @@ wait for the transfer, not the host. What is launched between the two runs besid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
-
-_CPU = torch.device("cpu")
-
-
-def new_ring_group(
-    rank_lists: Sequence[Sequence[int]],
-    timeout: timedelta | None = None,
-    device: torch.device = _CPU,
-) -> dist.ProcessGroup:
-    """The communicator of the rings, one for each list of HDP ranks; returns the caller's own.
-
-    It is separate from the group that carries gradient sync, because a rank that has finished its
-    micro-batches starts reducing while others still run rings. Every rank of the job must call this
-    with the same lists.
-
-    One collective on `device` makes the communicator exist when this returns. Otherwise NCCL would
-    make it, or one for every pair of ranks, in the middle of a step.
-    """
-    mine = None
-    for ranks in rank_lists:
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if dist.get_rank() in ranks:
-            mine = group
-    if mine is None:
-        raise ValueError(f"rank {dist.get_rank()} is in none of the lists {list(rank_lists)}")
-    dist.all_reduce(torch.zeros(1, device=device), group=mine)
-    return mine
 
 
 class Transfer:

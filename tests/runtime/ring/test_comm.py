@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.ring.comm import RingComm, Transfer, new_ring_group
+from megatron_hdp.runtime.ring.comm import RingComm, Transfer
+from megatron_hdp.runtime.ring.communicator import new_ring_group
 from megatron_hdp.runtime.timeline import RING_WAIT
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_hdp.runtime.ring.comm import RingComm, new_ring_group
+from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.communicator import new_ring_group
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
 
 

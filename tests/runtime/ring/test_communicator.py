@@ -1,0 +1,117 @@
+"""The rings' communicator: what NCCL is asked for, and who is connected before the first step."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.runtime.ring import communicator
+from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8, 12, 48, 64, 1000, 1024])
+def test_rounds(num_ranks):
+    rounds = neighbour_rounds(num_ranks)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(set(ranks)) == len(ranks), "a rank has one partner in a round"
+        assert all(0 <= a < b < num_ranks for a, b in pairs)
+    everything = [pair for pairs in rounds for pair in pairs]
+    assert len(set(everything)) == len(everything)
+    assert {(rank, rank + 1) for rank in range(num_ranks - 1)} <= set(everything)
+    assert len(everything) <= 1.5 * num_ranks
+
+
+def test_how_many_connections_1024_ranks_make():
+    rounds = neighbour_rounds(1024)
+    peers = np.bincount(np.array([pair for pairs in rounds for pair in pairs]).flatten())
+    assert (len(rounds), int(peers.sum()) // 2, int(peers.max())) == (11, 1534, 10)
+
+
+def test_rings_of_plans_meet_few_others():
+    """Of the pairs that sixty steps over 64 ranks bring together, nearly all are connected."""
+    connected = {pair for pairs in neighbour_rounds(64) for pair in pairs}
+    random = np.random.default_rng(0)
+    model = CostModel.of_tensor_ranks(
+        1, num_layers=32, hidden_size=4096, num_parameters=7 * 10**9, kv_bytes_per_token=131072
+    )
+    met, num_others, num_messages = set(), 0, 0
+    for _ in range(60):
+        lengths = np.minimum(random.lognormal(7.2, 1.9, 700).astype(np.int64) + 1, 262_144)
+        made = plan(lengths, ranks=64, tokens_per_rank=16384, cost_model=model)
+        for m in range(made.num_micro_batches):
+            ring = made.micro_batch(m).ranks
+            if len(ring) == 1:
+                continue
+            for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
+                pair = min(a, b), max(a, b)
+                met.add(pair)
+                num_messages += 1
+                num_others += pair not in connected
+    assert num_messages > 1000 and num_others <= 0.001 * num_messages, (num_others, num_messages)
+    assert len(met - connected) <= 2
+
+
+def connected(_):
+    """Body of a rank: whom it has talked to when the communicator is there."""
+    talked = []
+    exchange = dist.batch_isend_irecv
+
+    def noting(operations):
+        talked.append(operations[0].group_peer)
+        return exchange(operations)
+
+    dist.batch_isend_irecv = noting
+    try:
+        new_ring_group([list(range(dist.get_world_size()))], timedelta(seconds=60))
+    finally:
+        dist.batch_isend_irecv = exchange
+    return talked
+
+
+def test_all_neighbours_are_connected_at_start(run_ranks):
+    talked = run_ranks(5, connected, None)
+    assert talked == [[1, 3, 4], [0, 2], [3, 1], [2, 4, 0], [3, 0]]
+
+
+class Options:
+    """As `torch.distributed.ProcessGroupNCCL.Options`, which a torch for CPUs lacks."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=-(2**31))
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.mark.parametrize(("backend", "max_ctas"), [("nccl", 16), ("nccl", 0), ("gloo", 16)])
+def test_what_nccl_is_asked_for(monkeypatch, backend, max_ctas):
+    made = []
+
+    def new_group(ranks, timeout=None, backend=None, pg_options=None):
+        made.append((ranks, timeout, pg_options))
+        return "group"
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: device)
+    monkeypatch.setattr(communicator, "connect_neighbours", lambda group, device: None)
+    timeout = timedelta(minutes=7)
+    assert new_ring_group([[0, 2], [1, 3]], timeout, CUDA, max_ctas) == "group"
+    assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
+    assert made[0][2] is not made[1][2] or backend == "gloo", "each group keeps its own"
+    for _, found, options in made:
+        assert found == timeout
+        if backend == "gloo":
+            assert options is None
+            continue
+        assert options.is_high_priority_stream and options._timeout == timeout
+        assert options.config.max_ctas == (max_ctas or -(2**31))
