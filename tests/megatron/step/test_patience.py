@@ -1,6 +1,7 @@
 """A step that takes longer than a communicator waits is told, once, with what to do about it."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -37,15 +38,18 @@ def test_a_long_step_is_told_once(said):
 
 
 def trained(arguments):
-    """Body of a rank."""
-    pretrain(arguments)
+    """Body of a rank: what it was told."""
+    lines = []
+    with mock.patch.object(patience, "say", lines.append):
+        pretrain(arguments)
+    return lines
 
 
-def test_a_run_looks_at_the_plan_of_its_first_step(run_ranks, tmp_path, capfd):
+def test_a_run_looks_at_the_plan_of_its_first_step(run_ranks, tmp_path):
     slow = CostModel(a=1.0, b=1.0, kv_bytes_per_token=1.0)
     (tmp_path / "slow.json").write_bytes(slow.to_json())
     arguments = tiny_arguments(write_corpus(tmp_path, [30, 20, 10]), train_iters=2)
-    run_ranks(1, trained, replace(arguments, hdp_cost_model=tmp_path / "slow.json"))
-    (line,) = [one for one in capfd.readouterr().out.splitlines() if "planned to take" in one]
+    found = run_ranks(1, trained, replace(arguments, hdp_cost_model=tmp_path / "slow.json"))
+    ((line,),) = found
     assert line.startswith("warning: a step is planned to take 1,460 s")
     assert "expected at least 50" in line
