@@ -124,7 +124,7 @@ def _attend(
     is_ring: bool,
 ) -> torch.Tensor:
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
-    offsets = segments.offsets
+    offsets = segments.bucketed_offsets  # it plans anew for every number of sequences
     longest = (
         -(-segments.longest // 64) * 64
     )  # a bound; rounded, so that fewer shapes are new to it

@@ -11,6 +11,7 @@ from megatron_hdp.runtime.attention import selection as attention
 from megatron_hdp.runtime.attention.selection import select_attention, try_out
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
+from megatron_hdp.runtime.kernels.segments import bucket
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.timeline import RING_WAIT
@@ -161,7 +162,9 @@ class FakeDotProductAttention(torch.nn.Module):
         assert not any(x.storage_offset() and x.is_contiguous() for x in (q, k, v))
         assert cu_seqlens_q is cu_seqlens_kv and cu_seqlens_q.dtype == torch.int32
         assert not how.pop("pad_between_seqs")
-        lengths = tuple(cu_seqlens_q.diff().tolist())
+        counts = tuple(cu_seqlens_q.diff().tolist())
+        lengths = tuple(n for n in counts if n)
+        assert len(counts) == bucket(len(lengths)) and counts[: len(lengths)] == lengths
         assert max_seqlen_q == max_seqlen_kv >= max(lengths) and max_seqlen_q % 64 == 0
         kernel = RingAttention(CpuFlashKernel())
         if self.group is None:
