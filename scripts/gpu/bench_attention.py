@@ -47,6 +47,7 @@ FULL = Shape(
     mixes={
         "1 x 64K": (65536,),
         "16 x 4K": (4096,) * 16,
+        "512 x 128": (128,) * 512,
         "64K, mixed": (32768, 12288) + (2048,) * 4 + (1024,) * 8 + (256,) * 16,
     },
 )
@@ -55,7 +56,12 @@ SMALL = Shape(
     kv_heads=2,
     head_dim=16,
     dtype=torch.float32,
-    mixes={"1 x 256": (256,), "4 x 64": (64,) * 4, "256, mixed": (128, 64) + (8,) * 8},
+    mixes={
+        "1 x 256": (256,),
+        "4 x 64": (64,) * 4,
+        "64 x 4": (4,) * 64,
+        "256, mixed": (128, 64) + (8,) * 8,
+    },
 )
 MAX_PAIRS = 50
 NUM_GROUPS = 4  # rings of each kind in the second table

@@ -181,6 +181,9 @@ COMMANDS = {
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
+    "python scripts/bench_ring_numerics.py": Elsewhere(
+        "tests/scripts/test_bench_ring_numerics.py::test_a_small_run"
+    ),
     "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
         "tests/scripts/test_gpu_benches.py::test_a_small_run"
     ),

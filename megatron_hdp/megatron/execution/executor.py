@@ -7,12 +7,13 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -30,6 +31,7 @@ from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
@@ -86,6 +88,8 @@ class HdpExecutor:
         self.offload = ActivationOffload(
             self.layers, compute_device(), model.parameters, timeline=self.timeline
         )
+        device = compute_device()
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._losses: list[torch.Tensor] = []
         self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
@@ -176,7 +180,7 @@ class HdpExecutor:
         totals = saved_bytes(
             self.layers,
             self.model.parameters(),
-            lambda: self._forward_step(iter([example]), self.model),
+            lambda: self._forward_step(self._with_tensors([example]), self.model),
         )
         of_layers = totals[:-1] or totals  # the loss would count as the last one's
         return max(of_layers) / num_tokens
@@ -185,7 +189,7 @@ class HdpExecutor:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
         common = {
             "forward_step_func": self._forward_step,
-            "data_iterator": iter(micro_batches),
+            "data_iterator": self._with_tensors(micro_batches),
             "model": [self.model],
             "num_microbatches": len(micro_batches),
             "seq_length": 1,  # activations take their shapes from the plan
@@ -204,49 +208,46 @@ class HdpExecutor:
         if forward_only:
             self._pipeline.finish()
 
+    def _with_tensors(
+        self, micro_batches: Sequence[RankMicroBatch]
+    ) -> Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]:
+        """Micro-batches with their tensors on the device, each copied while the one before runs."""
+        return with_arrays_ahead(micro_batches, _arrays_of, compute_device(), self._copy_stream)
+
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
         """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
         num_tokens = len(micro_batch.tokens) // self.place.token_multiple
         return num_tokens, 1, self._config.hidden_size
 
     def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
-        micro_batch: RankMicroBatch = next(micro_batches)
-        device = compute_device()
-        tokens, labels, positions, loss_mask, sequence_index = (
-            torch.from_numpy(x).to(device, non_blocking=True)
-            for x in (
-                micro_batch.tokens,
-                micro_batch.labels,
-                micro_batch.positions,
-                micro_batch.loss_mask,
-                micro_batch.sequence_index,
-            )
-        )
+        micro_batch: RankMicroBatch
+        tensors: dict[str, torch.Tensor]
+        micro_batch, tensors = next(micro_batches)
         layout = TokenLayout(
             ring=micro_batch.ring,
             index=micro_batch.ring.index(self.place.hdp_rank),
             ring_slices=micro_batch.ring_slices,
             local_lengths=micro_batch.local_lengths,
-            device=device,
+            device=compute_device(),
         )
-        sums = LossSums(_sources_of_tokens(micro_batch).to(device), self._source_losses)
+        sums = LossSums(tensors["sources"], self._source_losses)
         params = HdpPackedSeqParams(
             qkv_format="sbhd",
             layout=layout,
-            positions=positions,
-            sequence_index=sequence_index,
+            positions=tensors["positions"],
+            sequence_index=tensors["sequence_index"],
             comm=self.comm,
             attention=self.attention,
             loss_sums=sums,
         )
-        targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
+        targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
         with self.offload.micro_batch(ratio):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
-                tokens[None],
-                positions[None],
+                tensors["tokens"][None],
+                tensors["positions"][None],
                 None,
                 packed_seq_params=params,
                 **(targets if self.fused_loss else {}),
@@ -295,7 +296,14 @@ def _groups() -> ProcessGroupCollection:
     return groups
 
 
-def _sources_of_tokens(micro_batch: RankMicroBatch) -> torch.Tensor:
-    """int64 ``[t]``: index of each token's source; of padding, which has no loss, 0."""
-    sources = np.array([*micro_batch.sources, 0])  # padding's index is -1
-    return torch.from_numpy(sources[micro_batch.sequence_index])
+def _arrays_of(micro_batch: RankMicroBatch) -> dict[str, npt.NDArray[Any]]:
+    """What of a micro-batch goes to the device, ``[t]`` each; of padding the source is 0."""
+    sources = np.array([*micro_batch.sources, 0])  # padding's index is -1, and it has no loss
+    return {
+        "tokens": micro_batch.tokens,
+        "labels": micro_batch.labels,
+        "positions": micro_batch.positions,
+        "sequence_index": micro_batch.sequence_index,
+        "sources": sources[micro_batch.sequence_index],
+        "loss_mask": micro_batch.loss_mask,
+    }

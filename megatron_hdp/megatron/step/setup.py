@@ -19,7 +19,7 @@ from megatron_hdp.megatron.parallel import (
 )
 from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
-from megatron_hdp.runtime.attention import Selection, select_attention
+from megatron_hdp.runtime.attention import Selection, select_attention, with_float32_rings
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -42,6 +42,13 @@ def build_executor(
         arguments.kv_channels,
         arguments.hdp_attention,
         comm,
+    )
+    attention = with_float32_rings(
+        attention,
+        arguments.hdp_float32_rings_from,
+        device,
+        model_dtype(arguments),
+        arguments.kv_channels,
     )
     say(f"attention: {attention}")
     _require_one_attention(attention)

@@ -1,9 +1,11 @@
 """Attention backends: which one a run uses, and TransformerEngine's own."""
 
+from megatron_hdp.runtime.attention.by_degree import with_float32_rings
 from megatron_hdp.runtime.attention.selection import AttentionBackend, Selection, select_attention
 
 __all__ = [
     "AttentionBackend",
     "Selection",
     "select_attention",
+    "with_float32_rings",
 ]

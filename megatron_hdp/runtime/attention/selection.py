@@ -89,14 +89,14 @@ def select_attention(
         device: a CPU or an NVIDIA GPU.
         dtype: of queries, keys and values.
         head_dim: of queries, keys and values.
-        choice: "auto", or the one name of ``--hdp-attention`` to take.
+        choice: "auto", or names of ``--hdp-attention`` to take one of, with " or " between.
         comm: where given, TransformerEngine must accept a ring's group over it.
 
     Raises:
         ValueError: there is none, or not the one that was chosen; says why.
     """
     refused: dict[str, str] = {}
-    for name in _LOADERS if choice == "auto" else (choice,):
+    for name in _LOADERS if choice == "auto" else choice.split(" or "):
         try:
             backend = _LOADERS[name](device, dtype, head_dim, comm)
             try_out(backend, device, dtype, head_dim)

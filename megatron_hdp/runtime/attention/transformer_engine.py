@@ -124,7 +124,8 @@ def _attend(
     is_ring: bool,
 ) -> torch.Tensor:
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
-    offsets = segments.offsets
+    # it plans anew for every number of sequences; deterministic, it wants memory for each of them
+    offsets = segments.offsets if module.deterministic else segments.bucketed_offsets
     longest = (
         -(-segments.longest // 64) * 64
     )  # a bound; rounded, so that fewer shapes are new to it

@@ -7,6 +7,10 @@ from itertools import accumulate
 
 import torch
 
+from megatron_hdp.runtime.host_to_device import to_device
+
+_SMALLEST_PACK = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -20,13 +24,27 @@ class Segments:
     """Tokens of each segment."""
     offsets: torch.Tensor
     """int32 ``[segments + 1]``: where each begins, and where the last one ends (`cu_seqlens`)."""
+    bucketed_offsets: torch.Tensor
+    """int32: `offsets` and behind them empty segments, as many as make up `bucket`. For a library
+    that plans anew for every number of segments."""
     longest: int
     """Tokens of the longest segment."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> Segments:
         """Segments of these lengths; their offsets reach a GPU without the host waiting for it."""
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        if device.type == "cuda":
-            offsets = offsets.pin_memory().to(device, non_blocking=True)
-        return cls(lengths, offsets, max(lengths, default=0))
+        ends = [0, *accumulate(lengths)]
+        empty = [ends[-1]] * (bucket(len(lengths)) - len(lengths))
+        bucketed = to_device(torch.tensor(ends + empty, dtype=torch.int32), device)
+        return cls(lengths, bucketed[: len(ends)], bucketed, max(lengths, default=0))
+
+
+def bucket(num_segments: int) -> int:
+    """The number of segments, rounded up to 1, 8, 16, 32, 64 and so on.
+
+    A single one stays alone: most rings have one sequence, and empty segments beside it would be
+    all that is saved.
+    """
+    if num_segments <= 1:
+        return num_segments
+    return int(max(_SMALLEST_PACK, 1 << (num_segments - 1).bit_length()))

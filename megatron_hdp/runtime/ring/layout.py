@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from megatron_hdp.runtime.host_to_device import to_device
 from megatron_hdp.runtime.kernels import Segments
 
 # Rows of a packed tensor: a slice where they are contiguous (a view), else an index tensor.
@@ -38,10 +39,6 @@ class TokenLayout:
     """Tokens of each ring slice's head chunk (and tail chunk)."""
     ring_tokens: int = field(init=False)
     """Tokens at the front that belong to ring slices."""
-    heads: Rows = field(init=False)
-    """Rows of the head chunks among the ring tokens."""
-    tails: Rows = field(init=False)
-    """Rows of the tail chunks among the ring tokens."""
 
     def __post_init__(self) -> None:
         if any(tokens % 2 for tokens in self.ring_slices):
@@ -51,16 +48,36 @@ class TokenLayout:
         if self.ring_slices and len(self.ring) < 2:
             raise ValueError(f"ring slices {self.ring_slices} on a ring of {len(self.ring)} rank")
         halves = tuple(tokens // 2 for tokens in self.ring_slices)
-        heads, tails = _half_rows(halves, self.device)
         derived = {
             "segments": self.ring_slices + self.local_lengths,
             "half_slices": halves,
             "ring_tokens": sum(self.ring_slices),
-            "heads": heads,
-            "tails": tails,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def heads(self) -> Rows:
+        """Rows of the head chunks among the ring tokens."""
+        return self._half_rows[0]
+
+    @property
+    def tails(self) -> Rows:
+        """Rows of the tail chunks among the ring tokens."""
+        return self._half_rows[1]
+
+    @cached_property
+    def _half_rows(self) -> tuple[Rows, Rows]:
+        """Heads and tails, made on the host and sent in one copy where a ring asks for them."""
+        if len(self.half_slices) <= 1:
+            half = sum(self.half_slices)
+            return slice(0, half), slice(half, 2 * half)
+        chunks = torch.arange(self.ring_tokens).split(
+            [half for half in self.half_slices for _ in range(2)]
+        )
+        rows = to_device(torch.cat(chunks[::2] + chunks[1::2]), self.device)
+        heads, tails = rows.chunk(2)
+        return heads, tails
 
     @cached_property
     def causal_segments(self) -> Segments:
@@ -96,15 +113,3 @@ class TokenLayout:
     def num_tokens(self) -> int:
         """Packed tokens on this rank, padding included."""
         return sum(self.segments)
-
-
-def _half_rows(halves: tuple[int, ...], device: torch.device) -> tuple[Rows, Rows]:
-    if len(halves) <= 1:
-        half = sum(halves)
-        return slice(0, half), slice(half, 2 * half)
-    heads, tails, start = [], [], 0
-    for half in halves:
-        heads.append(torch.arange(start, start + half, device=device))
-        tails.append(torch.arange(start + half, start + 2 * half, device=device))
-        start += 2 * half
-    return torch.cat(heads), torch.cat(tails)

@@ -11,6 +11,7 @@ from megatron_hdp.runtime.attention import selection as attention
 from megatron_hdp.runtime.attention.selection import select_attention, try_out
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
+from megatron_hdp.runtime.kernels.segments import bucket
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.timeline import RING_WAIT
@@ -133,6 +134,20 @@ def test_a_kernel_that_computes_wrongly_is_not_taken():
         try_out(RingAttention(HalfTheGradient()), CPU, torch.bfloat16, 16)
 
 
+class WrongWithEmptySegments(RingAttention):
+    """A planted fault of a library that is given more segments than there are sequences."""
+
+    def __call__(self, q, k, v, layout, comm, scale):
+        out = super().__call__(q, k, v, layout, comm, scale)
+        has_empty = bool((layout.local_segments.bucketed_offsets.diff() == 0).any())
+        return out * float("nan") if has_empty else out
+
+
+def test_the_trial_has_empty_segments():
+    with pytest.raises(RuntimeError, match="computes out with relative error nan"):
+        try_out(WrongWithEmptySegments(CpuFlashKernel()), CPU, torch.float64, 16)
+
+
 class FakeDotProductAttention(torch.nn.Module):
     """TransformerEngine's module by its interface, over our own ring on the CPU.
 
@@ -151,6 +166,7 @@ class FakeDotProductAttention(torch.nn.Module):
         self.scale = how.pop("softmax_scale")
         assert not how
         self.group = self.members = None
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
 
     def set_context_parallel_group(self, group, members, stream, kind):
         assert isinstance(group, dist.ProcessGroup) and kind == "p2p" and stream == "a stream"
@@ -161,7 +177,10 @@ class FakeDotProductAttention(torch.nn.Module):
         assert not any(x.storage_offset() and x.is_contiguous() for x in (q, k, v))
         assert cu_seqlens_q is cu_seqlens_kv and cu_seqlens_q.dtype == torch.int32
         assert not how.pop("pad_between_seqs")
-        lengths = tuple(cu_seqlens_q.diff().tolist())
+        counts = tuple(cu_seqlens_q.diff().tolist())
+        lengths = tuple(n for n in counts if n)
+        assert counts[: len(lengths)] == lengths
+        assert len(counts) == (len(lengths) if self.deterministic else bucket(len(lengths)))
         assert max_seqlen_q == max_seqlen_kv >= max(lengths) and max_seqlen_q % 64 == 0
         kernel = RingAttention(CpuFlashKernel())
         if self.group is None:
@@ -233,6 +252,18 @@ def test_transformer_engine_is_called_as_it_wants_to_be(run_ranks, ring):
         assert sent == (2 * 3 * (degree - 1) * kv_bytes if degree > 1 else 0)
         assert waited == (degree > 1)
         assert made == (2 if degree > 1 else 1)
+
+
+def deterministic_transformer_engine():
+    fake_transformer_engine()
+    torch.use_deterministic_algorithms(True)
+    attend = TransformerEngineAttention(CPU)
+    return max(errors_of_part(attend, None, (0,), [], [7, 3, 5]))
+
+
+def test_deterministic_kernels_get_no_empty_segments(run_ranks):
+    """Their memory grows with the number of segments, and TransformerEngine refuses too many."""
+    assert run_ranks(1, deterministic_transformer_engine)[0] < 1e-13
 
 
 def old_transformer_engine():
