@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import (
+    RankPlace,
     communication_minutes,
     compute_device,
     new_ring_comm,
@@ -20,7 +21,7 @@ from megatron_hdp.megatron.parallel import (
 from megatron_hdp.megatron.step.executor import HdpExecutor
 from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
-from megatron_hdp.runtime.attention import Selection, select_attention
+from megatron_hdp.runtime.attention import RunShapes, Selection, select_attention
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -36,6 +37,7 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
+    place = rank_place(arguments)
     comm = new_ring_comm(communication_minutes(arguments), timeline)
     attention = select_attention(
         device,
@@ -43,11 +45,23 @@ def build_executor(
         arguments.kv_channels,
         arguments.hdp_attention,
         comm,
+        _shapes_of(arguments, place),
     )
     say(f"attention: {attention}")
     _require_one_attention(attention)
-    return HdpExecutor(
-        model, rank_place(arguments), comm, attention.backend, arguments.hdp_fused_loss
+    return HdpExecutor(model, place, comm, attention.backend, arguments.hdp_fused_loss)
+
+
+def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
+    tokens = arguments.hdp_tokens_per_rank
+    if arguments.hdp_offload != "off":  # a rank then holds more than its activations have room for
+        tokens = max(tokens, arguments.seq_length)
+    return RunShapes(
+        heads=arguments.num_attention_heads // place.num_tensor_ranks,
+        kv_heads=arguments.num_query_groups // place.num_tensor_ranks,
+        longest=arguments.seq_length,
+        tokens_per_rank=tokens,
+        num_ranks=place.num_hdp_ranks,
     )
 
 
