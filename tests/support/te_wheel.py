@@ -6,16 +6,19 @@ process that it runs in.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
 import types
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import te_kernels
 
@@ -51,13 +54,21 @@ def unpack(folder):
     return str(folder)
 
 
-def load(folder, compute_capability=(9, 0)):
-    """Imports `transformer_engine` from the folder, over the stand-ins; returns the package."""
+def load(folder, compute_capability=(9, 0), flash_attn=None):
+    """Imports `transformer_engine` from the folder, over the stand-ins; returns the package.
+
+    Args:
+        folder: of `unpack`.
+        compute_capability: of the GPU.
+        flash_attn: where given, a stand-in for the package of that name that is then installed.
+    """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # loads no compiled library
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     sys.path.insert(0, folder)
     _stand_in_for_cuda(folder, compute_capability)
     sys.modules["transformer_engine_torch"] = te_kernels.as_module()
+    if flash_attn is not None:
+        _install_flash_attn(flash_attn)
     for name in _NOT_USED:
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__getattr__ = lambda attribute: None
@@ -85,6 +96,34 @@ class Stream:
     def record_event(self, event=None):
         """Nothing to record."""
         return event
+
+
+def _install_flash_attn(package):
+    """With its distribution's version, by which TransformerEngine knows whether it is there."""
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_2_cuda"):
+        sys.modules[name] = package
+    of_others = importlib.metadata.version
+    importlib.metadata.version = lambda name: (
+        package.__version__ if name == "flash-attn" else of_others(name)
+    )
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts what on a GPU would let the host wait for it, by the library's lines that ask."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.lines = Counter()
+        self._folder = folder
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            frame = sys._getframe(1)
+            while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+                frame = frame.f_back
+            if frame.f_code.co_filename.startswith(self._folder):
+                self.lines[frame.f_lineno] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def _stand_in_for_cuda(folder, compute_capability):

@@ -74,7 +74,9 @@ class TransformerEngineAttention:
         return torch.cat((in_ring, local))
 
     def check(self, shapes: RunShapes) -> tuple[str, ...]:
-        """Asks for kernels for the largest micro-batches of a run, once it has attended.
+        """Asks for kernels for the largest micro-batches of a run, after the trial of this backend.
+
+        The trial's groups are forgotten.
 
         Returns:
             What a user should know of the kernels.
@@ -82,6 +84,9 @@ class TransformerEngineAttention:
         Raises:
             ValueError: there is none for some micro-batches; it would be known in mid-step.
         """
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
         choices = self._choices
         if choices.why_not_kept is not None:
             return (f"it chooses kernels anew in every call: {choices.why_not_kept}",)

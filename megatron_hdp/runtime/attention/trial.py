@@ -145,7 +145,9 @@ def _compare(
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
     wanted = zip(*map(results_of, expected), strict=True)
-    for what, result, right in zip(("out", "dq", "dk", "dv"), results_of(found), wanted, strict=True):
+    for what, result, right in zip(
+        ("out", "dq", "dk", "dv"), results_of(found), wanted, strict=True
+    ):
         error = min(float((result - one).float().norm() / one.float().norm()) for one in right)
         if not error <= _TOLERANCE:
             raise RuntimeError(

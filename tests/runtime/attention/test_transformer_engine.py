@@ -4,12 +4,14 @@ import os
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.ring.attention import RingAttention
+from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.timeline import RING_WAIT
 from tests.support import fake_transformer_engine as fake
 from tests.support.ring_cases import errors_of_part, gloo_comm
@@ -45,6 +47,21 @@ def test_it_is_called_as_it_wants_to_be(run_ranks, ring):
 def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks):
     for *_, chosen in run_ranks(2, attend_by_transformer_engine, (1, 0), [3], [7], num_layers=5):
         assert chosen == 2
+
+
+def one_token():
+    """Body of a rank: one token whose parts lie in one tensor, as in a model's layer."""
+    fake.install()
+    attend, layout = TransformerEngineAttention(CPU), TokenLayout((0,), 0, (), (1,), CPU)
+    projected = torch.randn(1, 1, 1, 4 * 8)
+    q, k, v = projected.split([2 * 8, 8, 8], dim=3)
+    q, k = q.reshape(1, 1, 2, 8) * 2, k.contiguous() * 2  # positions make new tensors
+    out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, None, 1.0)
+    assert torch.equal(out, v[0].expand(1, 2, 8))
+
+
+def test_one_token_with_one_head_of_keys(run_ranks):
+    run_ranks(1, one_token)
 
 
 def old():
@@ -117,10 +134,13 @@ def checked(shapes, deterministic, with_flash_attn=False, variables=None):
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
     try_out(attend, CPU, torch.float32, 8, shapes)
     try_out_ring(attend, comm, CPU, torch.float32, 8, shapes)
+    groups = len(distributed_c10d._world.pg_names)
     try:
         return attend.check(shapes)
     except ValueError as error:
         return str(error)
+    finally:
+        assert len(distributed_c10d._world.pg_names) == groups - 1, "the trial's is still known"
 
 
 LONG = RunShapes(heads=4, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=8)
@@ -153,7 +173,9 @@ class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel, in blocks of a ring only."""
 
     def backward(self, dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale):
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale)
+        dq, dk, dv = super().backward(
+            dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale
+        )
         return dq, dk if causal else dk / 2, dv
 
 
@@ -166,7 +188,7 @@ class Forgetful(CpuFlashKernel):
 
 
 def tried_ring(kernel, wrong):
-    """Body of a rank: the ring of its own, which sends nothing and leaves no group behind."""
+    """Body of a rank: what is wrong with a ring of its own; None is nothing."""
     comm, attend = gloo_comm(), RingAttention(kernel())
     shapes = RunShapes(heads=4, kv_heads=1)
     if wrong is None:
