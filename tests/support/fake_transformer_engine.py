@@ -1,7 +1,7 @@
 """TransformerEngine by its interface, on a CPU: how it wants to be called, how it chooses kernels.
 
 Its attention is our own ring's; the group that it is given is used as TransformerEngine does. It
-chooses as version 2.20.2 does on a GPU of the Hopper generation, by the parameters that matter here.
+chooses as version 2.20.2 does on a GPU of the Hopper generation, by what matters here.
 """
 
 import os

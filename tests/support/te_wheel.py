@@ -1,6 +1,6 @@
 """The Python of TransformerEngine's wheel on a CPU, over stand-ins for its kernels and for CUDA.
 
-The wheel of pure Python comes from the package index, or from the file that the environment variable
+The wheel of pure Python comes from the package index, or from the file that the variable
 TRANSFORMER_ENGINE_WHEEL names. It is unpacked and never installed. `load` changes torch for the
 process that it runs in.
 """

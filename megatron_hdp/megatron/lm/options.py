@@ -188,7 +188,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_attention(backend: Any) -> None:
-    """Refuses kernels of plain matrix products, by the name of Megatron's choice (`AttnBackend`)."""
+    """Refuses kernels of plain matrix products; the choice is Megatron's `AttnBackend`."""
     found = getattr(backend, "name", backend)
     if found in ("unfused", "local"):
         raise OptionError(

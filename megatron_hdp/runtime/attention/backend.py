@@ -57,3 +57,6 @@ class RunShapes:
     """The most tokens of a micro-batch."""
     num_ranks: int = 1
     """HDP ranks: members of the largest ring."""
+
+
+NO_RUN = RunShapes()

@@ -90,7 +90,7 @@ def _memory_of_the_library() -> tuple[dict[str, Any] | None, str | None]:
 
 @contextmanager
 def _without_unfused() -> Iterator[None]:
-    """Megatron sets the variable when it makes a model, and checks what it finds at the next one."""
+    """Megatron sets the variable when it makes a model, and checks it when it makes another."""
     before = os.environ.get(_UNFUSED)
     os.environ[_UNFUSED] = "0"
     try:

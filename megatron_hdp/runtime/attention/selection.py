@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 from megatron_hdp.runtime.kernels import (
@@ -49,7 +49,7 @@ def select_attention(
     head_dim: int,
     choice: str = "auto",
     comm: RingComm | None = None,
-    shapes: RunShapes = RunShapes(),  # noqa: B008  immutable
+    shapes: RunShapes = NO_RUN,
 ) -> Selection:
     """The attention for tensors of this kind: the first that loads, fits and computes rightly.
 
@@ -70,15 +70,15 @@ def select_attention(
         try:
             backend = _LOADERS[name](device, dtype, head_dim, comm)
             try_out(backend, device, dtype, head_dim, shapes)
-            notes = ()
+            notes: tuple[str, ...] = ()
             if isinstance(backend, TransformerEngineAttention):
                 if comm is not None and shapes.num_ranks > 1:
                     try_out_ring(backend, comm, device, dtype, head_dim, shapes)
                 notes = backend.check(shapes)
         except _REFUSALS as error:
-            why = " ".join(str(error).split())[:300]
+            why = " ".join(str(error).split())
             ours = isinstance(error, ValueError)  # a sentence that needs no class before it
-            refused[name] = why if ours else f"{type(error).__name__}: {why}"
+            refused[name] = why if ours else f"{type(error).__name__}: {why[:300]}"
         else:
             return Selection(backend, refused, notes)
     reasons = "".join(f"\n  {name}: {why}" for name, why in refused.items())

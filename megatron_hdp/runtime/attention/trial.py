@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
 from megatron_hdp.runtime.kernels import MatmulKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout, Transfer
 
@@ -26,7 +26,7 @@ def try_out(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    shapes: RunShapes = RunShapes(),
+    shapes: RunShapes = NO_RUN,
 ) -> None:
     """Tries whole sequences, with the run's heads.
 

@@ -121,8 +121,20 @@ def with_another_memory():
     assert note.startswith("it chooses kernels anew in every call: found NoneType as its memory")
 
 
-def test_a_version_that_remembers_otherwise_is_used_and_said(run_ranks):
-    run_ranks(1, with_another_memory)
+def with_other_functions():
+    fake.install()
+    from transformer_engine.pytorch.attention import dot_product_attention
+
+    dot_product_attention.utils.get_attention_backend = lambda: None
+    attend = TransformerEngineAttention(CPU)
+    try_out(attend, CPU, torch.float32, 8)
+    taken, note = attend.check(RunShapes())
+    assert taken == "local by cuDNN" and "not asked about the largest micro-batches" in note
+
+
+@pytest.mark.parametrize("body", [with_another_memory, with_other_functions])
+def test_a_version_that_chooses_otherwise_is_used_and_said(run_ranks, body):
+    run_ranks(1, body)
 
 
 def checked(shapes, deterministic, with_flash_attn=False, variables=None):
@@ -192,7 +204,8 @@ def tried_ring(kernel, wrong):
     comm, attend = gloo_comm(), RingAttention(kernel())
     shapes = RunShapes(heads=4, kv_heads=1)
     if wrong is None:
-        return try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        return
     with pytest.raises(RuntimeError, match=rf"computes {wrong} with relative error .* ring of two"):
         try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
 
