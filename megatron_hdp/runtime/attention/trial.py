@@ -75,7 +75,7 @@ def try_out_ring(
     me = dist.get_rank(comm.group)
     layout = TokenLayout((me, 1 if me == 0 else 0), 0, _LENGTHS, (), device)
     whole = TokenLayout((me,), 0, (), tuple(2 * n for n in _LENGTHS), device)
-    echo = _Echo(comm.group)
+    echo = EchoComm(comm.group)
     exact = RingAttention(MatmulKernel())
     scale = head_dim**-0.5
 
@@ -110,7 +110,7 @@ def _whole(
     return torch.cat([quarter for head, tail in pairs for quarter in quarters(head, tail)])
 
 
-class _Echo(RingComm):
+class EchoComm(RingComm):
     """Whatever is sent comes back as what the previous member sent."""
 
     def exchange(
