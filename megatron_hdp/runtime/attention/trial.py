@@ -116,6 +116,7 @@ class EchoComm(RingComm):
     def exchange(
         self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
     ) -> Transfer:
+        """See `RingComm.exchange`; a copy on the current stream."""
         received.copy_(sent)
         works: list[Any] = []
         if received.is_cuda:  # whatever stream waits for it comes after the copy

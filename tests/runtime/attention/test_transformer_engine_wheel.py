@@ -11,7 +11,7 @@ from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineA
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from tests.runtime.kernels.test_kernels import FakeFlashAttn
-from tests.support import te_wheel
+from tests.support import te_kernels, te_wheel
 from tests.support.ring_cases import errors_of_part, gloo_comm
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,10 @@ def library(tmp_path_factory):
     return te_wheel.unpack(tmp_path_factory.mktemp("transformer_engine"))
 
 
-def errors_of_cases(library, cases, kv_heads=2):
-    """Body of a rank: errors of (out, dq, dk, dv) of every case."""
+def errors_of_cases(library, cases, left_out=None):
+    """Body of a rank: errors of (out, dq, dk, dv) of every case; a kernel may do nothing."""
+    if left_out is not None:
+        setattr(te_kernels, left_out, lambda *given: None)
     te_wheel.load(library)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
     how = {"dtype": torch.float16, "head_dim": 16}
@@ -47,6 +49,14 @@ def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks):
     cases = [case for case in CASES if len(case[0]) in (num_ranks, 1, 2)]
     for errors in run_ranks(num_ranks, errors_of_cases, library, cases):
         assert max(map(max, errors)) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize(
+    "kernel", ["thd_out_correction", "thd_second_half_lse_correction", "thd_grad_correction"]
+)
+def test_the_comparison_can_fail(run_ranks, library, kernel):
+    found = run_ranks(3, errors_of_cases, library, [((2, 0, 1), [4], [9])], left_out=kernel)
+    assert max(max(case) for errors in found for case in errors) > 10 * TOLERANCE
 
 
 def selections(library, num_layers):
