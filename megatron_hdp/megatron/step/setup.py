@@ -58,7 +58,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
         tokens = max(tokens, arguments.seq_length)
     return RunShapes(
         heads=arguments.num_attention_heads // place.num_tensor_ranks,
-        kv_heads=arguments.num_query_groups // place.num_tensor_ranks,
+        kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
         longest=arguments.seq_length,
         tokens_per_rank=tokens,
         num_ranks=place.num_hdp_ranks,

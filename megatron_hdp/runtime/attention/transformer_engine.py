@@ -176,14 +176,17 @@ def _require_kernels(choices: KernelChoices, kind: str, degree: int, shapes: Run
             cp_size=degree,
         )
         if kernel is None:
+            what = "deterministic kernel" if is_deterministic else "kernel"
+            where = f" in a ring of {degree}" if degree > 1 else ""
+            remedy = (
+                "install flash-attn or allow algorithms that are not deterministic"
+                if is_deterministic
+                else "NVTE_DEBUG=1 and NVTE_DEBUG_LEVEL=2 make it say why"
+            )
             raise ValueError(
-                f"found no {'deterministic ' * is_deterministic}kernel of it for "
-                f"{num_sequences:,} sequences of up to {longest:,} tokens"
-                f"{f' in a ring of {degree}' if degree > 1 else ''} with {shapes.heads} heads, "
-                "expected one for every micro-batch that a plan may hold (NVTE_DEBUG=1 "
-                "NVTE_DEBUG_LEVEL=2 makes it say why)"
-                + "; install flash-attn or allow algorithms that are not deterministic"
-                * is_deterministic
+                f"found no {what} of it for {num_sequences:,} sequences of up to {longest:,} "
+                f"tokens{where} with {shapes.heads} heads, expected one for every micro-batch that "
+                f"a plan may hold: {remedy}"
             )
 
 
