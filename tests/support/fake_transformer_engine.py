@@ -87,9 +87,11 @@ class DotProductAttention(torch.nn.Module):
             assert x.storage_offset() == 0
         assert cu_seqlens_q is cu_seqlens_kv and cu_seqlens_q.dtype == torch.int32
         assert not how.pop("pad_between_seqs")
-        lengths = tuple(cu_seqlens_q.diff().tolist())
+        counts = tuple(cu_seqlens_q.diff().tolist())
+        lengths = tuple(n for n in counts if n)
+        assert counts[: len(lengths)] == lengths, "empty ones are behind"
         assert max_seqlen_q == max_seqlen_kv >= max(lengths) and max_seqlen_q % 64 == 0
-        self._choose(q, k, len(lengths), max_seqlen_q)
+        self._choose(q, k, len(counts), max_seqlen_q)
         kernel = RingAttention(CpuFlashKernel())
         if self.group is None:
             assert not how
