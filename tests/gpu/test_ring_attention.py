@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.selection import select_attention
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -53,7 +54,8 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16):
         comm = StagedComm(dist.group.WORLD)
     else:
         comm = RingComm(several_ranks.new_group_of_all(device))
-    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm).backend
+    shapes = RunShapes(num_ranks=dist.get_world_size())
+    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm, shapes).backend
     errors = [
         errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM)
         for case in cases

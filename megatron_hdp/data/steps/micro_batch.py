@@ -130,7 +130,7 @@ def read_micro_batch(
         source: where tokens come from.
     """
     if share.indices[slot] == PADDING:
-        return padding_micro_batch(share.hdp_rank, reader.token_multiple)
+        return padding_micro_batch(share.hdp_rank, max(2, reader.token_multiple))
     runs, chunks, wholes = _slot_runs(share, slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
 
@@ -179,8 +179,11 @@ def read_micro_batch(
     )
 
 
-def padding_micro_batch(rank: int, num_tokens: int = 1) -> RankMicroBatch:
-    """Return padding without loss: what a rank runs at a position where the plan gives nothing."""
+def padding_micro_batch(rank: int, num_tokens: int = 2) -> RankMicroBatch:
+    """Return padding without loss: what a rank runs at a position where the plan gives nothing.
+
+    Two tokens at least: of a dimension of size one compilers make a case of its own.
+    """
     return RankMicroBatch(
         tokens=np.zeros(num_tokens, dtype=np.int64),
         labels=np.zeros(num_tokens, dtype=np.int64),

@@ -181,9 +181,21 @@ def check(args: argparse.Namespace) -> None:
                 f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
                 f"needs {wanted}: {why}"
             )
+    _check_attention(getattr(args, "attention_backend", None))
     check_data(args)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
+
+
+def _check_attention(backend: Any) -> None:
+    """Refuses kernels of plain matrix products; the choice is Megatron's `AttnBackend`."""
+    found = getattr(backend, "name", backend)
+    if found in ("unfused", "local"):
+        raise OptionError(
+            f"--attention-backend {found} does not go with --hybrid-data-parallel, which needs "
+            "auto, fused or flash: HDP's rings run by --hdp-attention, and TransformerEngine's "
+            "unfused kernels know no rings; --hdp-attention torch needs no TransformerEngine"
+        )
 
 
 def _check_grouped_gemm(transformer_impl: str) -> None:

@@ -11,6 +11,7 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import (
+    RankPlace,
     compute_device,
     new_ring_comm,
     num_parameters,
@@ -19,9 +20,16 @@ from megatron_hdp.megatron.parallel import (
 )
 from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
-from megatron_hdp.runtime.attention import Selection, select_attention, with_float32_rings
+from megatron_hdp.runtime.attention import (
+    RunShapes,
+    Selection,
+    select_attention,
+    with_float32_rings,
+)
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.timeline import Timeline
+
+_ANY = 2**31  # more ranks than a ring has
 
 
 def build_executor(
@@ -35,25 +43,27 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
+    place = rank_place(arguments)
     comm = new_ring_comm(arguments, timeline)
-    attention = select_attention(
-        device,
-        model_dtype(arguments),
-        arguments.kv_channels,
-        arguments.hdp_attention,
-        comm,
-    )
-    attention = with_float32_rings(
-        attention,
-        arguments.hdp_float32_rings_from,
-        device,
-        model_dtype(arguments),
-        arguments.kv_channels,
-    )
+    kind = device, model_dtype(arguments), arguments.kv_channels
+    shapes = _shapes_of(arguments, place)
+    attention = select_attention(*kind, arguments.hdp_attention, comm, shapes)
+    attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
-    return HdpExecutor(
-        model, rank_place(arguments), comm, attention.backend, arguments.hdp_fused_loss
+    return HdpExecutor(model, place, comm, attention.backend, arguments.hdp_fused_loss)
+
+
+def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
+    tokens = arguments.hdp_tokens_per_rank
+    if arguments.hdp_offload != "off":  # a rank then holds more than its activations have room for
+        tokens = max(tokens, arguments.seq_length)
+    return RunShapes(
+        heads=arguments.num_attention_heads // place.num_tensor_ranks,
+        kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
+        longest=arguments.seq_length,
+        tokens_per_rank=tokens,
+        num_ranks=min(place.num_hdp_ranks, (arguments.hdp_float32_rings_from or _ANY) - 1),
     )
 
 

@@ -1,10 +1,12 @@
 """Attention backends: which one a run uses, and TransformerEngine's own."""
 
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.by_degree import with_float32_rings
-from megatron_hdp.runtime.attention.selection import AttentionBackend, Selection, select_attention
+from megatron_hdp.runtime.attention.selection import Selection, select_attention
 
 __all__ = [
     "AttentionBackend",
+    "RunShapes",
     "Selection",
     "select_attention",
     "with_float32_rings",

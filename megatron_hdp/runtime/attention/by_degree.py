@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from megatron_hdp.runtime.attention.selection import (
-    AttentionBackend,
-    Selection,
-    select_attention,
-)
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.selection import Selection, select_attention
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
 
 _OF_OUR_RING = "flash-attn or torch"
@@ -54,6 +51,7 @@ def with_float32_rings(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    shapes: RunShapes,
 ) -> Selection:
     """The selection, with long rings by our own ring, which adds up in float32.
 
@@ -63,13 +61,14 @@ def with_float32_rings(
         device: as in `select_attention`.
         dtype: as in `select_attention`.
         head_dim: as in `select_attention`.
+        shapes: as in `select_attention`.
 
     Raises:
         ValueError: there is no kernel for our ring; says why.
     """
     if least_degree is None or isinstance(selection.backend, RingAttention):
         return selection
-    ours = select_attention(device, dtype, head_dim, _OF_OUR_RING)
+    ours = select_attention(device, dtype, head_dim, _OF_OUR_RING, shapes=shapes)
     return replace(
         selection,
         backend=AttentionByDegree(selection.backend, ours.backend, least_degree),

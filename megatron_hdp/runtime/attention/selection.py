@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
+from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
+from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 from megatron_hdp.runtime.kernels import (
     CpuFlashKernel,
     FlashAttnKernel,
@@ -20,46 +21,10 @@ from megatron_hdp.runtime.kernels import (
     TorchFlashKernel,
     refusal,
 )
-from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup, TokenLayout
-
-
-class AttentionBackend(Protocol):
-    """Causal attention of every sequence of a micro-batch, each within itself."""
-
-    name: str
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
-    ) -> torch.Tensor:
-        """Attends, together with the other members of the layout's ring.
-
-        Args:
-            q: ``[t, heads, d]``, this rank's tokens in the layout's order.
-            k: ``[t, kv_heads, d]``.
-            v: ``[t, kv_heads, d]``.
-            layout: what the tokens are; equal ring slices on every member.
-            comm: the HDP communicator; not used when the layout has no ring.
-            scale: softmax scale, usually ``1 / sqrt(d)``.
-
-        Returns:
-            ``[t, heads, d]``, differentiable in `q`, `k` and `v`.
-
-        Raises:
-            ValueError: the tensors do not have the layout's tokens.
-        """
-        ...
-
+from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup
 
 # What a package that was built for other versions or another GPU may raise, loaded or tried.
 _REFUSALS = (ImportError, OSError, RuntimeError, ValueError, AssertionError, AttributeError)
-_TRIAL_LENGTHS = (48, 16)
-_TRIAL_TOLERANCE = 2e-2  # bfloat16 keeps 8 bits
 
 
 @dataclass(frozen=True)
@@ -69,11 +34,13 @@ class Selection:
     backend: AttentionBackend
     refused: dict[str, str]
     """Name as ``--hdp-attention`` knows it -> why not; in order of preference."""
+    notes: tuple[str, ...] = ()
+    """What else a user should know of the backend."""
 
     def __str__(self) -> str:
         """One line for the log."""
-        why_not = "".join(f"; not {name}: {why}" for name, why in self.refused.items())
-        return f"{self.backend.name}{why_not}"
+        why_not = [f"not {name}: {why}" for name, why in self.refused.items()]
+        return "; ".join((self.backend.name, *self.notes, *why_not))
 
 
 def select_attention(
@@ -82,6 +49,7 @@ def select_attention(
     head_dim: int,
     choice: str = "auto",
     comm: RingComm | None = None,
+    shapes: RunShapes = NO_RUN,
 ) -> Selection:
     """The attention for tensors of this kind: the first that loads, fits and computes rightly.
 
@@ -90,7 +58,9 @@ def select_attention(
         dtype: of queries, keys and values.
         head_dim: of queries, keys and values.
         choice: "auto", or names of ``--hdp-attention`` to take one of, with " or " between.
-        comm: where given, TransformerEngine must accept a ring's group over it.
+        comm: where given, TransformerEngine must accept a ring's group over it, and is tried on
+            a ring too.
+        shapes: what the run will ask for.
 
     Raises:
         ValueError: there is none, or not the one that was chosen; says why.
@@ -99,13 +69,18 @@ def select_attention(
     for name in _LOADERS if choice == "auto" else choice.split(" or "):
         try:
             backend = _LOADERS[name](device, dtype, head_dim, comm)
-            try_out(backend, device, dtype, head_dim)
+            try_out(backend, device, dtype, head_dim, shapes)
+            notes: tuple[str, ...] = ()
+            if isinstance(backend, TransformerEngineAttention):
+                if comm is not None and shapes.num_ranks > 1:
+                    try_out_ring(backend, comm, device, dtype, head_dim, shapes)
+                notes = backend.check(shapes)
         except _REFUSALS as error:
-            why = " ".join(str(error).split())[:300]
+            why = " ".join(str(error).split())
             ours = isinstance(error, ValueError)  # a sentence that needs no class before it
-            refused[name] = why if ours else f"{type(error).__name__}: {why}"
+            refused[name] = why if ours else f"{type(error).__name__}: {why[:300]}"
         else:
-            return Selection(backend, refused)
+            return Selection(backend, refused, notes)
     reasons = "".join(f"\n  {name}: {why}" for name, why in refused.items())
     remedy = (
         "use a GPU of the Ampere generation or newer, or --bf16"
@@ -116,39 +91,6 @@ def select_attention(
         f"no attention for {str(dtype).removeprefix('torch.')} on device '{device}' with head "
         f"dimension {head_dim}, --hdp-attention {choice}:{reasons}\n{remedy}"
     )
-
-
-def try_out(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> None:
-    """Compares a few tokens, forward and backward, with plain matrix products.
-
-    A package may load and still have no code for this GPU, or none for these shapes.
-
-    Raises:
-        RuntimeError: output or gradients differ; the message says by how much.
-    """
-    layout = TokenLayout((0,), 0, (), _TRIAL_LENGTHS, device)
-    random = torch.Generator().manual_seed(0)
-    shapes = [(sum(_TRIAL_LENGTHS), heads, head_dim) for heads in (4, 2, 2, 4)]
-    no_ring: Any = None  # nothing is sent
-    *inputs, dout = (torch.randn(s, generator=random).to(device, dtype) for s in shapes)
-
-    def results_of(attend: AttentionBackend) -> list[torch.Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = attend(leaves[0], leaves[1], leaves[2], layout, no_ring, head_dim**-0.5)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    expected = results_of(RingAttention(MatmulKernel()))
-    for what, found, wanted in zip(
-        ("out", "dq", "dk", "dv"), results_of(backend), expected, strict=True
-    ):
-        error = float((found - wanted).float().norm() / wanted.float().norm())
-        if not error <= _TRIAL_TOLERANCE:
-            raise RuntimeError(
-                f"{backend.name} computes {what} with relative error {error:.1g} on a trial of "
-                f"{_TRIAL_LENGTHS} tokens, expected at most {_TRIAL_TOLERANCE}"
-            )
 
 
 def _transformer_engine(

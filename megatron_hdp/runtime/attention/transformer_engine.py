@@ -7,11 +7,12 @@ in our own ring: nothing before it sees it, and the loss leaves it out.
 
 from __future__ import annotations
 
-import os
 import re
 
 import torch
 
+from megatron_hdp.runtime.attention.backend import RunShapes
+from megatron_hdp.runtime.attention.kernel_choice import KernelChoices
 from megatron_hdp.runtime.kernels import Segments
 from megatron_hdp.runtime.ring import RingComm, RingGroups, TokenLayout
 
@@ -34,8 +35,6 @@ class TransformerEngineAttention:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # its fallback of plain matmuls keeps all scores at once: refuse instead
-        os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
         import transformer_engine
         from transformer_engine.pytorch import DotProductAttention
 
@@ -46,6 +45,7 @@ class TransformerEngineAttention:
         self.name = f"transformer-engine {version}"
         self._new_module = DotProductAttention
         self._modules: dict[tuple[object, ...], torch.nn.Module] = {}
+        self._choices = KernelChoices()
         self._groups: RingGroups | None = None  # of the communicator that is in use
         self._stream = torch.cuda.Stream(device)  # every second step of a ring runs on it
 
@@ -73,6 +73,38 @@ class TransformerEngineAttention:
         local = self._local(q_local, k_local, v_local, layout.local_segments, scale)
         return torch.cat((in_ring, local))
 
+    def check(self, shapes: RunShapes) -> tuple[str, ...]:
+        """Asks for kernels for the largest micro-batches of a run, after the trial of this backend.
+
+        The trial's groups are forgotten.
+
+        Returns:
+            What a user should know of the kernels.
+
+        Raises:
+            ValueError: there is none for some micro-batches; it would be known in mid-step.
+        """
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+        choices = self._choices
+        if choices.why_not_kept is not None:
+            return (f"it chooses kernels anew in every call: {choices.why_not_kept}",)
+        taken = {kind: choices.kernel_of(kind) for kind in ("local", "ring")}
+        notes = [", ".join(f"{kind} by {kernel}" for kind, kernel in taken.items() if kernel)]
+        try:
+            _require_kernels(choices, "local", 1, shapes)
+            if taken["ring"] is not None:
+                _require_kernels(choices, "ring", shapes.num_ranks, shapes)
+        except TypeError as error:  # its functions take other arguments
+            notes.append(f"not asked about the largest micro-batches of the run: {error}")
+        if taken["ring"] == "flash-attn":
+            notes.append(
+                "each layer's backward waits three times for the GPU in every ring, as "
+                "TransformerEngine calls flash-attn (--attention-backend fused does not)"
+            )
+        return tuple(notes)
+
     def _ring(
         self,
         q: torch.Tensor,
@@ -87,7 +119,8 @@ class TransformerEngineAttention:
             self._groups = RingGroups(comm)
         group = self._groups.of(layout.ring)
         module.set_context_parallel_group(group, group.members, self._stream, "p2p")
-        return _attend(module, q, k, v, layout.whole_segments, is_ring=True)
+        with self._choices.made_for("ring"):
+            return _attend(module, q, k, v, layout.whole_segments, is_ring=True)
 
     def _local(
         self,
@@ -97,7 +130,9 @@ class TransformerEngineAttention:
         segments: Segments,
         scale: float,
     ) -> torch.Tensor:
-        return _attend(self._module("local", q, k, scale), q, k, v, segments, is_ring=False)
+        module = self._module("local", q, k, scale)
+        with self._choices.made_for("local"):
+            return _attend(module, q, k, v, segments, is_ring=False)
 
     def _module(self, kind: str, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.nn.Module:
         (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
@@ -115,6 +150,46 @@ class TransformerEngineAttention:
         return self._modules[key]
 
 
+def _require_kernels(choices: KernelChoices, kind: str, degree: int, shapes: RunShapes) -> None:
+    """Asks for the longest sequence alone and, where kernels are chosen by more, the largest pack.
+
+    Deterministic ones are: cuDNN's want memory by sequences times the square of the longest one.
+
+    Raises:
+        ValueError: there is no kernel.
+    """
+    room = degree * shapes.tokens_per_rank
+    asked = [(1, min(shapes.longest, room))]
+    is_deterministic = choices.is_deterministic(kind)
+    if is_deterministic:
+        longest = min(shapes.longest, max(2 * room // 3, 1))  # most sequences times its square
+        asked.append((room - longest + 1, longest))
+    for num_sequences, longest in asked:
+        bound, tokens = _bound(longest), shapes.tokens_per_rank
+        kernel = choices.kernel_for(
+            kind,
+            batch_size=num_sequences,
+            max_seqlen_q=bound,
+            max_seqlen_kv=bound,
+            num_tokens_q=tokens,
+            num_tokens_kv=tokens,
+            cp_size=degree,
+        )
+        if kernel is None:
+            what = "deterministic kernel" if is_deterministic else "kernel"
+            where = f" in a ring of {degree}" if degree > 1 else ""
+            remedy = (
+                "install flash-attn or allow algorithms that are not deterministic"
+                if is_deterministic
+                else "NVTE_DEBUG=1 and NVTE_DEBUG_LEVEL=2 make it say why"
+            )
+            raise ValueError(
+                f"found no {what} of it for {num_sequences:,} sequences of up to {longest:,} "
+                f"tokens{where} with {shapes.heads} heads, expected one for every micro-batch that "
+                f"a plan may hold: {remedy}"
+            )
+
+
 def _attend(
     module: torch.nn.Module,
     q: torch.Tensor,
@@ -126,15 +201,13 @@ def _attend(
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
     # it plans anew for every number of sequences; deterministic, it wants memory for each of them
     offsets = segments.offsets if module.deterministic else segments.bucketed_offsets
-    longest = (
-        -(-segments.longest // 64) * 64
-    )  # a bound; rounded, so that fewer shapes are new to it
+    longest = _bound(segments.longest)
     # rings want offsets of padded lengths; the same object tells that there is nothing between
     padded = {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets} if is_ring else {}
     out = module(
-        _from_start(q),
-        _from_start(k),
-        _from_start(v),
+        _canonical(q),
+        _canonical(k),
+        _canonical(v),
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         max_seqlen_q=longest,
@@ -145,9 +218,21 @@ def _attend(
     return out.view(q.shape)
 
 
-def _from_start(x: torch.Tensor) -> torch.Tensor:
-    """TransformerEngine knows no layout of a contiguous tensor that begins inside its storage."""
-    return x.clone() if x.storage_offset() and x.is_contiguous() else x
+def _canonical(x: torch.Tensor) -> torch.Tensor:
+    """The tensor row by row from its storage's start; a copy only where it lies otherwise.
+
+    TransformerEngine reads strides and offsets to tell one memory layout from another. Those of a
+    dimension of size one may be any, and of such tensors it knows none or takes the wrong one.
+    """
+    if x.storage_offset() or not x.is_contiguous():
+        return x.clone(memory_format=torch.contiguous_format)
+    is_canonical = x.stride() == (x.shape[1] * x.shape[2], x.shape[2], 1)
+    return x if is_canonical else x.view(-1).view(x.shape)  # a view has strides of its own
+
+
+def _bound(longest: int) -> int:
+    """Not less than the longest sequence; rounded, so that fewer shapes are new to the library."""
+    return -(-longest // 64) * 64
 
 
 def _numbers(version: str) -> tuple[int, ...]:

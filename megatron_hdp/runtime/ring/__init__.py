@@ -1,7 +1,7 @@
 """Rings: who holds which slice of a micro-batch, how slices travel, what is computed meanwhile."""
 
 from megatron_hdp.runtime.ring.attention import RingAttention
-from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.comm import RingComm, Transfer
 from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -12,6 +12,7 @@ __all__ = [
     "RingGroup",
     "RingGroups",
     "TokenLayout",
+    "Transfer",
     "neighbour_rounds",
     "new_ring_group",
 ]

@@ -277,7 +277,7 @@ def test_a_rank_without_micro_batches_runs_padding():
     assert (busy.indices.tolist(), idle.indices.tolist()) == ([0], [PADDING])
     assert idle.ring_of(0) == (1,) and not len(idle.ids) and busy.ids.tolist() == [0]
     part = read_micro_batch(idle, 0, Reader(1, 10**6), OneSource(table, CountingFile([3])))
-    assert part.index is None and len(part.tokens) == 1 and part.offload_ratio == 0
+    assert part.index is None and len(part.tokens) == 2 and part.offload_ratio == 0
 
 
 def test_a_plan_of_another_step_is_refused():
@@ -287,12 +287,12 @@ def test_a_plan_of_another_step_is_refused():
         StepShares(step_of(np.array([1]), table), hand_made([3], alone))
 
 
-def test_padding_is_one_token_without_loss():
+def test_padding_is_two_tokens_without_loss():
     part = padding_micro_batch(3)
-    assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (1,))
-    assert part.tokens.shape == part.labels.shape == part.positions.shape == (1,)
+    assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (2,))
+    assert part.tokens.shape == part.labels.shape == part.positions.shape == (2,)
     assert part.index is None and part.corrupt_ids == ()
-    assert part.sequence_index.tolist() == [-1]
+    assert part.sequence_index.tolist() == [-1, -1]
     assert not part.loss_mask.any()
     assert padding_micro_batch(3, 4).local_lengths == (4,)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hdp.megatron.lm import options
 from megatron_hdp.options import OptionError
@@ -114,6 +115,16 @@ def test_arguments_from_a_file_go_without_hdp():
     for values, flags in (({}, [ON[0]]), ({"hybrid_data_parallel": True}, [])):
         with pytest.raises(OptionError, match="--yaml-cfg does not go with"):
             options.refuse_in_yaml(argparse.Namespace(**values), flags)
+
+
+@pytest.mark.parametrize("name", ["unfused", "local"])
+def test_kernels_that_know_no_rings_are_refused(name):
+    backend = AttnBackend[name]
+    with pytest.raises(OptionError, match=f"--attention-backend {name} .* needs auto, fused or fl"):
+        options.check(parsed(*ON, attention_backend=backend))
+    options.check(parsed(attention_backend=backend))
+    for other in ("auto", "fused", "flash"):
+        options.check(parsed(*ON, attention_backend=AttnBackend[other]))
 
 
 @pytest.mark.parametrize("name", sorted(options.REFUSED))

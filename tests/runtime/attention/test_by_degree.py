@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_hdp.runtime.attention import selection as attention
+from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.by_degree import with_float32_rings
 from megatron_hdp.runtime.attention.selection import Selection, select_attention
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
@@ -38,7 +39,7 @@ def tried(monkeypatch):
 
 def select(least_degree, choice="auto"):
     selection = select_attention(GPU, torch.bfloat16, 128, choice)
-    return with_float32_rings(selection, least_degree, GPU, torch.bfloat16, 128)
+    return with_float32_rings(selection, least_degree, GPU, torch.bfloat16, 128, RunShapes())
 
 
 @pytest.mark.parametrize("choice", ["auto", "transformer-engine"])
@@ -62,7 +63,7 @@ def test_long_rings_go_to_the_first_of_the_others_and_both_are_tried(tried, choi
 def test_without_the_flag_and_for_our_own_ring_nothing_changes(tried):
     assert select(None).backend.name == "transformer-engine" and tried == ["transformer-engine"]
     ours = Selection(RingAttention(CpuFlashKernel()), {"transformer-engine": "not here"})
-    assert with_float32_rings(ours, 2, GPU, torch.bfloat16, 128) is ours
+    assert with_float32_rings(ours, 2, GPU, torch.bfloat16, 128, RunShapes()) is ours
     assert tried == ["transformer-engine"]
 
 

@@ -1,0 +1,62 @@
+"""What an attention backend is, and what of a run it is asked to serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_hdp.runtime.ring import RingComm, TokenLayout
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of every sequence of a micro-batch, each within itself."""
+
+    name: str
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attends, together with the other members of the layout's ring.
+
+        Args:
+            q: ``[t, heads, d]``, this rank's tokens in the layout's order.
+            k: ``[t, kv_heads, d]``.
+            v: ``[t, kv_heads, d]``.
+            layout: what the tokens are; equal ring slices on every member.
+            comm: the HDP communicator; not used when the layout has no ring.
+            scale: softmax scale, usually ``1 / sqrt(d)``.
+
+        Returns:
+            ``[t, heads, d]``, differentiable in `q`, `k` and `v`.
+
+        Raises:
+            ValueError: the tensors do not have the layout's tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RunShapes:
+    """What attention meets in a run, on one rank; the defaults are for a look at a machine."""
+
+    heads: int = 4
+    """Of queries."""
+    kv_heads: int = 2
+    """Of keys and values."""
+    longest: int = 64
+    """Tokens of the longest sequence, over all members of its ring."""
+    tokens_per_rank: int = 64
+    """The most tokens of a micro-batch."""
+    num_ranks: int = 1
+    """HDP ranks: members of the largest ring that is not for another backend."""
+
+
+NO_RUN = RunShapes()

@@ -1,0 +1,106 @@
+"""Which of its kernels TransformerEngine takes: chosen once for a kind of call, never unfused ones.
+
+TransformerEngine chooses in a call's forward pass, by the parameters of the call and the variables
+`NVTE_*_ATTN`; backward keeps what forward took. It remembers the last choice only, so that calls
+of two kinds, in turn, would each choose anew. Its own kernels of plain matrix products keep all
+scores of a sequence in memory and know no rings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+_UNFUSED = "NVTE_UNFUSED_ATTN"
+_PARAMS = "attention_params"
+_KERNELS = {  # what it says of its choice -> in words
+    "use_flash_attention": "flash-attn",
+    "use_fused_attention": "cuDNN",
+    "use_unfused_attention": "unfused",
+}
+
+
+class KernelChoices:
+    """A choice for each kind of call, kept beside the one that TransformerEngine remembers.
+
+    A kept choice that does not fit a call is no error: the library compares parameters in every
+    call, and chooses anew.
+
+    Attributes:
+        why_not_kept: None, or how this version's memory of choices differs from the known one;
+            it then chooses anew whenever kinds of calls alternate.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[str, Any]] = {}
+        self._last, self.why_not_kept = _memory_of_the_library()
+
+    @contextmanager
+    def made_for(self, kind: str) -> Iterator[None]:
+        """Calls of the kind in this context go by its choice; afterwards nothing is changed."""
+        with _without_unfused():
+            if self._last is None:
+                yield
+                return
+            others = dict(self._last)
+            self._last.update(self._kept.get(kind, {_PARAMS: None}))
+            try:
+                yield
+                self._kept[kind] = dict(self._last)
+            finally:
+                self._last.clear()
+                self._last.update(others)
+
+    def kernel_of(self, kind: str) -> str | None:
+        """The kernel that the kind's last call took; None before there was one."""
+        return _name_of(self._kept.get(kind, {}))
+
+    def kernel_for(self, kind: str, **sizes: int) -> str | None:
+        """The kernel for a call like the kind's last one, of other sizes; None if there is none.
+
+        Args:
+            kind: there was a call of it.
+            sizes: parameters of the call, by TransformerEngine's names.
+        """
+        from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+        with _without_unfused():
+            chosen = utils.get_attention_backend(replace(self._kept[kind][_PARAMS], **sizes))
+        flash, _, fused, _, unfused, *_ = chosen
+        return _name_of(dict(zip(_KERNELS, (flash, fused, unfused), strict=True)))
+
+    def is_deterministic(self, kind: str) -> bool:
+        """True where kernels of the kind must give the same bits every time."""
+        return bool(self._kept[kind][_PARAMS].deterministic)
+
+
+def _memory_of_the_library() -> tuple[dict[str, Any] | None, str | None]:
+    """The dictionary of the last choice, or why that is not to be had."""
+    from transformer_engine.pytorch.attention import dot_product_attention
+
+    memory = getattr(dot_product_attention, "_attention_backends", None)
+    if isinstance(memory, dict) and memory.keys() >= {_PARAMS, *_KERNELS}:
+        return memory, None
+    found = sorted(memory) if isinstance(memory, dict) else type(memory).__name__
+    return None, f"found {found} as its memory of choices, expected {[_PARAMS, *_KERNELS]}"
+
+
+@contextmanager
+def _without_unfused() -> Iterator[None]:
+    """Megatron sets the variable when it makes a model, and checks it when it makes another."""
+    before = os.environ.get(_UNFUSED)
+    os.environ[_UNFUSED] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNFUSED]
+        else:
+            os.environ[_UNFUSED] = before
+
+
+def _name_of(choice: dict[str, Any]) -> str | None:
+    return next((name for key, name in _KERNELS.items() if choice.get(key)), None)

@@ -1,0 +1,179 @@
+"""Which kernels TransformerEngine takes here, how often it chooses, and where the host waits.
+
+Rings are tried by one process: its group has two ranks that never speak, and what is sent around
+the ring comes back.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.runtime.attention import RunShapes, Selection, select_attention
+from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from questions import Answer, Question
+
+_HEAD_DIM = 128
+_SHAPES = RunShapes(heads=8, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=2)
+_NAME = "transformer-engine"
+
+
+def _two_ranks() -> RingComm:
+    if not dist.is_initialized():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    return RingComm(dist.group.WORLD)
+
+
+def _selected(shapes: RunShapes = _SHAPES) -> Selection:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return select_attention(device, torch.bfloat16, _HEAD_DIM, _NAME, _two_ranks(), shapes)
+
+
+@contextmanager
+def _variables(**values: int) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {f"NVTE_{name}_ATTN": str(x) for name, x in values.items()}):
+        yield
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _kernels() -> Answer:
+    selection = _selected()
+    versions = f"cuDNN {torch.backends.cudnn.version()}, flash-attn {_version('flash-attn')}"
+    return Answer(f"{selection} ({versions})", "local by cuDNN, ring by cuDNN" in selection.notes)
+
+
+def _unfused() -> Answer:
+    try:
+        with _variables(FLASH=0, FUSED=0, UNFUSED=1):
+            found = str(_selected())
+    except ValueError as error:
+        last = str(error).splitlines()[-2]
+        return Answer(f"refused: {last}", "No dot product attention backend" in last)
+    return Answer(found, False)
+
+
+def _one_token() -> Answer:
+    """As a layer gives it: values are a piece of what was projected to queries, keys and values."""
+    attend, device = _selected().backend, torch.device("cuda")
+    heads, d = _SHAPES.heads, _HEAD_DIM
+    projected = torch.randn(1, 1, 1, (heads + 2) * d, device=device, dtype=torch.bfloat16)
+    projected.requires_grad_()
+    q, k, v = projected.split([heads * d, d, d], dim=3)
+    q, k = q.reshape(1, 1, heads, d) * 2, k.contiguous() * 2
+    layout = TokenLayout((0,), 0, (), (1,), device)
+    out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, _two_ranks(), d**-0.5)
+    out.sum().backward()
+    error = float((out - v[0].expand_as(out)).detach().abs().max())
+    error += float((projected.grad[..., -d:] - heads).abs().max())
+    return Answer(f"largest error {error:.1g}", error == 0)
+
+
+def _alternating() -> Answer:
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
+
+    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
+    choose, how = utils.get_attention_backend, (device, torch.bfloat16, _HEAD_DIM, _SHAPES)
+    with mock.patch.object(utils, "get_attention_backend", wraps=choose) as counted:
+        for _ in range(5):
+            try_out(attend, *how)
+            try_out_ring(attend, _two_ranks(), *how)
+    return Answer(f"{counted.call_count} choices in 10 calls", counted.call_count == 0)
+
+
+def _deterministic() -> Answer:
+    capability, flash = torch.cuda.get_device_capability(), _version("flash-attn")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found, is_refused = str(_selected()), False
+    except ValueError as error:
+        found, is_refused = str(error).splitlines()[-2], True
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = capability <= (9, 0) and flash is None
+    return Answer(f"sm{capability[0]}{capability[1]}: {found}", is_refused == expected)
+
+
+def _waits() -> int:
+    """How often the host waits in a ring's forward and backward, kernels being known."""
+    from megatron_hdp.runtime.attention.trial import EchoComm
+
+    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
+    echo, layout = EchoComm(dist.group.WORLD), TokenLayout((0, 1), 0, (512,), (), device)
+    sizes = [(512, n, _HEAD_DIM) for n in (_SHAPES.heads, _SHAPES.kv_heads, _SHAPES.kv_heads)]
+    q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
+    for x in (q, k, v):
+        x.requires_grad_()
+    waits = 0
+    for _ in range(2):  # the first time whatever is made once is made
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                attend(q, k, v, layout, echo, _HEAD_DIM**-0.5).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchronizing CUDA operation" in str(one.message) for one in caught)
+    return waits
+
+
+def _waits_of_cudnn() -> Answer:
+    with _variables(FLASH=0, FUSED=1):
+        found = _waits()
+    return Answer(f"{found} waits", found == 0)
+
+
+def _waits_of_flash_attn() -> Answer:
+    if _version("flash-attn") is None:
+        return Answer("flash-attn is not installed", True)
+    with _variables(FLASH=1, FUSED=0):
+        found = _waits()
+    return Answer(f"{found} waits", found == 3)
+
+
+QUESTIONS = (
+    Question(
+        "TransformerEngine: kernels that it takes for rings and for whole sequences, bfloat16",
+        "cuDNN's for both on Hopper and newer, and a trial of each is right",
+        _kernels,
+    ),
+    Question(
+        "TransformerEngine with flash-attn and cuDNN switched off",
+        "it is refused: unfused kernels are not taken",
+        _unfused,
+    ),
+    Question(
+        "TransformerEngine on one token with one head of keys and values",
+        "the value itself, and its gradient",
+        _one_token,
+    ),
+    Question(
+        "choices of kernels while calls for a ring and for whole sequences alternate",
+        "none but the first of each",
+        _alternating,
+    ),
+    Question(
+        "TransformerEngine under deterministic algorithms, 65,536 tokens, 8 heads",
+        "refused at the start up to Hopper without flash-attn, taken otherwise",
+        _deterministic,
+    ),
+    Question("waits of the host in a ring by cuDNN, forward and backward", "0", _waits_of_cudnn),
+    Question(
+        "waits of the host in a ring by flash-attn, forward and backward",
+        "3, all in backward",
+        _waits_of_flash_attn,
+    ),
+)
