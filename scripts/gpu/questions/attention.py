@@ -86,6 +86,28 @@ def plans_by_number_of_sequences() -> Answer:
     return Answer(found, ten - again < 0.2 * max(nine - again, 5.0))
 
 
+def price_of_empty_sequences() -> Answer:
+    """The pack to which most empty ones are added, with them and without."""
+    from dataclasses import replace
+
+    import torch
+
+    from megatron_hdp.runtime.ring import TokenLayout
+
+    attend, lengths = _backend("transformer-engine"), (8192,) + (896,) * 64
+    inputs, device = _inputs(sum(lengths)), torch.device("cuda")
+    bucketed, exact = (TokenLayout((0,), 0, (), lengths, device) for _ in range(2))
+    segments = exact.local_segments
+    exact.__dict__["local_segments"] = replace(segments, bucketed_offsets=segments.offsets)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(7):
+        for name, layout in (("with", bucketed), ("without", exact)):
+            times[name].append(_ms(lambda layout=layout: _results(attend, inputs, layout)))
+    with_ms, without_ms = (median(found[2:]) for found in times.values())
+    found = f"65: {without_ms:.2f} ms, and 63 empty ones: {with_ms:.2f} ms"
+    return Answer(found, with_ms < 1.05 * without_ms)
+
+
 def rings_of_two() -> dict[str, dict[str, tuple[list[float], float]]]:
     """Body of a rank: of each case and ring, errors of (out, dq, dk, dv) and milliseconds."""
     import several_ranks
@@ -212,6 +234,11 @@ QUESTIONS = (
         "9, then 10 sequences in TransformerEngine: plans built",
         "none for 10: it is as fast as the second time",
         plans_by_number_of_sequences,
+    ),
+    Question(
+        "price of empty sequences in TransformerEngine, 65 made up to 128",
+        "less than 5 %",
+        price_of_empty_sequences,
     ),
     Question(
         "fastest attention for 512 sequences of 128 tokens",
