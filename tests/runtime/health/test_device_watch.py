@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from megatron_hdp.runtime.clocks import DeviceClock
 from megatron_hdp.runtime.timeline import DEVICE_WAIT, FORWARD, RING_WAIT
 from tests.runtime.health.test_heartbeat import INTERVAL_S, LIMIT_S, ended, job, still_run, wait
@@ -56,11 +58,12 @@ def test_devices_that_all_wait_are_a_deadlock():
         assert "all ranks wait for each other: rank 0" in ended(ranks[0])
 
 
-def test_a_device_that_gets_on_is_waited_for():
+@pytest.mark.parametrize("kinds", [(FORWARD,), (FORWARD, RING_WAIT)], ids=" and ".join)
+def test_a_device_that_gets_on_is_waited_for(kinds):
     """The main thread stands still for long: the queue is."""
 
     def get_on(rank):
-        launch(rank, *[FORWARD, RING_WAIT] * 40)
+        launch(rank, *kinds * 40)
         with rank.timeline.span(FORWARD, 3):
             while not rank.go_on.wait(LIMIT_S / 10):
                 del rank.device.queue[:1]
