@@ -162,6 +162,6 @@ def clock_of(device: torch.device) -> Clock:
     """The clock of what runs on `device`, of the current stream where that is a GPU."""
     if device.type == "cpu":
         return CpuClock()
-    torch.cuda.current_stream(device)  # the device is in use: it has a context
+    torch.cuda.synchronize(device)  # so that this thread has a context
     query = DriverQuery(ctypes.CDLL("libcuda.so.1"))
     return DeviceClock(partial(torch.cuda.Event, enable_timing=True), query)

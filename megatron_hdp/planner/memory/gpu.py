@@ -20,7 +20,8 @@ from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
 
 RUNTIME_BYTES = 3e9
-"""CUDA's context, libraries' workspaces and NCCL's communicators: assumed, not measured."""
+"""CUDA's context with all kernels, libraries' workspaces, NCCL's communicators: assumed, not
+measured."""
 
 RESERVE = 0.05
 """Share of the GPU's memory left free, for the allocator's fragmentation."""
