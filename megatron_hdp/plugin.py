@@ -18,12 +18,14 @@ class PluginError(ValueError):
 def activate() -> None:
     """Adds ``--hybrid-data-parallel`` to the Megatron-LM that Python finds; twice is once.
 
-    On a machine without a GPU Megatron is made to run on the CPU, too.
+    On a machine without a GPU Megatron is made to run on the CPU, too. If the process's arguments
+    have the flag, what CUDA and PyTorch's allocator read when they start is set first.
 
     Raises:
-        PluginError: Megatron-LM is not found, or is no release that the plugin knows; nothing is
-            changed.
+        PluginError: Megatron-LM is not found, or is no release that the plugin knows; or a setting
+            of CUDA's is wrong. Nothing is changed.
     """
+    _prepare_cuda()
     from megatron_hdp.megatron.lm import patches
     from megatron_hdp.megatron.lm.patching import PatchError
 
@@ -64,6 +66,18 @@ def run(script: str, arguments: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(path.resolve()))
     activate()
     runpy.run_path(script, run_name="__main__")
+
+
+def _prepare_cuda() -> None:
+    """Sets what must be set before torch is imported."""
+    from megatron_hdp.runtime import cuda
+
+    try:
+        doubts = cuda.prepare(cuda.run_of(sys.argv[1:]))
+    except ValueError as error:
+        raise PluginError(str(error)) from error
+    for doubt in doubts if os.environ.get("RANK", "0") == "0" else ():
+        print(f"megatron_hdp: {doubt}", flush=True)
 
 
 def _make_outputs(*of_the_run: Any) -> Any:

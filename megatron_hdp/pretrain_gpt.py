@@ -20,21 +20,23 @@ def main(argv: list[str] | None = None) -> int:
     """
     from megatron_hdp.megatron import known_warnings
     from megatron_hdp.megatron.options import parse_arguments
-    from megatron_hdp.runtime import cuda_connections
+    from megatron_hdp.runtime import cuda
 
     known_warnings.leave_out()
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        doubt = cuda_connections.prepare(
-            cuda_connections.compute_capability(),
-            tensor_parallel=arguments.tensor_model_parallel_size > 1,
-            hybrid_data_parallel=arguments.hybrid_data_parallel,
+        doubts = cuda.prepare(
+            cuda.Run(
+                capability=cuda.compute_capability(),
+                tensor_parallel=arguments.tensor_model_parallel_size > 1,
+                hybrid_data_parallel=arguments.hybrid_data_parallel,
+            )
         )
     except ValueError as error:
         if _rank() == "0":
             _say(f"error: {error}")
         return ExitCode.MISTAKE
-    if doubt is not None and _rank() == "0":
+    for doubt in doubts if _rank() == "0" else ():
         print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel

@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "data_plane": {"planner", "data", "data_plane/wire", "data_plane/roles", "ray_launch"},
     "simulator": {"planner"},
     "runtime": set(),
+    "runtime/cuda": set(),
     "runtime/health": {"runtime"},
     "runtime/kernels": {"runtime"},
     "runtime/offload": {"runtime"},
@@ -73,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
     "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
-    "plugin": {"megatron", "training"},
+    "plugin": {"megatron", "runtime", "training"},
     "ray_launch": set(),
     "__main__": {"plugin"},
     "cli/shared": {"planner"},
@@ -91,9 +92,10 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
 # Megatron too early, or where it is not needed.
 FACES = {
-    *{"planner/memory", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"},
-    *{"runtime/attention", "runtime/loss", "megatron/options", "megatron/model"},
-    *{"megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"},
+    *{"planner/memory", "runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload"},
+    *{"runtime/ring", "runtime/attention", "runtime/loss", "megatron/options"},
+    *{"megatron/model", "megatron/optimizer", "megatron/execution"},
+    *{"megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
     *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }

@@ -7,6 +7,8 @@ are seconds of `time.perf_counter`, to which a device's are tied anew at every `
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +44,14 @@ class Clock(Protocol):
         """When `moment` was, once the device is past it; to be asked once for each."""
         ...
 
+    def forget(self, moment: Moment) -> None:
+        """Nobody wants to know when `moment` was, and the device is past it."""
+        ...
+
+    def has_passed(self, moment: Moment) -> bool:
+        """Whether the device is past it; any thread may ask. It may take as long as a launch."""
+        ...
+
 
 class CpuClock:
     """The clock of a CPU, which has done its work when the call returns."""
@@ -60,6 +70,13 @@ class CpuClock:
         """`moment` itself."""
         return float(moment)
 
+    def forget(self, moment: Moment) -> None:
+        """Nothing is kept of it."""
+
+    def has_passed(self, moment: Moment) -> bool:
+        """It was this moment when it was made."""
+        return True
+
 
 class DeviceClock:
     """Events on the current stream; each is used again once its time is known.
@@ -68,14 +85,18 @@ class DeviceClock:
     takes to notice that the device got there, some ten microseconds, alike for the whole step.
 
     Args:
-        new_event: makes an event with ``record()``, ``synchronize()`` and ``elapsed_time(later)``
-            in milliseconds, as `torch.cuda.Event` with timing.
+        new_event: makes an event with ``record()``, ``synchronize()``, ``query()`` and
+            ``elapsed_time(later)`` in milliseconds, as `torch.cuda.Event` with timing.
+        query: asks an event whether the device is past it; its own ``query()`` unless given.
     """
 
     is_late = True
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
+    def __init__(
+        self, new_event: Callable[[], Any], query: Callable[[Any], bool] | None = None
+    ) -> None:
         self._new_event = new_event
+        self._query = query or (lambda event: bool(event.query()))
         self._free: list[Any] = []
         self._aligned = new_event()
         self.align()
@@ -101,9 +122,46 @@ class DeviceClock:
         self._free.append(moment)
         return self._aligned_s + float(self._aligned.elapsed_time(moment)) * 1e-3
 
+    def forget(self, moment: Moment) -> None:
+        """See `Clock.forget`."""
+        if not isinstance(moment, float):
+            self._free.append(moment)
+
+    def has_passed(self, moment: Moment) -> bool:
+        """See `Clock.has_passed`."""
+        return isinstance(moment, float) or self._query(moment)
+
+
+class DriverQuery:
+    """Asks events by the driver itself: PyTorch's ``query()`` holds Python's lock meanwhile.
+
+    Were the driver to let it wait, as it does with a launch while the device's queue is full, no
+    thread of Python would run. A call through ctypes lets the others run.
+
+    Args:
+        driver: libcuda, loaded.
+
+    Must be made by a thread that uses the device; any thread may ask.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._context = ctypes.c_void_p()
+        driver.cuCtxGetCurrent(ctypes.byref(self._context))
+        self._thread = threading.local()
+
+    def __call__(self, event: Any) -> bool:
+        """Whether the device is past a `torch.cuda.Event` that was recorded."""
+        if not hasattr(self._thread, "is_ready"):
+            self._driver.cuCtxSetCurrent(self._context)
+            self._thread.is_ready = True
+        return bool(self._driver.cuEventQuery(ctypes.c_void_p(event.cuda_event)) == 0)
+
 
 def clock_of(device: torch.device) -> Clock:
     """The clock of what runs on `device`, of the current stream where that is a GPU."""
     if device.type == "cpu":
         return CpuClock()
-    return DeviceClock(partial(torch.cuda.Event, enable_timing=True))
+    torch.cuda.synchronize(device)  # so that this thread has a context
+    query = DriverQuery(ctypes.CDLL("libcuda.so.1"))
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), query)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megatron_hdp.runtime.clocks import Clock, CpuClock, Moment
+from megatron_hdp.runtime.device_progress import DeviceProgress, Reached
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -24,6 +25,7 @@ START = "start-up"
 CHECKPOINT = "checkpoint"
 TO_HOST = "copy to the host"
 TO_DEVICE = "copy to the device"
+HOST_MEMORY = "allocation of host memory"
 AGREEMENT = "agreement of all ranks"
 DEVICE_WAIT = "wait for the device"
 MEETING = "wait for ranks that prepare their data"
@@ -51,6 +53,8 @@ class _Open:
     micro_batch: int | None
     cpu_start_s: float
     start: Moment
+    mark: int = -1
+    """Number of the mark at its end."""
 
 
 class Timeline:
@@ -78,6 +82,7 @@ class Timeline:
         self._totals_s: defaultdict[str, float] = defaultdict(float)
         self._open: list[_Open] = []
         self._ended: deque[tuple[_Open, Moment]] = deque()  # times not asked for yet
+        self._progress = DeviceProgress()
 
     def use(self, clock: Clock) -> None:
         """Takes the times from `clock` from now on."""
@@ -87,12 +92,14 @@ class Timeline:
     @contextmanager
     def span(self, kind: str, micro_batch: int | None = None) -> Iterator[None]:
         """Times the block; without an index of its own, it belongs to the enclosing micro-batch."""
+        enclosing = self._innermost()
         with self._opened(kind, micro_batch) as opened:
-            opened.start = self._clock.now()
+            opened.start, _ = self._moment(enclosing)
             try:
                 yield
             finally:
-                self._ended.append((opened, self._clock.now()))
+                end, opened.mark = self._moment(opened)
+                self._ended.append((opened, end))
         if not self._clock.is_late:
             self.settle()
 
@@ -119,6 +126,35 @@ class Timeline:
         """Tells other threads what the block is, without timing it."""
         with self._opened(kind, None):
             yield
+
+    @contextmanager
+    def marked(self, kind: str) -> Iterator[None]:
+        """Like `noted`, and the device is found in it, too: two events that are not timed."""
+        enclosing = self._innermost()
+        with self._opened(kind, None) as opened:
+            self._moment(enclosing, is_kept=False)
+            try:
+                yield
+            finally:
+                self._moment(opened, is_kept=False)
+
+    def _moment(self, innermost: _Open | None, is_kept: bool = True) -> tuple[Moment, int]:
+        """This moment and the number of its mark; `innermost` is the span that it ends or is in."""
+        if not self._clock.is_late:
+            return (self._clock.now() if is_kept else None), -1
+        moment = self._clock.now()
+        kind, micro_batch = (innermost.kind, innermost.micro_batch) if innermost else (None, None)
+        return moment, self._progress.add(moment, kind, micro_batch, is_kept)
+
+    def _innermost(self) -> _Open | None:
+        return self._open[-1] if self._open else None
+
+    def reached(self) -> Reached | None:
+        """How far the device has come; None where that is the CPU.
+
+        For one other thread. Asking may take as long as a launch, so let nothing wait for it.
+        """
+        return self._progress.reached(self._clock) if self._clock.is_late else None
 
     @contextmanager
     def _opened(self, kind: str, micro_batch: int | None) -> Iterator[_Open]:
@@ -161,12 +197,14 @@ class Timeline:
         if not self._ended:
             return
         with self._device_noted():
+            last_mark = max(one.mark for one, _ in self._ended)
             while self._ended:
                 one, end = self._ended.popleft()
                 start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
                 self._totals_s[one.kind] += end_s - start_s
                 if self.spans is not None:
                     self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch))
+            self._progress.forget_until(last_mark, self._clock)
 
     def _device_noted(self) -> AbstractContextManager[None]:
         """What may wait for the device."""
@@ -177,6 +215,7 @@ class Timeline:
         self.settle()
         for one in self._open:
             one.start = self._clock.seconds(one.start)
+        self._progress.forget_all(self._clock)
 
     def reset(self) -> None:
         """A step begins: counts anew; waits for the device, which has nothing to do then."""

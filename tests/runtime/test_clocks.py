@@ -1,13 +1,16 @@
 """A GPU's times: events that the device reaches later, tied to the CPU's clock step by step."""
 
+import ctypes
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_hdp.runtime import clocks
-from megatron_hdp.runtime.clocks import CpuClock, DeviceClock, clock_of
+from megatron_hdp.runtime.clocks import CpuClock, DeviceClock, DriverQuery, clock_of
 from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
 
 
@@ -39,13 +42,13 @@ class Device:
 
 
 class FakeEvent:
-    """What DeviceClock needs of torch.cuda.Event."""
+    """What DeviceClock needs of torch.cuda.Event, by its signatures."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.at_s: float | None = None
 
-    def record(self) -> None:
+    def record(self, stream: None = None) -> None:
         assert self not in self.device.queue, "recorded again before its time was asked for"
         self.at_s = None
         self.device.queue.append(self)
@@ -53,9 +56,13 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.device.run_until(self)
 
-    def elapsed_time(self, later: "FakeEvent") -> float:
-        assert self.at_s is not None and later.at_s is not None, "asked before the device was there"
-        return (later.at_s - self.at_s) * 1e3
+    def query(self) -> bool:
+        return self not in self.device.queue
+
+    def elapsed_time(self, end_event: "FakeEvent") -> float:
+        assert self.at_s is not None, "asked before the device was there"
+        assert end_event.at_s is not None, "asked before the device was there"
+        return (end_event.at_s - self.at_s) * 1e3
 
 
 @pytest.fixture
@@ -205,6 +212,35 @@ def test_the_cpu_needs_no_settling():
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
+
+
+class Driver:
+    """libcuda as far as `DriverQuery` asks it; the handle of an event says what is answered."""
+
+    def __init__(self) -> None:
+        self.contexts: list[int | None] = []
+
+    def cuCtxGetCurrent(self, pointer: object) -> int:  # noqa: N802 - the driver's names
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[0] = 7
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:  # noqa: N802
+        self.contexts.append(context.value)
+        return 0
+
+    def cuEventQuery(self, event: ctypes.c_void_p) -> int:  # noqa: N802
+        return event.value or 0
+
+
+def test_the_driver_is_asked_with_the_context_of_the_thread_that_computes():
+    driver = Driver()
+    query = DriverQuery(driver)
+    passed, not_ready, failed = (SimpleNamespace(cuda_event=code) for code in (0, 600, 700))
+    assert query(passed) and query(passed) and driver.contexts == [7]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(query, not_ready).result() is False
+        assert thread.submit(query, failed).result() is False
+    assert driver.contexts == [7, 7], "once a thread"
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
 import platform
 import warnings
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from megatron_hdp.megatron.doctor.surroundings import (
     version_of,
 )
 from megatron_hdp.megatron.lm import checkout
-from megatron_hdp.runtime.cuda_connections import VARIABLE, compute_capability, describe
+from megatron_hdp.runtime.cuda import compute_capability, describe
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.lm.diagnosis import PatchCheck
@@ -60,8 +59,8 @@ class Diagnosis:
 
     versions: dict[str, str | None]
     device: str
-    cuda_connections: str
-    """What is set, or will be, for CUDA_DEVICE_MAX_CONNECTIONS."""
+    before_cuda: dict[str, str]
+    """What is set, or will be, before CUDA starts, and why."""
     cpu_shim_applies: bool
     cpu_shim_redirects: dict[str, str]
     gpu_gaps: dict[str, str]
@@ -225,7 +224,7 @@ def _diagnose() -> Diagnosis:
     return Diagnosis(
         versions=_versions(),
         device=device,
-        cuda_connections=describe(compute_capability(), os.environ.get(VARIABLE)),
+        before_cuda=describe(compute_capability()),
         cpu_shim_applies=shim_applies,
         cpu_shim_redirects=redirects,
         gpu_gaps=gaps,
@@ -345,7 +344,7 @@ def _text(diagnosis: Diagnosis) -> str:
     lines = [f"{name:18} {found or 'not found'}" for name, found in diagnosis.versions.items()]
     lines += [
         f"{'device':18} {diagnosis.device}",
-        f"{'CUDA connections':18} {diagnosis.cuda_connections}",
+        *(f"{name:18} {words}" for name, words in diagnosis.before_cuda.items()),
         f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
         *(f"{'':18} not {name}: {why}" for name, why in diagnosis.attention_refused.items()),
         "",

@@ -36,7 +36,7 @@ from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from megatron_hdp.runtime.timeline import PIPELINE_WAIT, RING_WAIT, SYNC
+from megatron_hdp.runtime.timeline import HOST_MEMORY, PIPELINE_WAIT, RING_WAIT, SYNC
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ class HdpExecutor:
         """
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
+        if not forward_only:
+            self._reserve_host_memory(micro_batches)
         self.timeline.reset()
         self._losses, self.gradient_norms = [], []
         self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
@@ -159,8 +161,20 @@ class HdpExecutor:
             host_bytes=self.offload.pool.held_bytes,
         )
 
+    def _reserve_host_memory(self, micro_batches: Sequence[RankMicroBatch]) -> None:
+        """Before the first forward the device has nothing to do, so nothing is waited for.
+
+        Others may be in a ring with this rank already: their devices wait for its part, not its for
+        theirs.
+        """
+        loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
+        with self.timeline.noted(HOST_MEMORY):
+            self.offload.reserve(loads, self.place.num_stages - self.place.stage)
+
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
+
+        Host memory is reserved by it from then on.
 
         All ranks of a model replica, and of an expert domain, must call this together.
         """
@@ -177,12 +191,13 @@ class HdpExecutor:
                 requires_grad=True,
             )
             get_attr_wrapped_model(self.model, "set_input_tensor")(received)
-        totals = saved_bytes(
+        saved = saved_bytes(
             self.layers,
             self.model.parameters(),
             lambda: self._forward_step(self._with_tensors([example]), self.model),
         )
-        of_layers = totals[:-1] or totals  # the loss would count as the last one's
+        of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
+        self.offload.need.expect(replace(saved, layers=of_layers), num_tokens)
         return max(of_layers) / num_tokens
 
     def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
@@ -243,7 +258,7 @@ class HdpExecutor:
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
-        with self.offload.micro_batch(ratio):
+        with self.offload.micro_batch(ratio, len(micro_batch.tokens)):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
                 tensors["tokens"][None],

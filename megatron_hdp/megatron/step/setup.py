@@ -90,8 +90,9 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         ValueError: activations are to be offloaded, and the file is about other layers.
     """
     num_layers = len(executor.layers)
+    counted = executor.activation_bytes_per_token() if arguments.hdp_offload != "off" else None
     if arguments.hdp_cost_model is None:
-        shape = _cost_model_of_shape(arguments, executor)
+        shape = _cost_model_of_shape(arguments, executor, counted)
         return replace(shape, num_layers=num_layers)
     measured = CostModel.from_json(arguments.hdp_cost_model)
     if arguments.hdp_offload != "off" and measured.num_layers != num_layers:
@@ -103,16 +104,17 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     return measured
 
 
-def _cost_model_of_shape(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
+def _cost_model_of_shape(
+    arguments: TrainingArguments, executor: HdpExecutor, counted: float | None
+) -> CostModel:
+    """`counted`: bytes of activations of one token in a layer, if they are to be offloaded."""
     others: dict[str, float] = {}
-    if arguments.hdp_offload != "off":
+    if counted is not None:
         place, ranks = executor.place, dist.get_world_size()
-        counted = over_all_ranks(
-            {"bytes": executor.activation_bytes_per_token()}, {}, compute_device()
-        )
+        total = over_all_ranks({"bytes": counted}, {}, compute_device())
         # of one of the tensor ranks and stages that make up an HDP rank
         devices = place.num_tensor_ranks * place.num_stages
-        per_token = counted["bytes"] / ranks * len(executor.layers) * devices
+        per_token = total["bytes"] / ranks * len(executor.layers) * devices
         others = {"activation_bytes_per_token": per_token}
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels

@@ -102,5 +102,51 @@ def backward_bytes(job: Job) -> float:
 
 
 def ring_bytes(job: Job) -> float:
-    """Bytes a token of ring attention's buffers: K and V twice, their float32 gradients twice."""
+    """Bytes a token of ring attention's buffers: K and V twice, their float32 gradients twice.
+
+    Those of our own ring, all from the memory of the stream that computes: what NCCL's stream works
+    on is kept by its handle until it has been waited for. TransformerEngine's ring takes no more of
+    that memory: its forward three and a half times K and V and two outputs, its backward K, V and
+    their gradients twice in the type of the values, when nothing else of a layer is computed.
+    """
     return 2 * 2 * job.kv_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
+
+
+def second_stream_bytes(job: Job, degree: int) -> float:
+    """Bytes a token that a ring of TransformerEngine's takes of its second stream's memory.
+
+    Every second step of its forward runs on a stream of its own, and the allocator keeps memory for
+    each stream: what one has held, the other cannot have until all of it is given back, which stops
+    the device. At the busiest moment of that stream, on a member whose later steps see half of the
+    keys (`K` and `V` of a token are ``2 b k / p`` bytes, an output ``b q / p``):
+
+    - ``min(2, (D - 1) // 2)`` times K and V received: of this step and of the one before the last
+    - half of K and V: the chunks that this step's queries see
+    - ``min(2, D // 2)`` outputs of a step, likewise
+    - six log-sum-exps, ``4 heads / p``: of two steps, transposed, and what adding them up takes
+
+    Backward runs on the stream that computes alone.
+
+    Args:
+        job: what is trained, and how.
+        degree: of the ring, `D`.
+    """
+    if degree < 2:
+        return 0.0
+    kv, output = job.value_bytes * 2 * job.kv_size, job.value_bytes * job.query_size
+    received, outputs = min(2, (degree - 1) // 2), min(2, degree // 2)
+    log_sum_exps = 6 * _FLOAT32 * job.num_attention_heads
+    return ((received + 0.5) * kv + outputs * output + log_sum_exps) / job.tensor_ranks
+
+
+def second_stream_kept_bytes(job: Job) -> float:
+    """Bytes of a token that a layer keeps in that stream's memory until its backward.
+
+    The K and V that a ring of TransformerEngine's received last, if its degree is odd: they came in
+    a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
+    computes, and neither can have the other's. A mean over a stage, as `kept_after_forward`.
+    """
+    if job.hdp_ranks < 3 or job.recompute == "selective":
+        return 0.0
+    whole = job.value_bytes * 2 * job.kv_size / job.tensor_ranks
+    return (1 - job.recomputed_share) * whole

@@ -13,12 +13,15 @@ from megatron_hdp.planner.memory.activations import (
     kept_bytes,
     recomputed_layers,
     ring_bytes,
+    second_stream_bytes,
+    second_stream_kept_bytes,
 )
 from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
 
 RUNTIME_BYTES = 3e9
-"""CUDA's context, libraries' workspaces and NCCL's communicators: assumed, not measured."""
+"""CUDA's context with all kernels, libraries' workspaces, NCCL's communicators: assumed, not
+measured."""
 
 RESERVE = 0.05
 """Share of the GPU's memory left free, for the allocator's fragmentation."""
@@ -42,6 +45,8 @@ class StageMemory:
     backward: float
     """Of one layer, at its busiest moment."""
     ring_buffers: float
+    second_stream: float
+    """Of TransformerEngine's ring, in memory that the stream that computes cannot use."""
     loss: float
     runtime: float = RUNTIME_BYTES
 
@@ -49,7 +54,8 @@ class StageMemory:
     def total(self) -> float:
         """Sum of all."""
         state = self.weights + self.gradients + self.optimizer + self.runtime
-        work = self.recomputed + self.backward + self.ring_buffers + self.loss
+        work = self.recomputed + self.backward + self.loss
+        work += self.ring_buffers + self.second_stream
         return state + self.activations + work
 
 
@@ -79,19 +85,22 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         dense += job.hidden_size  # the last norm
     experts = job.layers_per_stage * _experts_of_a_layer(job)
     weights, b = dense + experts, job.value_bytes
-    kept = kept_after_forward(job)
-    model = MemoryModel(job.layers_per_stage, kept)
+    alive = job.stages - stage  # micro-batches between forward and backward
+    model = MemoryModel(job.layers_per_stage, kept_after_forward(job))
+    beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
     whole_layer = sum(kept_bytes(job).values())
     return StageMemory(
         stage=stage,
         weights=b * weights,
         gradients=_GRADIENT * weights,
         optimizer=_optimizer_bytes(job, dense, experts),
-        activations=(job.stages - stage) * model.peak_bytes(job.tokens_per_rank),
+        activations=alive * model.peak_bytes(job.tokens_per_rank),
         recomputed=recomputed_layers(job) * whole_layer * tokens,
         # and the gradient of one weight, before it is added to the others
         backward=backward_bytes(job) * tokens + b * _largest_matrix(job),
         ring_buffers=ring_bytes(job) * tokens,
+        second_stream=alive * beside.peak_bytes(job.tokens_per_rank)
+        + second_stream_bytes(job, job.hdp_ranks) * tokens,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
     )
 
@@ -101,12 +110,18 @@ def most_tokens_per_rank(job: Job, memory_bytes: float) -> int:
 
     Without offload, and a multiple of the tensor ranks.
     """
-    found = job.vocab_size * job.hidden_size  # any bound that no GPU reaches
-    for stage in range(job.stages):
-        fixed = stage_memory(replace(job, tokens_per_rank=0), stage).total
-        per_token = (stage_memory(replace(job, tokens_per_rank=2**20), stage).total - fixed) / 2**20
-        found = min(found, int((memory_bytes - fixed) / per_token))
-    return max(0, found // job.tensor_ranks * job.tensor_ranks)
+
+    def fits(units: int) -> bool:
+        tokens = units * job.tensor_ranks
+        return fullest_stage(replace(job, tokens_per_rank=tokens)).total <= memory_bytes
+
+    fitting, beyond = 0, 1
+    while fits(beyond):
+        fitting, beyond = beyond, 2 * beyond
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        fitting, beyond = (middle, beyond) if fits(middle) else (fitting, middle)
+    return fitting * job.tensor_ranks
 
 
 def _dense_layer(job: Job) -> float:

@@ -21,13 +21,18 @@ class Status:
     call: str
     """The innermost Python function of the main thread and where it stands."""
     waits: bool
-    """True if that is to wait for other ranks."""
+    """True if that is to wait for other ranks, or the device does, for which the thread stands."""
     still_s: float
-    """Seconds since the main thread last began or ended something."""
+    """Seconds since the main thread, or the device, last began or ended something."""
     beat: int = 0
     """Counts the heartbeats."""
     left: bool = False
     """True once the rank takes no further part."""
+    device: str | None = None
+    """What the device does of what the main thread launched; None if it has done all, or there is
+    none, or nobody knows."""
+    device_age_s: float = 0.0
+    """For how long that is known."""
 
     def to_json(self) -> str:
         """The status as the store keeps it."""
@@ -41,7 +46,12 @@ class Status:
     def doing(self) -> str:
         """Words for a message: ``in forward of micro-batch 3 of step 12``."""
         step = f" of step {self.step}" if self.step else ""
-        return f"in {self.activity}{step} ({self.call})"
+        return f"in {self.activity}{step} ({self.call}{self._device_words()})"
+
+    def _device_words(self) -> str:
+        if self.device is None:
+            return ""
+        return f"; its device in {self.device}, as {self.device_age_s:.0f} s ago"
 
 
 @dataclass(frozen=True)
@@ -86,11 +96,13 @@ def stalled_ranks(heard: Sequence[Heard], patience_s: float) -> str | None:
     Args:
         heard: what is known of each rank, by rank.
         patience_s: a rank that does not wait must have begun or ended something within this time.
+            Where all wait, none must have: one that has is only between two things.
     """
     known = {rank: found.status for rank, found in enumerate(heard) if found.status is not None}
     busy = [rank for rank, status in known.items() if not status.waits]
     stalled = [rank for rank in busy if known[rank].still_s >= patience_s]
-    if busy and not stalled:
+    gets_on = any(status.still_s < patience_s for status in known.values())
+    if not stalled and (busy or gets_on):
         return None
 
     def words(rank: int) -> str:

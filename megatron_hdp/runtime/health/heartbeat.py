@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.runtime.health.device_watch import Answer, DeviceWatch
 from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
 from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, MEETING, START, WAITS, Timeline
@@ -53,8 +54,11 @@ class Heartbeat:
       minute; once this process was asked to end, as launchers do that have lost a rank, within
       seconds. Likewise if another rank has failed.
 
-    Waiting counts where the timeline says so and inside torch.distributed's own calls. Before the
-    second step, and while a checkpoint is saved or loaded, `slow_timeout_s` holds if it is longer.
+    Waiting counts where the timeline says so and inside torch.distributed's own calls. On a GPU the
+    thread may stand in a launch or a result for what the device waits for: where the device has not
+    done all that was launched, what that does counts, if it was found since the thread stands
+    there. Before the second step, and while a checkpoint is saved or loaded, `slow_timeout_s` holds
+    if it is longer.
 
     Every rank of the job must enter it. Above 1,000 ranks heartbeats become rarer, so that the
     store takes no more than 1,000 a second.
@@ -96,7 +100,9 @@ class Heartbeat:
         self._host = socket.gethostname()
         self._step, self._steps_begun = 0, 0
         self._communication_failed = False
-        self._progress: tuple[int, bool] | None = None
+        self._device = DeviceWatch(timeline.reached, self._interval_s / 2)
+        self._changes, self._changed_at = -1, 0.0
+        self._progress: tuple[int, int, bool] | None = None
         self._progress_at = 0.0
         self._decision = threading.Lock()  # held by whoever decides how this rank's part ends
         self._stop = threading.Event()
@@ -133,6 +139,7 @@ class Heartbeat:
             self._store, self._rank, self._world_size, self._interval_s, self._sample()
         )
         self._others.start()
+        self._device.start()
         self._thread.start()
         return self
 
@@ -171,27 +178,43 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self._stop.set()
+        self._device.stop()
         self._others.stop(2 * _SILENCE * self._interval_s)
 
     def _sample(self) -> Status:
         frame = sys._current_frames()[self._watched]
         spans = self._timeline.current()
-        waits = (
-            self._communication_failed
-            or bool(spans and spans[-1][0] in WAITS)
-            or frame.f_code.co_filename == distributed_c10d.__file__
-        )
         now = time.monotonic()
-        if (progress := (self._timeline.changes, waits)) != self._progress:
+        kind, _, micro_batch = spans[-1] if spans else (None, 0.0, None)
+        waits = kind in WAITS or frame.f_code.co_filename == distributed_c10d.__file__
+        answer, device = self._device_answer(now), None
+        if answer is not None and not answer.reached.is_idle:  # it is what the thread stands for
+            waits = answer.reached.kind in WAITS
+            device = _words(answer.reached.kind, answer.reached.micro_batch)
+        waits = waits or self._communication_failed
+        number = answer.reached.number if answer is not None else 0
+        if (progress := (self._changes, number, waits)) != self._progress:
             self._progress, self._progress_at = progress, now
         return Status(
             host=self._host,
             step=self._step,
-            activity=_activity(spans),
+            activity=_words(kind, micro_batch),
             call=_call(frame),
             waits=waits,
             still_s=now - self._progress_at,
+            device=device,
+            device_age_s=now - answer.asked_at if answer is not None else 0.0,
         )
+
+    def _device_answer(self, now: float) -> Answer | None:
+        """How far the device had come, asked since the main thread last began or ended something.
+
+        None as long as it was not, or where the question is not answered.
+        """
+        if (changes := self._timeline.changes) != self._changes:
+            self._changes, self._changed_at = changes, now
+        answer = self._device.answer
+        return answer if answer is not None and answer.asked_at >= self._changed_at else None
 
     def _reason_to_end(self, status: Status) -> str | None:
         """Why this process must end although its main thread has not failed, or None."""
@@ -274,10 +297,9 @@ def is_communication_error(error: BaseException | None) -> bool:
     return False
 
 
-def _activity(spans: list[tuple[str, float, int | None]]) -> str:
-    if not spans:
+def _words(kind: str | None, micro_batch: int | None) -> str:
+    if kind is None:
         return "something without a name"
-    kind, _, micro_batch = spans[-1]
     return kind if micro_batch is None else f"{kind} of micro-batch {micro_batch}"
 
 

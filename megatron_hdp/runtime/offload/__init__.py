@@ -1,7 +1,8 @@
 """Activations that wait in host memory between forward and backward.
 
 `activation_offload` is what the executor uses, `stash` decides what goes and when it returns,
-`copies` moves it beside the compute, `host_pool` is where it waits; `saved_bytes` counts it.
+`copies` moves it beside the compute, `host_pool` is where it waits; `saved_bytes` counts it, `need`
+says how much of the host a step will want.
 """
 
 from megatron_hdp.runtime.offload.activation_offload import ActivationOffload

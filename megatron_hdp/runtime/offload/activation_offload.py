@@ -10,6 +10,7 @@ import torch
 
 from megatron_hdp.runtime.offload.copies import select_copy_engine
 from megatron_hdp.runtime.offload.host_pool import HostPool
+from megatron_hdp.runtime.offload.need import HostNeed
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, StashRules
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -34,6 +35,7 @@ class ActivationOffload:
 
     Attributes:
         pool: the host memory.
+        need: what is known of the host memory that micro-batches want.
         offloaded_bytes: what went to the host; whoever reads it may set it to 0.
     """
 
@@ -46,6 +48,7 @@ class ActivationOffload:
         timeline: Timeline | None = None,
     ) -> None:
         self.pool = pool or HostPool(pin=device.type == "cuda")
+        self.need = HostNeed(len(layers))
         self.offloaded_bytes = 0
         self._layers = layers
         self._parameters = parameters
@@ -56,11 +59,24 @@ class ActivationOffload:
             copies=select_copy_engine(device, timeline or Timeline()),
         )
 
+    def reserve(self, loads: Sequence[tuple[int, float]], most_alive: int = 1) -> None:
+        """Gets the host memory of a step before its first forward, where asking for it is harmless.
+
+        Args:
+            loads: tokens and offload ratio of each micro-batch, in order.
+            most_alive: micro-batches that may be between forward and backward at a time.
+        """
+        self.pool.reserve(*self.need.of(loads, most_alive))
+
     @contextmanager
-    def micro_batch(self, ratio: float) -> Iterator[MicroBatchStash | None]:
+    def micro_batch(self, ratio: float, num_tokens: int = 0) -> Iterator[MicroBatchStash | None]:
         """The forward of a micro-batch, share `ratio` of whose activations goes to the host.
 
         With ratio 0 it does nothing at all and gives None.
+
+        Args:
+            ratio: see above.
+            num_tokens: of the micro-batch here; what it saves is remembered, where they are known.
 
         Raises:
             ValueError: the ratio is not in [0, 1].
@@ -78,6 +94,7 @@ class ActivationOffload:
             yield stash
         stash.end_forward()
         self.offloaded_bytes += stash.offloaded_bytes
+        self.need.learn(stash, num_tokens)
 
 
 def _entering(stash: MicroBatchStash, number: int) -> Callable[..., None]:

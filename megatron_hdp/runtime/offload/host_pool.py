@@ -1,18 +1,22 @@
 """Host memory that offloaded activations use again and again: large slabs, handed out in pieces.
 
-Page-locked memory is slow to get, so it is never given back to the system. Tensors of micro-batches
-have any size; a pool with a list for each size would grow with every new length. Here pieces are
-cut from slabs, the first place that is wide enough, and neighbours join when they come back: what
-is held stops growing once the fullest moment has been seen.
+Page-locked memory is slow to get, hundreds of milliseconds a GiB, and asking for it waits for the
+whole device: in the middle of a ring that is a wait for other ranks. So it is asked for before a
+step (`HostPool.reserve`) and never given back to the system. Tensors of micro-batches have any
+size; a pool with a list for each size would grow with every new length. Here pieces are cut from
+slabs, the first place that is wide enough, and neighbours join when they come back: what is held
+stops growing once the fullest moment has been seen.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 
 import torch
 
 _ALIGNMENT = 512  # bytes; what copy engines like
+_WIDTH = 4  # of a slab that is asked for ahead, in largest pieces: its end may be lost
 
 
 class HostBuffer:
@@ -36,6 +40,9 @@ class HostPool:
         slab_bytes: least size of what is asked of the system; a power of two, because PyTorch
             rounds page-locked memory up to one.
         pin: page-locked memory, which a GPU's copy engines can reach by themselves.
+
+    Attributes:
+        num_late: slabs that `take` had to ask for although memory had been reserved.
     """
 
     def __init__(self, slab_bytes: int = 1 << 30, pin: bool = False) -> None:
@@ -48,6 +55,8 @@ class HostPool:
         self._slabs: list[_Slab] = []
         self._returned: deque[HostBuffer] = deque()
         self._taken_bytes = 0
+        self._is_reserved = False
+        self.num_late = 0
 
     @property
     def held_bytes(self) -> int:
@@ -60,8 +69,27 @@ class HostPool:
         self._join_returned()
         return self._taken_bytes
 
+    def reserve(self, num_bytes: int, largest_bytes: int) -> None:
+        """Makes sure that so much can be taken besides what is, one piece after the other.
+
+        Args:
+            num_bytes: of all pieces together.
+            largest_bytes: of the largest piece; less than that may be lost at a slab's end.
+        """
+        if num_bytes <= 0:
+            return
+        self._is_reserved = True
+        piece = _rounded(largest_bytes)
+        wanted = num_bytes + self.used_bytes
+        usable = sum(max(0, len(slab.memory) - piece) for slab in self._slabs)
+        while usable < wanted:
+            last = _power_of_two(wanted - usable + piece)
+            size = max(self._slab_bytes, min(last, _power_of_two(_WIDTH * piece)))
+            self._add_slab(size)
+            usable += size - piece
+
     def take(self, num_bytes: int) -> HostBuffer:
-        """A piece of at least one byte."""
+        """A piece of at least one byte; where none is left, the system is asked for more."""
         self._join_returned()
         wanted = _rounded(num_bytes)
         for slab in self._slabs:
@@ -69,9 +97,8 @@ class HostPool:
             if start is not None:
                 break
         else:
-            size = max(self._slab_bytes, 1 << (wanted - 1).bit_length())
-            slab = _Slab(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
-            self._slabs.append(slab)
+            self._note_late(wanted)
+            slab = self._add_slab(max(self._slab_bytes, _power_of_two(wanted)))
             start = slab.cut(wanted)
             assert start is not None, "a new slab is wide enough"
         self._taken_bytes += wanted
@@ -80,6 +107,23 @@ class HostPool:
     def give_back(self, buffer: HostBuffer) -> None:
         """Makes the piece free for the next `take`."""
         self._returned.append(buffer)
+
+    def _add_slab(self, size: int) -> _Slab:
+        slab = _Slab(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
+        self._slabs.append(slab)
+        return slab
+
+    def _note_late(self, wanted: int) -> None:
+        if not self._is_reserved:
+            return
+        self.num_late += 1
+        if self.num_late == 1:
+            warnings.warn(
+                f"offloaded activations want {wanted:,} bytes of the host beyond the "
+                f"{self.held_bytes:,} that were reserved for them: asked for in the middle of a "
+                "step, which may wait for the device; later steps reserve more",
+                stacklevel=3,
+            )
 
     def _join_returned(self) -> None:
         while self._returned:
@@ -121,3 +165,7 @@ class _Slab:
 
 def _rounded(num_bytes: int) -> int:
     return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _power_of_two(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length()

@@ -107,6 +107,7 @@ class MicroBatchStash:
     Attributes:
         offloaded_bytes: what went to the host.
         seen_bytes: what might have gone: storages worth a copy in all but the last two layers.
+        largest_bytes: the largest of those storages.
     """
 
     def __init__(self, ratio: float, rules: StashRules, kept: frozenset[int]) -> None:
@@ -115,6 +116,7 @@ class MicroBatchStash:
         self.ratio = ratio
         self.offloaded_bytes = 0
         self.seen_bytes = 0
+        self.largest_bytes = 0
         self._rules = rules
         self._kept = kept
         self._layer = -1  # before the first
@@ -188,6 +190,7 @@ class MicroBatchStash:
         if known is not None and known() is not None:
             return None
         self.seen_bytes += storage.nbytes()
+        self.largest_bytes = max(self.largest_bytes, storage.nbytes())
         if self.offloaded_bytes >= self.ratio * self.seen_bytes:
             self._staying[address] = weakref.ref(storage)
             return None

@@ -35,7 +35,7 @@ class Transfer:
         """
         if self._works:
             timeline, timed = self._comm.timeline, is_idle or not self._received.is_cuda
-            with timeline.span(RING_WAIT) if timed else timeline.noted(RING_WAIT):
+            with timeline.span(RING_WAIT) if timed else timeline.marked(RING_WAIT):
                 for work in self._works:
                     try:
                         work.wait()

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-TOPICS: tuple[str, ...] = ("transformer_engine", "attention", "communication")
+TOPICS: tuple[str, ...] = ("transformer_engine", "attention", "communication", "memory")
 
 
 @dataclass(frozen=True)

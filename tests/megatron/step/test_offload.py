@@ -1,6 +1,7 @@
 """Offload in whole steps: exact gradients, the bits of a run without it, memory as predicted."""
 
 import contextlib
+import sys
 import weakref
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory.model import MemoryModel
+from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
@@ -109,10 +111,19 @@ def test_experts(run_ranks, tmp_path):
 
 
 def planned_offload(arguments):
-    """A step under the strategy's own plan: (bytes offloaded, most micro-batches on a rank)."""
+    """A step under the strategy's own plan: (bytes offloaded, most micro-batches on a rank).
+
+    And who asked for slabs of host memory.
+    """
     parallel.initialise(arguments)
-    report, _ = hdp_step(arguments)
-    return report.offloaded_bytes, report.micro_batches_max
+    askers, add_slab = [], HostPool._add_slab
+
+    def noting(pool, size):
+        askers.append(sys._getframe(1).f_code.co_name)
+        return add_slab(pool, size)
+
+    report, _ = hdp_step(arguments, (f"{HostPool.__module__}.HostPool._add_slab", noting))
+    return report.offloaded_bytes, report.micro_batches_max, askers
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -132,9 +143,11 @@ def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, st
     path = tmp_path / "cost.json"
     path.write_bytes(cost.to_json())
     arguments = tiny_arguments(prefix, hdp_offload="auto", hdp_cost_model=path, **settings)
-    for offloaded_bytes, micro_batches in run_ranks(2 * stages, planned_offload, arguments):
+    found = run_ranks(2 * stages, planned_offload, arguments)
+    for offloaded_bytes, micro_batches, askers in found:
         assert offloaded_bytes > 0
         assert micro_batches > 0
+        assert set(askers) == {"reserve"}, "host memory was asked for inside of a forward"
 
 
 def test_a_cost_model_of_other_layers_is_refused(run_ranks, tmp_path):
@@ -195,7 +208,7 @@ def peaks(arguments, cases):
 @contextlib.contextmanager
 def with_ratio(executor, ratio):
     run = executor.offload.micro_batch
-    executor.offload.micro_batch = lambda _: run(ratio)
+    executor.offload.micro_batch = lambda _, num_tokens: run(ratio, num_tokens)
     yield
     executor.offload.micro_batch = run
 

@@ -1,6 +1,7 @@
 """Who is to blame, from what each rank last said; the same cases without a culprit blame nobody."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 from megatron_hdp.runtime.health.diagnosis import Heard, Status, missing_ranks, stalled_ranks
 
@@ -22,6 +23,21 @@ def heard(*statuses, silent_s=0.0):
 
 def test_a_status_survives_the_store():
     assert Status.from_json(COMPUTES.to_json().encode()) == COMPUTES
+
+
+def test_a_status_of_before_there_were_devices_is_read():
+    old = asdict(COMPUTES)
+    assert old.pop("device") is None and old.pop("device_age_s") == 0.0
+    assert Status.from_json(json.dumps(old).encode()) == COMPUTES
+
+
+def test_what_the_device_does_is_told():
+    status = replace(COMPUTES, device="ring wait of micro-batch 2", device_age_s=2.0)
+    assert Status.from_json(status.to_json().encode()) == status
+    assert status.doing() == (
+        "in forward of micro-batch 3 of step 12 (wait, comm.py:50; its device in ring wait of "
+        "micro-batch 2, as 2 s ago)"
+    )
 
 
 def test_silent_ranks_are_missing():
@@ -61,3 +77,6 @@ def test_ranks_that_wait_for_each_other():
     text = stalled_ranks(heard(WAITS, replace(WAITS, host="c")), 41.0)
     assert text.startswith("all ranks wait for each other: rank 0 (host a) in ring wait")
     assert "rank 1 (host c)" in text
+    passing_by = heard(WAITS, replace(WAITS, still_s=0.1))
+    assert stalled_ranks(passing_by, 41.0) is None, "the other one began to wait just now"
+    assert stalled_ranks(passing_by, 0.0) is not None

@@ -58,7 +58,7 @@ class Stack:
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randn(tokens, WIDTH, generator=generator).to(self.device)
         turn = torch.rand(tokens, 1, generator=generator).to(self.device)
-        with self.offload.micro_batch(ratio) as stash:
+        with self.offload.micro_batch(ratio, tokens) as stash:
             for layer in self.layers:
                 if recompute:
                     hidden = checkpoint(layer, hidden, turn=turn, use_reentrant=False)

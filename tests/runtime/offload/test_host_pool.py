@@ -56,3 +56,38 @@ def test_the_pool_stops_growing():
 def test_a_slab_that_is_no_power_of_two_is_refused(size):
     with pytest.raises(ValueError, match="expected a power of two of at least 512"):
         HostPool(size)
+
+
+PIECE = 512
+
+
+@given(st.lists(st.integers(1, 3 * SLAB // PIECE), min_size=1, max_size=40), st.data())
+def test_what_is_reserved_can_be_taken(pieces, data):
+    """In any order, beside what is taken already; the pool then holds no more than before."""
+    pool, sizes = HostPool(SLAB), [PIECE * one for one in pieces]
+    taken = [pool.take(PIECE * one) for one in data.draw(st.lists(st.integers(1, 40), max_size=5))]
+    pool.reserve(sum(sizes), max(sizes))
+    held_bytes = pool.held_bytes
+    taken += [pool.take(size) for size in data.draw(st.permutations(sizes))]
+    assert pool.held_bytes == held_bytes and pool.num_late == 0
+    for buffer in taken:
+        pool.give_back(buffer)
+    pool.reserve(sum(sizes), max(sizes))
+    assert pool.held_bytes == held_bytes
+
+
+def test_nothing_is_reserved_for_nothing():
+    pool = HostPool(SLAB)
+    pool.reserve(0, 0)
+    assert pool.held_bytes == 0
+
+
+def test_what_was_not_reserved_is_told_once_and_given(recwarn):
+    pool = HostPool(SLAB)
+    pool.take(10)
+    assert not recwarn, "nothing had been reserved"
+    pool.reserve(SLAB, PIECE)
+    pieces = [pool.take(SLAB) for _ in range(4)]
+    assert len(pieces) == 4 and pool.num_late == 3
+    (warning,) = recwarn
+    assert "16,384 bytes of the host beyond the 32,768 that were reserved" in str(warning.message)

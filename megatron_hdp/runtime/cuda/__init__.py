@@ -1,0 +1,11 @@
+"""What is decided in the environment before CUDA starts; each setting has its module and reason.
+
+`prepare` decides, `describe` tells people. Nothing here imports torch, so that it can run first.
+"""
+
+from megatron_hdp.runtime.cuda.command_line import run_of
+from megatron_hdp.runtime.cuda.device import compute_capability
+from megatron_hdp.runtime.cuda.preparation import describe, prepare
+from megatron_hdp.runtime.cuda.run import Run
+
+__all__ = ["Run", "compute_capability", "describe", "prepare", "run_of"]

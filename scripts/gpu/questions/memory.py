@@ -1,0 +1,221 @@
+"""Memory of a GPU and of its host, and what other threads may ask while the device is busy."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from questions import Answer, Question
+
+ROOT = Path(__file__).parents[3]
+_GIB = 2**30
+_SLEEP_CYCLES = 3_000_000_000  # one and a half to two seconds
+_PREPARE = """
+import os, time
+from megatron_hdp.runtime import cuda
+doubts = cuda.prepare(cuda.Run(capability=cuda.compute_capability(), hybrid_data_parallel=True))
+assert not doubts, doubts
+"""
+_SHAPES = """
+import random, torch
+draw = random.Random(0)
+for _ in range(50):
+    held = []
+    tokens = draw.randint(1000, 30_000)
+    for _ in range(40):
+        held.append(torch.empty(tokens * draw.choice((2048, 8192, 22528)), dtype=torch.uint8,
+                                device="cuda"))
+        if draw.random() < 0.3:
+            held.pop(draw.randrange(len(held)))
+    del held
+peak = torch.cuda.max_memory_allocated()
+segments = torch.cuda.memory_snapshot()
+expandable = all(one["is_expandable"] for one in segments)
+print(torch.cuda.max_memory_reserved() / peak, expandable)
+"""
+_START = """
+begun = time.monotonic()
+import torch
+torch.ones(1, device="cuda").sum().item()
+from megatron_hdp.runtime.cuda.device import loading_mode
+free, total = torch.cuda.mem_get_info()
+print(loading_mode(), total - free, time.monotonic() - begun)
+"""
+
+
+def _process(code: str, **variables: str) -> list[str]:
+    """What a process of its own prints: CUDA reads its settings once."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_MODULE_LOADING")
+    there = {name: value for name, value in os.environ.items() if name not in names}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**there, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    if outcome.returncode:
+        raise RuntimeError((outcome.stderr.strip().splitlines() or ["no word"])[-1])
+    return outcome.stdout.split()
+
+
+def _segments_grow() -> Answer:
+    by_variable = _process(_PREPARE + _SHAPES)[1]
+    told_late = _process("import torch\n" + _PREPARE + _SHAPES)[1]
+    return Answer(f"{by_variable}, told late {told_late}", by_variable == told_late == "True")
+
+
+def _fragments() -> Answer:
+    default, growing = float(_process(_SHAPES)[0]), float(_process(_PREPARE + _SHAPES)[0])
+    found = f"reserved {growing:.2f} of what is used at most, by default {default:.2f}"
+    return Answer(found, growing < default and growing < 1.1)
+
+
+def _modules() -> Answer:
+    mode, held, seconds = map(float, _process(_PREPARE + _START))
+    lazy, lazy_held, lazy_s = map(float, _process("import time\n" + _START))
+    found = (
+        f"mode {mode:.0f}, {held / 1e9:.2f} GB, {seconds:.1f} s; else mode {lazy:.0f}, "
+        f"{lazy_held / 1e9:.2f} GB, {lazy_s:.1f} s"
+    )
+    return Answer(found, mode == 1 and lazy == 2 and held < 3e9)
+
+
+def _pinning() -> Answer:
+    import torch
+
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    idle = torch.empty(_GIB, dtype=torch.uint8, pin_memory=True)
+    idle_ms = (time.monotonic() - begun) * 1e3
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    done = torch.cuda.Event()
+    done.record()
+    begun = time.monotonic()
+    busy = torch.empty(_GIB, dtype=torch.uint8, pin_memory=True)
+    busy_ms, waited = (time.monotonic() - begun) * 1e3, done.query()
+    torch.cuda.synchronize()
+    del idle, busy
+    found = f"{idle_ms:.0f} ms; beside a kernel {busy_ms:.0f} ms, which it outlasts: {waited}"
+    return Answer(found, 50 < idle_ms < 2000 and waited)
+
+
+def _second_pool() -> Answer:
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, second = torch.cuda.memory_reserved(), torch.cuda.Stream()
+    with torch.cuda.stream(second):
+        beside = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
+    del beside
+    torch.cuda.synchronize()
+    main = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
+    reserved = (torch.cuda.memory_reserved() - before) / _GIB
+    del main
+    torch.cuda.empty_cache()
+    return Answer(f"{reserved:.1f} GiB reserved for 1 GiB in use", reserved > 1.9)
+
+
+def _while_the_queue_is_full(launch: Callable[[], object], measure: Callable[[], float]) -> float:
+    """What is measured, at most, while another thread stands in a launch behind a long kernel."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    begun = time.monotonic()
+
+    def fill() -> None:
+        for _ in range(20_000):
+            launch()
+
+    filling = threading.Thread(target=fill)
+    filling.start()
+    most = 0.0
+    while time.monotonic() - begun < 1.0:
+        most = max(most, measure())
+    filling.join()
+    torch.cuda.synchronize()
+    return most
+
+
+def _tick_ms() -> float:
+    begun = time.monotonic()
+    time.sleep(0.001)
+    return (time.monotonic() - begun) * 1e3
+
+
+def _query() -> Answer:
+    import ctypes
+
+    import torch
+
+    from megatron_hdp.runtime.clocks import DriverQuery
+
+    x, event = torch.zeros(1, device="cuda"), torch.cuda.Event()
+    query = DriverQuery(ctypes.CDLL("libcuda.so.1"))
+    event.record()
+    torch.cuda.synchronize()
+    if not query(event):
+        return Answer("the driver says that a passed event is not passed", False)
+
+    def measure_ms(ask: Callable[[], object]) -> float:
+        begun = time.monotonic()
+        ask()
+        time.sleep(0.001)
+        return (time.monotonic() - begun) * 1e3 - 1
+
+    driver_ms = _while_the_queue_is_full(
+        lambda: x.add_(1), lambda: measure_ms(lambda: query(event))
+    )
+    torch_ms = _while_the_queue_is_full(lambda: x.add_(1), lambda: measure_ms(event.query))
+    found = f"driver {driver_ms:.2f} ms at most, PyTorch's query {torch_ms:.2f} ms"
+    return Answer(found, driver_ms < 1)
+
+
+def _lock() -> Answer:
+    import torch
+
+    x = torch.zeros(1, device="cuda")
+    launching_ms = _while_the_queue_is_full(lambda: x.add_(1), _tick_ms)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(64)]
+    number = iter(range(10**9))
+    record = lambda: events[next(number) % 64].record()  # noqa: E731
+    recording_ms = _while_the_queue_is_full(record, _tick_ms)
+    found = f"longest pause {launching_ms:.0f} ms in launches, {recording_ms:.0f} ms in records"
+    return Answer(found, launching_ms < 100 and recording_ms < 100)
+
+
+def _cost() -> Answer:
+    import torch
+
+    from megatron_hdp.runtime.clocks import clock_of
+    from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
+
+    timeline, number = Timeline(clock_of(torch.device("cuda"))), 300
+    for _ in range(2):  # the second time with events that exist
+        timeline.reset()
+        begun = time.perf_counter()
+        for _ in range(number):
+            with timeline.marked(RING_WAIT):
+                pass
+        cost_us = (time.perf_counter() - begun) / number * 1e6
+        reached = timeline.reached()
+    assert reached is not None
+    return Answer(f"{cost_us:.1f} us", cost_us < 30)
+
+
+QUESTIONS = (
+    Question("do segments grow, set before and after torch's import", "both", _segments_grow),
+    Question("reserved memory after 50 micro-batches of random sizes", "less", _fragments),
+    Question("CUDA_MODULE_LOADING in effect; memory and time at start", "eager", _modules),
+    Question("pinning 1 GiB: time; does it wait for the device", "50 to 2000 ms; yes", _pinning),
+    Question("is memory of a second stream lost to the main one", "yes", _second_pool),
+    Question("asking an event while the queue of launches is full", "less than 1 ms", _query),
+    Question("do other threads run while a launch or record waits", "yes, both", _lock),
+    Question("a wait that the device can be found in costs the host", "less than 30 us", _cost),
+)

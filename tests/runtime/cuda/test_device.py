@@ -1,0 +1,78 @@
+"""The driver is asked without starting CUDA, and what it does not answer is not known."""
+
+import ctypes
+
+import pytest
+
+from megatron_hdp.runtime.cuda import device
+from megatron_hdp.runtime.cuda.device import EAGER, compute_capability, loading_mode
+
+HOPPER = (9, 0)
+
+
+def test_a_machine_without_driver_has_no_capability(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(device.ctypes, "CDLL", missing)
+    assert compute_capability() is None
+
+
+class Driver:
+    """An NVML that answers, or fails in one call."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            if name == self.failing:
+                return 9
+            if name == "nvmlDeviceGetCudaComputeCapability":
+                for pointer, value in zip(args[1:], HOPPER, strict=True):
+                    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = value
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [None, "nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetCudaComputeCapability"],
+)
+def test_the_driver_is_asked(monkeypatch, failing):
+    driver = Driver(failing)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compute_capability() == (None if failing else HOPPER)
+    assert failing == "nvmlInit_v2" or driver.calls[-1] == "nvmlShutdown"
+
+
+def test_hidden_gpus_are_none(monkeypatch):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compute_capability() is None
+
+
+class CudaDriver:
+    """A libcuda that has started, with kernels loaded lazily, or has not."""
+
+    def __init__(self, started: bool) -> None:
+        self.started = started
+
+    def cuModuleGetLoadingMode(self, pointer):  # noqa: N802 - the driver's name
+        if not self.started:
+            return 3  # CUDA_ERROR_NOT_INITIALIZED
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = 2
+        return 0
+
+
+def test_the_loading_mode_is_known_once_cuda_has_started(monkeypatch):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: CudaDriver(started=False))
+    assert loading_mode() is None
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: CudaDriver(started=True))
+    assert loading_mode() == 2 != EAGER
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: object())  # before CUDA 11.7
+    assert loading_mode() is None

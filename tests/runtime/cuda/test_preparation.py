@@ -1,0 +1,256 @@
+"""What CUDA and PyTorch read at their start is set before, and a user's choice is kept."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hdp.runtime.cuda import (
+    Run,
+    allocator,
+    connections,
+    describe,
+    module_loading,
+    preparation,
+    prepare,
+    run_of,
+)
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+QUEUES, MODULES, MEMORY = connections.VARIABLE, module_loading.VARIABLE, allocator.VARIABLE
+HDP = {MODULES: "EAGER", MEMORY: "expandable_segments:True"}
+RUN = Run(capability=HOPPER, hybrid_data_parallel=True)
+
+
+@pytest.fixture(autouse=True)
+def neither_torch_nor_cuda_has_started(monkeypatch):
+    monkeypatch.setattr(preparation, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(preparation, "loading_mode", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "tensor_parallel", "hdp", "expected"),
+    [
+        (HOPPER, True, False, {QUEUES: "1"}),  # as Megatron demands
+        (HOPPER, True, True, {QUEUES: "1", **HDP}),
+        (HOPPER, False, True, {QUEUES: "32", **HDP}),
+        (HOPPER, False, False, {}),
+        (BLACKWELL, True, True, {QUEUES: "32", **HDP}),
+        (BLACKWELL, True, False, {}),
+        ((12, 0), True, False, {}),
+        (None, True, True, {}),
+    ],
+)
+def test_what_a_run_sets(capability, tensor_parallel, hdp, expected):
+    run = Run(capability=capability, tensor_parallel=tensor_parallel, hybrid_data_parallel=hdp)
+    environment = {}
+    assert prepare(run, environment) == []
+    assert environment == expected
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "found", "is_doubted"),
+    [(True, "1", False), (True, "8", True), (False, "1", True), (False, "8", False)],
+)
+def test_a_users_number_of_queues_is_kept_and_doubted(tensor_parallel, found, is_doubted):
+    environment = {QUEUES: found}
+    run = Run(capability=HOPPER, tensor_parallel=tensor_parallel, hybrid_data_parallel=True)
+    lines = prepare(run, environment)
+    assert environment == {QUEUES: found, **HDP}
+    assert len(lines) == is_doubted
+    for line in lines:
+        assert f"{QUEUES}={found} is kept, {1 if tensor_parallel else 32} would" in line
+
+
+@pytest.mark.parametrize("found", ["0", "33", "many", "-1", ""])
+def test_what_cuda_does_not_take_is_refused(found):
+    environment = {QUEUES: found}
+    with pytest.raises(ValueError, match=r"expected a number from 1 to 32: unset it"):
+        prepare(RUN, environment)
+    assert environment == {QUEUES: found}
+
+
+@pytest.mark.parametrize("found, is_doubted", [("EAGER", False), ("LAZY", True), ("DEFAULT", True)])
+def test_a_users_way_of_loading_is_kept_and_doubted(found, is_doubted):
+    environment = {MODULES: found}
+    lines = prepare(RUN, environment)
+    assert environment[MODULES] == found
+    assert [f"{MODULES}={found} is kept" in line for line in lines] == [True] * is_doubted
+
+
+@pytest.mark.parametrize("name", [MEMORY, allocator.OTHER_NAME])
+@pytest.mark.parametrize(
+    "found, is_doubted",
+    [
+        ("expandable_segments:False", False),
+        ("max_split_size_mb:512,expandable_segments:True", False),
+        ("max_split_size_mb:512", True),
+    ],
+)
+def test_a_users_allocator_is_kept_under_either_name(name, found, is_doubted):
+    environment = {name: found}
+    lines = prepare(RUN, environment)
+    assert {n: v for n, v in environment.items() if "ALLOC" in n} == {name: found}
+    assert [f"{name}={found} is kept, with expandable" in line for line in lines] == (
+        [True] * is_doubted
+    )
+
+
+@pytest.mark.parametrize(
+    "run, environment, release, words",
+    [
+        (
+            Run(capability=HOPPER, hybrid_data_parallel=True, registers_buffers=True),
+            {},
+            "6.1",
+            "-ub",
+        ),
+        (RUN, {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "6.1", "switched off"),
+        (RUN, {}, "5.15.90.1-microsoft-standard-WSL2", "under WSL"),
+    ],
+)
+def test_what_excludes_expandable_segments_is_said(run, environment, release, words, monkeypatch):
+    monkeypatch.setattr(allocator.platform, "release", lambda: release)
+    environment = dict(environment)
+    (line,) = prepare(run, environment)
+    assert "expandable_segments:True is left out" in line and words in line
+    assert MEMORY not in environment and environment[MODULES] == "EAGER"
+    if run is RUN:
+        assert "is left out" in describe(HOPPER, environment)["CUDA allocator"]
+
+
+class Torch:
+    """PyTorch as far as it is asked: imported already, of two releases."""
+
+    def __init__(self, is_new):
+        self.told = []
+        self._C = SimpleNamespace()
+        self.cuda = SimpleNamespace(memory=SimpleNamespace())
+        if is_new:
+            self._C._accelerator_setAllocatorSettings = self.told.append
+        else:
+            self.cuda.memory._set_allocator_settings = self.told.append
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_torch_that_is_imported_is_told(monkeypatch, is_new):
+    torch = preparation.sys.modules["torch"] = Torch(is_new)
+    assert prepare(RUN, {}) == []
+    assert torch.told == ["expandable_segments:True"]
+    assert prepare(RUN, {MEMORY: "max_split_size_mb:512"}) and len(torch.told) == 1
+
+
+def test_this_torch_can_be_told():
+    """And reads the old name first, then the new one."""
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("")
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    for names in ((MEMORY,), (allocator.OTHER_NAME,), (MEMORY, allocator.OTHER_NAME)):
+        settings = {name: f"max_split_size_mb:{100 + len(name)}" for name in names}
+        outcome = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=settings, timeout=120
+        )
+        assert outcome.stdout.split() == [settings[names[0]]], outcome.stderr
+        assert "deprecat" not in outcome.stderr
+
+
+def test_what_cuda_has_read_is_not_changed_but_told(monkeypatch):
+    monkeypatch.setattr(preparation, "loading_mode", lambda: 2)
+    environment = {}
+    queues, modules = prepare(RUN, environment)
+    assert f"CUDA started before {QUEUES} could be set: export {QUEUES}=32" in queues
+    assert f"export {MODULES}=EAGER, or start with" in modules
+    assert environment == {MEMORY: HDP[MEMORY]}
+    monkeypatch.setattr(preparation, "loading_mode", lambda: 1)
+    assert len(prepare(RUN, {QUEUES: "32"})) == 0
+
+
+@pytest.mark.parametrize(
+    "line, hdp, tensor_parallel, registers",
+    [
+        ("--num-layers 2", False, False, False),
+        ("--tensor-model-parallel-size 2 --use-nccl-ub", False, False, False),
+        ("--hybrid-data-parallel --tensor-model-parallel-size 1", True, False, False),
+        ("--hybrid-data --tensor-model-parallel-size=4 --unknown x", True, True, False),
+        ("a --use-nccl-ub --hybrid-data-parallel", True, False, True),
+    ],
+)
+def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, registers, monkeypatch):
+    from megatron_hdp.runtime.cuda import command_line
+
+    monkeypatch.setattr(command_line, "compute_capability", lambda: HOPPER)
+    assert run_of(line.split()) == Run(
+        capability=HOPPER if hdp else None,
+        hybrid_data_parallel=hdp,
+        tensor_parallel=tensor_parallel,
+        registers_buffers=registers,
+    )
+
+
+def test_words_for_doctor():
+    assert set(describe(None, {}).values()) == {"no matter without a GPU"}
+    found = describe(HOPPER, {})
+    assert found["CUDA connections"].startswith(
+        "not set: a run sets 32 with HDP, 1 with tensor parallelism: "
+    )
+    assert found["CUDA modules"].startswith("not set: a run sets EAGER with HDP: loading a")
+    assert found["CUDA allocator"].startswith("not set: a run sets expandable_segments:True with")
+    assert describe(BLACKWELL, {})["CUDA connections"].startswith(
+        "not set: a run sets 32 with HDP:"
+    )
+    kept = describe(HOPPER, {QUEUES: "1", allocator.OTHER_NAME: "backend:native"})
+    assert kept["CUDA connections"].startswith("1 is set and kept; a run would set 32 with HDP")
+    assert kept["CUDA allocator"].startswith("backend:native is set and kept; a run would set ")
+
+
+_HOOK = f"""
+import os, sys
+from megatron_hdp.runtime import cuda
+from megatron_hdp.runtime.cuda import command_line
+cuda.compute_capability = command_line.compute_capability = lambda: (9, 0)
+def find_spec(name, path=None, target=None):
+    if name.split(".")[0] in ("torch", "megatron"):
+        print(*(os.environ.get(name) for name in {(QUEUES, MODULES, MEMORY)}))
+        sys.exit(0)
+    return None
+class finder:
+    find_spec = staticmethod(find_spec)
+sys.meta_path.insert(0, finder)
+"""
+_COMMAND = "from megatron_hdp import pretrain_gpt; pretrain_gpt.main(sys.argv[1:])"
+_SCRIPT = "from megatron_hdp import plugin; plugin.run(sys.argv[1], sys.argv[2:])"
+
+
+def at_first_import(code, *arguments):
+    outcome = subprocess.run(
+        [sys.executable, "-c", _HOOK + code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
+    )
+    assert outcome.stdout, outcome.stderr
+    return outcome.stdout.split()
+
+
+def test_the_command_sets_all_before_it_imports_torch():
+    flags = shlex.split(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --train-iters 1 "
+        "--lr 1 --data-path nowhere --hybrid-data-parallel --hdp-tokens-per-rank 8 "
+        "--global-batch-size 1 --attention-dropout 0"
+    )
+    assert at_first_import(_COMMAND, *flags) == ["32", "EAGER", "expandable_segments:True"]
+
+
+def test_the_plugin_sets_all_before_it_imports_torch(tmp_path: Path):
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("")
+    flags = ["--hybrid-data-parallel", "--tensor-model-parallel-size", "2"]
+    found = at_first_import(_SCRIPT, str(script), *flags)
+    assert found == ["1", "EAGER", "expandable_segments:True"]
+    assert at_first_import(_SCRIPT, str(script)) == ["None"] * 3
