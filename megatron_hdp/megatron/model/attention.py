@@ -37,6 +37,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     attention: AttentionBackend = field(kw_only=True)
     loss_sums: LossSums | None = field(kw_only=True, default=None)
     """Where the fused loss adds up the tokens' losses by source."""
+    is_whole_loss: bool = field(kw_only=True, default=False)
+    """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""
 
 
 class HdpCoreAttention(MegatronModule):

@@ -85,6 +85,7 @@ class HdpExecutor:
         self.offload = ActivationOffload(
             self.layers, compute_device(), model.parameters, timeline=self.timeline
         )
+        self._learns = False  # whether forwards are those of a step, so that backward follows
         self._losses: list[torch.Tensor] = []
         self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
@@ -134,7 +135,9 @@ class HdpExecutor:
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, indices),
         ):
+            self._learns = not forward_only
             self._run_schedule(micro_batches, forward_only)
+            self._learns = False
         if forward_only:
             self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
@@ -233,6 +236,7 @@ class HdpExecutor:
             comm=self.comm,
             attention=self.attention,
             loss_sums=sums,
+            is_whole_loss=self._learns,
         )
         targets = {"labels": labels[None], "loss_mask": loss_mask[None]}
         # without gradients nothing is saved

@@ -22,6 +22,7 @@ from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.attention import Selection, select_attention
 from megatron_hdp.runtime.clocks import clock_of
+from megatron_hdp.runtime.compilation import allow_variants
 from megatron_hdp.runtime.timeline import Timeline
 
 
@@ -36,6 +37,7 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
+    allow_variants()
     comm = new_ring_comm(communication_minutes(arguments), timeline)
     attention = select_attention(
         device,
