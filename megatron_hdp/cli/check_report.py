@@ -16,7 +16,7 @@ _ROWS = (
     ("recomputed", "recomputed layers", "whole while backward is in them"),
     ("backward", "a layer's backward", "gradients at the busiest moment"),
     ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),
-    ("loss", "loss", "hidden states, a chunk of logits, float32 gradient of the weights"),
+    ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "assumed"),
 )
 
