@@ -7,6 +7,7 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
 - input of a norm ``b h s`` and its statistics ``4 s``; output of a norm (input of a linear layer)
   ``b h s``; twice a layer
 - sine and cosine of the token's angles, for queries and for keys: ``4 b d``, on every tensor rank
+  (TransformerEngine's fused kernel keeps the angles instead, once for all layers: counted all the same)
 - queries and keys after rotation ``b (q + k) / p``; what the QKV layer put out, because values are
   a view into it, ``b (q + 2 k) / p``
 - output of attention ``b q / p`` and log-sum-exp ``4 heads / p``

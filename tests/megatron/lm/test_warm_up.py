@@ -78,8 +78,6 @@ def test_a_long_context_makes_no_activations_before_the_first_step(monkeypatch):
     assert largest_of_warm_up(hybrid_data_parallel=True) == 0
 
 
-
-
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
 def test_nor_does_a_checkout():
