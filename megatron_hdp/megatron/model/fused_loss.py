@@ -159,5 +159,5 @@ def _added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """
     if getattr(weight, "zero_out_wgrad", False):
         return weight.detach()
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True
     return weight

@@ -6,13 +6,13 @@ turned in place into the loss's gradient by them, multiplied into the gradients 
 weights, and overwritten by the next chunk's.
 
 Gradients are made **in the forward**, for a loss of weight 1, and backward only scales them. What
-is held in between is the hidden states' gradient and the weights', unless there is a tensor in which
-all gradients of the weights are summed: then chunks are added to that. Backward could instead make the
-logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then only a
-number a token is held, at the price of a fourth matrix product. But the stage that has the loss
-runs backward right after forward, so nothing else is alive in between, and a third more time would
-be felt. It follows that the loss must be *one number*: with one a token, backward would have to
-weigh tokens inside a sum over them that is already taken.
+is held in between is the hidden states' gradient and the weights', unless there is a tensor in
+which all gradients of the weights are summed: then chunks are added to that. Backward could instead
+make the logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then
+only a number a token is held, at the price of a fourth matrix product. But the stage that has the
+loss runs backward right after forward, so nothing else is alive in between, and a third more time
+would be felt. It follows that the loss must be *one number*: with one a token, backward would have
+to weigh tokens inside a sum over them that is already taken.
 
 Liger-Kernel's way is this one, too. It takes as many tokens a chunk as keep the logits at the size
 of the hidden states, by default sums the chunks' weight gradients in the weights' precision, and
