@@ -224,8 +224,9 @@ def check_derived(args: argparse.Namespace) -> None:
     if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):
         raise OptionError(
             f"found --hdp-tokens-per-rank {arguments.hdp_tokens_per_rank}, with which a "
-            "micro-batch may have 2^31 values of queries, keys and values on a rank; expected fewer, as "
-            "TransformerEngine's kernel of rotary positions counts in 32 bits: add --no-rope-fusion"
+            "micro-batch may have 2^31 values of queries, keys and values on a rank; expected "
+            "fewer, as TransformerEngine's kernel of rotary positions counts in 32 bits: add "
+            "--no-rope-fusion"
         )
     if args.num_experts is None:
         return

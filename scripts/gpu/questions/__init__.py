@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-TOPICS: tuple[str, ...] = ()
+TOPICS: tuple[str, ...] = ("compilation",)
 
 
 @dataclass(frozen=True)
