@@ -95,7 +95,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "window_size": (None, _GPT),
     "softmax_type": ("vanilla", _GPT),
     "use_mup": (False, _GPT),
-    "fused_single_qkv_rope": (False, "Megatron does not take it for packed sequences"),
     "qk_clip": (False, "HDP's attention keeps no logits"),
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
     "fp16": (False, "use --bf16"),

@@ -8,17 +8,17 @@ import json
 import os
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm.patches import PATCHES
 from megatron_hdp.megatron.lm.patching import PatchSet
-from megatron_hdp.megatron.lm.releases import RELEASES, WARM_UP, installed_release
+from megatron_hdp.megatron.lm.releases import RELEASES, installed_release
 from tests.megatron.lm.runs import CHECKOUT, ROOT
+from tests.support import fake_megatron_lm
 from tests.support.largest_tensor import LargestTensor
 
 TOKENS, FFN, HIDDEN = 2 * 2**20, 11008, 4096
@@ -53,45 +53,29 @@ def largest_of_warm_up(hybrid_data_parallel):
     return largest.elements
 
 
-def stand_in(monkeypatch):
-    """Modules of Megatron-LM as far as this patch sees them."""
-    training = ModuleType("megatron.training")
-    global_vars = ModuleType("megatron.training.global_vars")
-    initialize = ModuleType("megatron.training.initialize")
-    training.global_vars, training.initialize = global_vars, initialize
-    global_vars._GLOBAL_ARGS = None
-
-    def warm_up():
-        args = global_vars._GLOBAL_ARGS
-        torch.rand(args.seq_length // args.context_parallel_size, 1, args.ffn_hidden_size)
-
-    takes_size = "tp_size" in WARM_UP[installed_release()]
-    initialize._warmup_jit_function = (lambda tp_size=None: warm_up()) if takes_size else warm_up
-    initialize.set_jit_fusion_options = lambda: initialize._warmup_jit_function()
-    for module in (training, global_vars, initialize):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-def test_a_long_context_makes_no_activations_before_the_first_step(monkeypatch):
-    stand_in(monkeypatch)
-    assert largest_of_warm_up(hybrid_data_parallel=False) == TOKENS * FFN
-    assert largest_of_warm_up(hybrid_data_parallel=True) == 0
-
-
-@pytest.mark.megatron_lm
-@pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
-def test_nor_does_a_checkout():
+def found_in(folder):
+    """What this module prints of the Megatron-LM in a folder."""
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         cwd=ROOT,
         env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([CHECKOUT, str(ROOT)]), "TORCHDYNAMO_DISABLE": "1"},
+        | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [TOKENS * FFN, 0]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_long_context_makes_no_activations_before_the_first_step(tmp_path):
+    assert found_in(fake_megatron_lm.write(tmp_path)) == [TOKENS * FFN, 0]
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
+def test_nor_does_it_in_a_checkout():
+    assert found_in(CHECKOUT) == [TOKENS * FFN, 0]
 
 
 if __name__ == "__main__":
