@@ -1,4 +1,4 @@
-"""What is set before the first step, whatever runs it: our own command or a checkout."""
+"""Whatever runs the steps, our own command or a checkout, compiled functions have room before."""
 
 import torch
 
