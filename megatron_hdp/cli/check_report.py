@@ -17,7 +17,7 @@ _ROWS = (
     ("backward", "a layer's backward", "gradients at the busiest moment"),
     ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in memory of its own"),
-    ("loss", "loss", "hidden states, a chunk of logits, float32 gradient of the weights"),
+    ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "assumed"),
 )
 

@@ -212,6 +212,18 @@ def test_what_saves_memory_saves_memory(tmp_path, lines, smaller):
     assert getattr(changed, smaller) < getattr(base, smaller)
 
 
+def test_the_fused_loss_makes_nothing_that_grows_with_the_vocabulary(tmp_path):
+    """Beyond a chunk of logits: the weights' gradient goes into the buffer of gradients."""
+    small = finding(with_lines(tmp_path), 8).job
+    small = replace(small, tokens_per_rank=32768, vocab_size=128_000)
+    large = replace(small, vocab_size=256_000)
+    stages = [stage_memory(job, job.stages - 1) for job in (small, large)]
+    assert stages[0].loss == stages[1].loss and stages[0].gradients < stages[1].gradients
+    with_logits = [replace(job, fused_loss=False) for job in (small, large)]
+    losses = [stage_memory(job, job.stages - 1).loss for job in with_logits]
+    assert 1.9 * losses[0] < losses[1]
+
+
 def test_recomputation_takes_time(tmp_path):
     full = ["recompute-granularity: full", "recompute-method: uniform"]
     without = finding(with_lines(tmp_path), 8)

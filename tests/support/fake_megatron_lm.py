@@ -10,6 +10,7 @@ from megatron_hdp.megatron.lm.releases import installed_release
 
 TRAINING = "megatron.training.training"
 BUILDER = "megatron.training.models.dist_utils:unimodal_build_distributed_models"
+WARM_UP = "megatron.training.initialize:_warmup_jit_function"
 
 
 def parameters(target: str, num_required: int) -> str:
@@ -38,7 +39,16 @@ def validate_args(args, defaults={}):
     args.validated = True
     return args
 """,
-    "initialize.py": "from megatron.training.arguments import validate_args\n",
+    "initialize.py": f"""
+import torch
+from megatron.training import global_vars
+from megatron.training.arguments import validate_args
+def set_jit_fusion_options():
+    _warmup_jit_function()
+def _warmup_jit_function({parameters(WARM_UP, 0)}):
+    args = global_vars._GLOBAL_ARGS
+    torch.rand(args.seq_length // args.context_parallel_size, 1, args.ffn_hidden_size)
+""",
     "checkpointing.py": """
 def save_checkpoint(iteration, model): return "saved"
 def load_checkpoint(ddp_model, optimizer): return 3, 4

@@ -19,6 +19,10 @@ from megatron_hdp.planner.lockstep import PADDING
 
 BoolArray = npt.NDArray[np.bool_]
 
+FEWEST_TOKENS = 2
+"""Of a micro-batch on one tensor rank: compilers make a case of its own of a dimension of size one,
+and TransformerEngine cannot tell memory layouts apart by its stride."""
+
 
 @dataclass(frozen=True)
 class RankMicroBatch:
@@ -129,13 +133,14 @@ def read_micro_batch(
         reader: what is read.
         source: where tokens come from.
     """
+    fewest = FEWEST_TOKENS * reader.token_multiple
     if share.indices[slot] == PADDING:
-        return padding_micro_batch(share.hdp_rank, max(2, reader.token_multiple))
+        return padding_micro_batch(share.hdp_rank, fewest)
     runs, chunks, wholes = _slot_runs(share, slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
 
     num_tokens = sum(run.num_tokens for run in runs)
-    excess = -num_tokens % reader.token_multiple
+    excess = max(-num_tokens % reader.token_multiple, fewest - num_tokens)
     tokens, labels, positions = np.zeros((3, num_tokens + excess), dtype=np.int64)
     loss_mask = np.zeros(num_tokens + excess, dtype=np.bool_)
     positions[num_tokens:] = np.arange(excess)
@@ -179,11 +184,8 @@ def read_micro_batch(
     )
 
 
-def padding_micro_batch(rank: int, num_tokens: int = 2) -> RankMicroBatch:
-    """Return padding without loss: what a rank runs at a position where the plan gives nothing.
-
-    Two tokens at least: of a dimension of size one compilers make a case of its own.
-    """
+def padding_micro_batch(rank: int, num_tokens: int = FEWEST_TOKENS) -> RankMicroBatch:
+    """Return padding without loss: what a rank runs at a position where the plan gives nothing."""
     return RankMicroBatch(
         tokens=np.zeros(num_tokens, dtype=np.int64),
         labels=np.zeros(num_tokens, dtype=np.int64),

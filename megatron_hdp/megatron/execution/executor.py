@@ -90,6 +90,7 @@ class HdpExecutor:
         )
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._learns = False  # whether forwards are those of a step, so that backward follows
         self._losses: list[torch.Tensor] = []
         self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
@@ -145,7 +146,11 @@ class HdpExecutor:
             noting_compute(self._config, self.timeline, indices),
             self._grad_sync.during(ends_together),
         ):
-            self._run_schedule(micro_batches, forward_only)
+            self._learns = not forward_only
+            try:
+                self._run_schedule(micro_batches, forward_only)
+            finally:
+                self._learns = False
         if forward_only:
             self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
@@ -254,6 +259,7 @@ class HdpExecutor:
             comm=self.comm,
             attention=self.attention,
             loss_sums=sums,
+            is_whole_loss=self._learns,
         )
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved

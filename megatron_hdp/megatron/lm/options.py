@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.megatron.lm.releases import installed_release
+from megatron_hdp.megatron.model import fused_kernel_can_count, fused_kernel_is_there
 from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
@@ -97,6 +98,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "qk_clip": (False, "HDP's attention keeps no logits"),
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
     "fp16": (False, "use --bf16"),
+    "loss_scale": (None, "bfloat16 has the range of float32"),
     "fp8": (None, "use --bf16"),
     "fp4": (None, "use --bf16"),
     "perform_rl_step": (False, _PRETRAINS),
@@ -231,6 +233,13 @@ def check_derived(args: argparse.Namespace) -> None:
     """
     arguments = training_arguments(args)
     check_layout(arguments)
+    if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):
+        raise OptionError(
+            f"found --hdp-tokens-per-rank {arguments.hdp_tokens_per_rank}, with which a "
+            "micro-batch may have 2^31 values of queries, keys and values on a rank; expected "
+            "fewer, as TransformerEngine's kernel of rotary positions counts in 32 bits: add "
+            "--no-rope-fusion"
+        )
     if args.num_experts is None:
         return
     check_values(
@@ -246,7 +255,7 @@ def settle(args: argparse.Namespace) -> None:
     ``--multiple-validation-sets``.
     """
     args.calculate_per_token_loss = True
-    args.apply_rope_fusion = False  # each token turns by its own position
+    args.apply_rope_fusion = getattr(args, "apply_rope_fusion", False) and fused_kernel_is_there()
     args.hdp_validation_sets = None
     if getattr(args, "multiple_validation_sets", False):
         args.hdp_validation_sets = list(getattr(args, "validation_set_names", None) or [])

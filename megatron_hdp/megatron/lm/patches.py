@@ -76,6 +76,12 @@ PATCHES = PatchSet(
             replacements.surround,
         ),
         Patch(
+            "megatron.training.initialize:_warmup_jit_function",
+            "fused functions are compiled where they are called, not for a whole context's tokens",
+            releases.WARM_UP,
+            replacements.skip_warm_up,
+        ),
+        Patch(
             f"{_TRAINING}:get_model",
             "the model gets HDP's attention, positions and loss before DDP wraps it",
             releases.GET_MODEL,

@@ -48,6 +48,7 @@ _LOGGED = (
 ANY: Parameters = dict.fromkeys(RELEASES)
 """For replacements that hand all parameters on as they are."""
 
+WARM_UP = {**_in((*_16, *_17, *_18)), **_in(_19, "tp_size")}
 GET_MODEL = everywhere(
     "model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"
 )

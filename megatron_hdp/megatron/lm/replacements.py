@@ -84,6 +84,20 @@ def surround(original: Function) -> Function:
     return pretrain
 
 
+def skip_warm_up(original: Function) -> Function:
+    """Nothing: Megatron would make activations of ``--seq-length`` tokens on every rank.
+
+    It compiles fused functions for those and for gradients that are recorded within them, which no
+    micro-batch of a run has.
+    """
+
+    def _warmup_jit_function(*positional: Any, **named: Any) -> None:
+        if not _hdp_is_on():
+            original(*positional, **named)
+
+    return _warmup_jit_function
+
+
 def adapt_model(original: Function) -> Function:
     """For functions whose first parameter is a function that makes a stage of the model."""
     signature = inspect.signature(original)

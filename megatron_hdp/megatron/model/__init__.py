@@ -5,7 +5,11 @@ from megatron_hdp.megatron.model.building import build_gpt, model_dtype
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
-from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
+from megatron_hdp.megatron.model.rotary import (
+    OwnPositionRotaryEmbedding,
+    fused_kernel_can_count,
+    fused_kernel_is_there,
+)
 
 __all__ = [
     "FusedLossModel",
@@ -16,5 +20,7 @@ __all__ = [
     "OwnPositionRotaryEmbedding",
     "SequenceParallelNorm",
     "build_gpt",
+    "fused_kernel_can_count",
+    "fused_kernel_is_there",
     "model_dtype",
 ]

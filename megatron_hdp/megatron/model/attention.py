@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.runtime.attention import AttentionBackend
-from megatron_hdp.runtime.loss import LossSums
+from megatron_hdp.runtime.loss import LossSums, RoutedCounts
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 
 
@@ -37,6 +37,10 @@ class HdpPackedSeqParams(PackedSeqParams):
     attention: AttentionBackend = field(kw_only=True)
     loss_sums: LossSums | None = field(kw_only=True, default=None)
     """Where the fused loss adds up the tokens' losses by source."""
+    routed: RoutedCounts = field(kw_only=True, default_factory=RoutedCounts)
+    """What the routers of experts counted."""
+    is_whole_loss: bool = field(kw_only=True, default=False)
+    """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""
 
 
 class HdpCoreAttention(MegatronModule):

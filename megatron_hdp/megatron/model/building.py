@@ -21,9 +21,13 @@ from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
-from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
+from megatron_hdp.megatron.model.rotary import (
+    OwnPositionRotaryEmbedding,
+    fused_kernel_can_count,
+    fused_kernel_is_there,
+)
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.parallel import compute_device, say
 
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
 
@@ -57,8 +61,8 @@ def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     """Megatron's model configuration; fused kernels only where there is a GPU.
 
-    Those of the softmax are compiled with NVIDIA's apex and imported when first used. All others
-    come from torch.compile.
+    Those of the softmax are compiled with NVIDIA's apex and imported when first used, the one of
+    rotary positions is TransformerEngine's. All others come from torch.compile.
     """
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
@@ -98,8 +102,22 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         masked_softmax_fusion=on_gpu and _is_found(_SOFTMAX_KERNELS),
         bias_activation_fusion=on_gpu and arguments.swiglu,
         bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=_fuses_rotation(arguments),
         **functions,
     )
+
+
+def _fuses_rotation(arguments: TrainingArguments) -> bool:
+    """Whether queries and keys are turned by TransformerEngine's kernel, which knows no float64."""
+    if arguments.position_embedding_type != "rope" or arguments.fp64 or not fused_kernel_is_there():
+        return False
+    if not fused_kernel_can_count(arguments):
+        say(
+            "rotary positions are not fused: a micro-batch may have 2^31 values of queries, keys "
+            "and values on a rank, which TransformerEngine's kernel cannot count"
+        )
+        return False
+    return True
 
 
 def layer_spec(arguments: TrainingArguments) -> ModuleSpec:

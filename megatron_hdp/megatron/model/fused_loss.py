@@ -72,9 +72,13 @@ class FusedLossModel(GPTModel):
             )
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        sums = getattr(packed_seq_params, "loss_sums", None)
         return self.output_layer(
-            hidden_states, weight, labels=labels, loss_mask=loss_mask, loss_sums=sums
+            hidden_states,
+            weight,
+            labels=labels,
+            loss_mask=loss_mask,
+            loss_sums=getattr(packed_seq_params, "loss_sums", None),
+            is_whole_loss=getattr(packed_seq_params, "is_whole_loss", False),
         )
 
 
@@ -102,6 +106,7 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
         loss_sums: LossSums | None = None,
+        is_whole_loss: bool = False,
     ) -> Any:
         """Stock without `labels`.
 
@@ -112,6 +117,8 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             labels: ``[b, s]``, all tokens on every tensor-parallel rank.
             loss_mask: ``[b, s]`` bool.
             loss_sums: where losses are added up by group, too.
+            is_whole_loss: whether backward follows once and begins at this loss with 1. Then the
+                weights' gradient goes into Megatron's buffer of gradients at once, if there is one.
         """
         if labels is None or loss_mask is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -120,11 +127,37 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=group)
         else:  # backward sums the ranks' parts
             hidden = copy_to_tensor_model_parallel_region(input_, group=group)
+        if weight is None:
+            weight = self.weight
+        main_grad = _buffer_of(weight) if is_whole_loss else None
         return linear_cross_entropy(
             hidden.flatten(0, 1),
-            self.weight if weight is None else weight,
+            weight if main_grad is None else _added_to_main_grad(weight),
             labels.transpose(0, 1).flatten(),
             loss_mask.transpose(0, 1).flatten(),
             group if group.size() > 1 else None,
             sums=loss_sums,
+            main_grad=main_grad,
         )
+
+
+def _buffer_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where Megatron's DDP sums a weight's gradients, if chunks may be added to it unrounded."""
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if not weight.requires_grad or main_grad is None:
+        return None
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    return main_grad if main_grad.dtype == exact else None
+
+
+def _added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """The weight whose gradient is in its buffer, such that DDP adds nothing to it again.
+
+    DDP waits for a gradient of every parameter, and is told not to add this one. A weight that is
+    the embedding on the same stage too (Megatron marks it ``zero_out_wgrad``) gets the embedding's,
+    which DDP must add; from here it gets none.
+    """
+    if getattr(weight, "zero_out_wgrad", False):
+        return weight.detach()
+    weight.grad_added_to_main_grad = True
+    return weight

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.releases import submodules_of
-from megatron_hdp.runtime.loss import RouterTokens, sequence_balance_loss, z_loss
+from megatron_hdp.runtime.loss import RouterTokens, count_routed, sequence_balance_loss, z_loss
 
 
 def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
@@ -88,8 +89,8 @@ class HdpRouter(TopKRouter):
         self.routing_type = "none"  # Megatron's own losses stay out
         self._tokens: RouterTokens | None = None
         self.losses: dict[str, torch.Tensor] = {}
-        """Sums over this rank's real tokens, without coefficients, by Megatron's names; whoever
-        logs them clears them."""
+        """Sums over this rank's real tokens, without coefficients, by Megatron's names, once
+        backward has run; whoever logs them clears them."""
 
     @contextmanager
     def routes(self, params: HdpPackedSeqParams) -> Iterator[None]:
@@ -110,7 +111,9 @@ class HdpRouter(TopKRouter):
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             group = self.tp_group
             index = index.chunk(group.size())[group.rank()]
-        return RouterTokens(index, params.layout, params.comm, group)
+        return RouterTokens(
+            index, params.layout, params.comm, group, counts=params.routed, router=self
+        )
 
     @property
     def tokens(self) -> RouterTokens:
@@ -143,12 +146,14 @@ class HdpRouter(TopKRouter):
             Weights ``[t, E]``, zero where a token does not go, and where it goes, bool ``[t, E]``.
         """
         probs, routing_map = super().routing(logits)
+        if self._balance_coeff and self.training:
+            count_routed(routing_map, self.tokens)
         if self._balance_coeff and self._is_learning():
             logits = logits.view(routing_map.shape)
             dtype = torch.promote_types(logits.dtype, torch.float32)
             scores = torch.softmax(logits, dim=-1, dtype=dtype)
-            loss = sequence_balance_loss(scores, routing_map, self.tokens)
-            self._note("seq_load_balancing_loss", loss)
+            note = partial(self._note, "seq_load_balancing_loss")
+            loss = sequence_balance_loss(scores, self.tokens, note)
             probs = MoEAuxLossAutoScaler.apply(probs, self._balance_coeff * loss)
         return probs, routing_map
 

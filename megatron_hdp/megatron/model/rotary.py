@@ -2,6 +2,10 @@
 
 Megatron asks the embedding for a length and then for the angles of positions 0 .. length-1. This
 one answers the first question with the micro-batch's positions and the second with their angles.
+
+TransformerEngine's fused kernel turns row `s` of ``[s, b, heads, d]`` by row `s` of the angles
+(transformer_engine/common/fused_rope/fused_rope.cu, format SBHD). To Megatron a micro-batch is one
+sequence ``[t, 1, heads, d]``, so each token is turned by its own angles there, too.
 """
 
 from __future__ import annotations
@@ -9,10 +13,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import compute_device
+
+_NUM_INDICES = 2**31  # of a tensor, as the kernel counts values in 32 bits
+
+
+def fused_kernel_is_there() -> bool:
+    """Whether this rank has a GPU and TransformerEngine's kernel for it."""
+    kernel = getattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    return kernel is not None and compute_device().type == "cuda"
+
+
+def fused_kernel_can_count(arguments: TrainingArguments) -> bool:
+    """Whether queries, keys and values of any micro-batch have fewer than 2^31 values on a rank.
+
+    With offload a micro-batch may have more tokens than the capacity; but two layers' activations
+    stay on the device.
+    """
+    heads = arguments.num_attention_heads + 2 * (arguments.num_query_groups or 0)
+    values = heads * arguments.kv_channels // arguments.tensor_model_parallel_size
+    tokens = arguments.hdp_tokens_per_rank or arguments.seq_length * arguments.micro_batch_size
+    if arguments.hdp_offload != "off":
+        layers = arguments.num_layers // arguments.pipeline_model_parallel_size
+        tokens = max(tokens, tokens * layers // 2)
+    return tokens * values < _NUM_INDICES
 
 
 class OwnPositionRotaryEmbedding(RotaryEmbedding):

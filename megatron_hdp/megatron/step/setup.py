@@ -27,6 +27,7 @@ from megatron_hdp.runtime.attention import (
     with_float32_rings,
 )
 from megatron_hdp.runtime.clocks import clock_of
+from megatron_hdp.runtime.compilation import allow_variants
 from megatron_hdp.runtime.timeline import Timeline
 
 _ANY = 2**31  # more ranks than a ring has
@@ -43,6 +44,7 @@ def build_executor(
     """
     device = compute_device()
     timeline.use(clock_of(device))
+    allow_variants()
     place = rank_place(arguments)
     comm = new_ring_comm(arguments, timeline)
     kind = device, model_dtype(arguments), arguments.kv_channels

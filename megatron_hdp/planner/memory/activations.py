@@ -7,6 +7,7 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
 - input of a norm ``b h s`` and its statistics ``4 s``; output of a norm (input of a linear layer)
   ``b h s``; twice a layer
 - sine and cosine of the token's angles, for queries and for keys: ``4 b d``, on every tensor rank
+  (TransformerEngine's kernel keeps the angles instead, once for all layers: counted all the same)
 - queries and keys after rotation ``b (q + k) / p``; what the QKV layer put out, because values are
   a view into it, ``b (q + 2 k) / p``
 - output of attention ``b q / p`` and log-sum-exp ``4 heads / p``
@@ -50,11 +51,11 @@ def kept_bytes(job: Job) -> dict[str, float]:
 
 
 def _router_bytes(job: Job) -> float:
-    """Scores, the map and both losses' probabilities; indices and probabilities of the choices."""
-    an_expert = 3 * _FLOAT32 + job.value_bytes + 1
+    """Scores, the map and the losses' probabilities; indices and probabilities of the choices."""
+    an_expert = 2 * _FLOAT32 + job.value_bytes + 1
     a_choice = 2 * _INT64 + _FLOAT32 + job.value_bytes
-    weight_and_masks = _FLOAT32 + 2
-    return an_expert * job.num_experts + a_choice * job.experts_per_token + weight_and_masks
+    weight_and_mask = _FLOAT32 + 1
+    return an_expert * job.num_experts + a_choice * job.experts_per_token + weight_and_mask
 
 
 def kept_after_forward(job: Job) -> float:

@@ -154,10 +154,13 @@ def _largest_matrix(job: Job) -> float:
 
 
 def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
-    """Last norm, gathered hidden states and their gradient; logits; float32 weight gradient."""
+    """Last norm, gathered hidden states and their gradient; logits, all or a chunk.
+
+    The fused loss adds the weights' gradient to the sum of gradients, which is counted there.
+    """
     b = job.value_bytes
     hidden = (2 * job.token_share + 2) * b * job.hidden_size * tokens
     logits = b * job.vocab_size / job.tensor_ranks * tokens
     if job.fused_loss:
-        return hidden + min(_LOGITS_BYTES, logits) + _GRADIENT * weights
+        return hidden + min(_LOGITS_BYTES, logits)
     return hidden + logits * (1 + 2 * _GRADIENT / b) + b * weights  # and two in float32

@@ -1,13 +1,21 @@
 """What a step minimises: sums over tokens that are the same for every plan."""
 
-from megatron_hdp.runtime.loss.balance import RouterTokens, sequence_balance_loss, z_loss
+from megatron_hdp.runtime.loss.balance import (
+    RoutedCounts,
+    RouterTokens,
+    count_routed,
+    sequence_balance_loss,
+    z_loss,
+)
 from megatron_hdp.runtime.loss.fused_cross_entropy import linear_cross_entropy
 from megatron_hdp.runtime.loss.sums import LossSums
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 
 __all__ = [
     "LossSums",
+    "RoutedCounts",
     "RouterTokens",
+    "count_routed",
     "linear_cross_entropy",
     "sequence_balance_loss",
     "token_sum_loss",

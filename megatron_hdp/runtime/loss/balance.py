@@ -2,11 +2,18 @@
 
 Both losses are sums over real tokens. Like the cross entropy they are divided once by the global
 batch's loss tokens, so a coefficient weighs a mean over tokens.
+
+What the holders of a sequence count is summed around their ring. Only gradients need the sums, so
+all layers of a stage are summed at once, when backward comes to the first of them: ``D - 1``
+messages between neighbours a micro-batch, instead of as many a layer. Fewer messages still, to
+members at distances 1, 2, 4 .., would open connections that rings do not have otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +31,63 @@ class RouterTokens:
     comm: RingComm
     tensor_group: dist.ProcessGroup | None = None
     """Tensor-parallel ranks that see the other tokens of this HDP rank; None: there are none."""
+    counts: RoutedCounts = field(kw_only=True)
+    """Of the micro-batch, on this stage."""
+    router: object = field(kw_only=True)
+    """Which one sees them."""
 
     @property
     def is_real(self) -> torch.Tensor:
         """Bool ``[t]``: false for padding."""
         return self.sequence_index >= 0
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """int64 ``[t]``: like `sequence_index`, but of padding any one."""
+        return self.sequence_index.clamp(min=0)
+
+
+class RoutedCounts:
+    """How many tokens of each sequence the routers of a stage sent to each expert.
+
+    One object a micro-batch. On all holders of a sequence its routers must count in one order.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[object, torch.Tensor] = {}
+        self._sums: dict[object, torch.Tensor] | None = None
+
+    def note(self, router: object, counts: torch.Tensor) -> None:
+        """Notes what a router counted here, ``[segments, E]``; recomputation notes it again."""
+        if self._sums is None:
+            self._counts[router] = counts
+
+    def of_all_holders(self, tokens: RouterTokens) -> torch.Tensor:
+        """What all holders counted with a router, ``[segments, E]``.
+
+        The first call exchanges the counts of all routers; all holders must make it together.
+        """
+        if self._sums is None:
+            counts = torch.stack(list(self._counts.values()))
+            _sum_over_holders(counts, tokens)
+            self._sums = dict(zip(self._counts, counts, strict=True))
+        return self._sums[tokens.router]
+
+
+def count_routed(routing_map: torch.Tensor, tokens: RouterTokens) -> None:
+    """Notes where a router sends a micro-batch's real tokens, bool ``[t, E]``.
+
+    To be called in every forward of a layer, also in one without gradients that is recomputed.
+    """
+    counts = routing_map.new_zeros(
+        (len(tokens.layout.segments), routing_map.shape[1]), dtype=torch.int64
+    )
+    counts.index_add_(0, tokens.rows, (routing_map & tokens.is_real[:, None]).long())
+    tokens.counts.note(tokens.router, counts)
+
 
 def sequence_balance_loss(
-    scores: torch.Tensor, routing_map: torch.Tensor, tokens: RouterTokens
+    scores: torch.Tensor, tokens: RouterTokens, note: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
     """This rank's part of every sequence's load-balancing loss, each times the sequence's tokens.
 
@@ -42,26 +97,43 @@ def sequence_balance_loss(
     fell on expert ``e``, ``P_e`` the mean of its scores for ``e``; 1 when balanced. Times ``n``,
     the losses of a batch add up to a sum over tokens, in which token ``t`` contributes
     ``E sum_e f_e scores[t, e]``. So only ``f`` needs the tokens of other ranks; it is a count, has
-    no gradient, and travels around the ring as ``E`` integers a sequence. Padding counts nowhere.
+    no gradient, and travels around the ring as ``E`` integers a sequence and layer. Padding counts
+    nowhere.
 
     Args:
         scores: ``[t, E]``, softmax of the router's logits over all experts.
-        routing_map: bool ``[t, E]``, the experts that each token goes to.
-        tokens: whose they are; every holder of a sequence must call this in the same order.
+        tokens: whose they are; `count_routed` must have been called with them.
+        note: gets the loss, a scalar, in backward.
 
     Returns:
-        Scalar, differentiable in `scores`.
+        Scalar with the loss's gradient by `scores`, and 0 as a number: in forward nobody knows it.
+        Every holder of a sequence must run backward through it in the same order.
     """
-    rows = tokens.sequence_index.clamp(min=0)
-    is_real = tokens.is_real[:, None]
-    counts = routing_map.new_zeros(
-        (len(tokens.layout.segments), routing_map.shape[1]), dtype=torch.int64
-    )
-    counts.index_add_(0, rows, (routing_map & is_real).long())
-    _sum_over_holders(counts, tokens)
-    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
-    weights = (shares.shape[1] * shares).to(scores.dtype)
-    return (weights[rows] * scores * is_real).sum()
+    loss: torch.Tensor = _BalanceLoss.apply(scores, tokens, note)
+    return loss
+
+
+class _BalanceLoss(torch.autograd.Function):
+    """See `sequence_balance_loss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: torch.Tensor, tokens: RouterTokens, note: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(scores)
+        ctx.tokens, ctx.note = tokens, note
+        return scores.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (scores,) = ctx.saved_tensors
+        tokens: RouterTokens = ctx.tokens
+        counts = tokens.counts.of_all_holders(tokens)
+        shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+        weights = (shares.shape[1] * shares).to(scores.dtype)[tokens.rows]
+        weights *= tokens.is_real[:, None]
+        ctx.note((weights * scores).sum())
+        return weights.mul_(grad), None, None
 
 
 def z_loss(logits: torch.Tensor, tokens: RouterTokens) -> torch.Tensor:
@@ -79,12 +151,12 @@ def z_loss(logits: torch.Tensor, tokens: RouterTokens) -> torch.Tensor:
 
 
 def _sum_over_holders(counts: torch.Tensor, tokens: RouterTokens) -> None:
-    """Adds, in place, what the other holders of each sequence counted: ``[segments, E]``."""
+    """Adds, in place, what the other holders of each sequence counted: ``[.., segments, E]``."""
     if tokens.tensor_group is not None:
         dist.all_reduce(counts, group=tokens.tensor_group)
     layout = tokens.layout
-    on_ring = counts[: len(layout.ring_slices)]
-    passing = on_ring.clone()
+    on_ring = counts[:, : len(layout.ring_slices)]
+    passing = on_ring.clone(memory_format=torch.contiguous_format)
     for _ in range(layout.degree - 1):
         passing = tokens.comm.pass_on(passing, layout.ring, layout.index).wait()
         on_ring += passing

@@ -6,12 +6,13 @@ turned in place into the loss's gradient by them, multiplied into the gradients 
 weights, and overwritten by the next chunk's.
 
 Gradients are made **in the forward**, for a loss of weight 1, and backward only scales them. What
-is held in between is the hidden states' gradient and the weights'. Backward could instead make the
-logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then only a
-number a token is held, at the price of a fourth matrix product. But the stage that has the loss
-runs backward right after forward, so nothing else is alive in between, and a third more time would
-be felt. It follows that the loss must be *one number*: with one a token, backward would have to
-weigh tokens inside a sum over them that is already taken.
+is held in between is the hidden states' gradient and the weights', unless there is a tensor in
+which all gradients of the weights are summed: then chunks are added to that. Backward could instead
+make the logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then
+only a number a token is held, at the price of a fourth matrix product. But the stage that has the
+loss runs backward right after forward, so nothing else is alive in between, and a third more time
+would be felt. It follows that the loss must be *one number*: with one a token, backward would have
+to weigh tokens inside a sum over them that is already taken.
 
 Liger-Kernel's way is this one, too. It takes as many tokens a chunk as keep the logits at the size
 of the hidden states, by default sums the chunks' weight gradients in the weights' precision, and
@@ -150,12 +151,18 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     logits_bytes: int | None = None,
     sums: LossSums | None = None,
+    main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` over the tokens that carry loss.
 
     Differentiable by `hidden` and `weight`, once. With a group, each rank gets the gradient of its
     own part of the weights, and of the hidden states the *part* that comes through it: the caller
     sums these over the ranks.
+
+    With `main_grad` no gradient of the weights is made: what they would get for a loss of weight 1
+    is added to `main_grad` in the forward, and backward must follow once, with a gradient of 1. If
+    `weight` wants a gradient, it gets the weights themselves in its place, which nobody may read:
+    whoever waits for one (Megatron's DDP) is called, and nothing is allocated.
 
     Args:
         hidden: ``[t, H]``, the same on all ranks of the group.
@@ -165,12 +172,16 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary, or None where it is whole.
         logits_bytes: bound of a chunk's logits in bytes, by default `LOGITS_BYTES` of the device.
         sums: where losses are added up by group, too.
+        main_grad: ``[V / ranks, H]``, float32 or (for float64 weights) float64, in which the
+            weights' gradients of all micro-batches are summed; it is added to only where gradients
+            are recorded.
 
     Returns:
         Scalar, float32 or (for float64 weights) float64, equal on all ranks of the group.
 
     Raises:
         ValueError: shapes that do not belong together.
+        RuntimeError: backward runs twice, or with `main_grad` for a loss of another weight than 1.
     """
     num_tokens = len(hidden)
     if labels.shape != (num_tokens,) or loss_mask.shape != (num_tokens,):
@@ -183,7 +194,7 @@ def linear_cross_entropy(
     chunk = chunk_tokens(num_tokens, len(weight) * weight.itemsize, logits_bytes)
     learns = torch.is_grad_enabled()  # inside of a Function it is always off
     return _LinearCrossEntropy.apply(
-        hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns, sums
+        hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns, sums, main_grad
     )
 
 
@@ -211,6 +222,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         learns: bool,
         sums: LossSums | None,
+        main_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = rows_for(weight.device, weight.dtype)
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -218,9 +230,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         columns = labels - _rank(group) * len(weight)
         losses = torch.empty_like(weights)
         dhidden = torch.empty_like(hidden) if learns and ctx.needs_input_grad[0] else None
-        dweight = (
-            torch.zeros_like(weight, dtype=dtype) if learns and ctx.needs_input_grad[1] else None
-        )
+        dweight = main_grad if learns else None
+        if learns and main_grad is None and ctx.needs_input_grad[1]:
+            dweight = torch.zeros_like(weight, dtype=dtype)
         buffer = weight.new_empty(chunk, len(weight))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -237,8 +249,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
                 _add_product(dweight, dlogits.t(), hidden[part])
-        ctx.dtype = weight.dtype
-        ctx.gradients = dhidden, dweight  # not saved tensors: they are ours to scale in place
+        ctx.weight = weight.detach()
+        ctx.in_main_grad = main_grad is not None
+        # not saved tensors: they are ours to scale in place
+        ctx.gradients = dhidden, None if ctx.in_main_grad else dweight
         losses *= weights
         if sums is not None:
             sums.add(losses)
@@ -251,13 +265,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden, dweight = ctx.gradients
         ctx.gradients = None
         grad = grad.reshape(())
-        if dhidden is not None:
-            dhidden.mul_(grad)
-        if dweight is not None and dweight.dtype == ctx.dtype:
+        if ctx.in_main_grad:
+            torch._assert_async(grad == 1, "the loss whose gradient is in main_grad has weight 1")
+            dweight = ctx.weight.detach() if ctx.needs_input_grad[1] else None
+        elif dweight is not None and dweight.dtype == ctx.weight.dtype:
             dweight.mul_(grad)
         elif dweight is not None:  # scaled before it is rounded, without a float32 copy
-            dweight = torch.mul(dweight, grad, out=torch.empty_like(dweight, dtype=ctx.dtype))
-        return dhidden, dweight, None, None, None, None, None, None
+            rounded = torch.empty_like(dweight, dtype=ctx.weight.dtype)
+            dweight = torch.mul(dweight, grad, out=rounded)
+        if dhidden is not None:
+            dhidden.mul_(grad)
+        return dhidden, dweight, None, None, None, None, None, None, None
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

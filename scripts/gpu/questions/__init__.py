@@ -4,7 +4,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-TOPICS: tuple[str, ...] = ("transformer_engine", "attention", "communication", "memory")
+TOPICS: tuple[str, ...] = (
+    "transformer_engine",
+    "attention",
+    "communication",
+    "memory",
+    "compilation",
+)
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,11 @@ def test_without_a_checkout_it_says_where_to_start(capsys):
             {
                 "add_megatron_arguments": "expected the parameters (parser), found (parser, more)",
                 "validate_args": "expected it to exist, found no validate_args",
+                "_warmup_jit_function": "expected it to exist, found no _warmup_jit_function",
             },
         ),
     ],
-    ids=["all-fit", "two-do-not"],
+    ids=["all-fit", "three-do-not"],
 )
 def test_every_patch_is_listed_with_its_reason(tmp_path, changed, misfit):
     done = doctor(fake_megatron_lm.write(tmp_path, **changed), "--json")

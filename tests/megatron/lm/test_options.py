@@ -253,7 +253,23 @@ def test_what_hdps_classes_read():
 def test_what_is_set_of_megatrons():
     args = parsed(*ON, calculate_per_token_loss=False, apply_rope_fusion=True)
     options.settle(args)
-    assert args.calculate_per_token_loss and not args.apply_rope_fusion
+    assert args.calculate_per_token_loss
+    assert not args.apply_rope_fusion  # a CPU has no such kernel
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_fused_rotation_stays_as_it_is_wanted_where_its_kernel_is(monkeypatch, wanted):
+    monkeypatch.setattr(options, "fused_kernel_is_there", lambda: True)
+    args = parsed(*ON, apply_rope_fusion=wanted, num_experts=None, kv_channels=8)
+    options.settle(args)
+    options.check_derived(args)
+    assert args.apply_rope_fusion == wanted
+    args.hdp_tokens_per_rank = 2**31 // (3 * 8 * args.num_attention_heads) + 1
+    if wanted:
+        with pytest.raises(options.OptionError, match="add --no-rope-fusion"):
+            options.check_derived(args)
+    else:
+        options.check_derived(args)
 
 
 @pytest.mark.parametrize("names", [None, ["a", "b"]])

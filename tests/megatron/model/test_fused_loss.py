@@ -1,6 +1,7 @@
 """The fused loss in Megatron's model: same loss, gradients and weights as with logits."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,11 +12,13 @@ from megatron_hdp.megatron.model import building, fused_loss
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 from tests.support.gradients import VOCABULARY, errors_of, tiny_arguments, write_corpus
+from tests.support.largest_tensor import LargestTensor
 
 LENGTHS = [1, 30, 100, 64, 65, 7]
 TIED = {"untie_embeddings_and_output_weights": False}
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
 SEQUENCE_PARALLEL = TENSOR_PARALLEL | {"sequence_parallel": True}
+FEW_TOKENS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": 4 * 320 * 2})
 TEN_TOKENS = 10 * 320 // 2 * 8  # bytes of their float64 logits on one of two tensor-parallel ranks
 SMALL_CHUNKS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": TEN_TOKENS})
 
@@ -107,6 +110,68 @@ def loss_and_gradients(gpt):
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return [one.double() for one in (loss, *torch.autograd.grad(loss, (hidden, weight)))], loss
+
+
+def _once_more(weight):
+    """Does not tell DDP that the gradient is in its buffer."""
+    return weight
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [(1, {"overlap_grad_reduce": True}), (1, TIED), (2, TENSOR_PARALLEL | TIED)],
+    ids=["untied", "tied", "tensor-parallel-tied"],
+)
+def test_a_gradient_added_twice_is_found(run_ranks, tmp_path, ranks, overrides):
+    """DDP would add what stands for the weights' gradient: the weights themselves."""
+    fault = (f"{ROOM}._added_to_main_grad", _once_more)
+    assert gold_error(run_ranks, tmp_path, ranks, overrides, fault) > 1e-6
+
+
+def gradient_in_the_buffer(arguments):
+    """Of two micro-batches: DDP's sum for the output weights, and the largest tensor's elements.
+
+    Of the fused loss with the buffer, of the same without it, and the weights' elements.
+    """
+    parallel.initialise(arguments)
+    parallel.set_seeds(arguments.seed)
+    gpt = building.build_gpt(arguments, VOCABULARY)
+    inner, hidden, labels, mask = plain_inputs(gpt)
+    hidden = (hidden * 20).detach().requires_grad_()
+    weight = inner.output_layer.weight
+    others = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb"))
+    others |= dict.fromkeys(("rotary_pos_cos", "rotary_pos_sin"))
+    kept, found = (weight, weight.main_grad), []
+    for is_whole_loss in (True, False):
+        weight.main_grad.zero_()
+        weight.grad_added_to_main_grad = False
+        with mock.patch(*FEW_TOKENS), gpt.no_sync(), LargestTensor(*kept) as largest:
+            for _ in range(2):
+                params = SimpleNamespace(is_whole_loss=is_whole_loss)
+                loss = inner._postprocess(
+                    hidden_states=hidden,
+                    labels=labels,
+                    loss_mask=mask,
+                    packed_seq_params=params,
+                    **others,
+                )
+                loss.backward()
+        assert weight.grad is None  # DDP was called
+        found += [weight.main_grad.double(), largest.elements]
+    return [*found, weight.numel()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", ["fp64", "float32", "bf16"])
+def test_the_gradient_goes_into_ddps_buffer(run_ranks, tmp_path, dtype, overlap):
+    prefix = write_corpus(tmp_path, LENGTHS)
+    precision = {"fp64": dtype == "fp64", "bf16": dtype == "bf16"}
+    arguments = tiny_arguments(prefix, overlap_grad_reduce=overlap, **precision)
+    found = run_ranks(1, gradient_in_the_buffer, arguments)[0]
+    in_buffer, largest, usual, largest_usual, elements = found
+    assert largest < elements <= largest_usual
+    tolerance = {"fp64": 1e-14, "float32": 1e-6, "bf16": 0.01}[dtype]
+    assert in_buffer.any() and (in_buffer - usual).norm() <= tolerance * usual.norm()
 
 
 def compare_in_bfloat16(arguments):

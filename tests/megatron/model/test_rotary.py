@@ -1,16 +1,22 @@
 """Rotary angles at given positions are those that Megatron's own embedding has there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.cpu import shim
-from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding, fused_kernel_is_there
 from megatron_hdp.megatron.parallel import compute_device
+from tests.support.gradients import tiny_arguments, write_corpus
 
 LENGTH = 50
 SETTINGS = [
@@ -65,3 +71,98 @@ def test_a_micro_batch_that_hdp_did_not_make_is_refused(params):
     own = OwnPositionRotaryEmbedding.like(stock_embedding())
     with pytest.raises(TypeError, match="run through HdpExecutor"):
         own.get_rotary_seq_len(None, None, None, None, params)
+
+
+def te_apply_rotary_pos_emb(
+    t,
+    freqs,
+    tensor_format="sbhd",
+    start_positions=None,
+    interleaved=False,
+    fused=False,
+    cu_seqlens=None,
+    cp_size=1,
+    cp_rank=0,
+):
+    """TransformerEngine's function, on a CPU: what its kernel does to ``[s, b, heads, d]``."""
+    assert fused and tensor_format == "sbhd" and start_positions is None and cu_seqlens is None
+    assert cp_size == 1 and cp_rank == 0
+    assert freqs.dim() == 4 and freqs.shape[1:3] == (1, 1) and freqs.dtype == torch.float32
+    assert len(t) <= len(freqs)
+    out, width = t.float().clone(), freqs.shape[-1]
+    for s in range(len(t)):
+        for i in range(width):
+            if interleaved:
+                other, sign = i ^ 1, -1 if i % 2 == 0 else 1
+            else:
+                other, sign = (i + width // 2) % width, -1 if i < width // 2 else 1
+            sine, cosine = freqs[s, 0, 0, i].sin(), freqs[s, 0, 0, i].cos()
+            out[s, :, :, i] = t[s, :, :, i] * cosine + sign * t[s, :, :, other] * sine
+    return out.to(t.dtype)
+
+
+def fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory=False, interleaved=False):
+    """What megatron-core makes of TransformerEngine's function."""
+    return te_apply_rotary_pos_emb(
+        t, freqs, tensor_format="sbhd", interleaved=interleaved, fused=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rotary_percent": 0.5}, {"rotary_interleaved": True}], ids=str
+)
+def test_the_fused_kernel_turns_packed_tokens_by_their_own_positions(monkeypatch, settings, dtype):
+    monkeypatch.setattr(
+        rope_utils, "fused_apply_rotary_pos_emb", fused_apply_rotary_pos_emb, raising=False
+    )
+    stock = stock_embedding(**settings)
+    positions = torch.tensor([0, 1, 2, 0, 17, 18, 49, 3, 0])  # of several sequences, and slices
+    query = torch.randn(9, 1, 3, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def turn(freqs, fused):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=48,
+            num_attention_heads=3,
+            use_cpu_initialization=True,
+            apply_rope_fusion=fused,
+        )
+        config.rotary_interleaved = settings.get("rotary_interleaved", False)
+        return rope_utils.apply_rotary_pos_emb(query, freqs, config, cp_group=object())
+
+    freqs = OwnPositionRotaryEmbedding.like(stock)(positions)
+    expected, found = turn(freqs, False), turn(freqs, True)
+    rounding = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, expected, **rounding)
+    stock_rows = stock.get_emb(len(positions))  # planted: positions 0, 1, 2, ...
+    assert (turn(stock_rows, True) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_kernel_is_used_where_it_is_and_can_count(monkeypatch, tmp_path, there):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print, raising=False)
+    monkeypatch.setattr(building, "fused_kernel_is_there", lambda: there)
+    said = []
+    monkeypatch.setattr(building, "say", said.append)
+    prefix = write_corpus(tmp_path, [64])
+    exact = tiny_arguments(prefix)
+    bf16 = tiny_arguments(prefix, fp64=False, bf16=True)
+    heads = bf16.num_attention_heads + 2 * bf16.num_query_groups
+    most = (2**31 - 1) // (heads * bf16.kv_channels)
+    for arguments, fused in (
+        (exact, False),
+        (bf16, there),
+        (replace(bf16, hdp_tokens_per_rank=most), there),
+        (replace(bf16, hdp_tokens_per_rank=most + 1), False),
+        (replace(bf16, hdp_tokens_per_rank=most, hdp_offload="auto", num_layers=8), False),
+        (replace(bf16, position_embedding_type="learned_absolute"), False),
+    ):
+        assert building._fuses_rotation(arguments) == fused
+    assert len(said) == 2 * there and all("cannot count" in line for line in said)
+    assert building.transformer_config(bf16).apply_rope_fusion == there
+
+
+def test_a_cpu_has_no_such_kernel(monkeypatch):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print, raising=False)
+    assert fused_kernel_is_there() == (not shim.needed())

@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.loss.balance import RouterTokens, sequence_balance_loss, z_loss
+from megatron_hdp.runtime.loss.balance import (
+    RoutedCounts,
+    RouterTokens,
+    count_routed,
+    sequence_balance_loss,
+    z_loss,
+)
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
 
@@ -64,11 +70,15 @@ def ring_losses(ring, padding=-1, *fault):
             local_lengths=(whole,) if whole else (),
         ),
         RingComm(dist.group.WORLD),
+        counts=RoutedCounts(),
+        router="one",
     )
-    scores = logits.softmax(-1).requires_grad_()
+    scores, noted = logits.softmax(-1).requires_grad_(), []
     with mock.patch(*fault) if fault else nullcontext():
-        loss, z = sequence_balance_loss(scores, chosen, tokens), z_loss(logits, tokens)
-    loss.backward()
+        count_routed(chosen, tokens)
+        loss, z = sequence_balance_loss(scores, tokens, noted.append), z_loss(logits, tokens)
+        loss.backward()
+    (loss,) = noted
     return loss.item(), z.item(), list(zip(held, scores.grad, strict=True))
 
 
@@ -90,6 +100,55 @@ def test_a_ring_adds_up_to_whole_sequences(run_ranks, ring):
     assert largest_error(run_ranks(len(ring), ring_losses, ring)) < 1e-13
 
 
+class CountingComm(RingComm):
+    """Notes the elements of each message, and to whom it goes."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.messages = []
+
+    def exchange(self, sent, following, received, previous):
+        self.messages.append((sent.numel(), following, previous))
+        return super().exchange(sent, following, received, previous)
+
+
+def layers_on_a_ring(ring, num_layers, is_recomputed):
+    """Body of a rank: messages of a micro-batch of `num_layers`, and gradients by their scores.
+
+    Every member holds two tokens of one sequence; in layer `l` member `r` sends both to expert
+    `(l + r) % EXPERTS`.
+    """
+    index = ring.index(dist.get_rank())
+    layout = TokenLayout(ring=ring, index=index, ring_slices=(2,), local_lengths=())
+    comm, counts, losses, leaves = CountingComm(dist.group.WORLD), RoutedCounts(), [], []
+    for passes in range(1 + is_recomputed):
+        for layer in range(num_layers):
+            tokens = RouterTokens(torch.zeros(2).long(), layout, comm, counts=counts, router=layer)
+            chosen = torch.arange(EXPERTS) == (layer + index) % EXPERTS
+            count_routed(chosen.expand(2, -1), tokens)
+            if passes == is_recomputed:
+                leaves.append(torch.ones(2, EXPERTS, dtype=torch.float64, requires_grad=True))
+                losses.append(sequence_balance_loss(leaves[-1], tokens, lambda loss: None))
+    assert not comm.messages
+    for loss in losses[::-1]:
+        loss.backward()
+    return comm.messages, [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_all_layers_share_one_way_around_the_ring(run_ranks, is_recomputed):
+    ring, num_layers = (2, 0, 1), 4
+    found = run_ranks(3, layers_on_a_ring, ring, num_layers, is_recomputed)
+    for rank, (messages, gradients) in enumerate(found):
+        at = ring.index(rank)
+        neighbours = ring[(at + 1) % 3], ring[at - 1]
+        assert messages == [(num_layers * EXPERTS, *neighbours)] * 2
+        for layer, gradient in enumerate(gradients):
+            chosen = [(layer + member) % EXPERTS for member in range(3)]
+            expected = [EXPERTS / 3 * (expert in chosen) for expert in range(EXPERTS)]
+            torch.testing.assert_close(gradient, torch.tensor([expected] * 2).double())
+
+
 def nothing(*args):
     return None
 
@@ -105,9 +164,10 @@ def test_the_comparison_can_fail(run_ranks, padding, fault):
 
 def test_padding_alone_is_no_loss():
     layout = TokenLayout(ring=(0,), index=0, ring_slices=(), local_lengths=(1,))
-    tokens = RouterTokens(torch.tensor([-1]), layout, RingComm(dist.GroupMember.NON_GROUP_MEMBER))
-    scores = torch.full((1, EXPERTS), 1 / EXPERTS, requires_grad=True)
-    loss = sequence_balance_loss(scores, torch.arange(EXPERTS)[None] < TOPK, tokens)
-    loss.backward()
-    assert loss == 0 and not scores.grad.any()
+    nobody = RingComm(dist.GroupMember.NON_GROUP_MEMBER)
+    tokens = RouterTokens(torch.tensor([-1]), layout, nobody, counts=RoutedCounts(), router="one")
+    scores, noted = torch.full((1, EXPERTS), 1 / EXPERTS, requires_grad=True), []
+    count_routed(torch.arange(EXPERTS)[None] < TOPK, tokens)
+    sequence_balance_loss(scores, tokens, noted.append).backward()
+    assert noted == [0] and not scores.grad.any()
     assert z_loss(scores.detach(), tokens) == 0

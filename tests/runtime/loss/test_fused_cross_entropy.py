@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hdp.runtime.loss import fused_cross_entropy as fused
 from megatron_hdp.runtime.loss.fused_cross_entropy import (
@@ -19,6 +18,7 @@ from megatron_hdp.runtime.loss.fused_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
+from tests.support.largest_tensor import LargestTensor
 
 TOKENS, HIDDEN, VOCABULARY = 23, 8, 30
 TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 3e-6}
@@ -229,6 +229,40 @@ def test_backward_runs_once():
         loss.backward()
 
 
+@pytest.mark.parametrize("wants_gradient", [True, False])
+def test_the_weights_gradient_is_added_where_all_are_summed(wants_gradient):
+    """Two micro-batches over something that is there; whoever waits for a gradient is called."""
+    hidden, weight, labels, mask = case()
+    start = torch.linspace(-1, 1, weight.numel(), dtype=torch.float64).view_as(weight)
+    main_grad, calls = start.clone(), []
+    weight.requires_grad_(wants_gradient)
+    if wants_gradient:
+        weight.register_post_accumulate_grad_hook(lambda one: calls.append(one.grad.data_ptr()))
+    _, dhidden, dweight = reference()
+    for micro_batch in range(2):
+        leaf = hidden.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            leaf, weight, labels, mask, logits_bytes=5 * ONE_TOKEN, main_grad=main_grad
+        )
+        torch.testing.assert_close(main_grad, start + (micro_batch + 1) * dweight / SCALE)
+        weight.grad = None
+        loss.backward()
+        torch.testing.assert_close(leaf.grad, dhidden / SCALE)
+    assert calls == [weight.data_ptr()] * 2 * wants_gradient
+    with torch.no_grad():
+        before = main_grad.clone()
+        linear_cross_entropy(hidden, weight, labels, mask, main_grad=main_grad)
+        assert torch.equal(main_grad, before)
+
+
+def test_a_loss_of_another_weight_cannot_go_with_a_sum_of_gradients():
+    hidden, weight, labels, mask = case()
+    main_grad = torch.zeros_like(weight)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, mask, main_grad=main_grad)
+    with pytest.raises(RuntimeError, match="has weight 1"):
+        (loss * SCALE).backward()
+
+
 def test_a_mask_of_another_shape_is_refused():
     hidden, weight, labels, mask = case()
     with pytest.raises(ValueError, match="expected one label and one mask entry a hidden state"):
@@ -243,21 +277,6 @@ def test_chunks_are_bounded_and_even(num_tokens, most, expected):
     assert chunk_tokens(num_tokens, 4, 4 * most + 3) == expected
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.itemsize)
-        return result
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype):
     tokens, vocabulary = 500, 400
@@ -268,6 +287,26 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype):
     with LargestTensor() as usual:
         token_sum_loss(hidden @ weight.t(), labels, mask)
     assert usual.elements >= tokens * vocabulary  # it would be seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_where_gradients_are_summed_nothing_as_large_as_the_weights_is_made(dtype, in_place):
+    tokens, vocabulary = 200, 400
+    hidden, weight, labels, mask = case(tokens, vocabulary, dtype)
+    main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+    with LargestTensor(weight, main_grad) as largest:
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            labels,
+            mask,
+            logits_bytes=4 * vocabulary * dtype.itemsize,
+            main_grad=main_grad if in_place else None,
+        )
+        loss.backward()
+    assert (largest.elements < weight.numel()) == in_place
+    assert main_grad.any() == in_place
 
 
 def no_compiler(rows, logits, columns):
