@@ -23,6 +23,7 @@ from running import Finished, run
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ("bench_attention", "bench_offload", "bench_loss")
+PARTS = ("questions", "tests", "benchmarks")
 _DEVICE = """
 import json, sys, torch
 gpu = torch.cuda.is_available()
@@ -57,6 +58,7 @@ class Check:
         work: folder of what was built or installed for this interpreter.
         limit_s: seconds that everything may take.
         device: "cuda" or "cpu".
+        parts: of `PARTS`, those that run.
     """
 
     out: Path
@@ -65,6 +67,7 @@ class Check:
     device: str
     wheels: Path | None = None
     te_bundle: Path | None = None
+    parts: Sequence[str] = PARTS
     rows: list[Row] = field(default_factory=list)
     failed_tests: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
@@ -237,9 +240,12 @@ class Check:
             return
         self.part("TransformerEngine", self.transformer_engine)
         self.part("doctor", self.doctor)
-        self.part("tests", self.tests)
-        for topic in TOPICS:
+        for topic in TOPICS if "questions" in self.parts else ():
             self.part(f"questions: {topic}", lambda topic=topic: self.questions(topic))
+        if "tests" in self.parts:
+            self.part("tests", self.tests)
+        if "benchmarks" not in self.parts:
+            return
         for number, name in enumerate(BENCHMARKS):
             left = len(BENCHMARKS) - number + 1  # the picture comes last
             self.part(name, lambda name=name, left=left: self.benchmark(name, left))
@@ -317,6 +323,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a bundle of TransformerEngine, see scripts/gpu/bring_up_te.py "
         "(or GPU_CHECK_TE_BUNDLE)",
     )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts that run; without it all do"
+    )
     parser.add_argument("--cpu", action="store_true", help="try the flow without a GPU, small")
     parser.add_argument("--limit-s", type=float, default=525.0, help="seconds for everything")
     parser.add_argument(
@@ -336,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device="cpu" if arguments.cpu else "cuda",
         wheels=arguments.wheels,
         te_bundle=arguments.te_bundle,
+        parts=arguments.only,
     )
     asked = check.command([sys.executable, "-c", _DEVICE], 120, say=check.log.write)
     if asked.code:

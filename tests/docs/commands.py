@@ -167,6 +167,9 @@ COMMANDS = {
     "./scripts/gpu_check.sh --wheels wheels": Elsewhere(
         "tests/scripts/test_gpu_check.py::test_wheels_are_taken_without_an_index"
     ),
+    "./scripts/gpu_check.sh --only questions": Elsewhere(
+        "tests/scripts/test_gpu_check.py::test_some_parts_only"
+    ),
     "./scripts/gpu_check.sh --cpu": Elsewhere(
         "tests/scripts/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
     ),

@@ -100,11 +100,28 @@ def test_a_failed_part_is_told_and_the_others_run(one_check, monkeypatch):
         done, "command", lambda words, limit: command([sys.executable, "-c", failing], limit)
     )
     monkeypatch.setattr(done, "benchmark", lambda name, left: check.Row(name, "skipped"))
+    monkeypatch.setattr(done, "questions", lambda topic: check.Row(topic, "ok"))
     done.all_parts()
-    assert [row.part for row in done.rows][-1] == "picture" and done.has_failed()
+    names = [row.part for row in done.rows]
+    assert names[-1] == "picture" and done.has_failed()
+    asked = slice(names.index("doctor") + 1, names.index("tests"))
+    assert tuple(names[asked]) == check.TOPICS, "what only a GPU can settle comes first"
     summary = done.summary("a machine")
     assert "| tests | failed: exit code 1 | 0 | 1 passed, 1 failed, 0 skipped |" in summary
     assert "failed: tests/a.py::two[x y]" in summary
+
+
+@pytest.mark.parametrize("part", check.PARTS)
+def test_some_parts_only(one_check, monkeypatch, part):
+    done, ran = one_check(parts=(part,)), []
+    monkeypatch.setattr(done, "part", lambda name, run_part: ran.append(name) or True)
+    done.all_parts()
+    kinds = {
+        "questions": {f"questions: {topic}" for topic in check.TOPICS},
+        "tests": {"tests"},
+        "benchmarks": {*check.BENCHMARKS, "trace of a step"},
+    }
+    assert set(ran) & set().union(*kinds.values()) == kinds[part]
 
 
 @pytest.mark.parametrize("broken", ["packages", "planner"])
