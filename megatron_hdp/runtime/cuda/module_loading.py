@@ -1,10 +1,11 @@
 """When CUDA loads a kernel: at the start, not in the middle of a ring.
 
 From 12.2 on CUDA loads a kernel with its first launch, unless ``CUDA_MODULE_LOADING`` is ``EAGER``
-when it starts. Loading may wait for all that runs on the device. Under HDP ranks meet new shapes,
-so new kernels, in any micro-batch: a rank that loads one while a transfer of its ring waits on the
-device for another rank, which does the same, waits for ever. Loading all kernels at the start costs
-seconds, and memory of the device.
+when it starts. Loading may wait for all that runs on the device, messages of rings and reductions
+of gradients too, which wait for other ranks. Under HDP ranks meet new shapes, so new kernels, in
+any micro-batch: each then stands still until the others have come, and for ever if they wait for
+what it would launch next. The order of messages leaves no such case (`planner.lockstep`); other
+libraries' may. Loading all kernels at the start costs seconds, and memory of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def doubt(want: Setting, environment: Mapping[str, str]) -> str | None:
     found = environment[VARIABLE]
     if found == want.value:
         return None
-    return f"{VARIABLE}={found} is kept, and the run may hang: {want.why}"
+    return f"{VARIABLE}={found} is kept, and ranks may stand still: {want.why}"
 
 
 def values(run: Run) -> str:
