@@ -38,8 +38,9 @@ class HdpOptions:
     hdp_strategy: str = option(
         "auto",
         choices=("auto", "static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance"),
-        help="How to plan: static is the fixed DP x CP mesh, the baseline; dynamic-cp Megatron-LM's "
-        "dynamic context parallelism; auto is pp-balance with pipeline stages, else dp-balance.",
+        help="How to plan: static is the fixed DP x CP mesh, the baseline; dynamic-cp is "
+        "Megatron-LM's dynamic context parallelism; auto is pp-balance with pipeline stages, else "
+        "dp-balance.",
     )
     hdp_offload: str = option(
         "off",
