@@ -17,10 +17,11 @@ Scheduled run(const Problem& problem, const std::string& strategy) {
   if (strategy == "static") return scheduled(problem, static_mesh(problem));
   if (strategy == "naive") return scheduled(problem, naive(problem));
   if (strategy == "bytescale") return scheduled(problem, bytescale(problem));
+  if (strategy == "dynamic-cp") return scheduled(problem, dynamic_cp(problem));
   if (strategy == "dp-balance") return dp_balance(problem);
   if (strategy == "pp-balance") return scheduled(problem, pp_balance(problem));
   throw std::invalid_argument("strategy is '" + strategy +
-                              "'; expected static, naive, bytescale, dp-balance or pp-balance");
+                              "'; expected static, naive, bytescale, dynamic-cp, dp-balance or pp-balance");
 }
 
 }  // namespace

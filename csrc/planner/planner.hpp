@@ -15,8 +15,8 @@ struct Answer {
   double lower_bound_s = 0;
 };
 
-// Strategy is "static", "naive", "bytescale", "dp-balance" or "pp-balance". Throws
-// std::invalid_argument for a problem that has no plan, an unknown strategy, and a plan that
+// Strategy is "static", "naive", "bytescale", "dynamic-cp", "dp-balance" or "pp-balance".
+// Throws std::invalid_argument for a problem that has no plan, an unknown strategy, and a plan that
 // pipeline stages could block.
 Answer make_plan(const Problem& problem, const std::string& strategy);
 

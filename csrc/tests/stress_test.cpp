@@ -137,13 +137,28 @@ bool fits(const hdp::Problem& problem, const hdp::Plan& plan) {
   return true;
 }
 
-void stress(const std::string& strategy, int seed, bool offload) {
-  const hdp::Problem problem = random_problem(seed, offload);
+void stress(const std::string& strategy, int seed, const hdp::Problem& problem) {
   const hdp::Answer answer = hdp::make_plan(problem, strategy);
   check_that(covers(problem, answer.plan), "does not cover the batch", strategy, seed);
   check_that(fits(problem, answer.plan), "does not fit", strategy, seed);
   check_that(answer.lower_bound_s <= answer.schedule.makespan_s * (1 + 1e-9),
              "is faster than the bound", strategy, seed);
+}
+
+void stress(const std::string& strategy, int seed, bool offload) {
+  stress(strategy, seed, random_problem(seed, offload));
+}
+
+// On a random problem whose sequences are cut to what a power of two of the ranks holds.
+void stress_dynamic_cp(int seed) {
+  hdp::Problem problem = random_problem(seed, false);
+  int64_t most = 1;
+  while (2 * most <= problem.num_ranks) most *= 2;
+  problem.max_length = problem.max_length / problem.num_ranks * most;
+  std::vector<int64_t> lengths(problem.lengths.begin(), problem.lengths.end());
+  for (int64_t& length : lengths) length = std::min(length, problem.max_length);
+  problem.lengths = std::move(lengths);
+  stress("dynamic-cp", seed, problem);
 }
 
 // The checks see a sequence that is missing, one that is twice there, and one that is too long.
@@ -170,6 +185,7 @@ void test_stress() {
   for (int seed = 0; seed < 300; ++seed) {
     for (const char* strategy : {"static", "naive", "bytescale"}) stress(strategy, seed, false);
     for (const char* strategy : {"naive", "bytescale"}) stress(strategy, seed, true);
+    stress_dynamic_cp(seed);
     if (seed % 4 == 0) stress("dp-balance", seed, seed % 8 == 0);  // its search takes long
   }
 }

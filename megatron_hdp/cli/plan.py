@@ -18,6 +18,7 @@ STRATEGIES = (
     "naive",
     "static",
     "bytescale",
+    "dynamic-cp",
     "megatron-hybrid-cp",
 )
 
@@ -66,7 +67,8 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         choices=STRATEGIES,
         default="auto",
         help="auto is dp-balance, or pp-balance with pipeline stages; static is a fixed DP x CP "
-        "mesh, naive and bytescale are the paper's algorithms 1 and 2 (default: auto)",
+        "mesh, naive and bytescale are the paper's algorithms 1 and 2, dynamic-cp is Megatron-LM's "
+        "dynamic context parallelism (default: auto)",
     )
     add(
         "--offload",

@@ -21,7 +21,7 @@ from megatron_hdp.planner import (
 )
 
 HYBRID_CP = "megatron-hybrid-cp"
-COMPARED = ("static", "naive", "bytescale", HYBRID_CP, "dp-balance", "pp-balance")
+COMPARED = ("static", "naive", "bytescale", "dynamic-cp", HYBRID_CP, "dp-balance", "pp-balance")
 """Strategies in the order of a comparison: baselines first."""
 
 MAX_HYBRID_CP_SEQUENCES = 20_000

@@ -37,9 +37,10 @@ class HdpOptions:
     )
     hdp_strategy: str = option(
         "auto",
-        choices=("auto", "static", "naive", "bytescale", "dp-balance", "pp-balance"),
-        help="How to plan: static is the fixed DP x CP mesh, the baseline; auto is pp-balance with "
-        "pipeline stages, else dp-balance.",
+        choices=("auto", "static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance"),
+        help="How to plan: static is the fixed DP x CP mesh, the baseline; dynamic-cp is "
+        "Megatron-LM's dynamic context parallelism; auto is pp-balance with pipeline stages, else "
+        "dp-balance.",
     )
     hdp_offload: str = option(
         "off",

@@ -14,7 +14,7 @@ from megatron_hdp.planner.types import Plan
 
 PADDING = -1
 
-_OF_PIPELINES = ("static", "pp-balance")
+_OF_PIPELINES = ("static", "dynamic-cp", "pp-balance")
 
 
 def strategy_for(strategy: str, *, aligned: bool) -> str:

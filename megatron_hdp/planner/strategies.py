@@ -13,7 +13,7 @@ from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from megatron_hdp.planner.types import Plan
 
-STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance", "auto")
+STRATEGIES = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance", "auto")
 
 
 def plan(
@@ -37,11 +37,12 @@ def plan(
         lengths: Tokens of each sequence, at least 1 each.
         ranks: HDP ranks.
         tokens_per_rank: Capacity C: padded tokens that a rank can hold in one micro-batch.
-        strategy: "static", "naive", "bytescale" (the paper's algorithm 2), "dp-balance",
-            "pp-balance" or "auto" (pp-balance if there are several pipeline stages, else
-            dp-balance).
-        max_length: The context length, for which "static" chooses its fixed degree; the longest
-            sequence if not given. No sequence may be longer.
+        strategy: "static", "naive", "bytescale" (the paper's algorithm 2), "dynamic-cp"
+            (Megatron-LM's dynamic context parallelism), "dp-balance", "pp-balance" or "auto"
+            (pp-balance if there are several pipeline stages, else dp-balance).
+        max_length: The context length, for which "static" chooses its fixed degree and which
+            "dynamic-cp" refuses where no power of two of ranks holds it; the longest sequence if
+            not given. No sequence may be longer.
         slice_multiple: Chunks are padded to a multiple of this.
         cost_model: LLaMA-7B at 400 TFLOP/s a rank if not given.
         ranks_per_node: Replaces the cost model's.

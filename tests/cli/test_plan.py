@@ -162,9 +162,9 @@ def test_compare_has_a_row_for_every_strategy(lengths, capsys):
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()[1:]]
     assert rows[0][:4] == ["strategy", "efficiency", "bound/makespan", "makespan"]
-    assert [row[0] for row in rows[1:7]] == list(COMPARED)
-    table = {row[0]: row[1:] for row in rows[1:7]}
-    for strategy in ("static", "naive", "megatron-hybrid-cp", "dp-balance"):
+    assert [row[0] for row in rows[1:8]] == list(COMPARED)
+    table = {row[0]: row[1:] for row in rows[1:8]}
+    for strategy in ("static", "naive", "dynamic-cp", "megatron-hybrid-cp", "dp-balance"):
         assert 0 < float(table[strategy][0]) <= float(table[strategy][1]) <= 1
     assert "no plan takes less than" in printed
 

@@ -184,6 +184,12 @@ COMMANDS = {
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
+    "python scripts/bench_planner.py --strategies static dynamic-cp auto "
+    "--cases 'github-N64-*K' 'byted-N64-*K' '*-N1024-*' '*-P4'": Elsewhere(
+        "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
+    ),
+    "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
+    "--strategy dynamic-cp": COMMAND,
     "python scripts/bench_ring_numerics.py": Elsewhere(
         "tests/scripts/test_bench_ring_numerics.py::test_a_small_run"
     ),

@@ -80,7 +80,8 @@ def call(**changes: object) -> dict[str, object]:
         ),
         (
             {"strategy": "auto"},
-            "strategy is 'auto'; expected static, naive, bytescale, dp-balance or pp-balance",
+            "strategy is 'auto'; expected static, naive, bytescale, dynamic-cp, dp-balance or "
+            "pp-balance",
         ),
     ],
 )

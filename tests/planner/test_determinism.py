@@ -16,12 +16,14 @@ from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES, fixed_problems
 
+STRATEGIES = (*EXECUTED_STRATEGIES, "dynamic-cp")
+
 
 def fingerprints() -> list[int]:
     return [
         problem.plan(strategy).fingerprint()
         for problem in fixed_problems()
-        for strategy in EXECUTED_STRATEGIES
+        for strategy in STRATEGIES
     ]
 
 
@@ -69,7 +71,7 @@ def lets_other_threads_run(call: Callable[[], object]) -> bool:
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_planning_lets_other_threads_run(strategy: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 4000, size=200_000)
     problem = Problem.of(lengths, ranks=512, tokens_per_rank=8192).core

@@ -84,7 +84,9 @@ def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
     assert strategy_for(strategy, aligned=aligned) == expected
 
 
-@pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "dp-balance", "pp-balance"])
+@pytest.mark.parametrize(
+    "strategy", ["static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance"]
+)
 def test_every_strategy_plans_for_pipelines(strategy):
     rng = np.random.default_rng(0)
     refused = 0
@@ -98,4 +100,4 @@ def test_every_strategy_plans_for_pipelines(strategy):
         except ValueError as error:
             assert "use strategy pp-balance" in str(error)
             refused += 1
-    assert refused == 0 if strategy in ("static", "pp-balance") else refused > 20
+    assert refused == 0 if strategy in ("static", "dynamic-cp", "pp-balance") else refused > 20

@@ -33,4 +33,10 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<Seque
 // degrees; what the paper leaves open is decided in bytescale.cpp.
 Plan bytescale(const Problem& problem);
 
+// Dynamic context parallelism of Megatron-LM's dev branch: in rounds, groups of a power of two of
+// ranks share what is left, longest first, so that every rank runs one micro-batch a round; so each
+// stands at one position on all its ranks. Throws std::invalid_argument if no power of two of the
+// ranks holds max_length.
+Plan dynamic_cp(const Problem& problem);
+
 }  // namespace hdp

@@ -18,7 +18,8 @@ DATA_FLAGS = (
 )
 """Fields of Megatron's flags that name data."""
 
-_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static")  # of pipelines, as they are planned
+# of pipelines, as they are planned
+_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static", "dynamic-cp")
 
 
 def check_model(args: TrainingArguments) -> None:

@@ -156,7 +156,7 @@ LAYOUTS = {  # ranks, layout
         },
     ),
 }
-STRATEGIES = ("static", "naive", "bytescale", "dp-balance", "pp-balance")
+STRATEGIES = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance")
 
 
 def drawn_lengths(arguments, lengths):
