@@ -1,6 +1,7 @@
 #include "planner/dp_balance/decide.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -29,10 +30,25 @@ int64_t search_tries(const Batch& batch, const Decisions& decisions) {
   return batch.problem.effort * std::clamp<int64_t>(tries, 1, kMostTries);
 }
 
+// What the blocks of rings take that are just wide enough for memory and for a rank's time. The
+// bound does not know the second reason: without this tolerance the search would run to its end
+// wherever blocks cost something.
+double blocks_s(const Batch& batch) {
+  const double block_s = batch.problem.cost.block_s;
+  if (block_s == 0) return 0;
+  double all_s = 0;
+  for (std::size_t place = 0; place < batch.num_big; ++place) {
+    const double in_time = std::ceil(batch.compute_s(place) / batch.share_s);
+    const double degree = std::max(static_cast<double>(batch.least[place]), in_time);
+    if (degree > 1) all_s += degree * degree * block_s;
+  }
+  return all_s / batch.total_speed;
+}
+
 }  // namespace
 
 Decisions best_decisions(const Batch& batch) {
-  const double enough_s = kCloseEnough * batch.bound_s;
+  const double enough_s = kCloseEnough * batch.bound_s + blocks_s(batch);
   std::vector<Start> starts = first_starts(batch, enough_s);
   if (starts.front().makespan_s <= enough_s) return decisions_of(starts.front());
   Candidate first = take_candidate(batch, starts.front());
