@@ -105,10 +105,7 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         totals.add(times)
         own_s[times.members], local_s[times.members] = times.own_s, times.local_s
         exposed[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
-    if pipeline_stages == 1:
-        schedule = _schedule(plan, duration_s)
-    else:
-        schedule = pipeline_schedule(plan, duration_s, pipeline_stages)
+    schedule = replay(plan, duration_s, pipeline_stages)
     evaluation = Evaluation(
         forward_start_s=schedule.forward_start_s,
         backward_start_s=schedule.backward_start_s,
@@ -123,6 +120,17 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         if isinstance(value, np.ndarray):
             value.setflags(write=False)
     return evaluation
+
+
+def replay(plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1) -> PipelineSchedule:
+    """Runs a plan whose micro-batches take so long: all stages, forward and backward.
+
+    Raises:
+        ValueError: the plan's order makes pipelines wait for each other for ever.
+    """
+    if pipeline_stages == 1:
+        return _schedule(plan, duration_s)
+    return pipeline_schedule(plan, duration_s, pipeline_stages)
 
 
 def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figures:

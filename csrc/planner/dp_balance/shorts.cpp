@@ -122,6 +122,7 @@ class Leveller {
     double best_end = end(item, 0);
     const std::size_t tries = first_is_best ? 1 : std::min(kTries, heap_.size());
     for (std::size_t i = 1; i < tries; ++i) {
+      if (end_with_room(item, i) >= best_end) continue;
       const double candidate = end(item, i);
       if (candidate < best_end) {
         best = i;
@@ -135,6 +136,11 @@ class Leveller {
 
  private:
   static constexpr std::size_t kTries = 31;  // the first five layers of the heap
+
+  // If there is room in a micro-batch: what end() takes at least, without looking for the room.
+  double end_with_room(const Short& item, std::size_t place) const {
+    return heap_.clock(place) + item.compute_s / problem_.speed(heap_.rank(place));
+  }
 
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
