@@ -73,9 +73,7 @@ def _attention_of(length: int, cost_model: CostModel) -> float:
     return float(attention_s(np.array([length], dtype=np.int64), cost_model)[0])
 
 
-def fixed_s(
-    degrees: Float64Array, cost_model: CostModel, pipeline_stages: int = 1
-) -> Float64Array:
+def fixed_s(degrees: Float64Array, cost_model: CostModel, pipeline_stages: int = 1) -> Float64Array:
     """Seconds of a micro-batch of so many ranks whatever it holds: g, and one block a step."""
     return cost_model.g + degrees * block_s(cost_model, pipeline_stages)
 
@@ -237,9 +235,7 @@ def pipeline_lower_bound_s(
         None if _nothing_fits_beside(cost_model) else float(compute[h]),
     )
     exclusive_s = [
-        float(
-            own_times_s(length, num_ranks, cost_model, pipeline_stages)[fitting(length)].min()
-        )
+        float(own_times_s(length, num_ranks, cost_model, pipeline_stages)[fitting(length)].min())
         for length in lengths[2 * lengths > num_ranks * tokens_per_rank].tolist()
     ]
     ramps_s = (pipeline_stages - 1) * min(exclusive_s, default=0.0)

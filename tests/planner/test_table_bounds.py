@@ -159,7 +159,7 @@ def one_micro_batch(lengths: list[int], ranks: int, capacity: int, local: int) -
 
 
 def test_short_sequences_hide_a_long_ones_traffic() -> None:
-    # on two ranks 100 tokens take 150 s and send for 600 s, one token takes 150 s and sends for 6 s;
+    # on two ranks 100 tokens take 150 s and send for 600 s, one takes 150 s and sends for 6 s;
     # the first of two steps hides traffic: 150 + 600 - 75 s, both 300 + 606 - 150 s
     hides = dataclasses.replace(CONCAVE, kv_bytes_per_token=4.0)
     made = one_micro_batch([100, 1], 2, 60, 0)
