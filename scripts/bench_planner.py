@@ -269,13 +269,12 @@ def tables(cases: Sequence[Case], strategies: Sequence[str], results: Sequence[R
         goal=False,
     )
     for strength in dict.fromkeys(key for result in results for key in result.lost_to_noise):
-        for title, of_the_bound in (("", False), (", of the bound", True)):
+        for title, base in (("", "the makespan without it"), (", of the bound", "the bound")):
             lines += table(
                 f"Lost to noise of {strength:g} %{title}",
-                "Time lost to lognormal noise of mean 1 on every member of every micro-batch, in % of "
-                f"the {'bound' if of_the_bound else 'makespan without it'}: {_NOISY_STEPS} steps a "
-                "batch, mean over the seeds (worst).",
-                partial(_lost, strength=strength, of_the_bound=of_the_bound),
+                "Time lost to lognormal noise of mean 1 on every member of every micro-batch, in % "
+                f"of {base}: {_NOISY_STEPS} steps a batch, mean over the seeds (worst).",
+                partial(_lost, strength=strength, of_the_bound=bool(title)),
                 goal=False,
             )
     return "\n".join([*lines, "", *_notes(results)])
