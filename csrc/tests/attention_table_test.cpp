@@ -97,7 +97,7 @@ void test_what_hides() {
   CHECK(hdp::compute_s(cost, 20) == 80);
   CHECK(hdp::ring_s(cost, 20, 2, true) == 40);      // 15 s sent under 15 s of attention
   CHECK(hdp::ring_s(cost, 10, 2, true) == 10 + 5);  // 7.5 s sent under 2.5 s
-  CHECK(hdp::greatest_hidden_degree(cost, 20, 8) == 2 && hdp::transfer_s(cost, 2, 20, true) == 15);
+  CHECK(hdp::greatest_hidden_degree(cost, 20, 8) == 3 && hdp::transfer_s(cost, 2, 20, true) == 15);
   CHECK(hdp::greatest_hidden_degree(cost, 10, 8) == 1);
 }
 
@@ -109,8 +109,8 @@ void test_shorter_sequences_are_not_wider() {
   problem.tokens_per_rank = 18;
   problem.cost = model({{20, 200}, {160, 480}}, 0);
   problem.cost.kv_bytes_per_token = 1;
-  CHECK(hdp::greatest_hidden_degree(problem.cost, 20, 16) == 3);
-  CHECK(hdp::greatest_hidden_degree(problem.cost, 160, 16) == 1);
+  CHECK(hdp::greatest_hidden_degree(problem.cost, 20, 16) == 4);
+  CHECK(hdp::greatest_hidden_degree(problem.cost, 160, 16) == 2);
   const std::vector<hdp::LongSequence> longs = hdp::long_sequences(problem, {0, 1, 2, 3});
   std::vector<int64_t> greatest;
   for (const hdp::LongSequence& one : longs) greatest.push_back(one.greatest);

@@ -163,16 +163,17 @@ void test_cost_model() {
   CHECK(hdp::transfer_s(cost, 4, 24, true) == 3 * 0.75 * 24 * 8);
   CHECK(std::abs(hdp::ring_s(cost, 24, 2, true) - 456) < 1e-9);
   CHECK(std::abs(hdp::ring_s(cost, 24, 4, true) - 480) < 1e-9);
-  CHECK(hdp::greatest_hidden_degree(cost, 24, 64) == 1);
-  CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 50);  // 2400 x 0.5 / 24
+  CHECK(hdp::greatest_hidden_degree(cost, 24, 64) == 2);
+  CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 51);  // 1 + floor(2400 x 0.5 / 24)
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 7) == 7);
   // two hops of 64 and 128 s, 7 s more each; 64 and 128 s of attention a step
   cost.intra_node_hop_s = 7;
   CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, true) - 28) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 4) == 4);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 4) == 1);
-  cost.inter_node_hop_s = 39900;  // 38400 / 24 + 39900 = 41500 > 1920000 / 24^2
-  CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 6);  // 38400 / 6 + 39900 < 1920000 / 6^2
+  cost.inter_node_hop_s = 39900;
+  // 6 (39900 + 38400 / 7) < 1920000 / 7, 7 (39900 + 38400 / 8) > 1920000 / 8
+  CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 7);
   cost.block_s = 1;
   cost.g = 2;
   CHECK(hdp::fixed_s(cost, 3) == 5);

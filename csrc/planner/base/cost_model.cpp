@@ -66,18 +66,17 @@ double parts_within(const CostModel& cost, double compute_s, double seconds) {
 }
 
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks) {
-  // a forward hop is no longer than a forward step, in units of the whole sequence's K and V:
-  // latency + sent / D <= attention / (3 D^2); backward has twice as much of all but latency
+  // forward (backward has twice as much of all but latency), with y = D - 1 hops and D steps:
+  // y (latency + sent / D) <= attention / D  <=>  latency y^2 + (latency + sent) y <= attention
   const double attention = attention_s(cost, length) / 3;
   const double bytes = static_cast<double>(length) * cost.kv_bytes_per_token;
   const auto limit = [&](double bandwidth, double latency) {
-    const double sent = bytes / bandwidth;
-    const double root = std::sqrt(sent * sent + 4 * latency * attention);
-    if (sent + root == 0) return latency > 0 ? int64_t{1} : num_ranks;
-    const double degree = 2 * attention / (sent + root);
-    return degree >= static_cast<double>(num_ranks)
+    const double one = latency + bytes / bandwidth;
+    if (one == 0) return num_ranks;
+    const double hops = 2 * attention / (one + std::sqrt(one * one + 4 * latency * attention));
+    return hops >= static_cast<double>(num_ranks)
                ? num_ranks
-               : std::max(int64_t{1}, static_cast<int64_t>(degree));
+               : std::min(num_ranks, 1 + static_cast<int64_t>(hops));
   };
   const int64_t across = limit(cost.inter_node_bytes_per_s, cost.inter_node_hop_s);
   if (across > cost.ranks_per_node) return across;

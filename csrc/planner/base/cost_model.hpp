@@ -40,7 +40,8 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_no
 // infinite if there is none.
 double parts_within(const CostModel& cost, double compute_s, double seconds);
 
-// The greatest degree in [1, num_ranks] whose traffic hides under the sequence's attention.
+// The greatest degree in [1, num_ranks] at which the hops of a pass take no longer than its steps:
+// less than a step's worth of traffic is exposed.
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks);
 
 // The greatest length whose compute_s is at most `seconds` (at most 2^41).
