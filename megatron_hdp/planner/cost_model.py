@@ -160,6 +160,11 @@ class CostModel:
         """Seconds per token of all but attention: b and b_experts."""
         return self.b + self.b_experts
 
+    @property
+    def counts_layers(self) -> bool:
+        """Whether something is given for one layer, so that ``num_layers`` must be right."""
+        return max(self.block_s, self.intra_node_hop_s, self.inter_node_hop_s) > 0
+
     @cached_property
     def attention_table(self) -> AttentionTable:
         """The attention points as arrays."""

@@ -84,6 +84,22 @@ def test_stages_are_measured_against_their_target(bench):
     assert rows_of(text, "Bound / makespan")[2][0] == "github-N8-C1K-P2"
 
 
+def test_a_run_with_latency_and_noise(bench, capsys):
+    common = ["--cases", "byted-N64-C8K", "--seeds", "1", "--repeats", "1"]
+    common += ["--strategies", "dp-balance"]
+    quiet, latent = (
+        (bench.main([*common, *flags]), capsys.readouterr().out)[1]
+        for flags in ([], ["--latency", "15", "25", "10", "--noise", "5", "10"])
+    )
+    shares = [float(rows_of(text, "Bound / makespan")[2][1].split()[0]) for text in (quiet, latent)]
+    assert 0.985 <= shares[1] < shares[0]
+    lost = [
+        float(rows_of(latent, f"Lost to noise of {strength} %")[2][1].split()[0])
+        for strength in (5, 10)
+    ]
+    assert 0 < lost[0] < lost[1] < 50
+
+
 def test_latencies_are_those_of_the_models_layers(bench):
     latent = dataclasses.replace(LLAMA_7B, block_s=1e-5)
     case = bench.Case("github", 8, 1024, "", pipeline_stages=4, cost_model=latent)

@@ -49,8 +49,9 @@ void check_attention_points(const CostModel& cost) {
   text << "cost model: ";
   if (cost.a != 0 || cost.attention_b != 0) {
     text << (cost.a != 0 ? "a is " : "attention_b is ")
-         << (cost.a != 0 ? cost.a : cost.attention_b) << " beside attention_points; expected 0: they say what attention "
-         << "takes, leave one of the two out";
+         << (cost.a != 0 ? cost.a : cost.attention_b)
+         << " beside attention_points; expected 0: they say what attention takes, leave one of the "
+         << "two out";
     throw std::invalid_argument(text.str());
   }
   AttentionPoint last;

@@ -43,8 +43,8 @@ double blocks_s(const Batch& batch) {
   return all_s / batch.total_speed;
 }
 
-// A makespan that is not worth more search. The bound leaves out hops, and blocks beyond what memory
-// demands: without a tolerance the search would run to its end wherever these cost something.
+// A makespan that is not worth more search. The bound leaves out hops, and blocks beyond what
+// memory demands: without a tolerance the search would run to its end where these cost something.
 double enough(const Batch& batch) {
   const CostModel& cost = batch.problem.cost;
   const bool known = cost.block_s == 0 && cost.intra_node_hop_s == 0 && cost.inter_node_hop_s == 0;

@@ -31,7 +31,8 @@ class GapFiller {
         bins_(gaps.size()),
         room_(gaps.size(), problem.tokens_per_rank) {
     for (std::size_t gap = 0; gap < gaps.size(); ++gap) {
-      const double seconds = gaps[gap].seconds - fixed_s(problem.cost, 1) / problem.speed(gaps[gap].rank);
+      const double seconds =
+          gaps[gap].seconds - fixed_s(problem.cost, 1) / problem.speed(gaps[gap].rank);
       if (seconds > 0) left_.emplace(seconds, gap);
     }
   }
