@@ -122,6 +122,24 @@ def test_latency_hides_a_short_sequence_beside_a_long_one() -> None:
     assert tight_bound_s(lengths, ranks=16, tokens_per_rank=10, cost_model=cost) <= makespan_s
 
 
+def test_a_narrow_ring_may_leave_its_node_where_hops_are_shorter() -> None:
+    # 20 tokens take 10 s on each of two ranks of two nodes, and a hop of 4 s in each pass
+    cost = CostModel(
+        a=0.0,
+        b=1.0,
+        kv_bytes_per_token=0.0,
+        intra_node_hop_s=50.0,
+        inter_node_hop_s=4.0,
+        ranks_per_node=2,
+    )
+    lengths = np.array([20])
+    across = dataclasses.replace(one_ring_of(lengths, 2), num_ranks=3, ranks=[0, 2])
+    result = evaluate(across, cost)
+    assert result.makespan_s == pytest.approx(18)
+    assert result.lower_bound_s == pytest.approx(18)
+    assert tight_bound_s(lengths, ranks=3, tokens_per_rank=10, cost_model=cost) <= 18
+
+
 def one_ring_of(lengths: np.ndarray, ranks: int) -> Plan:
     """One micro-batch of all sequences, shared by all ranks."""
     return Plan(
