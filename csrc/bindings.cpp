@@ -108,9 +108,11 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         double kv_bytes_per_token, double intra_node_bytes_per_s,
                         double inter_node_bytes_per_s, int64_t ranks_per_node,
                         double activation_bytes_per_token, double host_bytes_per_s,
-                        int64_t num_layers, const py::array& attention_lengths,
-                        const py::array& attention_seconds, const py::array& rank_speeds,
-                        int64_t pipeline_stages, bool offload, int64_t effort) {
+                        int64_t num_layers, double attention_b, double block_s,
+                        double intra_node_hop_s, double inter_node_hop_s,
+                        const py::array& attention_lengths, const py::array& attention_seconds,
+                        const py::array& rank_speeds, int64_t pipeline_stages, bool offload,
+                        int64_t effort) {
   hdp::Problem problem;
   problem.lengths = to_lengths("lengths", lengths);
   problem.num_ranks = num_ranks;
@@ -131,7 +133,11 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                   activation_bytes_per_token,
                   host_bytes_per_s,
                   num_layers,
-                  to_table(attention_lengths, attention_seconds)};
+                  to_table(attention_lengths, attention_seconds),
+                  attention_b,
+                  block_s,
+                  intra_node_hop_s,
+                  inter_node_hop_s};
   return problem;
 }
 
@@ -154,7 +160,8 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("a"), py::arg("b"), py::arg("g"), py::arg("kv_bytes_per_token"),
            py::arg("intra_node_bytes_per_s"), py::arg("inter_node_bytes_per_s"),
            py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
-           py::arg("host_bytes_per_s"), py::arg("num_layers"),
+           py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("attention_b"),
+           py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
            py::arg("attention_lengths"), py::arg("attention_seconds"), py::arg("rank_speeds"),
            py::arg("pipeline_stages"), py::arg("offload"), py::arg("effort"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));

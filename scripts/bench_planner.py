@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 import platform
 import re
@@ -16,8 +17,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +36,13 @@ from megatron_hdp.cli.planning import (
     plan_with,
 )
 from megatron_hdp.data.presets import LONGEST
-from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, replay
 from megatron_hdp.planner import STRATEGIES as PLANNER_STRATEGIES
 
 STRATEGIES = ("static", "naive", "bytescale", HYBRID_CP, "auto")
 """``auto`` is ours: dp-balance, or pp-balance with pipeline stages."""
 
+_NOISY_STEPS = 3  # for each batch and strength
 _SLOW_PLANNING_MS = 500.0  # measured once
 _NOT_RUN = "-"
 _KIND_CHARACTERS = 40  # of a problem, numbers left out, that tell its kind
@@ -61,6 +65,8 @@ class Case:
     """Rank 0 runs at half speed."""
     offload: bool = False
     """Activations may go to host memory."""
+    cost_model: CostModel = LLAMA_7B
+    """Of a rank, ``num_layers`` being those of the model."""
 
     @property
     def name(self) -> str:
@@ -77,7 +83,11 @@ class Case:
             lengths=self._lengths(seed),
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
-            cost_model=dataclasses.replace(LLAMA_7B, rank_speeds=speeds),
+            cost_model=dataclasses.replace(
+                self.cost_model,
+                rank_speeds=speeds,
+                num_layers=self.cost_model.num_layers // self.pipeline_stages,
+            ),
             max_length=min(LONGEST, self.ranks * self.tokens_per_rank),
             pipeline_stages=self.pipeline_stages,
             offload="auto" if self.offload else "off",
@@ -152,22 +162,47 @@ class Result:
     ring_bytes: float | None = None
     planning_ms: float | None = None
     """Median of several runs."""
+    lost_to_noise: dict[float, float] = dataclasses.field(default_factory=dict)
+    """By the strength of the noise in %: the makespan with noise / the one without - 1, a mean."""
 
 
 def measure(
-    case: Case, seed: int, strategies: Sequence[str], repeats: int, hybrid_cp_limit: int
+    case: Case,
+    seed: int,
+    strategies: Sequence[str],
+    repeats: int,
+    hybrid_cp_limit: int,
+    noise: Sequence[float] = (),
 ) -> Iterator[Result]:
     """Yield the result of each strategy on one batch."""
     request = case.request(seed)
     for strategy in strategies:
         outcome = outcome_of(strategy, request, hybrid_cp_limit)
         result = Result(case.name, seed, strategy, outcome.problem, len(request.lengths))
-        yield dataclasses.replace(result, **_figures_of(strategy, request, outcome, repeats))
+        figures = _figures_of(strategy, request, outcome, repeats)
+        if outcome.plan is not None and outcome.evaluation is not None:
+            lost = {strength: _lost_to_noise(outcome.plan, request, strength) for strength in noise}
+            figures["lost_to_noise"] = lost
+        yield dataclasses.replace(result, **figures)
 
 
-def _figures_of(
-    strategy: str, request: Request, outcome: Outcome, repeats: int
-) -> dict[str, float]:
+def _lost_to_noise(made: Plan, request: Request, strength: float) -> float:
+    """What steps take longer whose members each take lognormal times of mean 1, in parts of 1.
+
+    Of a ring the slowest member decides.
+    """
+    quiet = evaluate(made, request.cost_model, request.pipeline_stages)
+    deviation = strength / 100
+    makespans = []
+    for step in range(_NOISY_STEPS):
+        rng = np.random.default_rng(step)
+        factors = rng.lognormal(-(deviation**2) / 2, deviation, len(made.ranks))
+        duration_s = np.maximum.reduceat(quiet.own_s * factors, made.rank_offsets[:-1])
+        makespans.append(replay(made, duration_s, request.pipeline_stages).makespan_s)
+    return fmean(makespans) / quiet.makespan_s - 1
+
+
+def _figures_of(strategy: str, request: Request, outcome: Outcome, repeats: int) -> dict[str, Any]:
     made, evaluation = outcome.plan, outcome.evaluation
     if made is None or evaluation is None:
         return {}
@@ -233,6 +268,15 @@ def tables(cases: Sequence[Case], strategies: Sequence[str], results: Sequence[R
         lambda of: _mean(of, "planning_ms", 1, ",.1f"),
         goal=False,
     )
+    for strength in dict.fromkeys(key for result in results for key in result.lost_to_noise):
+        for title, base in (("", "the makespan without it"), (", of the bound", "the bound")):
+            lines += table(
+                f"Lost to noise of {strength:g} %{title}",
+                "Time lost to lognormal noise of mean 1 on every member of every micro-batch, in % "
+                f"of {base}: {_NOISY_STEPS} steps a batch, mean over the seeds (worst).",
+                partial(_lost, strength=strength, of_the_bound=bool(title)),
+                goal=False,
+            )
     return "\n".join([*lines, "", *_notes(results)])
 
 
@@ -254,6 +298,19 @@ def _mean_and_worst(of: Sequence[Result], name: str) -> str:
     if not figures:
         return _NOT_RUN
     return f"{fmean(figures):.3f} ({min(figures):.3f})" + _mark(of)
+
+
+def _lost(of: Sequence[Result], strength: float, of_the_bound: bool) -> str:
+    lost = [
+        100 * value * (_over_the_bound(result) if of_the_bound else 1)
+        for result in of
+        if (value := result.lost_to_noise.get(strength)) is not None
+    ]
+    return f"{fmean(lost):.1f} ({max(lost):.1f})" if lost else _NOT_RUN
+
+
+def _over_the_bound(result: Result) -> float:
+    return (result.makespan_s or 0.0) / (result.lower_bound_s or math.inf)
 
 
 def _mark(of: Sequence[Result]) -> str:
@@ -294,6 +351,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"default: {' '.join(STRATEGIES)}",
     )
     add("--repeats", type=int, default=5, help="plannings that the time is the median of")
+    add(
+        "--latency",
+        type=float,
+        nargs=3,
+        default=(0.0, 0.0, 0.0),
+        metavar=("INTRA", "INTER", "BLOCK"),
+        help="us a layer of a hop in a node, of one between nodes, of a block of attention: known "
+        "to the strategies, and judged by (default: 0 0 0)",
+    )
+    add(
+        "--noise",
+        type=float,
+        nargs="+",
+        default=(),
+        metavar="PERCENT",
+        help="also run the plans with so much lognormal noise on every micro-batch",
+    )
     add("--quick", action="store_true", help="up to 256 ranks, one seed")
     add(
         "--hybrid-cp-limit",
@@ -308,6 +382,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for flag in ("seeds", "repeats"):
         if getattr(arguments, flag) < 1:
             parser.error(f"--{flag} is {getattr(arguments, flag)}; expected at least 1")
+    for flag in ("latency", "noise"):
+        if not all(0 <= value < math.inf for value in getattr(arguments, flag)):
+            values = " ".join(f"{value:g}" for value in getattr(arguments, flag))
+            parser.error(f"--{flag} is {values}; expected finite numbers >= 0")
     return arguments
 
 
@@ -317,7 +395,15 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: a pattern matches no case.
     """
-    cases = [case for case in all_cases() if not arguments.quick or case.ranks <= 256]
+    intra_node, inter_node, block = (1e-6 * value for value in arguments.latency)
+    cost_model = dataclasses.replace(
+        LLAMA_7B, intra_node_hop_s=intra_node, inter_node_hop_s=inter_node, block_s=block
+    )
+    cases = [
+        dataclasses.replace(case, cost_model=cost_model)
+        for case in all_cases()
+        if not arguments.quick or case.ranks <= 256
+    ]
     for pattern in arguments.cases:
         if not fnmatch.filter([case.name for case in cases], pattern):
             raise ValueError(f"--cases {pattern}: no case has such a name; --list prints them")
@@ -340,7 +426,12 @@ def main(argv: Sequence[str]) -> int:
         for seed in range(1 if arguments.quick else arguments.seeds):
             print(f"{case.name}, seed {seed}", file=sys.stderr, flush=True)
             results += measure(
-                case, seed, arguments.strategies, arguments.repeats, arguments.hybrid_cp_limit
+                case,
+                seed,
+                arguments.strategies,
+                arguments.repeats,
+                arguments.hybrid_cp_limit,
+                arguments.noise,
             )
     command = " ".join(["python scripts/bench_planner.py", *argv])
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"

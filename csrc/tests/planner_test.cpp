@@ -161,11 +161,24 @@ void test_cost_model() {
   hdp::CostModel cost{1.0, 2.0, 0.0, 8.0, 1.0, 0.5, 4};
   CHECK(hdp::compute_s(cost, 24) == 624);
   CHECK(hdp::transfer_s(cost, 4, 24, true) == 3 * 0.75 * 24 * 8);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 2, true) - 312) < 1e-9);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 4, true) - 444) < 1e-9);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 2, true) - 456) < 1e-9);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, true) - 480) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 64) == 2);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 51);  // 1 + floor(2400 x 0.5 / 24)
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 7) == 7);
+  // two hops of 64 and 128 s, 7 s more each; 64 and 128 s of attention a step
+  cost.intra_node_hop_s = 7;
+  CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, true) - 28) < 1e-9);
+  CHECK(hdp::greatest_hidden_degree(cost, 2400, 4) == 4);
+  CHECK(hdp::greatest_hidden_degree(cost, 24, 4) == 1);
+  cost.inter_node_hop_s = 39900;
+  // 6 (39900 + 38400 / 7) < 1920000 / 7, 7 (39900 + 38400 / 8) > 1920000 / 8
+  CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 7);
+  cost.block_s = 1;
+  cost.g = 2;
+  CHECK(hdp::fixed_s(cost, 3) == 5);
+  CHECK(hdp::parts_within(cost, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4
+  CHECK(std::isinf(hdp::parts_within(cost, 12, 6)));
   CHECK(hdp::length_within(cost, 624) == 24);
   CHECK(hdp::length_within(cost, 623.9) == 23);
   CHECK(hdp::length_within(cost, 0) == 0);
@@ -331,17 +344,18 @@ void test_degree_search() {
 }
 
 void test_bounds() {
-  // 24 tokens: at the degrees that hide traffic 312 s at best, exposed ones are slower still
+  // 24 tokens: 312 s of compute on two ranks, and 288 s of transfer of which 144 s hide
   hdp::Problem slow = problem({24}, 4, 24);
   slow.cost = {1.0, 2.0, 0.0, 8.0, 1.0, 1.0, 8};
-  CHECK(std::abs(hdp::lower_bound_s(slow) - 312) < 1e-9);
-  CHECK(std::abs(hdp::tight_bound_s(slow) - 312) < 1e-9);
-  // 200 tokens take 594 s of transfer on 100 ranks, where 40000 s of attention hide 400 s of it:
-  // all ranks lose 194 s if it is to end after 794 s, and nothing else can run meanwhile
+  CHECK(std::abs(hdp::lower_bound_s(slow) - 456) < 1e-9);
+  CHECK(std::abs(hdp::tight_bound_s(slow) - 456) < 1e-9);
+  // 200 tokens take 594 s of transfer on 100 ranks, where all steps but the last of 40000 s of
+  // attention hide 396 s of it: all ranks lose 198 s if it is to end after 798 s, and nothing else
+  // can run meanwhile
   hdp::Problem exposed = problem({200, 20}, 100, 200);
   exposed.cost = {1.0, 100.0, 0.0, 1.0, 1.0, 1.0, 8};
   const double bound = hdp::lower_bound_s(exposed);
-  CHECK(std::abs(bound - (60000 / 100.0 + 194)) < 1e-9);
+  CHECK(std::abs(bound - (60000 / 100.0 + 198)) < 1e-9);
   CHECK(hdp::tight_bound_s(exposed) > 1.005 * bound);
   CHECK(hdp::tight_bound_s(exposed) < 1.03 * bound);
   // memory makes the slow rank share what the fast one alone would do in 110 s

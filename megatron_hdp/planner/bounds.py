@@ -20,6 +20,8 @@ def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Arr
     if not cost_model.attention_points:
         seconds = cost_model.a * s
         seconds *= s  # in place, as are the others: there may be millions
+        s *= cost_model.attention_b
+        seconds += s
         return seconds
     table = cost_model.attention_table
     x = np.concatenate([[0.0], table.lengths.astype(np.float64)])
@@ -31,10 +33,10 @@ def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Arr
 
 
 def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
-    """Seconds of each whole sequence on one rank of speed 1, without g."""
+    """Seconds of each whole sequence on one rank of speed 1, without blocks and g."""
     seconds = attention_s(lengths, cost_model)
     s = lengths.astype(np.float64)
-    s *= cost_model.b
+    s *= cost_model.linear_s_per_token
     seconds += s
     return seconds
 
@@ -67,41 +69,83 @@ def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:
 def _attention_of(length: int, cost_model: CostModel) -> float:
     """The same of one sequence."""
     if not cost_model.attention_points:
-        return cost_model.a * float(length) ** 2
+        return cost_model.a * float(length) ** 2 + cost_model.attention_b * float(length)
     return float(attention_s(np.array([length], dtype=np.int64), cost_model)[0])
 
 
-def own_times_s(length: int, num_ranks: int, cost_model: CostModel) -> Float64Array:
-    """Seconds of a sequence alone on the D fastest ranks, exposed traffic and g included.
+def fixed_s(degrees: Float64Array, cost_model: CostModel, pipeline_stages: int = 1) -> Float64Array:
+    """Seconds of a micro-batch of so many ranks whatever it holds: g, and one block a step."""
+    return cost_model.g + degrees * block_s(cost_model, pipeline_stages)
+
+
+def block_s(cost_model: CostModel, pipeline_stages: int = 1) -> float:
+    """Seconds of a block of attention whatever it holds, all layers, forward and backward."""
+    return 2 * cost_model.num_layers * pipeline_stages * cost_model.block_s
+
+
+def exposed_s(
+    degrees: Float64Array,
+    transfer: Float64Array,
+    hop: Float64Array,
+    attention: Float64Array,
+) -> Float64Array:
+    """Seconds of ring traffic that attention does not hide, both passes; arrays of one shape.
+
+    Args:
+        degrees: Members D of the ring.
+        transfer: Seconds that a member sends, latency left out; a third of it forward.
+        hop: Latency of a hop over all layers, in one pass.
+        attention: Seconds of a member's attention in D steps, a third of it forward.
+    """
+    hops = degrees - 1
+    third, hiding = transfer / 3, hops / degrees * attention / 3
+    forward = np.maximum(0.0, hops * hop + third - hiding)
+    seconds: Float64Array = forward + np.maximum(0.0, hops * hop + 2 * third - 2 * hiding)
+    return seconds
+
+
+def own_times_s(
+    length: int, num_ranks: int, cost_model: CostModel, pipeline_stages: int = 1
+) -> Float64Array:
+    """Seconds of a sequence alone on the D fastest ranks: with exposed traffic, blocks and g.
 
     Entry D - 1 is degree D. A member's time falls with its speed, so that the D-th fastest decides;
-    a ring of up to ``ranks_per_node`` ranks is taken to have the better bandwidth.
+    a ring of up to ``ranks_per_node`` ranks is taken to have the better bandwidth and latency.
     """
     speeds = np.sort(speeds_of(cost_model, num_ranks))[::-1]
     degrees = np.arange(1, num_ranks + 1, dtype=np.float64)
+    in_a_node = degrees <= cost_model.ranks_per_node
     bandwidth = np.where(
-        degrees <= cost_model.ranks_per_node,
+        in_a_node,
         max(cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s),
         cost_model.inter_node_bytes_per_s,
     )
+    hop = (cost_model.num_layers * pipeline_stages) * np.where(
+        in_a_node,
+        min(cost_model.intra_node_hop_s, cost_model.inter_node_hop_s),
+        cost_model.inter_node_hop_s,
+    )
     transfer = 3 * (degrees - 1) / degrees * length * cost_model.kv_bytes_per_token / bandwidth
     attention = _attention_of(length, cost_model) / degrees
-    compute = attention + cost_model.b * length / degrees
-    exposed = np.maximum(0.0, transfer - attention / speeds)
-    own: Float64Array = (compute + cost_model.g) / speeds + exposed
+    compute = attention + cost_model.linear_s_per_token * length / degrees
+    exposed = exposed_s(degrees, transfer, hop, attention / speeds)
+    fixed = fixed_s(degrees, cost_model, pipeline_stages)
+    own: Float64Array = (compute + fixed) / speeds + exposed
     return own
 
 
-def lower_bound_s(lengths: NDArray[np.int64], num_ranks: int, cost_model: CostModel) -> float:
+def lower_bound_s(
+    lengths: NDArray[np.int64], num_ranks: int, cost_model: CostModel, pipeline_stages: int = 1
+) -> float:
     """max(total compute / sum of speeds, the longest time a sequence needs at its best degree).
 
     At every degree the time of a sequence, exposed traffic included, grows with its length:
-    only the longest one counts.
+    only the longest one counts. All stages together: with several it is no bound by itself.
     """
     speeds = speeds_of(cost_model, num_ranks)
     if len(lengths) == 0:
         return 0.0
-    own = own_times_s(int(lengths.max()), num_ranks, cost_model)
+    own = own_times_s(int(lengths.max()), num_ranks, cost_model, pipeline_stages)
     return max(total_compute_s(lengths, cost_model) / float(speeds.sum()), float(own.min()))
 
 
@@ -113,7 +157,8 @@ def pipeline_target_s(
     What a pipeline of P stages takes for equal micro-batches of that time: a figure to compare
     with, neither always reachable (see ``pipeline_lower_bound_s``) nor a bound.
     """
-    one = float(compute_s(np.array([tokens_per_rank]), cost_model)[0]) + cost_model.g
+    one = float(compute_s(np.array([tokens_per_rank]), cost_model)[0])
+    one += cost_model.g + block_s(cost_model, pipeline_stages)
     return (bound_s + (pipeline_stages - 1) * one) / pipeline_stages
 
 
@@ -140,10 +185,10 @@ def pipeline_lower_bound_s(
        sum over all ranks is greatest if the slowest ranks are the members. All of it must be at
        least the compute of the other sequences: solved for M, the least over D.
        The parenthesis needs members of one speed, or a fast one has time for sequences of its own
-       while h's slices keep a slow one busy; and attention per token that never falls with the
-       length, or a short sequence hides h's exposed traffic. Without either, a member may spend
-       all of h's t on computing, its share of h included: at most v t - compute of h / D is other
-       compute.
+       while h's slices keep a slow one busy; attention per token that never falls with the length,
+       or a short sequence hides h's exposed traffic; and hops without latency, which any sequence
+       hides. Without one of these, a member may spend all of h's t on computing, its share of h
+       included: at most v t - compute of h / D is other compute.
 
     3. Sequences longer than N C / 2. Two of them are more than all ranks hold, so that on no stage
        their micro-batches run together: the last stage is busy with them for sum(t) / P. Before
@@ -182,7 +227,7 @@ def pipeline_lower_bound_s(
     h = int(np.argmax(lengths))
     degrees = fitting(int(lengths[h]))
     longest_s = _beside_the_longest_s(
-        own_times_s(int(lengths[h]), num_ranks, cost_model)[degrees],
+        own_times_s(int(lengths[h]), num_ranks, cost_model, pipeline_stages)[degrees],
         np.cumsum(np.sort(speeds))[degrees],
         float(speeds.sum()),
         float(compute.sum() - compute[h]),
@@ -190,7 +235,7 @@ def pipeline_lower_bound_s(
         None if _nothing_fits_beside(cost_model) else float(compute[h]),
     )
     exclusive_s = [
-        float(own_times_s(length, num_ranks, cost_model)[fitting(length)].min())
+        float(own_times_s(length, num_ranks, cost_model, pipeline_stages)[fitting(length)].min())
         for length in lengths[2 * lengths > num_ranks * tokens_per_rank].tolist()
     ]
     ramps_s = (pipeline_stages - 1) * min(exclusive_s, default=0.0)
@@ -202,7 +247,9 @@ def pipeline_lower_bound_s(
 
 def _nothing_fits_beside(cost_model: CostModel) -> bool:
     """Whether what else is in the longest sequence's micro-batch lengthens it by its whole time."""
-    return len(set(cost_model.rank_speeds)) <= 1 and cost_model.attention_table.rises_per_token
+    without_latency = cost_model.intra_node_hop_s == cost_model.inter_node_hop_s == 0
+    of_one_speed = len(set(cost_model.rank_speeds)) <= 1
+    return without_latency and of_one_speed and cost_model.attention_table.rises_per_token
 
 
 def _beside_the_longest_s(
@@ -244,7 +291,7 @@ def _beside_the_longest_ones_s(
     order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
     least_s = np.array(
         [
-            own_times_s(length, num_ranks, cost_model)[
+            own_times_s(length, num_ranks, cost_model, stages)[
                 min(num_ranks, -(-length // tokens_per_rank)) - 1 :
             ].min()
             for length in lengths[order].tolist()

@@ -2,18 +2,26 @@
 
 With s the tokens of a sequence and D the ranks that share it:
 
-- compute of a slice: ``(a s^2 + b s) / D`` seconds, forward and backward; the term ``a s^2`` is
-  attention, which is causal: ``6 L H s^2`` FLOP for L layers of hidden size H; ``b s`` is the
-  rest: ``6 P s`` FLOP for P parameters
-- with ``attention_points`` attention takes what they say instead of ``a s^2``, here and below:
-  linear between (0, 0) and the points, beyond the last one along the last line;
-  ``CostModel.with_costs`` makes them of a function
-- traffic of a ring: each member sends ``3 (D - 1) / D`` x (tokens of the ring's sequences) x
-  ``kv_bytes_per_token`` bytes (K and V once forward; K, V and their gradients backward) at
-  ``intra_node_bytes_per_s`` if the ring stays in one node, else at ``inter_node_bytes_per_s``
-- traffic is hidden under the attention of the ring's own sequences; the excess is exposed
+- compute of a slice: ``(a s^2 + (attention_b + b + b_experts) s) / D`` seconds, forward and
+  backward; ``a s^2 + attention_b s`` is attention, which is causal: ``6 L H s^2`` FLOP for L layers
+  of hidden size H; ``(b + b_experts) s`` is the rest: ``6 P s`` FLOP for P parameters
+- with ``attention_points`` attention takes what they say instead, here and below: linear between
+  (0, 0) and the points, beyond the last one along the last line; ``CostModel.with_costs`` makes
+  them of a function
+- a ring takes D steps, with 1/D of its attention each, and has D - 1 hops in each pass, each under
+  the step before it. With x = (tokens of the ring's sequences) / D x ``kv_bytes_per_token``, a hop
+  carries x bytes forward (K and V), 2 x backward (K, V and their gradients), at
+  ``intra_node_bytes_per_s`` if the ring stays in one node, else at ``inter_node_bytes_per_s``; and
+  it takes ``intra_node_hop_s`` or ``inter_node_hop_s`` in each layer, whatever it carries
+- a step's attention, one third of it forward, two thirds backward, hides a hop of its pass; what is
+  left is exposed, D - 1 times in each pass; nothing hides under the last step of a pass
+- each step of a ring is a block of attention, as is a micro-batch of one rank; the whole ``local``
+  sequences of a member are one more: ``block_s`` seconds in each layer, forward and once more
+  backward
 - whole ``local`` sequences on a member cost their whole compute there and hide nothing
 - every micro-batch costs ``g`` seconds more, whatever it holds
+- a micro-batch crosses the ``num_layers`` of each of its P pipeline stages: hops and blocks count
+  all of them, as the other coefficients do
 - a rank of speed v takes 1/v of the time for all of this except traffic
 - the members of a ring start together and take the time of the slowest
 - with P pipeline stages a micro-batch takes 1/P of its time on each stage, one third of it forward,
@@ -45,6 +53,19 @@ Float64Array = NDArray[np.float64]
 # without attention scores (arXiv 2205.05198, section 4.1).
 _ACTIVATION_BYTES = 34
 
+_MAY_BE_ZERO = (
+    "a",
+    "b",
+    "kv_bytes_per_token",
+    "g",
+    "activation_bytes_per_token",
+    "attention_b",
+    "b_experts",
+    "block_s",
+    "intra_node_hop_s",
+    "inter_node_hop_s",
+)
+
 _LONGEST = 2**40
 """The planner takes no longer sequence."""
 _EVERY_LENGTH = 64
@@ -74,7 +95,7 @@ class CostModel:
     a: float
     """Seconds per token^2 (attention, forward and backward, all layers)."""
     b: float
-    """Seconds per token (everything that is linear in the length)."""
+    """Seconds per token (what is linear in the length besides attention and experts)."""
     kv_bytes_per_token: float
     """Bytes of K and V of one token over all layers."""
     g: float = 0.0
@@ -95,10 +116,20 @@ class CostModel:
     """Speed of each HDP rank, 1 being the one described here; all 1 if empty."""
     attention_points: tuple[tuple[int, float], ...] = ()
     """Pairs of a length and the seconds of attention of a whole sequence of that length on one
-    rank, forward and backward, instead of a; lengths ascend, seconds never fall."""
+    rank, forward and backward, instead of a and attention_b; lengths ascend, seconds never fall."""
+    attention_b: float = 0.0
+    """Seconds per token of attention, forward and backward, all layers: it hides ring traffic."""
+    b_experts: float = 0.0
+    """Seconds per token of experts, beside b."""
+    block_s: float = 0.0
+    """Seconds of a block of attention in one layer whatever it holds, forward; backward as much."""
+    intra_node_hop_s: float = 0.0
+    """Seconds of a hop in one layer whatever it carries, in a ring that stays in one node."""
+    inter_node_hop_s: float = 0.0
+    """The same in a ring that leaves its node."""
 
     def __post_init__(self) -> None:
-        for name in ("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token"):
+        for name in _MAY_BE_ZERO:
             value = _number(name, getattr(self, name), zero_allowed=True)
             object.__setattr__(self, name, value)
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "host_bytes_per_s"):
@@ -117,11 +148,22 @@ class CostModel:
         )
         object.__setattr__(self, "rank_speeds", checked)
         object.__setattr__(self, "attention_points", _points(self.attention_points))
-        if self.attention_points and self.a != 0:
-            raise ValueError(
-                f"cost model: a is {self.a!r} beside attention_points; expected 0: they say what "
-                "attention takes, leave one of the two out"
-            )
+        for name in ("a", "attention_b"):
+            if self.attention_points and getattr(self, name) != 0:
+                raise ValueError(
+                    f"cost model: {name} is {getattr(self, name)!r} beside attention_points; "
+                    "expected 0: they say what attention takes, leave one of the two out"
+                )
+
+    @property
+    def linear_s_per_token(self) -> float:
+        """Seconds per token of all but attention: b and b_experts."""
+        return self.b + self.b_experts
+
+    @property
+    def counts_layers(self) -> bool:
+        """Whether something is given for one layer, so that ``num_layers`` must be right."""
+        return max(self.block_s, self.intra_node_hop_s, self.inter_node_hop_s) > 0
 
     @cached_property
     def attention_table(self) -> AttentionTable:
@@ -133,7 +175,8 @@ class CostModel:
         )
 
     def with_costs(self, cost: Callable[[Int64Array], ArrayLike], max_length: int) -> Self:
-        """These coefficients with the compute that a function gives, instead of a and b.
+        """These coefficients with the compute that a function gives, instead of a, b and
+        the other seconds per token.
 
         The function is sampled at every length up to 64, from there on every 2 % up to
         ``max_length``; between two samples compute is linear, beyond the last one it goes on as
@@ -156,7 +199,9 @@ class CostModel:
         # falls are rounding of the subtraction
         attention = np.maximum.accumulate(np.maximum(seconds - b * lengths, 0.0))
         points = tuple(zip(lengths.tolist(), attention.tolist(), strict=True))
-        return dataclasses.replace(self, a=0.0, b=b, attention_points=points)
+        return dataclasses.replace(
+            self, a=0.0, b=b, attention_b=0.0, b_experts=0.0, attention_points=points
+        )
 
     @classmethod
     def from_model_shape(
@@ -202,6 +247,8 @@ class CostModel:
             one,
             a=one.a / tensor_ranks,
             b=one.b / tensor_ranks,
+            attention_b=one.attention_b / tensor_ranks,
+            b_experts=one.b_experts / tensor_ranks,
             intra_node_bytes_per_s=one.intra_node_bytes_per_s * tensor_ranks,
             inter_node_bytes_per_s=one.inter_node_bytes_per_s * tensor_ranks,
             host_bytes_per_s=one.host_bytes_per_s * tensor_ranks,

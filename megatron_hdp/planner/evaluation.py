@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner.bounds import (
     attention_s,
+    block_s,
     compute_s,
+    exposed_s,
+    fixed_s,
     lower_bound_s,
     pipeline_lower_bound_s,
     pipeline_target_s,
@@ -38,7 +41,7 @@ class Figures:
     makespan_s: float
     """From the start of the step to the last rank's end."""
     total_compute_s: float
-    """Time of all sequences on one rank of speed 1, without g."""
+    """Time of all sequences on one rank of speed 1, without blocks and g."""
     total_speed: float
     """Sum of the ranks' speeds."""
     lower_bound_s: float
@@ -97,22 +100,19 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
     """
     totals = _Totals(plan, cost_model, pipeline_stages)
     own_s, local_s = np.empty(len(plan.ranks)), np.zeros(len(plan.ranks))
-    exposed_s, duration_s = np.zeros(plan.num_micro_batches), np.empty(plan.num_micro_batches)
-    for times in _times_of_runs(plan, cost_model):
+    exposed, duration_s = np.zeros(plan.num_micro_batches), np.empty(plan.num_micro_batches)
+    for times in _times_of_runs(plan, cost_model, pipeline_stages):
         totals.add(times)
         own_s[times.members], local_s[times.members] = times.own_s, times.local_s
-        exposed_s[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
-    if pipeline_stages == 1:
-        schedule = _schedule(plan, duration_s)
-    else:
-        schedule = pipeline_schedule(plan, duration_s, pipeline_stages)
+        exposed[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
+    schedule = replay(plan, duration_s, pipeline_stages)
     evaluation = Evaluation(
         forward_start_s=schedule.forward_start_s,
         backward_start_s=schedule.backward_start_s,
         duration_s=duration_s,
         own_s=own_s,
         local_s=local_s,
-        exposed_s=exposed_s,
+        exposed_s=exposed,
         makespan_s=schedule.makespan_s,
         **totals.figures(),
     )
@@ -120,6 +120,17 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         if isinstance(value, np.ndarray):
             value.setflags(write=False)
     return evaluation
+
+
+def replay(plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1) -> PipelineSchedule:
+    """Runs a plan whose micro-batches take so long: all stages, forward and backward.
+
+    Raises:
+        ValueError: the plan's order makes pipelines wait for each other for ever.
+    """
+    if pipeline_stages == 1:
+        return _schedule(plan, duration_s)
+    return pipeline_schedule(plan, duration_s, pipeline_stages)
 
 
 def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figures:
@@ -132,7 +143,7 @@ def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figu
         return evaluate(plan, cost_model, pipeline_stages)
     totals = _Totals(plan, cost_model, pipeline_stages)
     clocks = np.zeros(plan.num_ranks)
-    for times in _times_of_runs(plan, cost_model):
+    for times in _times_of_runs(plan, cost_model, pipeline_stages):
         totals.add(times)
         _launch(plan, times.run, times.duration_s, clocks)
     return Figures(makespan_s=float(clocks.max()), **totals.figures())
@@ -173,7 +184,7 @@ class _Totals:
     def figures(self) -> dict[str, Any]:
         """The fields of ``Figures`` but for the makespan."""
         plan, cost_model, stages = self._plan, self._cost_model, self._stages
-        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model)
+        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, stages)
         self._busy_s.setflags(write=False)
         return {
             "busy_s": self._busy_s,
@@ -236,13 +247,15 @@ def _starts(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Arr
     return starts
 
 
-def _times_of_runs(plan: Plan, cost_model: CostModel) -> Iterator[_Times]:
+def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_Times]:
     speeds = speeds_of(cost_model, plan.num_ranks)
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
-        yield _times(plan, cost_model, speeds, run)
+        yield _times(plan, cost_model, stages, speeds, run)
 
 
-def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) -> _Times:
+def _times(
+    plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
+) -> _Times:
     members = span_of(plan.rank_offsets, run)
     num_members = counts_of(plan.rank_offsets, run)
     degrees = num_members.astype(np.float64)
@@ -251,29 +264,31 @@ def _times(plan: Plan, cost_model: CostModel, speeds: Float64Array, run: slice) 
     tokens = _sums(owner, lengths, len(degrees))
     attention = _attention_sums(owner, lengths, len(degrees), cost_model)
     sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
+    in_one_node = _in_one_node(plan, run, cost_model.ranks_per_node)
     bandwidth = np.where(
-        _in_one_node(plan, run, cost_model.ranks_per_node),
-        cost_model.intra_node_bytes_per_s,
-        cost_model.inter_node_bytes_per_s,
+        in_one_node, cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s
     )
+    hop = np.where(in_one_node, cost_model.intra_node_hop_s, cost_model.inter_node_hop_s)
+    hop = cost_model.num_layers * stages * hop
 
     def each(value: Float64Array) -> Float64Array:
         """Of a micro-batch, for each of its members."""
         return np.repeat(value, num_members)
 
     speed = speeds[plan.ranks[members]]
-    attention_s = each(attention / degrees) / speed
-    exposed_s = np.maximum(0.0, each(sent / bandwidth) - attention_s)
-    local_s = _local_times(plan, run, cost_model) / speed
-    linear_s = each(cost_model.b * tokens / degrees) / speed
-    own_s = attention_s + linear_s + exposed_s + local_s + cost_model.g / speed
+    share_s = each(attention / degrees) / speed
+    exposed = exposed_s(each(degrees), each(sent / bandwidth), each(hop), share_s)
+    local_s = _local_times(plan, run, cost_model, stages) / speed
+    linear_s = each(cost_model.linear_s_per_token * tokens / degrees) / speed
+    overhead_s = each(fixed_s(degrees, cost_model, stages)) / speed
+    own_s = share_s + linear_s + exposed + local_s + overhead_s
     starts = plan.rank_offsets[run] - members.start
     return _Times(
         run=run,
         members=members,
         own_s=own_s,
         local_s=local_s,
-        exposed_s=np.maximum.reduceat(exposed_s, starts),
+        exposed_s=np.maximum.reduceat(exposed, starts),
         duration_s=np.maximum.reduceat(own_s, starts),
         ring_bytes=sent * degrees,
     )
@@ -288,11 +303,12 @@ def _attention_sums(
     """Attention of each micro-batch's sequences on one rank of speed 1."""
     if cost_model.attention_points:
         return _sums(owner, attention_s(lengths, cost_model), num_micro_batches)
-    return cost_model.a * _sums(owner, lengths.astype(np.float64) ** 2, num_micro_batches)
+    squares = cost_model.a * _sums(owner, lengths.astype(np.float64) ** 2, num_micro_batches)
+    return squares + cost_model.attention_b * _sums(owner, lengths, num_micro_batches)
 
 
-def _local_times(plan: Plan, run: slice, cost_model: CostModel) -> Float64Array:
-    """Time of the local sequences of each member at speed 1."""
+def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> Float64Array:
+    """Time of the local sequences of each member at speed 1, with their block."""
     here, there = span_of(plan.rank_offsets, run), span_of(plan.local_offsets, run)
     if there.start == there.stop:
         return np.zeros(here.stop - here.start)
@@ -301,7 +317,9 @@ def _local_times(plan: Plan, run: slice, cost_model: CostModel) -> Float64Array:
     local_keys = owners_of(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
     members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
     seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
-    return _sums(members, seconds, len(keys))
+    local_s = _sums(members, seconds, len(keys))
+    local_s[np.unique(members)] += block_s(cost_model, stages)
+    return local_s
 
 
 def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> NDArray[np.bool_]:

@@ -63,10 +63,16 @@ class Problem:
         stages = _integer("pipeline_stages", pipeline_stages)
         longest = int(array.max()) if max_length is None else _integer("max_length", max_length)
         table = cost_model.attention_table
+        layers = cost_model.num_layers * stages
         coefficients = {
             field.name: getattr(cost_model, field.name)
             for field in dataclasses.fields(cost_model)
-            if field.name not in ("attention_points", "rank_speeds")
+            if field.name not in ("attention_points", "rank_speeds", "b_experts")
+        } | {
+            "b": cost_model.linear_s_per_token,
+            "block_s": 2 * layers * cost_model.block_s,
+            "intra_node_hop_s": layers * cost_model.intra_node_hop_s,
+            "inter_node_hop_s": layers * cost_model.inter_node_hop_s,
         }
         core = _core.Problem(
             array,

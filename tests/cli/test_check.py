@@ -325,6 +325,10 @@ def test_a_cost_model_of_other_layers_is_refused(tmp_path, num_layers, offload, 
     lines = [f"hdp-cost-model: {tmp_path}/cost.json", f"hdp-offload: '{offload}'"]
     found = finding(with_lines(tmp_path, *lines, f"pipeline-model-parallel-size: {stages}"), 8)
     assert found.is_sound is is_sound, found.refusals
+    if num_layers == 1 and is_sound:
+        (tmp_path / "cost.json").write_text(json.dumps(figures | {"block_s": 1e-5}))
+        (refusal,) = finding(with_lines(tmp_path, *lines), 8).refusals
+        assert "says num_layers 1, a stage of this model has 8" in refusal
     if not is_sound:
         (refusal,) = found.refusals
         assert f"says num_layers {num_layers}, a stage of this model has {8 // stages}" in refusal

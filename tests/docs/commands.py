@@ -181,6 +181,12 @@ COMMANDS = {
         "tests/scripts/test_bench_preprocess.py::test_beside_megatrons_own_tool",
         needs=IN_A_CHECKOUT,
     ),
+    "python scripts/bench_planner.py --strategies dp-balance --latency 15 25 10": Elsewhere(
+        "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
+    ),
+    "python scripts/bench_planner.py --strategies static dp-balance --noise 5 10": Elsewhere(
+        "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
+    ),
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
     ),

@@ -1,6 +1,14 @@
 """The cost model of an HDP rank of several GPUs."""
 
-from megatron_hdp.planner import CostModel
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
+
+NEW = ("attention_b", "b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s")
 
 
 def test_tensor_ranks_compute_send_and_copy_side_by_side():
@@ -13,3 +21,58 @@ def test_tensor_ranks_compute_send_and_copy_side_by_side():
     assert (one.ranks_per_node, four.ranks_per_node) == (8, 2)
     assert CostModel.of_tensor_ranks(16, **shape).ranks_per_node == 1
     assert four.kv_bytes_per_token == one.kv_bytes_per_token
+    parts = {"attention_b": 8.0, "b_experts": 4.0, "block_s": 1.0, "intra_node_hop_s": 2.0}
+    some = CostModel.of_tensor_ranks(4, **shape, **parts)
+    assert (some.attention_b, some.b_experts) == (2.0, 1.0)
+    assert (some.block_s, some.intra_node_hop_s) == (1.0, 2.0)  # of a layer, however wide
+
+
+def test_a_file_without_latencies_is_one_with_none(tmp_path: Path):
+    path = tmp_path / "cost.json"
+    path.write_text('{"a": 1, "b": 2, "kv_bytes_per_token": 3}')
+    found = CostModel.from_json(path)
+    assert [getattr(found, name) for name in NEW] == [0.0] * 5
+    some = dataclasses.replace(found, **{name: 0.5 for name in NEW})
+    path.write_bytes(some.to_json())
+    assert CostModel.from_json(path) == some
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_bad_latencies(name: str):
+    with pytest.raises(ValueError, match=f"{name} is -1; expected a finite number >= 0"):
+        CostModel(a=1, b=1, kv_bytes_per_token=1, **{name: -1})
+
+
+def test_attention_is_told_once():
+    with pytest.raises(ValueError, match="attention_b is 2.0 beside attention_points; expected 0"):
+        CostModel(a=0, b=1, kv_bytes_per_token=1, attention_b=2, attention_points=[(1, 1)])
+    before = CostModel(a=1, b=1, kv_bytes_per_token=1, attention_b=2, b_experts=3, block_s=4)
+    after = before.with_costs(lambda s: 5.0 * s, max_length=100)
+    assert (after.attention_b, after.b_experts, after.block_s) == (0, 0, 4)
+    assert after.b == pytest.approx(5)
+
+
+def test_experts_are_planned_like_the_rest_of_what_is_linear():
+    parts = CostModel(a=1e-6, b=1e-3, b_experts=3e-3, kv_bytes_per_token=1)
+    whole = dataclasses.replace(parts, b=4e-3, b_experts=0)
+    lengths = np.arange(1, 400, 7)
+    arguments = {"ranks": 4, "tokens_per_rank": 200}
+    made = [plan(lengths, cost_model=cost, **arguments) for cost in (parts, whole)]
+    assert made[0].ranks.tolist() == made[1].ranks.tolist()
+    assert evaluate(made[0], parts).makespan_s == evaluate(made[1], whole).makespan_s
+
+
+def test_dear_blocks_keep_rings_narrow_and_dear_hops_in_a_node():
+    lengths = [400_000] * 4 + [4096] * 600
+    arguments = {"ranks": 64, "tokens_per_rank": 16_384}
+
+    def widest(**changes: float) -> int:
+        made = plan(lengths, cost_model=dataclasses.replace(LLAMA_7B, **changes), **arguments)
+        return int(np.diff(made.rank_offsets).max())
+
+    assert widest(block_s=1e-2) < widest()
+    short = {"ranks": 16, "tokens_per_rank": 16_384}
+    slow = dataclasses.replace(LLAMA_7B, inter_node_hop_s=0.05)
+    one = [80_000]
+    assert len(plan(one, **short).micro_batch(0).ranks) > 8
+    assert len(plan(one, cost_model=slow, **short).micro_batch(0).ranks) <= 8

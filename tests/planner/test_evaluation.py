@@ -37,20 +37,63 @@ def test_small_plan_by_hand() -> None:
 
 
 def test_traffic_is_exposed_only_beyond_the_rings_own_attention() -> None:
-    # each member sends 3 x 2/3 x 24 = 48 bytes; attention of the ring is 24^2 / 3 = 192 s
-    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)  # 240 s: 48 exposed
+    # three steps of 24^2 / 9 = 64 s of attention, 64 / 3 forward and 128 / 3 backward; before two
+    # of them a hop of 8 bytes forward, 16 backward: 40 and 80 s, of which 120 - 64 s are exposed
+    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)
     result = evaluate(small_plan(), slow)
-    assert result.exposed_s.tolist() == pytest.approx([48, 0, 0])
-    assert result.duration_s[0] == pytest.approx(226 + 48)
-    hidden = dataclasses.replace(COST, intra_node_bytes_per_s=0.25)  # 192 s: just hidden
+    assert result.exposed_s.tolist() == pytest.approx([2 * 56, 0, 0])
+    assert result.duration_s[0] == pytest.approx(226 + 112)
+    hidden = dataclasses.replace(COST, intra_node_bytes_per_s=0.375)  # 8 / 0.375 = 64 / 3
     assert evaluate(small_plan(), hidden).exposed_s.tolist() == pytest.approx([0, 0, 0])
+
+
+def test_every_hop_takes_its_latency_in_each_layer_and_pass() -> None:
+    # as above, hops of 40 and 80 s under 64 / 3 and 128 / 3 s; four layers of 2.5 s add 10 s each
+    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, intra_node_hop_s=2.5, num_layers=4)
+    assert evaluate(small_plan(), slow).exposed_s.tolist() == pytest.approx([2 * 76, 0, 0])
+    # without bytes 4 x 8 s hide under 128 / 3 s of backward, and not under 64 / 3 s of forward
+    latent = dataclasses.replace(COST, kv_bytes_per_token=0.0, intra_node_hop_s=8.0, num_layers=4)
+    exposed_s = 2 * (32 - 64 / 3)
+    assert evaluate(small_plan(), latent).exposed_s.tolist() == pytest.approx([exposed_s, 0, 0])
+    # two stages of two layers are as many
+    staged = dataclasses.replace(latent, num_layers=2)
+    plan = small_plan(local_offsets=[0, 0, 0, 0], local_sequences=[], local_ranks=[])
+    assert evaluate(plan, staged, 2).exposed_s[0] == pytest.approx(exposed_s)
+    across = dataclasses.replace(latent, ranks_per_node=2, inter_node_hop_s=9.0)
+    assert evaluate(small_plan(), across).exposed_s[0] == pytest.approx(2 * (36 - 64 / 3))
+
+
+def test_every_block_takes_its_time_in_each_layer_and_pass() -> None:
+    # 2 passes x 5 layers x 0.5 s: three steps of the ring, one more on rank 2 for its local
+    # sequence, one for each of the other two micro-batches
+    blocks = dataclasses.replace(COST, block_s=0.5, num_layers=5)
+    result = evaluate(small_plan(), blocks)
+    assert result.duration_s.tolist() == pytest.approx([226 + 4 * 5, 109 + 5, 69 + 5])
+    assert result.local_s.tolist() == pytest.approx([0, 0, 8 + 5, 0, 0])
+    assert result.busy_s.tolist() == pytest.approx([233 + 74, 233, 246, 114])
+    # rank 2 at half speed takes twice the time for them as well
+    slow = dataclasses.replace(blocks, rank_speeds=(1.0, 1.0, 0.5, 1.0))
+    assert evaluate(small_plan(), slow).duration_s[0] == pytest.approx(2 * 246)
+    assert result.total_compute_s == pytest.approx(790)
+
+
+def test_a_linear_term_of_attention_hides_traffic_and_one_of_experts_does_not() -> None:
+    # the ring's 24 tokens: 24 x 1.5 s more, 12 s a member, 4 s a step
+    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)
+    attention = evaluate(small_plan(), dataclasses.replace(slow, attention_b=1.5))
+    experts = evaluate(small_plan(), dataclasses.replace(slow, b_experts=1.5))
+    assert attention.exposed_s[0] == pytest.approx(2 * (120 - 68))
+    assert experts.exposed_s[0] == pytest.approx(2 * (120 - 64))
+    assert attention.duration_s[0] == pytest.approx(218 + 12 + 104 + 8 + 2 * 1.5)
+    assert experts.duration_s[0] == pytest.approx(218 + 12 + 112 + 8 + 2 * 1.5)
+    assert attention.total_compute_s == experts.total_compute_s == pytest.approx(790 + 44 * 1.5)
 
 
 def test_a_ring_that_leaves_its_node_runs_at_the_other_bandwidth() -> None:
     slow_network = dataclasses.replace(COST, inter_node_bytes_per_s=0.2)
     assert evaluate(small_plan(), slow_network).exposed_s[0] == 0
     split = dataclasses.replace(slow_network, ranks_per_node=2)  # ranks 0, 1 | 2, 3
-    assert evaluate(small_plan(), split).exposed_s[0] == pytest.approx(48)
+    assert evaluate(small_plan(), split).exposed_s[0] == pytest.approx(112)
 
 
 def test_members_wait_for_each_other_at_the_start() -> None:
@@ -71,8 +114,8 @@ def test_members_wait_for_each_other_at_the_start() -> None:
 
 
 def test_the_bound_is_the_longest_sequence_where_that_is_longer() -> None:
-    # one sequence of 24: compute / 4 ranks = 156 s, but traffic hides only up to D = 3:
-    # max(576, 3 (D-1) 24 x 8) / D + 48 / D: D = 2 gives 312, D = 3 gives 400, D = 4 gives 444
+    # one sequence of 24: 624 / D s, and D - 1 times what a step's 576 / D^2 s of attention leave of
+    # a hop's 3 x 24 x 8 / D s: D = 2 gives 312 + 144, D = 3 208 + 2 x 128, D = 4 156 + 3 x 108
     links = {"intra_node_bytes_per_s": 1.0, "inter_node_bytes_per_s": 1.0}
     slow = dataclasses.replace(COST, g=0.0, kv_bytes_per_token=8.0, **links)
     plan = small_plan(
@@ -87,8 +130,8 @@ def test_the_bound_is_the_longest_sequence_where_that_is_longer() -> None:
         offload_ratios=[0.0],
     )
     result = evaluate(plan, slow)
-    assert result.makespan_s == pytest.approx(444)
-    assert result.lower_bound_s == pytest.approx(312)
+    assert result.makespan_s == pytest.approx(480)
+    assert result.lower_bound_s == pytest.approx(456)
 
 
 def test_cost_model_of_record() -> None:
@@ -160,10 +203,10 @@ def test_speeds_by_hand() -> None:
 
 
 def test_a_slow_member_hides_more_traffic() -> None:
-    # 240 s of traffic; attention of 192 s, of 384 s on the slow rank: 48 s exposed on the others
+    # hops of 120 s; steps of 64 s, of 128 s on the slow rank: 2 x 56 s exposed on the others
     slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, rank_speeds=(1.0, 1.0, 0.5, 1.0))
     result = evaluate(small_plan(), slow)
-    assert result.exposed_s.tolist() == pytest.approx([48, 0, 0])
+    assert result.exposed_s.tolist() == pytest.approx([112, 0, 0])
     assert result.duration_s[0] == pytest.approx(452)  # the slow rank still decides
 
 

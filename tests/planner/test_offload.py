@@ -82,9 +82,12 @@ def fits(problem: Problem, length: int, degree: int) -> bool:
     excess = tokens - problem.tokens_per_rank
     if excess <= 0:
         return True
+    if model.activation_bytes_per_token == 0:
+        return False
     if model.num_layers <= 2 or 2 * tokens > problem.tokens_per_rank * model.num_layers:
         return False
-    forward_s = (model.a * length**2 + model.b * length) / degree / 3
+    per_token = model.a * length + model.attention_b + model.b + model.b_experts
+    forward_s = per_token * length / degree / 3
     return excess * model.activation_bytes_per_token <= model.host_bytes_per_s * forward_s
 
 

@@ -1,12 +1,20 @@
 """How near plans come to the bound on batches like the paper's; every goal is a promise."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from megatron_hdp.data.presets import LONGEST, preset_lengths
-from megatron_hdp.planner import Plan, plan, tight_bound_s
+from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan, tight_bound_s
 
 SLOW_RANK = [0.5, *[1.0] * 63]
+
+
+LATENCIES = {  # us a layer of a hop in a node, of one between nodes, of a block; what to reach
+    "15, 25, 10": (15, 25, 10, 0.985),
+    "30, 50, 30": (30, 50, 30, 0.97),
+}
 
 
 def batch(preset: str, ranks: int, tokens_per_rank: int, seed: int) -> np.ndarray:
@@ -46,6 +54,34 @@ def test_many_ranks(preset: str, ranks: int, tokens_per_rank: int) -> None:
 def test_very_many_ranks(preset: str, ranks: int, tokens_per_rank: int) -> None:
     lengths = batch(preset, ranks, tokens_per_rank, 20)
     assert share(plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)) >= 0.98
+
+
+@pytest.mark.parametrize("latencies", LATENCIES)
+@pytest.mark.parametrize("preset", ["github", "byted"])
+@pytest.mark.parametrize("tokens_per_rank", [8192, 32768])
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_hops_and_blocks_that_the_planner_knows(
+    latencies: str, preset: str, tokens_per_rank: int, ranks: int
+) -> None:
+    intra_node, inter_node, block, wanted = LATENCIES[latencies]
+    cost = dataclasses.replace(
+        LLAMA_7B,
+        intra_node_hop_s=intra_node * 1e-6,
+        inter_node_hop_s=inter_node * 1e-6,
+        block_s=block * 1e-6,
+    )
+    lengths = batch(preset, ranks, tokens_per_rank, 0)
+    arguments = {"ranks": ranks, "tokens_per_rank": tokens_per_rank}
+    made = plan(lengths, cost_model=cost, **arguments)
+    assert share(made) >= wanted
+    blind = evaluate(plan(lengths, **arguments), cost)
+    assert blind.makespan_s >= made.summary["makespan_s"]
+    if tokens_per_rank == 8192 and ranks == 1024:
+        assert share_of(blind) < 0.985  # what knowing them is worth
+
+
+def share_of(evaluation: Evaluation) -> float:
+    return evaluation.lower_bound_s / evaluation.makespan_s
 
 
 def test_the_papers_case_study() -> None:

@@ -1,5 +1,6 @@
 """The benchmark of planners runs, and its tables say what was measured and what was not."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_hdp.planner import LLAMA_7B
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_planner.py"
 
@@ -81,6 +84,54 @@ def test_stages_are_measured_against_their_target(bench):
     assert rows_of(text, "Bound / makespan")[2][0] == "github-N8-C1K-P2"
 
 
+def test_a_run_with_latency_and_noise(bench, capsys):
+    common = ["--cases", "byted-N64-C8K", "--seeds", "1", "--repeats", "1"]
+    common += ["--strategies", "dp-balance"]
+    quiet, latent = (
+        (bench.main([*common, *flags]), capsys.readouterr().out)[1]
+        for flags in ([], ["--latency", "15", "25", "10", "--noise", "5", "10"])
+    )
+    shares = [float(rows_of(text, "Bound / makespan")[2][1].split()[0]) for text in (quiet, latent)]
+    assert 0.985 <= shares[1] < shares[0]
+    lost = [
+        float(rows_of(latent, f"Lost to noise of {strength} %")[2][1].split()[0])
+        for strength in (5, 10)
+    ]
+    assert 0 < lost[0] < lost[1] < 50
+
+
+def test_latencies_are_those_of_the_models_layers(bench):
+    latent = dataclasses.replace(LLAMA_7B, block_s=1e-5)
+    case = bench.Case("github", 8, 1024, "", pipeline_stages=4, cost_model=latent)
+    assert case.request(0).cost_model.num_layers == 8
+    assert case.request(0).cost_model.block_s == 1e-5
+
+
+def test_noise_loses_what_the_slowest_member_takes_longer(bench):
+    case = bench.Case("github", 8, 1024, "")
+    quiet, loud = (
+        {one.strategy: one for one in bench.measure(case, 0, ["static", "auto"], 1, 0, noise)}
+        for noise in ((), (0, 5, 10))
+    )
+    for strategy in ("static", "auto"):
+        assert quiet[strategy].lost_to_noise == {}
+        assert quiet[strategy].makespan_s == loud[strategy].makespan_s
+        lost = loud[strategy].lost_to_noise
+        assert lost[0] == pytest.approx(0, abs=1e-12)
+        assert 0 < lost[5] < lost[10] < 1
+    assert loud["auto"].lost_to_noise[10] <= loud["static"].lost_to_noise[10]
+    text = bench.tables([case], ["static", "auto"], list(loud.values()))
+    relative, of_the_bound = (
+        float(rows_of(text, f"Lost to noise of 10 %{title}")[2][1].split()[0])
+        for title in ("", ", of the bound")
+    )
+    static = loud["static"]
+    assert relative == pytest.approx(100 * static.lost_to_noise[10], abs=0.06)
+    over = static.makespan_s / static.lower_bound_s
+    assert of_the_bound == pytest.approx(over * 100 * static.lost_to_noise[10], abs=0.06)
+    assert "noise" not in bench.tables([case], ["static"], list(quiet.values()))
+
+
 def test_problems_are_marked_and_named(bench):
     results = [
         bench.Result("a", 0, "naive", None, 10, 0.5, 0.6, 0.7, 1.0, 0.6, 1e12, 3.0),
@@ -107,6 +158,8 @@ def test_problems_are_marked_and_named(bench):
         (["--cases", "nothing-*"], "--cases nothing-*: no case has such a name"),
         (["--seeds", "0"], "--seeds is 0; expected at least 1"),
         (["--strategies", "best"], "invalid choice: 'best'"),
+        (["--latency", "1", "-2", "3"], "--latency is 1 -2 3; expected finite numbers >= 0"),
+        (["--noise", "5", "nan"], "--noise is 5 nan; expected finite numbers >= 0"),
     ],
 )
 def test_bad_flags(bench, capsys, arguments, message):

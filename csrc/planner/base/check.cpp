@@ -47,9 +47,11 @@ void check_attention_points(const CostModel& cost) {
   if (cost.attention.empty()) return;
   std::ostringstream text;
   text << "cost model: ";
-  if (cost.a != 0) {
-    text << "a is " << cost.a << " beside attention_points; expected 0: they say what attention "
-         << "takes, leave one of the two out";
+  if (cost.a != 0 || cost.attention_b != 0) {
+    text << (cost.a != 0 ? "a is " : "attention_b is ")
+         << (cost.a != 0 ? cost.a : cost.attention_b)
+         << " beside attention_points; expected 0: they say what attention takes, leave one of the "
+         << "two out";
     throw std::invalid_argument(text.str());
   }
   AttentionPoint last;
@@ -75,6 +77,10 @@ void check_cost_model(const CostModel& cost) {
   check_number("cost model: a", cost.a, true);
   check_number("cost model: b", cost.b, true);
   check_number("cost model: g", cost.g, true);
+  check_number("cost model: attention_b", cost.attention_b, true);
+  check_number("cost model: block_s", cost.block_s, true);
+  check_number("cost model: intra_node_hop_s", cost.intra_node_hop_s, true);
+  check_number("cost model: inter_node_hop_s", cost.inter_node_hop_s, true);
   check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
   check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
   check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);

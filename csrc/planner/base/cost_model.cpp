@@ -3,24 +3,35 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 namespace hdp {
+namespace {
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+}  // namespace
 
 double attention_s(const CostModel& cost, int64_t length) {
   if (!cost.attention.empty()) return cost.attention.seconds(length);
   const auto s = static_cast<double>(length);
-  return cost.a * s * s;
+  return cost.a * s * s + cost.attention_b * s;
 }
 
 double attention_per_token_s(const CostModel& cost, int64_t length) {
   const auto s = static_cast<double>(length);
-  return cost.attention.empty() ? cost.a * s : cost.attention.seconds(length) / s;
+  return cost.attention.empty() ? cost.a * s + cost.attention_b
+                                 : cost.attention.seconds(length) / s;
 }
 
 double compute_s(const CostModel& cost, int64_t length) {
   return attention_s(cost, length) + cost.b * static_cast<double>(length);
+}
+
+double fixed_s(const CostModel& cost, int64_t degree) {
+  return cost.g + static_cast<double>(degree) * cost.block_s;
 }
 
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node) {
@@ -29,24 +40,47 @@ double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one
   return 3 * (d - 1) / d * tokens * cost.kv_bytes_per_token / bandwidth;
 }
 
+double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
+                 bool one_node) {
+  const auto d = static_cast<double>(degree);
+  const double hops = d - 1;
+  const double latency = hops * (one_node ? cost.intra_node_hop_s : cost.inter_node_hop_s);
+  const double third = transfer_s(cost, degree, tokens, one_node) / 3;
+  const double hiding = hops / d * attention_s / 3;
+  return std::max(0.0, latency + third - hiding) + std::max(0.0, latency + 2 * third - 2 * hiding);
+}
+
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node, double speed) {
   const double rate = speed * static_cast<double>(degree);
-  const double transfer = transfer_s(cost, degree, static_cast<double>(length), one_node);
+  const double attention = attention_s(cost, length) / rate;
   return compute_s(cost, length) / rate +
-         std::max(0.0, transfer - attention_s(cost, length) / rate);
+         exposed_s(cost, degree, static_cast<double>(length), attention, one_node);
+}
+
+double parts_within(const CostModel& cost, double compute_s, double seconds) {
+  if (cost.block_s == 0) return compute_s / seconds;
+  // compute / D + D block = t, in the form that does not cancel
+  const double square = seconds * seconds - 4 * cost.block_s * compute_s;
+  if (!(square >= 0)) return kNoLimit;
+  return 2 * compute_s / (seconds + std::sqrt(square));
 }
 
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks) {
-  // transfer <= attention  <=>  D - 1 <= attention per token x bandwidth / (3 KV bytes)
-  const double per_token_s = attention_per_token_s(cost, length);
-  const auto limit = [&](double bandwidth) {
-    if (cost.kv_bytes_per_token == 0) return num_ranks;
-    const double hops = per_token_s * bandwidth / (3 * cost.kv_bytes_per_token);
-    return hops >= static_cast<double>(num_ranks) ? num_ranks : 1 + static_cast<int64_t>(hops);
+  // forward (backward has twice as much of all but latency), with y = D - 1 hops and D steps:
+  // y (latency + sent / D) <= attention / D  <=>  latency y^2 + (latency + sent) y <= attention
+  const double attention = attention_s(cost, length) / 3;
+  const double bytes = static_cast<double>(length) * cost.kv_bytes_per_token;
+  const auto limit = [&](double bandwidth, double latency) {
+    const double one = latency + bytes / bandwidth;
+    if (one == 0) return num_ranks;
+    const double hops = 2 * attention / (one + std::sqrt(one * one + 4 * latency * attention));
+    return hops >= static_cast<double>(num_ranks)
+               ? num_ranks
+               : std::min(num_ranks, 1 + static_cast<int64_t>(hops));
   };
-  const int64_t across = std::min(num_ranks, limit(cost.inter_node_bytes_per_s));
+  const int64_t across = limit(cost.inter_node_bytes_per_s, cost.inter_node_hop_s);
   if (across > cost.ranks_per_node) return across;
-  return std::min({num_ranks, cost.ranks_per_node, limit(cost.intra_node_bytes_per_s)});
+  return std::min(cost.ranks_per_node, limit(cost.intra_node_bytes_per_s, cost.intra_node_hop_s));
 }
 
 namespace {
@@ -75,8 +109,9 @@ int64_t length_within(const CostModel& cost, double seconds) {
   if (compute_s(cost, kLongest) <= seconds) return kLongest;
   if (!cost.attention.empty()) return length_on_table(cost, seconds);
   // a s^2 + b s = t, in the form that does not cancel and allows a = 0
-  const double root = std::sqrt(cost.b * cost.b + 4 * cost.a * seconds);
-  auto length = static_cast<int64_t>(2 * seconds / (cost.b + root));
+  const double b = cost.attention_b + cost.b;
+  const double root = std::sqrt(b * b + 4 * cost.a * seconds);
+  auto length = static_cast<int64_t>(2 * seconds / (b + root));
   while (length > 0 && compute_s(cost, length) > seconds) --length;
   return length;
 }

@@ -7,7 +7,8 @@
 
 namespace hdp {
 
-// Seconds of attention of a whole sequence on one rank: a s^2, or what the table says.
+// Seconds of attention of a whole sequence on one rank: a s^2 + attention_b s, or what the table
+// says.
 double attention_s(const CostModel& cost, int64_t length);
 
 // The same per token.
@@ -16,16 +17,31 @@ double attention_per_token_s(const CostModel& cost, int64_t length);
 // Seconds of a whole sequence on one rank: attention and b s. It never falls with the length.
 double compute_s(const CostModel& cost, int64_t length);
 
-// Seconds one rank of a ring spends sending: K and V once forward, K, V and their gradients
-// backward, (degree - 1) / degree of the ring's tokens each.
+// Seconds of a micro-batch of so many ranks whatever it holds: g, and one block a step. The whole
+// local sequences of a member are one block more.
+double fixed_s(const CostModel& cost, int64_t degree);
+
+// Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
+// gradients backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
 
-// Seconds of one sequence that has a ring to itself, its exposed traffic included, g left out.
-// `speed` is that of the slowest member.
+// Seconds of traffic that attention does not hide on a member of a ring of so many tokens, which
+// takes `attention_s` for its share. It has degree - 1 hops in each pass and the same attention in
+// each step, a third of it forward; a hop hides under the step before it.
+double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
+                 bool one_node);
+
+// Seconds of one sequence that has a ring to itself, its exposed traffic included, fixed_s left
+// out. `speed` is that of the slowest member.
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node,
               double speed = 1);
 
-// The greatest degree in [1, num_ranks] whose traffic hides under the sequence's attention.
+// The least number of ranks, a fraction perhaps, on which compute and blocks take `seconds`;
+// infinite if there is none.
+double parts_within(const CostModel& cost, double compute_s, double seconds);
+
+// The greatest degree in [1, num_ranks] at which the hops of a pass take no longer than its steps:
+// less than a step's worth of traffic is exposed.
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks);
 
 // The greatest length whose compute_s is at most `seconds` (at most 2^41).

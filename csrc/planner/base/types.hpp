@@ -12,7 +12,7 @@ namespace hdp {
 // Seconds, bytes and tokens of one HDP rank. The formulas that use them are in cost_model.hpp.
 struct CostModel {
   double a = 0;                       // s per token^2: attention, forward and backward
-  double b = 0;                       // s per token: everything linear in the length
+  double b = 0;                       // s per token: everything linear but attention
   double g = 0;                       // s per micro-batch, whatever it holds
   double kv_bytes_per_token = 0;      // K and V of all layers
   double intra_node_bytes_per_s = 1;  // of one rank, in a ring that stays in one node
@@ -21,7 +21,12 @@ struct CostModel {
   double activation_bytes_per_token = 0;  // of all layers of a rank
   double host_bytes_per_s = 1;            // of one rank, to or from host memory
   int64_t num_layers = 1;                 // of a rank
-  AttentionTable attention{};             // instead of a; empty: a s^2
+  AttentionTable attention{};             // instead of a and attention_b, if not empty
+  double attention_b = 0;                 // s per token of attention, forward and backward
+  // Over all layers of all stages:
+  double block_s = 0;           // s of a block of attention whatever it holds, both passes
+  double intra_node_hop_s = 0;  // s of a hop of a ring in one node whatever it carries, one pass
+  double inter_node_hop_s = 0;  // the same of a ring that leaves its node
 };
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.

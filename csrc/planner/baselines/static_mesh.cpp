@@ -65,8 +65,9 @@ double static_mesh_bound_s(const Problem& problem) {
   const double slowest =
       problem.speeds.empty() ? 1 : *std::min_element(problem.speeds.begin(), problem.speeds.end());
   const double transfer = transfer_s(problem.cost, degree, tokens, one_node);
-  const double exposed = transfer * slowest - attention / static_cast<double>(degree);
-  return (compute / static_cast<double>(degree) + std::max(0.0, exposed)) / rate;
+  const auto d = static_cast<double>(degree);
+  const double exposed = transfer * slowest - (d - 1) / d * attention / d;
+  return (compute / d + std::max(0.0, exposed)) / rate;
 }
 
 }  // namespace hdp

@@ -26,6 +26,10 @@ class Bound {
  public:
   explicit Bound(const Problem& problem)
       : problem_(problem), cost_(problem.cost), speeds_(problem.speeds) {
+    // a ring of so few ranks may leave its node, where that is faster
+    cost_.intra_node_bytes_per_s =
+        std::max(cost_.intra_node_bytes_per_s, cost_.inter_node_bytes_per_s);
+    cost_.intra_node_hop_s = std::min(cost_.intra_node_hop_s, cost_.inter_node_hop_s);
     if (speeds_.empty()) speeds_.assign(static_cast<std::size_t>(problem.num_ranks), 1.0);
     std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
   }
@@ -48,34 +52,36 @@ class Bound {
   double waited_s(int64_t length, int64_t least) const;
 
  private:
-  // Whether a ring of that degree has the bandwidth of a node, which may be the lower one.
-  bool one_node(int64_t degree) const {
-    return degree <= cost_.ranks_per_node &&
-           cost_.intra_node_bytes_per_s >= cost_.inter_node_bytes_per_s;
-  }
+  bool one_node(int64_t degree) const { return degree <= cost_.ranks_per_node; }
 
   double own_at(int64_t length, int64_t degree, double speed) const {
-    return ring_s(cost_, length, degree, one_node(degree), speed) + cost_.g / speed;
+    return ring_s(cost_, length, degree, one_node(degree), speed) + fixed_s(cost_, degree) / speed;
   }
 
-  double exposed_at(int64_t length, int64_t degree) const {
-    const double transfer =
-        transfer_s(cost_, degree, static_cast<double>(length), one_node(degree));
-    return static_cast<double>(degree) * speeds_.back() * transfer - attention_s(cost_, length);
+  // The least e(s, D) from a degree on: D - 1 times q - attention / D, which is convex in D.
+  double exposed_from(int64_t length, int64_t degree) const {
+    const double bandwidth =
+        one_node(degree) ? cost_.intra_node_bytes_per_s : cost_.inter_node_bytes_per_s;
+    const double q = speeds_.back() * 3 * static_cast<double>(length) * cost_.kv_bytes_per_token /
+                     bandwidth;
+    const double attention = attention_s(cost_, length);
+    if (q == 0) return -attention;
+    const double d = std::max(static_cast<double>(degree), std::sqrt(attention / q));
+    return (d - 1) * (q - attention / d);
   }
 
   int64_t least_degree_across(int64_t length, int64_t least, double makespan_s) const;
 
   const Problem& problem_;
-  const CostModel& cost_;
+  CostModel cost_;
   std::vector<double> speeds_;  // the fastest first
 };
 
-// The least degree above a node's that serves a plan of `makespan_s`; 0 if none does.
+// A degree above a node's below which none serves a plan of `makespan_s`; 0 if none does at all.
 int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespan_s) const {
   const double speed = speeds_.front();
   const auto s = static_cast<double>(length);
-  const double room = makespan_s - cost_.g / speed;
+  const double room = makespan_s - fixed_s(cost_, cost_.ranks_per_node + 1) / speed;
   if (!(room > 0)) return 0;
   const auto at_least = [&](double wanted) {
     // rounding may not make the bound too high
@@ -84,14 +90,20 @@ int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespa
     return degree <= static_cast<double>(problem_.num_ranks) ? static_cast<int64_t>(degree) : 0;
   };
   const double limit_s = makespan_s * (1 + 1e-9);
-  const int64_t hidden = at_least(compute_s(cost_, length) / speed / room);
-  if (hidden == 0) return 0;
-  if (own_at(length, hidden, speed) <= limit_s) return hidden;
+  int64_t degree = at_least(compute_s(cost_, length) / speed / room);
+  if (degree == 0 || own_at(length, degree, speed) <= limit_s) return degree;
   // exposed there: b s / (D v) + X (D - 1) / D <= room  <=>  (b s / v - X) / D <= room - X
   const double all = 3 * s * cost_.kv_bytes_per_token / cost_.inter_node_bytes_per_s;
-  if (room <= all) return 0;
-  const int64_t exposed = at_least((cost_.b * s / speed - all) / (room - all));
-  return exposed > 0 && own_at(length, exposed, speed) <= limit_s ? exposed : 0;
+  if (room > all) {
+    const int64_t exposed = at_least((cost_.b * s / speed - all) / (room - all));
+    if (exposed == 0) return 0;
+    degree = std::max(degree, exposed);
+  }
+  constexpr int kMostSteps = 16;  // where they end none below serves
+  for (int i = 0; i < kMostSteps && own_at(length, degree, speed) > limit_s; ++i) {
+    if (++degree > problem_.num_ranks) return 0;
+  }
+  return degree;
 }
 
 double Bound::exposed_s(int64_t length, int64_t least, double makespan_s) const {
@@ -99,10 +111,10 @@ double Bound::exposed_s(int64_t length, int64_t least, double makespan_s) const 
   for (int64_t degree = least; degree <= in_a_node; ++degree) {
     if (own_at(length, degree, speeds_.front()) > makespan_s * (1 + 1e-9)) continue;
     // a ring across nodes has at least as many ranks and less bandwidth
-    return exposed_at(length, degree);
+    return exposed_from(length, degree);
   }
   const int64_t across = least_degree_across(length, least, makespan_s);
-  return across > 0 ? exposed_at(length, across) : kNever;
+  return across > 0 ? exposed_from(length, across) : kNever;
 }
 
 double Bound::waited_s(int64_t length, int64_t least) const {
@@ -129,13 +141,19 @@ double Bound::waited_s(int64_t length, int64_t least) const {
   return lost;
 }
 
-// g for every C tokens; with offload a rank may hold more.
-double least_overhead_s(const Problem& problem) {
+// g, and as many blocks as a sequence needs ranks, for every C tokens; with offload a rank may hold
+// more.
+double least_fixed_s(const Problem& problem) {
   double tokens = 0;
-  for (const int64_t length : problem.lengths) tokens += static_cast<double>(length);
+  double blocks = 0;
+  for (const int64_t length : problem.lengths) {
+    tokens += static_cast<double>(length);
+    if (problem.cost.block_s == 0) continue;
+    blocks += static_cast<double>(length) * static_cast<double>(least_degree(problem, length));
+  }
   const double capacity = static_cast<double>(problem.tokens_per_rank) /
                           (problem.offload ? resident_share(problem, 1) : 1);
-  return problem.cost.g * tokens / capacity;
+  return (problem.cost.g * tokens + problem.cost.block_s * blocks) / capacity;
 }
 
 struct Long {
@@ -213,7 +231,7 @@ double tight_bound_s(const Problem& problem) {
   const Bound bound(problem);
   double low = lower_bound_s(problem);
   std::vector<Long> longs = long_sequences(problem, low);
-  double work = total_compute_s(problem) + least_overhead_s(problem);
+  double work = total_compute_s(problem) + least_fixed_s(problem);
   for (const Long& one : longs) work += bound.waited_s(one.length, one.least);
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
   order_by_attention(problem, longs);

@@ -1,6 +1,7 @@
 #include "planner/dp_balance/decide.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -29,10 +30,31 @@ int64_t search_tries(const Batch& batch, const Decisions& decisions) {
   return batch.problem.effort * std::clamp<int64_t>(tries, 1, kMostTries);
 }
 
+// What the blocks of rings take that are just wide enough for memory and for a rank's time.
+double blocks_s(const Batch& batch) {
+  const double block_s = batch.problem.cost.block_s;
+  if (block_s == 0) return 0;
+  double all_s = 0;
+  for (std::size_t place = 0; place < batch.num_big; ++place) {
+    const double in_time = std::ceil(batch.compute_s(place) / batch.share_s);
+    const double degree = std::max(static_cast<double>(batch.least[place]), in_time);
+    if (degree > 1) all_s += degree * degree * block_s;
+  }
+  return all_s / batch.total_speed;
+}
+
+// A makespan that is not worth more search. The bound leaves out hops, and blocks beyond what
+// memory demands: without a tolerance the search would run to its end where these cost something.
+double enough(const Batch& batch) {
+  const CostModel& cost = batch.problem.cost;
+  const bool known = cost.block_s == 0 && cost.intra_node_hop_s == 0 && cost.inter_node_hop_s == 0;
+  return (known ? kCloseEnough : kNearlyAsFast) * batch.bound_s + blocks_s(batch);
+}
+
 }  // namespace
 
 Decisions best_decisions(const Batch& batch) {
-  const double enough_s = kCloseEnough * batch.bound_s;
+  const double enough_s = enough(batch);
   std::vector<Start> starts = first_starts(batch, enough_s);
   if (starts.front().makespan_s <= enough_s) return decisions_of(starts.front());
   Candidate first = take_candidate(batch, starts.front());

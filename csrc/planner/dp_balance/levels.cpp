@@ -12,11 +12,12 @@ Level estimate(const Batch& batch, const Decisions& decisions, const RingSchedul
   std::vector<int32_t> owners(batch.num_big, -1);
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     if (is_ring(problem, batch.length(place), decisions.degrees[place])) continue;
-    const double share_of_g = problem.cost.g * static_cast<double>(batch.length(place)) /
-                              static_cast<double>(problem.tokens_per_rank);
+    const double share_of_fixed = fixed_s(problem.cost, 1) *
+                                  static_cast<double>(batch.length(place)) /
+                                  static_cast<double>(problem.tokens_per_rank);
     const double speed = problem.speed(ranks.rank(0));
     owners[place] = ranks.rank(0);
-    ranks.advance(0, ranks.clock(0) + (batch.compute_s(place) + share_of_g) / speed);
+    ranks.advance(0, ranks.clock(0) + (batch.compute_s(place) + share_of_fixed) / speed);
   }
   Level result;
   double latest = 0;

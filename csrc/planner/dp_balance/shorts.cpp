@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/baselines/packing.hpp"
@@ -30,7 +31,8 @@ class GapFiller {
         bins_(gaps.size()),
         room_(gaps.size(), problem.tokens_per_rank) {
     for (std::size_t gap = 0; gap < gaps.size(); ++gap) {
-      const double seconds = gaps[gap].seconds - problem.cost.g / problem.speed(gaps[gap].rank);
+      const double seconds =
+          gaps[gap].seconds - fixed_s(problem.cost, 1) / problem.speed(gaps[gap].rank);
       if (seconds > 0) left_.emplace(seconds, gap);
     }
   }
@@ -103,20 +105,25 @@ class RankBins {
   Packed packed_;
 };
 
-// Gives each sequence to a rank that ends early with it, a new micro-batch's g counted.
+// Gives each sequence to a rank that ends early with it, a new micro-batch's fixed_s counted.
 class Leveller {
  public:
   Leveller(const Problem& problem, const std::vector<double>& clocks,
            const BestFitDecreasing& packing, RankBins& bins)
-      : problem_(problem), heap_(clocks), packings_(clocks.size(), packing), bins_(bins) {}
+      : problem_(problem),
+        fixed_s_(fixed_s(problem.cost, 1)),
+        heap_(clocks),
+        packings_(clocks.size(), packing),
+        bins_(bins) {}
 
   // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
-    const bool first_is_best = problem_.cost.g == 0 && problem_.speeds.empty();
+    const bool first_is_best = fixed_s_ == 0 && problem_.speeds.empty();
     std::size_t best = 0;
     double best_end = end(item, 0);
     const std::size_t tries = first_is_best ? 1 : std::min(kTries, heap_.size());
     for (std::size_t i = 1; i < tries; ++i) {
+      if (end_with_room(item, i) >= best_end) continue;
       const double candidate = end(item, i);
       if (candidate < best_end) {
         best = i;
@@ -131,14 +138,20 @@ class Leveller {
  private:
   static constexpr std::size_t kTries = 31;  // the first five layers of the heap
 
+  // If there is room in a micro-batch: what end() takes at least, without looking for the room.
+  double end_with_room(const Short& item, std::size_t place) const {
+    return heap_.clock(place) + item.compute_s / problem_.speed(heap_.rank(place));
+  }
+
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
     const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
-    const double g = problem_.cost.g == 0 || packing.fits(item.tokens) ? 0 : problem_.cost.g;
-    return heap_.clock(place) + (item.compute_s + g) / problem_.speed(rank);
+    const double fixed = fixed_s_ == 0 || packing.fits(item.tokens) ? 0 : fixed_s_;
+    return heap_.clock(place) + (item.compute_s + fixed) / problem_.speed(rank);
   }
 
   const Problem& problem_;
+  double fixed_s_;  // of a micro-batch
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank
   RankBins& bins_;

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/pp_balance/shares.hpp"
 #include "planner/schedule/pipeline.hpp"
@@ -93,7 +94,7 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
         },
         [&](std::size_t lane, int64_t) {
           const double time_s = shares[lane] / static_cast<double>(num_own[lane]);
-          order.add(lane, (time_s + problem.cost.g) / seating.speed[lane]);
+          order.add(lane, (time_s + fixed_s(problem.cost, 1)) / seating.speed[lane]);
         });
     const std::vector<double> ends =
         pipeline_ends(order.offsets, order.lanes, order.seconds,

@@ -51,7 +51,8 @@ double least_level_s(const std::vector<const LongSequence*>& chosen, int64_t wid
 
 Shared share(const Problem& problem, const LongSequence& sequence, int64_t degree) {
   const bool one_node = degree <= problem.cost.ranks_per_node;
-  const double seconds = ring_s(problem.cost, sequence.length, degree, one_node) + problem.cost.g;
+  const double seconds =
+      ring_s(problem.cost, sequence.length, degree, one_node) + fixed_s(problem.cost, degree);
   return {sequence.id, degree, seconds};
 }
 

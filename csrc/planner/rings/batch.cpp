@@ -22,7 +22,7 @@ Batch::Batch(const Problem& given)
       lengths(given.lengths, order),
       total_speed(hdp::total_speed(given)),
       ramp(static_cast<double>(given.pipeline_stages - 1)),
-      full_s(hdp::compute_s(given.cost, given.tokens_per_rank) + given.cost.g) {
+      full_s(hdp::compute_s(given.cost, given.tokens_per_rank) + fixed_s(given.cost, 1)) {
   for (std::size_t place = 0; place < order.size(); ++place) total_s += compute_s(place);
   share_s = total_s / total_speed;
   if (ramp == 0) {
@@ -45,7 +45,7 @@ Batch::Batch(const Problem& given)
     small_s += compute_s(place);
     small_tokens += static_cast<double>(length(place));
   }
-  small_s += problem.cost.g * small_tokens / static_cast<double>(problem.tokens_per_rank);
+  small_s += fixed_s(problem.cost, 1) * small_tokens / static_cast<double>(problem.tokens_per_rank);
 }
 
 }  // namespace hdp

@@ -25,7 +25,7 @@ struct Batch {
   std::vector<int32_t> least;  // the least degree, of the big ones
   std::size_t num_big = 0;     // the first places: each matters by itself
   double total_s = 0;          // compute of all
-  double small_s = 0;          // compute of all but the big ones, and a share of g
+  double small_s = 0;          // compute of all but the big ones, and a share of fixed_s
   double total_speed = 1;      // of all ranks
   double bound_s = 0;          // no earlier can all clocks be
   double own_time_s = 0;       // a sequence should not take longer by itself

@@ -14,7 +14,7 @@ int64_t filling_degree(const Batch& batch, std::size_t place, int64_t hidden, do
   const Problem& problem = batch.problem;
   const double room_s = seconds - problem.cost.g;
   if (!(room_s > 0)) return 0;
-  const double parts = std::ceil(batch.compute_s(place) / room_s);
+  const double parts = std::ceil(parts_within(problem.cost, batch.compute_s(place), room_s));
   if (parts > static_cast<double>(hidden)) return 0;
   const int64_t degree = std::max<int64_t>(batch.least[place], static_cast<int64_t>(parts));
   return may_share(problem, batch.length(place), batch.least[place], degree) ? degree : 0;
@@ -32,7 +32,9 @@ Column best_column(const Batch& batch, const FreeRanks& free, std::size_t place,
     const auto& [clock, ranks] = free.groups()[group];
     const int64_t degree = filling_degree(batch, place, hidden, until_s - clock);
     if (degree == 0 || degree > static_cast<int64_t>(ranks.size())) continue;
-    const double left_s = until_s - clock - batch.compute_s(place) / static_cast<double>(degree);
+    const double blocks_s = static_cast<double>(degree) * problem.cost.block_s;
+    const double left_s =
+        until_s - clock - blocks_s - batch.compute_s(place) / static_cast<double>(degree);
     if (best.degree > 0 && left_s >= least_left_s) continue;
     best = {group, degree};
     least_left_s = left_s;

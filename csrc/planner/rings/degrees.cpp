@@ -20,7 +20,8 @@ constexpr double kWider = 1.1;
 int64_t short_enough_degree(const Batch& batch, int64_t length, int64_t hidden) {
   const CostModel& cost = batch.problem.cost;
   for (int64_t degree = hidden; degree <= batch.problem.num_ranks; ++degree) {
-    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) + cost.g;
+    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) +
+                         fixed_s(cost, degree);
     if (own_s <= kOwnTime * batch.own_time_s) return degree;
   }
   return hidden;
@@ -63,7 +64,7 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
-  const double parts = std::ceil(batch.compute_s(place) / longest_s);
+  const double parts = std::ceil(parts_within(problem.cost, batch.compute_s(place), longest_s));
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
   const bool many = parts >= static_cast<double>(useful) || exposed > hidden;

@@ -155,7 +155,8 @@ class RingPlacer {
     const int64_t length = batch_.length(place);
     const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
     double seconds =
-        ring_s(problem_.cost, length, degree, one_node, speed) + problem_.cost.g / speed;
+        ring_s(problem_.cost, length, degree, one_node, speed) +
+        fixed_s(problem_.cost, degree) / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
       const int64_t room = problem_.tokens_per_rank - slice;

@@ -25,7 +25,10 @@ bool SpareRoom::place_longest(Member& member, int64_t longest) {
 
 double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room, Locals& locals) {
   std::vector<Member> members(ranks.size());
-  for (Member& member : members) member.room = room;
+  for (Member& member : members) {
+    member.room = room;
+    member.seconds = batch_.problem.cost.block_s;
+  }
   double level = 0;
   while (place_longest(members.front(), room)) {
     level = std::max(level, members.front().seconds);

@@ -41,7 +41,7 @@ class RingTime {
     for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
       sum_.add(problem, plan.sequences[index(i)], degree());
     }
-    transfer_s_ = transfer_s(problem.cost, degree(), sum_.tokens, one_node());
+    one_node_ = one_node();
   }
 
   int64_t degree() const { return last_ - first_; }
@@ -51,8 +51,9 @@ class RingTime {
   double member_s(int32_t rank, double local_s) const {
     const auto d = static_cast<double>(degree());
     const double speed = problem_.speed(rank);
-    const double exposed = std::max(0.0, transfer_s_ - sum_.attention_s / d / speed);
-    return (sum_.compute_s / d + local_s + problem_.cost.g) / speed + exposed;
+    const double exposed =
+        exposed_s(problem_.cost, degree(), sum_.tokens, sum_.attention_s / d / speed, one_node_);
+    return (sum_.compute_s / d + local_s + fixed_s(problem_.cost, degree())) / speed + exposed;
   }
 
   // Seconds of the slowest member without locals.
@@ -78,7 +79,7 @@ class RingTime {
   int64_t first_;
   int64_t last_;
   Sum sum_;
-  double transfer_s_ = 0;
+  bool one_node_ = true;
 };
 
 }  // namespace
@@ -93,7 +94,8 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
     const int32_t rank = plan.locals.ranks[index(i)];
     member.add(problem, plan.locals.sequences[index(i)], 1);
     if (i + 1 < last && plan.locals.ranks[index(i) + 1] == rank) continue;
-    load.seconds = std::max(load.seconds, ring.member_s(rank, member.compute_s));
+    const double local_s = member.compute_s + problem.cost.block_s;
+    load.seconds = std::max(load.seconds, ring.member_s(rank, local_s));
     load.tokens_on_a_rank =
         std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
     member = {};

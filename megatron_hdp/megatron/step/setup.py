@@ -89,7 +89,8 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     Every rank must call this.
 
     Raises:
-        ValueError: activations are to be offloaded, and the file is about other layers.
+        ValueError: layers count (activations are to be offloaded, or the file has figures of one
+            layer), and the file is about other layers.
     """
     num_layers = len(executor.layers)
     counted = executor.activation_bytes_per_token() if arguments.hdp_offload != "off" else None
@@ -97,7 +98,8 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         shape = _cost_model_of_shape(arguments, executor, counted)
         return replace(shape, num_layers=num_layers)
     measured = CostModel.from_json(arguments.hdp_cost_model)
-    if arguments.hdp_offload != "off" and measured.num_layers != num_layers:
+    count = arguments.hdp_offload != "off" or measured.counts_layers
+    if count and measured.num_layers != num_layers:
         raise ValueError(
             f"--hdp-offload {arguments.hdp_offload}: {arguments.hdp_cost_model} says num_layers "
             f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "

@@ -150,12 +150,13 @@ def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, st
         assert set(askers) == {"reserve"}, "host memory was asked for inside of a forward"
 
 
-def test_a_cost_model_of_other_layers_is_refused(run_ranks, tmp_path):
+@pytest.mark.parametrize(("offload", "block_s"), [("auto", 0.0), ("off", 1e-5)])
+def test_a_cost_model_of_other_layers_is_refused(run_ranks, tmp_path, offload, block_s):
     prefix = write_corpus(tmp_path, LENGTHS)
     path = tmp_path / "cost.json"
-    path.write_bytes(CostModel(a=1.0, b=1.0, kv_bytes_per_token=1).to_json())
+    path.write_bytes(CostModel(a=1.0, b=1.0, kv_bytes_per_token=1, block_s=block_s).to_json())
     arguments = tiny_arguments(
-        prefix, hdp_offload="auto", hdp_cost_model=path, **CAPACITY | {"num_layers": 4}
+        prefix, hdp_offload=offload, hdp_cost_model=path, **CAPACITY | {"num_layers": 4}
     )
     with pytest.raises(Exception, match="says num_layers 1, a rank of this run has 4"):
         run_ranks(1, planned_offload, arguments)
