@@ -3,7 +3,7 @@
 import argparse
 
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.profile.command import add_flags, profile_of
+from megatron_hdp.profile.command import add_flags, arguments_of, profile_of
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,5 +34,5 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _run(arguments: argparse.Namespace) -> int:
     configs = [text for path in arguments.config for text in ("--config", path)]
-    profile_of(arguments, [*configs, *arguments.flags])
+    profile_of(arguments, arguments_of(arguments, [*configs, *arguments.flags]))
     return ExitCode.DONE

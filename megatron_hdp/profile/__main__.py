@@ -8,11 +8,14 @@ from typing import NoReturn
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.processes import launcher
-from megatron_hdp.profile.command import add_flags, profile_of
+from megatron_hdp.profile.command import add_flags, arguments_of, is_first_rank, profile_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Profiles and returns the exit code; a mistake of the user's is one message."""
+    """Profiles and returns the exit code.
+
+    A mistake of the user's that every rank sees before they meet is told by the first rank only.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron_hdp.profile",
         allow_abbrev=False,
@@ -21,8 +24,14 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser)
     own, training = parser.parse_known_args(argv)
     try:
-        profile_of(own, training)
+        arguments = arguments_of(own, training)
     except (ValueError, ImportError) as error:
+        if is_first_rank():
+            _say(f"error: {error}")
+        return ExitCode.MISTAKE
+    try:
+        profile_of(own, arguments)
+    except ValueError as error:
         _say(f"error on rank {os.environ.get('RANK', '0')}: {error}")
         return ExitCode.MISTAKE
     return ExitCode.DONE

@@ -13,7 +13,8 @@ _HELD_OUT_LENGTHS = (0.7, 0.35, 0.18)
 _PARTS, _HELD_OUT_PARTS = (4, 16), (8,)
 _RING_LENGTHS = (1.0, 0.5, 0.25, 1 / 16)
 _HELD_OUT_RING_LENGTHS = (0.7, 0.35)
-_TRANSFERS = (2.0, 1.0, 0.5, 0.25, 1 / 8, 1 / 32)
+_TRANSFERS = (1.0, 0.5, 0.25, 1 / 8, 1 / 32, 1 / 128)
+_MOST_TRANSFER = 4  # times what a rank holds, so that size tells
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _transfers(room: Room) -> Iterator[Case]:
     for degree, leaves_node in rings:
         if degree < 2:
             continue
-        for tokens in _lengths(_TRANSFERS, room.tokens_per_rank, 1):
+        for tokens in _lengths(_TRANSFERS, _MOST_TRANSFER * room.tokens_per_rank, 1):
             yield Case(
                 TRANSFER,
                 degree=degree,

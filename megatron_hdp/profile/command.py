@@ -56,32 +56,47 @@ def report_path(output: Path) -> Path:
     return output.with_suffix(".report.json")
 
 
-def profile_of(own: argparse.Namespace, training: Sequence[str]) -> None:
-    """Profiles and writes the files; in a job, every rank calls this.
+def arguments_of(own: argparse.Namespace, training: Sequence[str]) -> "TrainingArguments":
+    """Checks everything that can be checked before ranks meet, and sets what CUDA reads.
 
     Args:
         own: values of the flags that `add_flags` declares.
         training: flags of the training command, ``--config`` among them.
 
     Raises:
-        ValueError: a flag or file is wrong, or nothing could be fitted.
+        ValueError: a flag or a file is wrong; the same on every rank.
+        ImportError: a picture is wanted, and matplotlib is not installed.
     """
-    _check_files(own)
+    if is_first_rank():  # who writes
+        _check_files(own)
     from megatron_hdp.megatron import known_warnings
     from megatron_hdp.megatron.options import parse_arguments
 
     known_warnings.leave_out()
-    flags = [*training, "--hybrid-data-parallel"]
-    if own.picture is not None:
-        from megatron_hdp.simulator.plot import import_figure
-
-        import_figure("a profile")  # rather now than after minutes
-    arguments = parse_arguments(flags, needs_data=False)
+    arguments = parse_arguments([*training, "--hybrid-data-parallel"], needs_data=False)
     _prepare_device(arguments)
+    return arguments
+
+
+def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
+    """Profiles and writes the files; in a job, every rank calls this.
+
+    Args:
+        own: values of the flags that `add_flags` declares.
+        arguments: what `arguments_of` gave.
+
+    Raises:
+        ValueError: the ranks do not go with the configuration, or nothing could be fitted.
+    """
     _take_place_alone()
     profile = _run(arguments, own.budget_seconds)
     if profile is not None:
         _write(profile, own)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the job's first rank, as far as its environment says."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_files(own: argparse.Namespace) -> None:
@@ -101,6 +116,10 @@ def _check_files(own: argparse.Namespace) -> None:
             f"--picture {own.picture}: found the suffix {own.picture.suffix!r}, expected .png, "
             ".svg or .pdf: change it"
         )
+    if own.picture is not None:
+        from megatron_hdp.simulator.plot import import_figure
+
+        import_figure("a profile")  # rather now than after minutes
 
 
 def _prepare_device(arguments: "TrainingArguments") -> None:
@@ -113,7 +132,7 @@ def _prepare_device(arguments: "TrainingArguments") -> None:
             hybrid_data_parallel=True,
         )
     )
-    for doubt in doubts if os.environ.get("RANK", "0") == "0" else ():
+    for doubt in doubts if is_first_rank() else ():
         print(f"profile: {doubt}", flush=True)
 
 

@@ -25,8 +25,9 @@ NAMES = (*_OF_COMPUTE, *_OF_TRAFFIC)
 further block of a ring takes beyond that; per hop and per byte within a node and between nodes."""
 _A, _ATTENTION_B, _B, _G, _BLOCK, _MORE_BLOCK = range(6)
 _PASSES = (1 / 3, 2 / 3)  # of attention, and of traffic, forward and backward
-_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, RING: 1.0, TRANSFER: 0.1}
-"""Of relative errors: what a step takes comes first; a transfer by itself tells what rings hide."""
+_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, RING: 1.0, TRANSFER: 0.03}
+"""Of relative errors. Rings say what traffic costs them, the work beside it included; transfers by
+themselves decide only what rings hide."""
 _MOST_ROUNDS = 20
 _BOOTSTRAPS = 200
 
@@ -111,6 +112,24 @@ def coefficients_of(found: Fit) -> dict[str, float]:
         if values.get(f"{where}_byte", 0.0) > 0:
             of_model[f"{where}_node_bytes_per_s"] = 1 / values[f"{where}_byte"]
     return of_model
+
+
+def wires_of(measured: Sequence[Measured]) -> dict[str, tuple[float, float]]:
+    """Seconds of a hop and seconds per byte of transfers by themselves, by "intra" or "inter"."""
+    found = {}
+    for where, leaves_node in (("intra", False), ("inter", True)):
+        here = [
+            one
+            for one in measured
+            if one.case.kind == TRANSFER and one.case.leaves_node == leaves_node
+        ]
+        if len(here) < 2:
+            continue
+        rows = np.array([[1.0, one.case.num_bytes] for one in here])
+        medians = np.array([one.median_s for one in here])
+        hop_s, s_per_byte = nonnegative(rows / medians[:, None], np.ones(len(here)))
+        found[where] = (float(hop_s), float(s_per_byte))
+    return found
 
 
 def errors_of(found: Fit, measured: Iterable[Measured]) -> Float64Array:

@@ -36,6 +36,7 @@ class Profile:
     place: str
     """Device and ranks, in words."""
     attention: str
+    has_experts: bool
     notes: tuple[str, ...]
     """What was not measured, and what stands in its place."""
 
@@ -79,6 +80,7 @@ def run_profile(
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
         attention=executor.attention.name,
+        has_experts=arguments.num_experts is not None,
         notes=notes,
     )
     parallel.finish()
@@ -111,7 +113,7 @@ def _cost_model(
         name = f"{where}_node_bytes_per_s"
         if f"{where}_node_hop_s" in measured and name not in measured:
             changes[name] = _UNBOUNDED_BYTES_PER_S
-            notes.append(f"{name} is as good as unbounded: transfers took no longer for their size")
+            notes.append(f"{name} is as good as unbounded: rings took no longer for their bytes")
     if "intra_node_hop_s" not in measured:
         notes.append("one rank has no rings: their coefficients are defaults")
     elif "inter_node_hop_s" not in measured:

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.profile.cases import COMPUTE, RING
-from megatron_hdp.profile.fitting import Measured, coefficients_of, errors_of
+from megatron_hdp.profile.fitting import Measured, coefficients_of, errors_of, wires_of
 from megatron_hdp.profile.job import Profile
 from megatron_hdp.profile.passes import lengths_of
 
@@ -96,6 +96,10 @@ def intervals_of(profile: Profile) -> dict[str, tuple[float, float]]:
 def notes_of(profile: Profile) -> list[str]:
     """What a reader must know besides."""
     notes = list(profile.notes)
+    for where, (hop_s, s_per_byte) in wires_of(profile.measured).items():
+        words = "within a node" if where == "intra" else "between nodes"
+        speed = f", {1e-9 / s_per_byte:.3g} GB/s" if s_per_byte else ""
+        notes.append(f"transfers by themselves {words}: {1e6 * hop_s:,.0f} us a hop{speed}")
     if profile.left_out:
         notes.append(
             f"{len(profile.left_out)} cases had no room in the budget, the first "
@@ -133,6 +137,8 @@ def _source(name: str, profile: Profile) -> str:
         return "counted"
     if name == "host_bytes_per_s":
         return "measured"
+    if name == "b_experts" and not profile.has_experts:
+        return "the model has none"
     if name == "ranks_per_node" and profile.room.ranks > 1:
         return "counted"
     return "not measured, see the notes"

@@ -19,6 +19,7 @@ from megatron_hdp.profile.fitting import (
     errors_of,
     fit,
     nonnegative,
+    wires_of,
 )
 
 SHAPE = Shape(layers=4, kv_bytes_per_token=4096.0)
@@ -60,8 +61,10 @@ def test_planted_coefficients_are_found():
 def test_noise_changes_little(seed):
     measured = measured_of(PLANTED, noise=0.03, seed=seed)
     found = fit(measured, SHAPE)
-    for name in ("a", "b", "g", "intra_hop", "inter_hop", "inter_byte"):
-        assert found.values[name] == pytest.approx(PLANTED[name], rel=0.15), name
+    for name in ("a", "b", "g"):
+        assert found.values[name] == pytest.approx(PLANTED[name], rel=0.1), name
+    for name in ("intra_hop", "inter_hop", "inter_byte"):  # small parts of what rings take
+        assert found.values[name] == pytest.approx(PLANTED[name], rel=0.4), name
     held_out = [one for one in measured if one.case.is_held_out]
     assert {one.case.kind for one in held_out} == {COMPUTE, RING}
     assert np.median(abs(errors_of(found, held_out))) < 0.03
@@ -109,6 +112,13 @@ def test_further_blocks_take_no_more_than_g_has():
     model = coefficients_of(fit(measured_of(planted), SHAPE))
     assert model["g"] == pytest.approx(0.0, abs=1e-9)
     assert model["block_s"] == pytest.approx(PLANTED["block"] + PLANTED["g"] / 8)
+
+
+def test_transfers_by_themselves():
+    wires = wires_of(measured_of(PLANTED))
+    assert wires["intra"] == pytest.approx((5e-4, 1e-9))
+    assert wires["inter"] == pytest.approx((2e-3, 4e-9))
+    assert wires_of([]) == {}
 
 
 def test_one_rank_tells_of_no_rings():
