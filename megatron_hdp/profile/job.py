@@ -35,7 +35,8 @@ class Profile:
     room: Room
     place: str
     """Device and ranks, in words."""
-    attention: str
+    backend: str
+    """Whose attention kernels ran."""
     has_experts: bool
     notes: tuple[str, ...]
     """What was not measured, and what stands in its place."""
@@ -79,7 +80,7 @@ def run_profile(
         left_out=left_out,
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
-        attention=executor.attention.name,
+        backend=executor.attention.name,
         has_experts=arguments.num_experts is not None,
         notes=notes,
     )
@@ -136,4 +137,4 @@ def _place(room: Room, tensor_ranks: int, stages: int) -> str:
             f"CPU, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a rank"
         )
     of_devices = f" of {tensor_ranks} x {stages} devices" if tensor_ranks * stages > 1 else ""
-    return f"{name}; {room.ranks} HDP ranks{of_devices}"
+    return f"{name}; {room.ranks} HDP rank{'s' * (room.ranks > 1)}{of_devices}"

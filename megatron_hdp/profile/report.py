@@ -21,7 +21,7 @@ def as_text(profile: Profile) -> str:
     """The coefficients, how sure they are, how well they tell what the fit has not seen."""
     lines = [
         f"machine    {profile.place}; load {_load()}",
-        f"attention  {profile.attention}",
+        f"attention  {profile.backend}",
         f"range      {_range(profile)}",
         "",
         "  coefficient                       value  nine of ten fits",
@@ -63,7 +63,7 @@ def as_json(profile: Profile) -> bytes:
     report = {
         "machine": profile.place,
         "load": _load(),
-        "attention": profile.attention,
+        "attention": profile.backend,
         "cost_model": asdict(profile.cost_model),
         "intervals": intervals_of(profile),
         "lengths": [shortest, longest],
