@@ -73,6 +73,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
+    "profile": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "runtime", "training"},
     "ray_launch": set(),
@@ -82,10 +83,11 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *{"cli/shared", "cli/data_commands"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
+        "profile",
     },
 }
 BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
-TORCH_ROOMS = {"runtime", "megatron", "training", "cli"}
+TORCH_ROOMS = {"runtime", "megatron", "training", "profile", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
 # Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm,

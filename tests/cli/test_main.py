@@ -18,6 +18,7 @@ HEAVY = ("torch", "megatron", "numpy", "matplotlib", "transformers")
         ["plan", "--help"],
         ["check", "--help"],
         ["preprocess", "--help"],
+        ["profile", "--help"],
         ["data", "plan", "--help"],
         ["--version"],
     ],

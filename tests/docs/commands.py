@@ -65,6 +65,16 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),
+    "torchrun --nproc-per-node 2 -m megatron_hdp.profile --config configs/tiny-cpu.yaml "
+    "--output cost-model.json --picture profile.png": Elsewhere(
+        "tests/profile/test_profile.py::test_two_ranks_tell_what_the_fit_has_not_seen",
+        needs="slow",
+    ),
+    "megatron-hdp profile --config configs/tiny-cpu.yaml --output cost-model.json": Elsewhere(
+        "tests/profile/test_profile.py::test_one_process"
+    ),
+    "megatron-hdp plan --lengths docs/example-lengths.txt --ranks 16 --tokens-per-rank 8192 "
+    "--cost-model cost-model.json": Elsewhere("tests/profile/test_profile.py::test_one_process"),
     "torchrun --nproc-per-node 2 -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
     "--hybrid-data-parallel --hdp-data mix.yaml": Elsewhere(
         "tests/training/test_primitives.py::"

@@ -126,7 +126,6 @@ def check_data(args: Any) -> None:
 
 def check_run(args: TrainingArguments) -> None:
     """Checks what a run reads, writes and resumes from, before defaults are derived."""
-    check_data(args)
     if (args.tokenizer_type == "byte") != (args.tokenizer_model is None):
         expected = "no --tokenizer-model" if args.tokenizer_type == "byte" else "--tokenizer-model"
         raise OptionError(f"--tokenizer-type {args.tokenizer_type} goes with {expected}")

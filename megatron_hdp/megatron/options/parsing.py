@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_hdp.megatron.options.arguments import GROUPS, TrainingArguments, with_derived_defaults
 from megatron_hdp.megatron.options.checks import (
+    check_data,
     check_model,
     check_parallel,
     check_run,
@@ -43,8 +44,12 @@ def build_parser() -> OptionParser:
     return parser
 
 
-def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
+def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> TrainingArguments:
     """Return the options of a command line, its ``--config`` files included.
+
+    Args:
+        argv: the command line.
+        needs_data: whether it must name the data.
 
     Raises:
         OptionError: an unknown, missing or unusable flag or key.
@@ -60,6 +65,8 @@ def parse_arguments(argv: Sequence[str]) -> TrainingArguments:
     namespace = parser.parse_args(argv, namespace)
     arguments = from_namespace(TrainingArguments, namespace)
     check_values(arguments)
+    if needs_data:
+        check_data(arguments)
     check_run(arguments)
     arguments = with_derived_defaults(arguments)
     check_model(arguments)

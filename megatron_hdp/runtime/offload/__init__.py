@@ -6,6 +6,7 @@ says how much of the host a step will want.
 """
 
 from megatron_hdp.runtime.offload.activation_offload import ActivationOffload
+from megatron_hdp.runtime.offload.copies import Copy, select_copy_engine
 from megatron_hdp.runtime.offload.saved_bytes import saved_bytes
 
-__all__ = ["ActivationOffload", "saved_bytes"]
+__all__ = ["ActivationOffload", "Copy", "saved_bytes", "select_copy_engine"]

@@ -1,0 +1,179 @@
+"""The flags of a profile, and the whole way from a command line to the files.
+
+What it needs to work is imported when it runs, so that help is immediate.
+"""
+
+import argparse
+import math
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.options import TrainingArguments
+    from megatron_hdp.profile.job import Profile
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that are not those of training."""
+    add = parser.add_argument
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="write the cost model as JSON, and beside it FILE with .report.json for its suffix",
+    )
+    add(
+        "--budget-seconds",
+        type=_seconds,
+        default=120.0,
+        metavar="S",
+        help="time to measure for, without building the model; three passes are made at least "
+        "(default: 120)",
+    )
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw what was measured against the fit (.png, .svg or .pdf)",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected seconds above 0")
+    return value
+
+
+def report_path(output: Path) -> Path:
+    """Where the report of a cost model is written."""
+    return output.with_suffix(".report.json")
+
+
+def arguments_of(own: argparse.Namespace, training: Sequence[str]) -> "TrainingArguments":
+    """Checks everything that can be checked before ranks meet, and sets what CUDA reads.
+
+    Args:
+        own: values of the flags that `add_flags` declares.
+        training: flags of the training command, ``--config`` among them.
+
+    Raises:
+        ValueError: a flag or a file is wrong; the same on every rank.
+        ImportError: a picture is wanted, and matplotlib is not installed.
+    """
+    if is_first_rank():  # who writes
+        _check_files(own)
+    from megatron_hdp.megatron import known_warnings
+    from megatron_hdp.megatron.options import parse_arguments
+
+    known_warnings.leave_out()
+    arguments = parse_arguments([*training, "--hybrid-data-parallel"], needs_data=False)
+    _prepare_device(arguments)
+    return arguments
+
+
+def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
+    """Profiles and writes the files; in a job, every rank calls this.
+
+    Args:
+        own: values of the flags that `add_flags` declares.
+        arguments: what `arguments_of` gave.
+
+    Raises:
+        ValueError: the ranks do not go with the configuration, or nothing could be fitted.
+    """
+    _take_place_alone()
+    profile = _run(arguments, own.budget_seconds)
+    if profile is not None:
+        _write(profile, own)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the job's first rank, as far as its environment says."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check_files(own: argparse.Namespace) -> None:
+    paths = {"--output": own.output, "--picture": own.picture}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"{flag} {path}: found no folder {path.parent}, expected one to write into: "
+                "make it or give another path"
+            )
+        if path.is_dir():
+            raise ValueError(f"{flag} {path}: found a folder, expected a file's name: add one")
+    if own.picture is not None and own.picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(
+            f"--picture {own.picture}: found the suffix {own.picture.suffix!r}, expected .png, "
+            ".svg or .pdf: change it"
+        )
+    if own.picture is not None:
+        from megatron_hdp.simulator.plot import import_figure
+
+        import_figure("a profile")  # rather now than after minutes
+
+
+def _prepare_device(arguments: "TrainingArguments") -> None:
+    from megatron_hdp.runtime import cuda
+
+    doubts = cuda.prepare(
+        cuda.Run(
+            capability=cuda.compute_capability(),
+            tensor_parallel=arguments.tensor_model_parallel_size > 1,
+            hybrid_data_parallel=True,
+        )
+    )
+    for doubt in doubts if is_first_rank() else ():
+        print(f"profile: {doubt}", flush=True)
+
+
+def _take_place_alone() -> None:
+    """Makes a process that nobody gave a place in a job the only rank of one."""
+    if any(name in os.environ for name in _PLACE[:2]):
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(zip(_PLACE, ("0", "1", "0", "1", "127.0.0.1", str(port)), strict=True))
+
+
+def _run(arguments: "TrainingArguments", budget_s: float) -> "Profile | None":
+    """The profile, on the first rank of the job; None on the others."""
+    from megatron_hdp.megatron import parallel
+    from megatron_hdp.profile.job import run_profile
+    from megatron_hdp.profile.progress import Progress
+
+    parallel.join_job(arguments)
+    is_first = parallel.is_first_rank()
+    with Progress(is_first) as progress:
+        profile = run_profile(arguments, budget_s, progress)
+    parallel.leave_job()
+    return profile if is_first else None
+
+
+def _write(profile: "Profile", own: argparse.Namespace) -> None:
+    from megatron_hdp.profile import report
+    from megatron_hdp.profile.picture import draw
+    from megatron_hdp.simulator.files import complete_file
+
+    print(report.as_text(profile))
+    texts = {
+        own.output: profile.cost_model.to_json(),
+        report_path(own.output): report.as_json(profile),
+    }
+    for path, text in texts.items():
+        with complete_file(path) as temporary:
+            Path(temporary).write_bytes(text)
+        print(f"written to {path}")
+    if own.picture is not None:
+        draw(profile, own.picture)
+        print(f"picture written to {own.picture}")

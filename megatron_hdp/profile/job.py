@@ -1,0 +1,140 @@
+"""One profile in a job that was joined: build the model, time the cases, fit, give the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_hdp.data.tokenizers import build_tokenizer
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.step import build_executor, cost_model_of, tokenizer_of
+from megatron_hdp.planner import CostModel
+from megatron_hdp.profile.cases import Case, Room, cases_of
+from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, fit
+from megatron_hdp.profile.measuring import Bench
+from megatron_hdp.profile.passes import measure
+from megatron_hdp.runtime.timeline import Timeline
+
+_UNBOUNDED_BYTES_PER_S = 1e15
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was found; the same on every rank."""
+
+    cost_model: CostModel
+    fit: Fit
+    measured: tuple[Measured, ...]
+    left_out: tuple[Case, ...]
+    """Cases that the budget had no room for."""
+    room: Room
+    place: str
+    """Device and ranks, in words."""
+    backend: str
+    """Whose attention kernels ran."""
+    has_experts: bool
+    notes: tuple[str, ...]
+    """What was not measured, and what stands in its place."""
+
+
+def run_profile(
+    arguments: TrainingArguments,
+    budget_s: float,
+    progress: Callable[[str, float], None],
+) -> Profile:
+    """Profiles in a job that was joined (`parallel.join_job`); every rank must call this.
+
+    Args:
+        arguments: of the run; hybrid data parallelism is on.
+        budget_s: seconds for the measurements, without building the model.
+        progress: is told what is done now and the share of the budget that is gone.
+
+    Raises:
+        ValueError: the configuration does not go with the ranks, or there are too few cases to fit.
+    """
+    parallel.initialise(arguments)
+    parallel.set_seeds(arguments.seed)
+    tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
+    model = build_gpt(arguments, tokenizer.vocab_size)
+    executor = build_executor(arguments, model, Timeline())
+    # bytes and layers are counted; seconds are replaced by what is measured
+    counted = cost_model_of(replace(arguments, hdp_offload="auto", hdp_cost_model=None), executor)
+    layers = len(executor.layers) * executor.place.num_stages
+    room = _room_of(arguments, counted, layers)
+    bench = Bench(arguments, executor, tokenizer.vocab_size)
+    host_bytes_per_s = bench.host_bytes_per_s()
+    measured, left_out = measure(bench, cases_of(room), budget_s, progress)
+    found = fit(measured, Shape(layers, counted.kv_bytes_per_token))
+    cost_model, notes = _cost_model(
+        replace(counted, host_bytes_per_s=host_bytes_per_s), found, room, arguments
+    )
+    profile = Profile(
+        cost_model=cost_model,
+        fit=found,
+        measured=tuple(measured),
+        left_out=left_out,
+        room=room,
+        place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
+        backend=executor.attention.name,
+        has_experts=arguments.num_experts is not None,
+        notes=notes,
+    )
+    parallel.finish()
+    return profile
+
+
+def _room_of(arguments: TrainingArguments, counted: CostModel, layers: int) -> Room:
+    place = parallel.rank_place(arguments)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Room(
+        tokens_per_rank=arguments.hdp_tokens_per_rank,
+        longest=arguments.seq_length,
+        ranks=place.num_hdp_ranks,
+        ranks_per_node=max(1, of_node // place.num_tensor_ranks),
+        multiple=arguments.hdp_slice_multiple * place.token_multiple,
+        kv_bytes_per_layer=max(1, round(counted.kv_bytes_per_token / layers)),
+    )
+
+
+def _cost_model(
+    counted: CostModel, found: Fit, room: Room, arguments: TrainingArguments
+) -> tuple[CostModel, tuple[str, ...]]:
+    """The coefficients, and what was not measured among them."""
+    measured = coefficients_of(found)
+    changes: dict[str, float | int] = dict(measured)
+    notes = []
+    if arguments.num_experts:
+        notes.append("b_experts is 0: the time of experts is part of b")
+    for where in ("intra", "inter"):
+        name = f"{where}_node_bytes_per_s"
+        if f"{where}_node_hop_s" in measured and name not in measured:
+            changes[name] = _UNBOUNDED_BYTES_PER_S
+            notes.append(f"{name} is as good as unbounded: rings took no longer for their bytes")
+    if "intra_node_hop_s" not in measured:
+        notes.append("one rank has no rings: their coefficients are defaults")
+    elif "inter_node_hop_s" not in measured:
+        notes.append("one node: the coefficients between nodes are those within the node")
+        changes["inter_node_hop_s"] = changes["intra_node_hop_s"]
+        changes["inter_node_bytes_per_s"] = changes["intra_node_bytes_per_s"]
+    if room.ranks > 1:
+        changes["ranks_per_node"] = room.ranks_per_node
+    else:
+        notes.append(f"ranks_per_node is the default, {counted.ranks_per_node}")
+    return replace(counted, **changes), tuple(notes)  # type: ignore[arg-type]
+
+
+def _place(room: Room, tensor_ranks: int, stages: int) -> str:
+    device = parallel.compute_device()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = (
+            f"CPU, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a rank"
+        )
+    of_devices = f" of {tensor_ranks} x {stages} devices" if tensor_ranks * stages > 1 else ""
+    return f"{name}; {room.ranks} HDP rank{'s' * (room.ranks > 1)}{of_devices}"

@@ -1,0 +1,191 @@
+"""Runs a case on every rank of the job at once and says what it took, the same on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
+from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case
+from megatron_hdp.runtime.offload import Copy, select_copy_engine
+from megatron_hdp.runtime.ring import TokenLayout
+
+_HOPS = 4  # of a transfer at a time
+_COPY_BYTES = 32 * 2**20
+_COPIES = 7
+
+
+class Bench:
+    """Times cases on this rank's executor; every rank must make one, and give it the same cases."""
+
+    def __init__(
+        self, arguments: TrainingArguments, executor: HdpExecutor, vocab_size: int, seed: int = 0
+    ) -> None:
+        self._arguments = arguments
+        self._executor = executor
+        self._place = executor.place
+        self._vocab_size = vocab_size
+        self._device = compute_device()
+        self._rng = np.random.default_rng(seed)
+        self._runs: dict[str, Callable[[Case], float]] = {
+            COMPUTE: self._micro_batch_s,
+            RING: self._micro_batch_s,
+            ATTENTION: self._attention_s,
+            TRANSFER: self._transfer_s,
+        }
+        self._began_s: float | None = None
+        self.elapsed_s = 0.0
+        """Seconds since the first case began, of the rank that waited longest."""
+
+    def seconds(self, case: Case) -> float:
+        """What a case takes: of a ring its slowest member, else the median over the HDP ranks."""
+        dist.all_reduce(torch.zeros(1, device=self._device))  # a common start
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+        own_s = self._runs[case.kind](case)
+        place = self._place
+        mine = [own_s, place.hdp_rank, time.perf_counter() - self._began_s]
+        found = self._gathered(mine)
+        self.elapsed_s = float(found[:, 2].max())
+        of_ranks = np.zeros(place.num_hdp_ranks)  # the slowest of the devices of each HDP rank
+        np.maximum.at(of_ranks, found[:, 1].astype(int), found[:, 0])
+        if case.degree > 1:
+            return float(of_ranks[: case.degree].max())
+        return float(np.median(of_ranks))
+
+    def host_bytes_per_s(self) -> float:
+        """Bytes a second of copies by the engine of offload, in the slower direction."""
+        engine = select_copy_engine(self._device, self._executor.timeline)
+        on_device = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
+        pinned = self._device.type == "cuda"
+        host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        rates = []
+        for start, target, source in (
+            (engine.to_host, host, on_device),
+            (engine.to_device, on_device, host),
+        ):
+            taken = [self._timed(partial(_copy, start, target, source)) for _ in range(_COPIES)]
+            rates.append(_COPY_BYTES / float(np.median(taken[1:])))
+        return float(self._gathered([min(rates)]).min()) * self._place.num_tensor_ranks
+
+    def _gathered(self, values: list[float]) -> npt.NDArray[np.float64]:
+        """Those of all ranks of the job; shape (ranks, values)."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine)
+        found: npt.NDArray[np.float64] = torch.stack(rows).cpu().numpy()
+        return found
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        timeline = self._executor.timeline
+        timeline.reset()
+        run()
+        return timeline.since_start_s(timeline.now())
+
+    def _micro_batch_s(self, case: Case) -> float:
+        """A micro-batch from its start until gradient sync, which is left out."""
+        self._executor.model.zero_grad_buffer()
+        own = self._micro_batch(case)
+        outcome = self._executor.run([own], case.num_tokens)
+        return outcome.until_sync_s
+
+    def _micro_batch(self, case: Case) -> RankMicroBatch:
+        rank = self._place.hdp_rank
+        if rank >= case.degree > 1:  # not in the ring
+            return padding_micro_batch(rank, 2 * self._place.token_multiple)
+        if case.degree == 1:
+            parts = [np.arange(length) for length in case.lengths]
+        else:
+            parts = [_slice(length, case.degree, rank) for length in case.lengths]
+        lengths = tuple(len(part) for part in parts)
+        num_tokens = sum(lengths)
+        # tensor ranks and stages of one HDP rank hold the same tokens
+        numbers = np.random.default_rng(num_tokens).integers(0, self._vocab_size, (2, num_tokens))
+        is_ring = case.degree > 1
+        return replace(
+            padding_micro_batch(rank, num_tokens),
+            tokens=numbers[0],
+            labels=numbers[1],
+            positions=np.concatenate(parts),
+            loss_mask=np.ones(num_tokens, dtype=np.bool_),
+            sequence_index=np.arange(len(parts)).repeat(lengths),
+            ring=tuple(range(case.degree)) if is_ring else (rank,),
+            ring_slices=lengths if is_ring else (),
+            local_lengths=() if is_ring else lengths,
+            sequence_ids=tuple(range(len(parts))),
+            sources=(0,) * len(parts),
+            index=0,
+        )
+
+    def _attention_s(self, case: Case) -> float:
+        """The attention of all layers, forward and backward, one layer after the other."""
+        arguments, place = self._arguments, self._place
+        layout = TokenLayout(
+            ring=(place.hdp_rank,),
+            index=0,
+            ring_slices=(),
+            local_lengths=case.lengths,
+            device=self._device,
+        )
+        heads = arguments.num_attention_heads // place.num_tensor_ranks
+        groups = max(1, (arguments.num_query_groups or heads) // place.num_tensor_ranks)
+        q, k, v, gradient = (
+            torch.randn(
+                (case.num_tokens, number, arguments.kv_channels),
+                dtype=model_dtype(arguments),
+                device=self._device,
+            )
+            for number in (heads, groups, groups, heads)
+        )
+        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+        scale = float(arguments.kv_channels or 1) ** -0.5
+        layers = len(self._executor.layers)
+
+        def run() -> None:
+            for _ in range(layers):
+                out = self._executor.attention(q, k, v, layout, self._executor.comm, scale)
+                torch.autograd.grad(out, inputs, gradient)
+
+        return self._timed(run) * place.num_stages
+
+    def _transfer_s(self, case: Case) -> float:
+        """One hop, of several one after the other; the tensor ranks of a member share its bytes."""
+        rank = self._place.hdp_rank
+        if rank >= case.degree:
+            return 0.0
+        num_bytes = max(1, case.num_bytes // self._place.num_tensor_ranks)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        ring, comm = tuple(range(case.degree)), self._executor.comm
+
+        def run() -> None:
+            sent, spare = tensor, torch.empty_like(tensor)
+            for _ in range(_HOPS):
+                sent, spare = comm.pass_on(sent, ring, rank, into=spare).wait(), sent
+
+        return self._timed(run) / _HOPS
+
+
+def _copy(
+    start: Callable[[torch.Tensor, torch.Tensor], Copy], target: torch.Tensor, source: torch.Tensor
+) -> None:
+    start(target, source).wait()
+
+
+def _slice(length: int, degree: int, rank: int) -> npt.NDArray[np.int64]:
+    """Positions of a member's head chunk and tail chunk."""
+    chunk = length // (2 * degree)
+    tail = 2 * degree - 1 - rank
+    return np.concatenate(
+        [np.arange(rank * chunk, (rank + 1) * chunk), np.arange(tail * chunk, (tail + 1) * chunk)]
+    )

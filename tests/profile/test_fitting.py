@@ -1,0 +1,160 @@
+"""The fit gives back what was planted, in the planner's own words."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.bounds import own_times_s
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, Case, Room, cases_of
+from megatron_hdp.profile.fitting import (
+    NAMES,
+    Fit,
+    Measured,
+    Shape,
+    coefficients_of,
+    errors_of,
+    fit,
+    nonnegative,
+    wires_of,
+)
+
+SHAPE = Shape(layers=4, kv_bytes_per_token=4096.0)
+ROOM = Room(2048, 8192, ranks=4, ranks_per_node=2, kv_bytes_per_layer=1024)
+PLANTED = {
+    "a": 1e-8,
+    "attention_b": 2e-6,
+    "b": 2e-5,
+    "g": 5e-3,
+    "block": 1e-4,
+    "more_block": 2e-4,
+    "intra_hop": 5e-4,
+    "intra_byte": 1e-9,
+    "inter_hop": 2e-3,
+    "inter_byte": 4e-9,
+}
+
+
+def measured_of(planted, noise=0.0, seed=0, repetitions=9, cases=None):
+    """Times that a machine with these coefficients would give."""
+    rng = np.random.default_rng(seed)
+    machine = Fit(planted, SHAPE)
+    return [
+        Measured(
+            case,
+            tuple(machine.predicted_s(case) * rng.lognormal(0, noise, repetitions)),
+        )
+        for case in cases or cases_of(ROOM)
+    ]
+
+
+def test_planted_coefficients_are_found():
+    found = fit(measured_of(PLANTED), SHAPE)
+    assert set(PLANTED) == set(NAMES)
+    assert dict(found.values) == pytest.approx(PLANTED, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_changes_little(seed):
+    measured = measured_of(PLANTED, noise=0.03, seed=seed)
+    found = fit(measured, SHAPE)
+    for name in ("a", "b", "g"):
+        assert found.values[name] == pytest.approx(PLANTED[name], rel=0.1), name
+    for name in ("intra_hop", "inter_hop", "inter_byte"):  # small parts of what rings take
+        assert found.values[name] == pytest.approx(PLANTED[name], rel=0.4), name
+    held_out = [one for one in measured if one.case.is_held_out]
+    assert {one.case.kind for one in held_out} == {COMPUTE, RING}
+    assert np.median(abs(errors_of(found, held_out))) < 0.03
+
+
+def test_more_noise_makes_the_fits_to_other_repetitions_differ_more():
+    def spread(noise):
+        found = fit(measured_of(PLANTED, noise), SHAPE)
+        values = [one.values["a"] for one in found.resampled]
+        return np.quantile(values, 0.95) / np.quantile(values, 0.05) - 1
+
+    assert spread(0.0) < 1e-6
+    assert 0.002 < spread(0.03) < spread(0.2)
+
+
+@pytest.mark.parametrize("name", ["attention_b", "g", "block", "more_block", "intra_hop"])
+def test_what_costs_nothing_stays_zero(name):
+    planted = PLANTED | {name: 0.0}
+    if name == "g":
+        planted["more_block"] = 0.0  # which is taken from g
+    found = fit(measured_of(planted), SHAPE)
+    assert found.values[name] == pytest.approx(0.0, abs=1e-6 * PLANTED[name])
+    assert found.values["a"] == pytest.approx(1e-8, rel=1e-6)
+    noisy = fit(measured_of(planted, noise=0.05), SHAPE)
+    assert min(noisy.values.values()) >= 0.0
+
+
+def test_the_planner_prices_as_the_fit_does():
+    """A sequence alone, on one rank and in rings within a node and beyond."""
+    found = fit(measured_of(PLANTED), SHAPE)
+    model = CostModel(
+        **coefficients_of(found), kv_bytes_per_token=4096.0, num_layers=4, ranks_per_node=2
+    )
+    for length in (64, 512, 2048, 8192):
+        alone = own_times_s(length, 4, model)
+        whole = found.predicted_s(Case(COMPUTE, (length,)))
+        assert whole == pytest.approx(alone[0], rel=1e-9)
+        for degree in (2, 3, 4):
+            ring = Case(RING, (length,), degree, leaves_node=degree > 2)
+            assert found.predicted_s(ring) == pytest.approx(alone[degree - 1], rel=1e-9)
+
+
+def test_further_blocks_take_no_more_than_g_has():
+    planted = PLANTED | {"more_block": 1.0}
+    model = coefficients_of(fit(measured_of(planted), SHAPE))
+    assert model["g"] == pytest.approx(0.0, abs=1e-9)
+    assert model["block_s"] == pytest.approx(PLANTED["block"] + PLANTED["g"] / 8)
+
+
+def test_transfers_by_themselves():
+    wires = wires_of(measured_of(PLANTED))
+    assert wires["intra"] == pytest.approx((5e-4, 1e-9))
+    assert wires["inter"] == pytest.approx((2e-3, 4e-9))
+    assert wires_of([]) == {}
+
+
+def test_one_rank_tells_of_no_rings():
+    alone = cases_of(dataclasses.replace(ROOM, ranks=1))
+    found = fit(measured_of(PLANTED, cases=alone), SHAPE)
+    assert set(found.values) == {"a", "attention_b", "b", "g", "block"}
+    assert set(coefficients_of(found)) == {"a", "attention_b", "b", "g", "block_s"}
+
+
+def test_too_few_cases_are_refused():
+    alone = cases_of(dataclasses.replace(ROOM, ranks=1))
+    few = [one for one in alone if not one.is_held_out][:4]
+    with pytest.raises(ValueError, match=r"4 cases were timed, expected at least 5.*--budget-sec"):
+        fit(measured_of(PLANTED, cases=few), SHAPE)
+
+
+def test_cases_that_are_too_much_alike_are_refused():
+    alike = [Case(kind, (64,) * n) for n in (1, 2, 3, 4) for kind in (COMPUTE, ATTENTION)]
+    with pytest.raises(ValueError, match=r"tell 4 coefficients apart, expected 5"):
+        fit(measured_of(PLANTED, cases=alike), SHAPE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_change_of_an_unknown_fits_better(seed):
+    """The conditions of Karush, Kuhn and Tucker."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(12, 5)) * 10.0 ** rng.integers(-6, 6, 5)
+    wanted = rng.normal(size=12)
+    x = nonnegative(rows, wanted)
+    gradient = (rows.T @ (wanted - rows @ x)) / np.linalg.norm(rows, axis=0)
+    assert (x >= 0).all()
+    assert abs(gradient[x > 0]).max(initial=0.0) < 1e-9
+    assert (gradient[x == 0] < 1e-9).all()
+
+
+def test_fitting_needs_no_torch():
+    code = "import sys, megatron_hdp.profile.fitting; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

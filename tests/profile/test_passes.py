@@ -1,0 +1,67 @@
+"""Measuring keeps to its budget and mixes the cases."""
+
+import pytest
+
+from megatron_hdp.profile.cases import Room, cases_of
+from megatron_hdp.profile.passes import FEWEST, lengths_of, measure
+
+CASES = cases_of(Room(2048, 8192, ranks=2, ranks_per_node=2))
+
+
+class Bench:
+    """Takes a microsecond a token, and notes the order."""
+
+    def __init__(self, s_per_token=1e-6):
+        self.elapsed_s, self.ran, self._s_per_token = 0.0, [], s_per_token
+
+    def seconds(self, case):
+        self.ran.append(case)
+        taken_s = max(case.num_tokens, 1) * self._s_per_token
+        self.elapsed_s += taken_s
+        return taken_s
+
+
+def test_the_budget_is_used_and_kept():
+    bench = Bench()
+    told = []
+    measured, left_out = measure(bench, CASES, 1.0, lambda *what: told.append(what))
+    a_pass_s = sum(one.num_tokens for one in CASES) * 1e-6
+    assert 1.0 - 1.1 * a_pass_s < bench.elapsed_s <= 1.0
+    assert left_out == ()
+    assert [one.case for one in measured] == list(CASES)
+    passes = {len(one.seconds) for one in measured}
+    assert len(passes) == 1 and passes.pop() > FEWEST
+    assert told[0][0].startswith("warm-up 1 of") and told[-1][1] <= 1.0
+    assert lengths_of(measured) == (64, 2048)
+
+
+def test_every_pass_has_another_order():
+    bench = Bench()
+    measure(bench, CASES, 1.0)
+    orders = [
+        tuple(bench.ran[first : first + len(CASES)])
+        for first in range(0, len(bench.ran), len(CASES))
+    ]
+    assert all(set(order) == set(CASES) for order in orders)
+    assert len(set(orders)) == len(orders) > FEWEST
+
+
+def test_all_ranks_run_the_same():
+    one, other = Bench(), Bench()
+    measure(one, CASES, 0.5)
+    measure(other, CASES, 0.5)
+    assert one.ran == other.ran
+
+
+@pytest.mark.parametrize("budget_s", [0.02, 0.05])
+def test_long_cases_are_left_out_where_the_budget_is_small(budget_s):
+    bench = Bench()
+    measured, left_out = measure(bench, CASES, budget_s)
+    assert {len(one.seconds) for one in measured} == {FEWEST}
+    assert left_out and len(measured) + len(left_out) == len(CASES)
+
+    def tokens(case):
+        return case.num_tokens / case.degree
+
+    assert max(tokens(one.case) for one in measured) <= min(map(tokens, left_out))
+    assert bench.elapsed_s < 1.0 * budget_s + (FEWEST + 1) * 2048 * 2e-6

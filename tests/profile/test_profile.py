@@ -1,0 +1,144 @@
+"""Real layers and rings are timed, on one process by the command and on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hdp.cli.main import main
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.planner import CostModel
+from megatron_hdp.profile.cases import COMPUTE, RING
+from megatron_hdp.profile.job import run_profile
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "tiny-cpu.yaml")
+OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def started(*words, launcher=(), module="megatron_hdp.cli.main profile"):
+    """The command in processes of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in OUTSIDE}
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, launcher), *module.split(), *map(str, words)],
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def planned(path, capsys):
+    """What ``plan`` says with the cost model of a file."""
+    lengths = path.parent / "lengths"
+    lengths.write_text("500\n300\n200\n100\n")
+    words = ["--lengths", lengths, "--ranks", 2, "--tokens-per-rank", 256, "--cost-model", path]
+    assert main(["plan", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_process(tmp_path, capsys):
+    output, picture = tmp_path / "cost-model.json", tmp_path / "profile.png"
+    done = started(
+        *("--config", CONFIG, "--output", output, "--picture", picture, "--budget-seconds", 1.5),
+        *("--", "--hdp-tokens-per-rank", 512),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "micro-batches of one rank" in done.stdout
+    assert "note: one rank has no rings" in done.stdout
+    model = CostModel.from_json(output)
+    assert model.b > 0 and model.a + model.attention_b > 0
+    assert (model.num_layers, model.kv_bytes_per_token) == (2, 512.0)
+    assert model.host_bytes_per_s > 1e6 and model.activation_bytes_per_token > 0
+    report = json.loads((tmp_path / "cost-model.report.json").read_text())
+    assert CostModel(**report["cost_model"]) == model
+    shortest, longest = report["lengths"]
+    assert shortest == 16 and 128 <= longest <= 512  # a busy machine leaves long cases out
+    assert report["degrees"] == []
+    assert all(len(one["seconds"]) >= 3 for one in report["cases"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(output) in planned(output, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--config", CONFIG, "--output", "gone/cost-model.json"],
+            "--output gone/cost-model.json: found no folder gone, expected one to write into",
+        ),
+        (["--config", CONFIG, "--output", "."], "found a folder, expected a file's name"),
+        (
+            ["--config", CONFIG, "--output", "c.json", "--picture", "c.txt"],
+            "found the suffix '.txt', expected .png, .svg or .pdf",
+        ),
+        (
+            ["--config", "small.yaml", "--output", "c.json"],
+            "--hybrid-data-parallel needs --hdp-tokens-per-rank",
+        ),
+        (["--config", "wrong.yaml", "--output", "c.json"], "num-layer"),
+        (["--config", "gone.yaml", "--output", "c.json"], "gone.yaml"),
+    ],
+)
+def test_a_mistake_is_one_line(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = Path(CONFIG).read_text().splitlines()
+    kept = [line for line in lines if "hdp-tokens-per-rank" not in line]
+    Path("small.yaml").write_text("\n".join(kept))
+    Path("wrong.yaml").write_text("num-layer: 2\n")
+    assert main(["profile", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("c.json").exists()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
+def test_no_budget(seconds, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["profile", "--config", "c", "--output", "o", "--budget-seconds", seconds])
+    assert leaving.value.code == 2
+    assert "--budget-seconds" in capsys.readouterr().err
+
+
+def profiled(budget_s, *flags):
+    """Body of a rank."""
+    words = ["--config", CONFIG, "--hybrid-data-parallel", *flags]
+    return run_profile(parse_arguments(words, needs_data=False), budget_s, lambda *_: None)
+
+
+def test_ranks_find_the_same_and_a_degree_between(run_ranks):
+    """Three ranks, of which one stands aside in the rings of two."""
+    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "1", "--hidden-size", "16")
+    profiles = run_ranks(3, profiled, 1.0, *flags)
+    assert len({one.cost_model for one in profiles}) == 1
+    first = profiles[0]
+    assert {one.case.degree for one in first.measured if one.case.kind == RING} == {2, 3}
+    assert "inter_hop" not in first.fit.values and "intra_hop" in first.fit.values
+    model = first.cost_model
+    assert model.inter_node_bytes_per_s == model.intra_node_bytes_per_s
+    assert model.ranks_per_node == 3
+    assert any(note.startswith("one node: ") for note in first.notes)
+
+
+@pytest.mark.slow
+def test_two_ranks_tell_what_the_fit_has_not_seen(tmp_path, capsys):
+    """The bounds are wide: other work may share the cores."""
+    output = tmp_path / "cost-model.json"
+    done = started(
+        *("--config", CONFIG, "--output", output, "--budget-seconds", 40),
+        launcher=("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m"),
+        module="megatron_hdp.profile",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "micro-batches of rings" in done.stdout
+    model = CostModel.from_json(output)
+    assert model.ranks_per_node == 2 and model.block_s > 0
+    report = json.loads((tmp_path / "cost-model.report.json").read_text())
+    assert report["degrees"] == [2] and report["lengths"] == [64, 2048]
+    held_out = [one for one in report["cases"] if one["is_held_out"]]
+    assert {one["kind"] for one in held_out} == {COMPUTE, RING}
+    assert np.median([abs(one["error"]) for one in held_out]) <= 0.25
+    assert str(output) in planned(output, capsys)
