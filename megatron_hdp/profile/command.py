@@ -89,7 +89,7 @@ def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
         ValueError: the ranks do not go with the configuration, or nothing could be fitted.
     """
     _take_place_alone()
-    profile = _run(arguments, own.budget_seconds)
+    profile = _measured(arguments, own.budget_seconds)
     if profile is not None:
         _write(profile, own)
 
@@ -146,7 +146,7 @@ def _take_place_alone() -> None:
     os.environ.update(zip(_PLACE, ("0", "1", "0", "1", "127.0.0.1", str(port)), strict=True))
 
 
-def _run(arguments: "TrainingArguments", budget_s: float) -> "Profile | None":
+def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | None":
     """The profile, on the first rank of the job; None on the others."""
     from megatron_hdp.megatron import parallel
     from megatron_hdp.profile.job import run_profile
