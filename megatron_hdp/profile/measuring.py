@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
+from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
@@ -103,7 +103,7 @@ class Bench:
     def _micro_batch(self, case: Case) -> RankMicroBatch:
         rank = self._place.hdp_rank
         if rank >= case.degree > 1:  # not in the ring
-            return padding_micro_batch(rank, 2 * self._place.token_multiple)
+            return padding_micro_batch(rank, FEWEST_TOKENS * self._place.token_multiple)
         if case.degree == 1:
             parts = [np.arange(length) for length in case.lengths]
         else:

@@ -2,6 +2,7 @@
 
 from megatron_hdp.data.steps.loaders import Loaders, LocalLoaders
 from megatron_hdp.data.steps.micro_batch import (
+    FEWEST_TOKENS,
     Pieces,
     RankMicroBatch,
     Reader,
@@ -37,6 +38,7 @@ __all__ = [
     "StepTotals",
     "TokenSource",
     "costed",
+    "FEWEST_TOKENS",
     "padding_micro_batch",
     "pieces_of",
     "read_micro_batch",

@@ -30,8 +30,6 @@ from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.compilation import allow_variants
 from megatron_hdp.runtime.timeline import Timeline
 
-_ANY = 2**31  # more ranks than a ring has
-
 
 def build_executor(
     arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
@@ -60,12 +58,15 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
     tokens = arguments.hdp_tokens_per_rank
     if arguments.hdp_offload != "off":  # a rank then holds more than its activations have room for
         tokens = max(tokens, arguments.seq_length)
+    num_ranks, least = place.num_hdp_ranks, arguments.hdp_float32_rings_from
+    if least is not None:  # longer rings are for another backend
+        num_ranks = min(num_ranks, least - 1)
     return RunShapes(
         heads=arguments.num_attention_heads // place.num_tensor_ranks,
         kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
         longest=arguments.seq_length,
         tokens_per_rank=tokens,
-        num_ranks=min(place.num_hdp_ranks, (arguments.hdp_float32_rings_from or _ANY) - 1),
+        num_ranks=num_ranks,
     )
 
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 import torch
 
 from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
-from megatron_hdp.runtime.attention.selection import Selection, select_attention
+from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
-
-_OF_OUR_RING = "flash-attn or torch"
 
 
 class AttentionByDegree:
@@ -68,7 +66,7 @@ def with_float32_rings(
     """
     if least_degree is None or isinstance(selection.backend, RingAttention):
         return selection
-    ours = select_attention(device, dtype, head_dim, _OF_OUR_RING, shapes=shapes)
+    ours = select_attention(device, dtype, head_dim, OUR_RING, shapes=shapes)
     return replace(
         selection,
         backend=AttentionByDegree(selection.backend, ours.backend, least_degree),

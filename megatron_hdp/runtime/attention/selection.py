@@ -23,6 +23,9 @@ from megatron_hdp.runtime.kernels import (
 )
 from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup
 
+OUR_RING = "flash-attn or torch"
+"""Those whose kernels serve our own ring."""
+
 # What a package that was built for other versions or another GPU may raise, loaded or tried.
 _REFUSALS = (ImportError, OSError, RuntimeError, ValueError, AssertionError, AttributeError)
 
@@ -57,7 +60,7 @@ def select_attention(
         device: a CPU or an NVIDIA GPU.
         dtype: of queries, keys and values.
         head_dim: of queries, keys and values.
-        choice: "auto", or names of ``--hdp-attention`` to take one of, with " or " between.
+        choice: "auto", `OUR_RING`, or the one name of ``--hdp-attention`` to take.
         comm: where given, TransformerEngine must accept a ring's group over it, and is tried on
             a ring too.
         shapes: what the run will ask for.
@@ -66,7 +69,7 @@ def select_attention(
         ValueError: there is none, or not the one that was chosen; says why.
     """
     refused: dict[str, str] = {}
-    for name in _LOADERS if choice == "auto" else choice.split(" or "):
+    for name in _SEVERAL.get(choice, (choice,)):
         try:
             backend = _LOADERS[name](device, dtype, head_dim, comm)
             try_out(backend, device, dtype, head_dim, shapes)
@@ -136,3 +139,4 @@ _LOADERS: dict[str, _Loader] = {  # in order of preference
     "flash-attn": _flash_attn,
     "torch": _torch,
 }
+_SEVERAL = {"auto": tuple(_LOADERS), OUR_RING: ("flash-attn", "torch")}
