@@ -4,7 +4,7 @@
 #
 #   NPROC=4    ranks, 1 to 8
 #   STEPS=9    steps
-#   OUT=DIR    where data, metrics, traces and the picture go (default: runs/quickstart)
+#   OUT=DIR    where data, cost model, metrics, traces and the picture go (default: runs/quickstart)
 set -euo pipefail
 
 NPROC=${NPROC:-4}
@@ -18,10 +18,16 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 config=configs/tiny-cpu.yaml
 folder=${OUT:-runs/quickstart}
 corpus=$folder/data/stdlib
+cost_model=$folder/cost-model.json
 mkdir -p "$folder/data"
 
 export OMP_NUM_THREADS=1
 export CUDA_VISIBLE_DEVICES="" # the comparison is made on CPUs, on every machine
+
+ranks() { # module, flags...
+    "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node "$NPROC" \
+        --rdzv-backend c10d --rdzv-endpoint localhost:0 -m "$@"
+}
 
 train() { # name, strategy, flags...
     local name=$1 strategy=$2
@@ -29,10 +35,8 @@ train() { # name, strategy, flags...
     echo
     echo "== training: $name"
     rm -rf "${folder:?}/$name"
-    "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node "$NPROC" \
-        --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-        -m megatron_hdp.pretrain_gpt --config "$config" --hybrid-data-parallel \
-        --hdp-cost-model configs/tiny-cpu-cost-model.json --hdp-tokens-per-rank "$capacity" \
+    ranks megatron_hdp.pretrain_gpt --config "$config" --hybrid-data-parallel \
+        --hdp-cost-model "$cost_model" --hdp-tokens-per-rank "$capacity" \
         --hdp-strategy "$strategy" --data-path "$corpus" --train-iters "$STEPS" \
         --hdp-trace "$folder/$name/trace" --hdp-trace-steps "1-$STEPS" \
         --metrics-path "$folder/$name/metrics.jsonl" "$@"
@@ -46,6 +50,11 @@ echo "== data: functions, classes and some whole files of the standard library"
 capacity=$("$PYTHON" scripts/quickstart/capacity.py "$NPROC" "$config")
 echo
 echo "== ranks: $NPROC of $capacity tokens, so that together they hold the longest sequence"
+
+echo
+echo "== profile: what a micro-batch takes on this machine; the planner decides by it"
+ranks megatron_hdp.profile --config "$config" --hdp-tokens-per-rank "$capacity" \
+    --budget-seconds 10 --output "$cost_model" "$@"
 train static static "$@"
 train hdp auto "$@"
 

@@ -111,6 +111,10 @@ def _check_files(own: argparse.Namespace) -> None:
             )
         if path.is_dir():
             raise ValueError(f"{flag} {path}: found a folder, expected a file's name: add one")
+    names = {"--output": own.output, "the report of --output": report_path(own.output)}
+    for flag, path in names.items():
+        if own.picture is not None and os.path.realpath(own.picture) == os.path.realpath(path):
+            raise ValueError(f"--picture {own.picture} is the file of {flag} as well: give another")
     if own.picture is not None and own.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(
             f"--picture {own.picture}: found the suffix {own.picture.suffix!r}, expected .png, "

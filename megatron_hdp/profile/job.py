@@ -10,6 +10,7 @@ import torch
 
 from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import build_executor, cost_model_of, tokenizer_of
@@ -18,8 +19,10 @@ from megatron_hdp.profile.cases import Case, Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, fit
 from megatron_hdp.profile.measuring import Bench
 from megatron_hdp.profile.passes import measure
-from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.runtime.health import Heartbeat
+from megatron_hdp.runtime.timeline import START, Timeline
 
+_COPIES, _CASES = 1, 2  # what the heartbeat calls steps
 _UNBOUNDED_BYTES_PER_S = 1e15
 
 
@@ -56,24 +59,48 @@ def run_profile(
 
     Raises:
         ValueError: the configuration does not go with the ranks, or there are too few cases to fit.
+        RankFailure: communication failed; names the rank to blame.
     """
-    parallel.initialise(arguments)
-    parallel.set_seeds(arguments.seed)
-    tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
-    model = build_gpt(arguments, tokenizer.vocab_size)
-    executor = build_executor(arguments, model, Timeline())
+    timeline = Timeline()
+    heartbeat = Heartbeat.of_job(
+        timeline,
+        stall_timeout_s=arguments.stall_timeout_seconds,
+        slow_timeout_s=60.0 * arguments.distributed_timeout_minutes,
+    )
+    with heartbeat:
+        with timeline.span(START):
+            parallel.initialise(arguments)
+            parallel.set_seeds(arguments.seed)
+            tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
+            model = build_gpt(arguments, tokenizer.vocab_size)
+            executor = build_executor(arguments, model, timeline)
+        bench = Bench(arguments, executor, tokenizer.vocab_size)
+        heartbeat.begin_step(_COPIES)
+        host_bytes_per_s = bench.host_bytes_per_s()
+        heartbeat.begin_step(_CASES)
+        profile = _profiled(arguments, bench, executor, host_bytes_per_s, budget_s, progress)
+    parallel.finish()
+    return profile
+
+
+def _profiled(
+    arguments: TrainingArguments,
+    bench: Bench,
+    executor: HdpExecutor,
+    host_bytes_per_s: float,
+    budget_s: float,
+    progress: Callable[[str, float], None],
+) -> Profile:
     # bytes and layers are counted; seconds are replaced by what is measured
     counted = cost_model_of(replace(arguments, hdp_offload="auto", hdp_cost_model=None), executor)
     layers = len(executor.layers) * executor.place.num_stages
     room = _room_of(arguments, counted, layers)
-    bench = Bench(arguments, executor, tokenizer.vocab_size)
-    host_bytes_per_s = bench.host_bytes_per_s()
     measured, left_out = measure(bench, cases_of(room), budget_s, progress)
     found = fit(measured, Shape(layers, counted.kv_bytes_per_token))
     cost_model, notes = _cost_model(
         replace(counted, host_bytes_per_s=host_bytes_per_s), found, room, arguments
     )
-    profile = Profile(
+    return Profile(
         cost_model=cost_model,
         fit=found,
         measured=tuple(measured),
@@ -84,8 +111,6 @@ def run_profile(
         has_experts=arguments.num_experts is not None,
         notes=notes,
     )
-    parallel.finish()
-    return profile
 
 
 def _room_of(arguments: TrainingArguments, counted: CostModel, layers: int) -> Room:
@@ -125,6 +150,12 @@ def _cost_model(
         changes["ranks_per_node"] = room.ranks_per_node
     else:
         notes.append(f"ranks_per_node is the default, {counted.ranks_per_node}")
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    if parallel.compute_device().type == "cpu" and ranks > cores:
+        notes.append(
+            f"{ranks} ranks share {cores} cores: one takes up to {ranks / cores:.3g} times as long "
+            "while the others work"
+        )
     return replace(counted, **changes), tuple(notes)  # type: ignore[arg-type]
 
 

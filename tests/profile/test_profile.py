@@ -77,6 +77,10 @@ def test_one_process(tmp_path, capsys):
             "found the suffix '.txt', expected .png, .svg or .pdf",
         ),
         (
+            ["--config", CONFIG, "--output", "c.png", "--picture", "./c.png"],
+            "--picture c.png is the file of --output as well",
+        ),
+        (
             ["--config", "small.yaml", "--output", "c.json"],
             "--hybrid-data-parallel needs --hdp-tokens-per-rank",
         ),
@@ -121,6 +125,33 @@ def test_ranks_find_the_same_and_a_degree_between(run_ranks):
     assert model.inter_node_bytes_per_s == model.intra_node_bytes_per_s
     assert model.ranks_per_node == 3
     assert any(note.startswith("one node: ") for note in first.notes)
+
+
+SLEEPS = """
+import os, sys, time
+from megatron_hdp.profile import __main__ as command
+from megatron_hdp.profile.measuring import Bench
+
+if os.environ["RANK"] == "1":
+    Bench._attention_s = lambda self, case: time.sleep(600)
+sys.argv[0] = "profile"
+command.run()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named(tmp_path):
+    script, output = tmp_path / "sleeps.py", tmp_path / "cost-model.json"
+    script.write_text(SLEEPS)
+    done = started(
+        *(script, "--config", CONFIG, "--output", output, "--hdp-tokens-per-rank", 128),
+        *("--num-layers", 1, "--hidden-size", 16, "--stall-timeout-seconds", 3),
+        launcher=("torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+        module="",
+    )
+    assert done.returncode != 0
+    assert "stalled while 1 of 2 ranks wait: rank 1 (" in done.stderr
+    assert not output.exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.planner import plan
+from megatron_hdp.planner import CostModel, plan
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "quickstart"))
@@ -48,6 +48,7 @@ def test_quickstart(tmp_path):
     output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=1)
     for line in (
         "== ranks: 2 of 4096 tokens",
+        "== profile: ",
         " took the static mesh ",
         " x as fast",
         "ring traffic (MB)",
@@ -57,7 +58,8 @@ def test_quickstart(tmp_path):
     ):
         assert line in " ".join(output.split()), output
     assert sum(step["ring_bytes"] for step in hdp) < sum(step["ring_bytes"] for step in static)
-    names = ["data", "hdp", "measured.png", "static"]
+    assert CostModel.from_json(tmp_path / "cost-model.json").ranks_per_node == 2
+    names = ["cost-model.json", "cost-model.report.json", "data", "hdp", "measured.png", "static"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 

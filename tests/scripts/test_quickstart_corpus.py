@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.mixture import BatchSize, Position
-from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner import plan
+from tests.support import costs
 from tests.support.mixtures import mixture
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,6 @@ def planned_traffic(lengths):
     """What HDP's plans of a few steps send around rings, of what the static mesh sends."""
     lengths = np.minimum(lengths, CONTEXT)
     drawing = mixture({"corpus": lengths}, batch=BatchSize(tokens=BATCH_TOKENS), seed=1234)
-    cost_model = CostModel.from_json(ROOT / "configs/tiny-cpu-cost-model.json")
     position, sent = Position(), {"static": 0, "auto": 0}
     for _ in range(5):
         step = drawing.step(position)
@@ -75,7 +75,7 @@ def planned_traffic(lengths):
                 tokens_per_rank=CAPACITY,
                 strategy=strategy,
                 max_length=CONTEXT,
-                cost_model=cost_model,
+                cost_model=costs.CPU,
             )
             sent[strategy] += made.summary["ring_tokens"]
     return sent["auto"] / sent["static"]

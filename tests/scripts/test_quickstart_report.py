@@ -12,10 +12,11 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from megatron_hdp.megatron.parallel import RankPlace
-from megatron_hdp.planner import CostModel, evaluate, plan
+from megatron_hdp.planner import evaluate, plan
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, OPTIMIZER, RING_WAIT, SYNC, Span
 from megatron_hdp.simulator.trace_events import write_events
 from megatron_hdp.training.step_trace import RankSpans, name_events, step_events
+from tests.support import costs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "quickstart"
@@ -24,7 +25,6 @@ import measured  # noqa: E402
 import picture  # noqa: E402
 import report  # noqa: E402
 
-COST = CostModel.from_json(ROOT / "configs/tiny-cpu-cost-model.json")
 METRICS = {
     "loss": 5.5,
     "tokens": 100,
@@ -63,7 +63,7 @@ def write_run(folder, unit_s, num_steps=3, degree=2, **changes):
     lines, events, began_s = [], [], 0.0
     for step in range(1, num_steps + 1):
         ranks = ranks_of_a_step(step * unit_s, began_s)
-        events += step_events(ranks, made, evaluate(made, COST), step, began_s)
+        events += step_events(ranks, made, evaluate(made, costs.CPU), step, began_s)
         seconds = 4 * step * unit_s
         began_s += 1.5 * seconds
         speed = {"seconds": seconds, "tokens_per_second": 100 / seconds}
