@@ -111,6 +111,7 @@ class Leveller {
   Leveller(const Problem& problem, const std::vector<double>& clocks,
            const BestFitDecreasing& packing, RankBins& bins)
       : problem_(problem),
+        alike_(problem.speeds.empty()),
         fixed_s_(fixed_s(problem.cost, 1)),
         heap_(clocks),
         packings_(clocks.size(), packing),
@@ -119,8 +120,7 @@ class Leveller {
   // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
     Choice best{0, end(item, 0)};
-    const bool alike = problem_.speeds.empty();
-    if (!alike || best.end > end_with_room(item, 0)) best = earlier(item, best, alike);
+    if (!alike_ || best.end > end_with_room(item, 0)) best = earlier(item, best);
     const auto rank = static_cast<std::size_t>(heap_.rank(best.place));
     bins_.add(rank, static_cast<std::size_t>(packings_[rank].place(item.tokens)));
     heap_.advance(best.place, best.end);
@@ -137,9 +137,9 @@ class Leveller {
   };
 
   // The best of the first layers of the heap; of equals `best` or the first.
-  Choice earlier(const Short& item, Choice best, bool alike) const {
+  Choice earlier(const Short& item, Choice best) const {
     // places to look at, a bit each: of alike ranks those below one that is late are later
-    uint64_t left = alike ? kTop : kAll;
+    uint64_t left = alike_ ? kTop : kAll;
     for (; left != 0; left &= left - 1) {
       const auto place = static_cast<std::size_t>(__builtin_ctzll(left));
       if (place >= heap_.size()) break;
@@ -153,17 +153,22 @@ class Leveller {
 
   // If there is room in a micro-batch: what end() takes at least, without looking for the room.
   double end_with_room(const Short& item, std::size_t place) const {
-    return heap_.clock(place) + item.compute_s / problem_.speed(heap_.rank(place));
+    return heap_.clock(place) + on_rank(item.compute_s, heap_.rank(place));
   }
 
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
     const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
     const double fixed = fixed_s_ == 0 || packing.fits(item.tokens) ? 0 : fixed_s_;
-    return heap_.clock(place) + (item.compute_s + fixed) / problem_.speed(rank);
+    return heap_.clock(place) + on_rank(item.compute_s + fixed, rank);
+  }
+
+  double on_rank(double seconds, int32_t rank) const {
+    return alike_ ? seconds : seconds / problem_.speed(rank);
   }
 
   const Problem& problem_;
+  bool alike_;      // all ranks have speed 1
   double fixed_s_;  // of a micro-batch
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank
