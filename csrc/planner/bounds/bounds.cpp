@@ -141,15 +141,22 @@ double Bound::waited_s(int64_t length, int64_t least) const {
   return lost;
 }
 
+// The longest sequence that fits on one rank without offload.
+int64_t whole_tokens(const Problem& problem) {
+  return problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
+}
+
 // g, and as many blocks as a sequence needs ranks, for every C tokens; with offload a rank may hold
 // more.
 double least_fixed_s(const Problem& problem) {
+  const int64_t whole = whole_tokens(problem);
   double tokens = 0;
   double blocks = 0;
   for (const int64_t length : problem.lengths) {
     tokens += static_cast<double>(length);
     if (problem.cost.block_s == 0) continue;
-    blocks += static_cast<double>(length) * static_cast<double>(least_degree(problem, length));
+    const int64_t least = length <= whole ? 1 : least_degree(problem, length);
+    blocks += static_cast<double>(length) * static_cast<double>(least);
   }
   const double capacity = static_cast<double>(problem.tokens_per_rank) /
                           (problem.offload ? resident_share(problem, 1) : 1);
@@ -165,7 +172,7 @@ struct Long {
 
 // The sequences that memory shares out and those that outlast a makespan alone, longest first.
 std::vector<Long> long_sequences(const Problem& problem, double makespan_s) {
-  const int64_t whole = problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
+  const int64_t whole = whole_tokens(problem);
   const int64_t shorter = std::min(whole, length_within(problem.cost, makespan_s));
   std::vector<int64_t> lengths;
   std::copy_if(problem.lengths.begin(), problem.lengths.end(), std::back_inserter(lengths),

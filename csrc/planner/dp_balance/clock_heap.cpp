@@ -4,6 +4,17 @@
 #include <functional>
 
 namespace hdp {
+namespace {
+
+using Entry = std::pair<double, int32_t>;
+
+// As operator<, without a branch: which child is earlier cannot be predicted.
+bool earlier(const Entry& left, const Entry& right) {
+  return (left.first < right.first) |
+         ((left.first == right.first) & (left.second < right.second));
+}
+
+}  // namespace
 
 ClockHeap::ClockHeap(const std::vector<double>& clocks) {
   entries_.reserve(clocks.size());
@@ -14,12 +25,12 @@ ClockHeap::ClockHeap(const std::vector<double>& clocks) {
 }
 
 void ClockHeap::advance(std::size_t place, double clock) {
-  const std::pair<double, int32_t> moved{clock, entries_[place].second};
+  const Entry moved{clock, entries_[place].second};
   for (;;) {
     std::size_t child = 2 * place + 1;
     if (child >= entries_.size()) break;
-    if (child + 1 < entries_.size() && entries_[child + 1] < entries_[child]) ++child;
-    if (!(entries_[child] < moved)) break;
+    if (child + 1 < entries_.size()) child += earlier(entries_[child + 1], entries_[child]) ? 1 : 0;
+    if (!earlier(entries_[child], moved)) break;
     entries_[place] = entries_[child];
     place = child;
   }

@@ -111,6 +111,7 @@ class Leveller {
   Leveller(const Problem& problem, const std::vector<double>& clocks,
            const BestFitDecreasing& packing, RankBins& bins)
       : problem_(problem),
+        alike_(problem.speeds.empty()),
         fixed_s_(fixed_s(problem.cost, 1)),
         heap_(clocks),
         packings_(clocks.size(), packing),
@@ -118,39 +119,56 @@ class Leveller {
 
   // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
-    const bool first_is_best = fixed_s_ == 0 && problem_.speeds.empty();
-    std::size_t best = 0;
-    double best_end = end(item, 0);
-    const std::size_t tries = first_is_best ? 1 : std::min(kTries, heap_.size());
-    for (std::size_t i = 1; i < tries; ++i) {
-      if (end_with_room(item, i) >= best_end) continue;
-      const double candidate = end(item, i);
-      if (candidate < best_end) {
-        best = i;
-        best_end = candidate;
-      }
-    }
-    const auto rank = static_cast<std::size_t>(heap_.rank(best));
+    Choice best{0, end(item, 0)};
+    if (!alike_ || best.end > end_with_room(item, 0)) best = earlier(item, best);
+    const auto rank = static_cast<std::size_t>(heap_.rank(best.place));
     bins_.add(rank, static_cast<std::size_t>(packings_[rank].place(item.tokens)));
-    heap_.advance(best, best_end);
+    heap_.advance(best.place, best.end);
   }
 
  private:
-  static constexpr std::size_t kTries = 31;  // the first five layers of the heap
+  static constexpr uint64_t kAll = 0x7ffffffe;  // the first five layers of the heap but the root
+  static constexpr uint64_t kTop = 0x6;         // the places below the root
+
+  // A place of the heap and when its rank ends with the sequence.
+  struct Choice {
+    std::size_t place = 0;
+    double end = 0;
+  };
+
+  // The best of the first layers of the heap; of equals `best` or the first.
+  Choice earlier(const Short& item, Choice best) const {
+    // places to look at, a bit each: of alike ranks those below one that is late are later
+    uint64_t left = alike_ ? kTop : kAll;
+    for (; left != 0; left &= left - 1) {
+      const auto place = static_cast<std::size_t>(__builtin_ctzll(left));
+      if (place >= heap_.size()) break;
+      if (end_with_room(item, place) >= best.end) continue;
+      left |= kTop << 2 * place & kAll;
+      const double candidate = end(item, place);
+      if (candidate < best.end) best = {place, candidate};
+    }
+    return best;
+  }
 
   // If there is room in a micro-batch: what end() takes at least, without looking for the room.
   double end_with_room(const Short& item, std::size_t place) const {
-    return heap_.clock(place) + item.compute_s / problem_.speed(heap_.rank(place));
+    return heap_.clock(place) + on_rank(item.compute_s, heap_.rank(place));
   }
 
   double end(const Short& item, std::size_t place) const {
     const int32_t rank = heap_.rank(place);
     const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
     const double fixed = fixed_s_ == 0 || packing.fits(item.tokens) ? 0 : fixed_s_;
-    return heap_.clock(place) + (item.compute_s + fixed) / problem_.speed(rank);
+    return heap_.clock(place) + on_rank(item.compute_s + fixed, rank);
+  }
+
+  double on_rank(double seconds, int32_t rank) const {
+    return alike_ ? seconds : seconds / problem_.speed(rank);
   }
 
   const Problem& problem_;
+  bool alike_;      // all ranks have speed 1
   double fixed_s_;  // of a micro-batch
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank

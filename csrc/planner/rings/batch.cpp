@@ -14,6 +14,20 @@ namespace {
 // A sequence that takes less than this share of a rank's time is sand: it fills any hole.
 constexpr double kSand = 1.0 / 32;
 
+// A sequence whose own time is within this of what it should be is short enough.
+constexpr double kOwnTime = 1.002;
+
+// The least degree from `hidden` on at which the sequence is short enough; `hidden` if it never is.
+int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidden, double time_s) {
+  const CostModel& cost = problem.cost;
+  for (int64_t degree = hidden; degree <= problem.num_ranks; ++degree) {
+    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) +
+                         fixed_s(cost, degree);
+    if (own_s <= kOwnTime * time_s) return degree;
+  }
+  return hidden;
+}
+
 }  // namespace
 
 Batch::Batch(const Problem& given)
@@ -41,6 +55,14 @@ Batch::Batch(const Problem& given)
   }
   num_big = least.size();
   least.shrink_to_fit();
+  hidden.reserve(num_big);
+  short_enough.reserve(num_big);
+  for (std::size_t place = 0; place < num_big; ++place) {
+    const int64_t degree = greatest_hidden_degree(problem.cost, length(place), problem.num_ranks);
+    hidden.push_back(static_cast<int32_t>(degree));
+    short_enough.push_back(static_cast<int32_t>(
+        short_enough_degree(problem, length(place), degree, own_time_s)));
+  }
   for (std::size_t place = num_big; place < order.size(); ++place) {
     small_s += compute_s(place);
     small_tokens += static_cast<double>(length(place));

@@ -22,8 +22,11 @@ struct Batch {
   const Problem& problem;
   std::vector<SequenceId> order;
   SortedLengths lengths;       // by place in the order
-  std::vector<int32_t> least;  // the least degree, of the big ones
   std::size_t num_big = 0;     // the first places: each matters by itself
+  // Degrees of the big ones:
+  std::vector<int32_t> least;         // by memory
+  std::vector<int32_t> hidden;        // the greatest that hides the traffic
+  std::vector<int32_t> short_enough;  // the least from there on at which it takes own_time_s
   double total_s = 0;          // compute of all
   double small_s = 0;          // compute of all but the big ones, and a share of fixed_s
   double total_speed = 1;      // of all ranks

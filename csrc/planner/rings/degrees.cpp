@@ -9,36 +9,19 @@
 namespace hdp {
 namespace {
 
-// A sequence whose own time is within this of what it should be is short enough.
-constexpr double kOwnTime = 1.002;
-
 // With pipeline stages a long micro-batch costs more than the traffic that a slightly wider ring
 // exposes.
 constexpr double kWider = 1.1;
 
-// The least degree from `hidden` on at which the sequence is short enough; `hidden` if it never is.
-int64_t short_enough_degree(const Batch& batch, int64_t length, int64_t hidden) {
-  const CostModel& cost = batch.problem.cost;
-  for (int64_t degree = hidden; degree <= batch.problem.num_ranks; ++degree) {
-    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) +
-                         fixed_s(cost, degree);
-    if (own_s <= kOwnTime * batch.own_time_s) return degree;
+// Calls `visit` with the degrees of the nesting from `low` on, the greatest first, until it returns
+// true.
+template <typename Visit>
+void any_nested(const Nesting& nesting, int64_t low, const Visit& visit) {
+  for (int64_t block = nesting.num_ranks; block >= std::max<int64_t>(low, 1); block /= 2) {
+    if (visit(block)) return;
+    const int64_t less = block * 3 / 4;
+    if (nesting.three_quarters && block > 2 && less >= low && visit(less)) return;
   }
-  return hidden;
-}
-
-// Degrees of the nesting, the greatest first.
-std::vector<int64_t> nested_between(const Nesting& nesting, int64_t low, int64_t high) {
-  std::vector<int64_t> degrees;
-  const auto consider = [&](int64_t degree) {
-    if (degree >= low && degree <= high) degrees.push_back(degree);
-  };
-  for (int64_t block = nesting.num_ranks; block >= low; block /= 2) {
-    consider(block);
-    if (nesting.three_quarters && block > 2) consider(block * 3 / 4);
-    if (block == 1) break;
-  }
-  return degrees;
 }
 
 // Of the degrees in [least, useful] one that nests and has the sequence take about
@@ -58,8 +41,8 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const Problem& problem = batch.problem;
   const int64_t length = batch.length(place);
   const int64_t least = batch.least[place];
-  const int64_t hidden = greatest_hidden_degree(problem.cost, length, problem.num_ranks);
-  const int64_t exposed = short_enough_degree(batch, length, hidden);
+  const int64_t hidden = batch.hidden[place];
+  const int64_t exposed = batch.short_enough[place];
   const double wider = batch.ramp > 0 ? kWider * static_cast<double>(exposed) : 0;
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
@@ -93,8 +76,7 @@ void append_balanced(const Batch& batch, const Nesting& nesting, double longest_
 int64_t widest_nested(const Batch& batch, const Nesting& nesting, std::size_t place) {
   const Problem& problem = batch.problem;
   const int64_t length = batch.length(place);
-  const int64_t hidden = greatest_hidden_degree(problem.cost, length, problem.num_ranks);
-  const int64_t degree = greatest_nested(nesting, batch.least[place], hidden);
+  const int64_t degree = greatest_nested(nesting, batch.least[place], batch.hidden[place]);
   return may_share(problem, length, batch.least[place], degree) ? degree : 0;
 }
 
@@ -136,13 +118,21 @@ Degrees layered_degrees(const Batch& batch, const Nesting& nesting, int64_t num_
 }
 
 int64_t least_nested(const Nesting& nesting, int64_t low, int64_t high) {
-  const std::vector<int64_t> degrees = nested_between(nesting, low, high);
-  return degrees.empty() ? 0 : degrees.back();
+  int64_t least = 0;
+  any_nested(nesting, low, [&](int64_t degree) {
+    if (degree <= high) least = degree;
+    return false;
+  });
+  return least;
 }
 
 int64_t greatest_nested(const Nesting& nesting, int64_t low, int64_t high) {
-  const std::vector<int64_t> degrees = nested_between(nesting, low, high);
-  return degrees.empty() ? 0 : degrees.front();
+  int64_t greatest = 0;
+  any_nested(nesting, low, [&](int64_t degree) {
+    if (degree <= high) greatest = degree;
+    return greatest > 0;
+  });
+  return greatest;
 }
 
 }  // namespace hdp
