@@ -109,7 +109,7 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         double inter_node_bytes_per_s, int64_t ranks_per_node,
                         double activation_bytes_per_token, double host_bytes_per_s,
                         int64_t num_layers, double attention_b, double block_s,
-                        double intra_node_hop_s, double inter_node_hop_s,
+                        double intra_node_hop_s, double inter_node_hop_s, double merge_b,
                         const py::array& attention_lengths, const py::array& attention_seconds,
                         const py::array& rank_speeds, int64_t pipeline_stages, bool offload,
                         int64_t effort) {
@@ -137,7 +137,8 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                   attention_b,
                   block_s,
                   intra_node_hop_s,
-                  inter_node_hop_s};
+                  inter_node_hop_s,
+                  merge_b};
   return problem;
 }
 
@@ -162,8 +163,9 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
            py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("attention_b"),
            py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
-           py::arg("attention_lengths"), py::arg("attention_seconds"), py::arg("rank_speeds"),
-           py::arg("pipeline_stages"), py::arg("offload"), py::arg("effort"));
+           py::arg("merge_b"), py::arg("attention_lengths"), py::arg("attention_seconds"),
+           py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("offload"),
+           py::arg("effort"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
              py::call_guard<py::gil_scoped_release>());

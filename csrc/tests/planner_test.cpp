@@ -177,8 +177,14 @@ void test_cost_model() {
   cost.block_s = 1;
   cost.g = 2;
   CHECK(hdp::fixed_s(cost, 3) == 5);
-  CHECK(hdp::parts_within(cost, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4
-  CHECK(std::isinf(hdp::parts_within(cost, 12, 6)));
+  CHECK(hdp::parts_within(cost, 9, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4
+  CHECK(std::isinf(hdp::parts_within(cost, 9, 12, 6)));
+  const double without = hdp::ring_s(cost, 24, 4, true, 2);
+  cost.merge_b = 1;
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, true, 2) - without - 9) < 1e-9);  // 3 steps of 6 tokens
+  CHECK(hdp::parts_within(cost, 8, 20, 15) == 3);  // 20 / 3 + 2 steps of 8 / 3 tokens + 3
+  CHECK(std::isinf(hdp::parts_within(cost, 8, 20, 8)));
+  CHECK(hdp::parts_within(cost, 8, 7, 8) == 1 && std::isinf(hdp::parts_within(cost, 8, 7, 7)));
   CHECK(hdp::length_within(cost, 624) == 24);
   CHECK(hdp::length_within(cost, 623.9) == 23);
   CHECK(hdp::length_within(cost, 0) == 0);

@@ -41,6 +41,7 @@ class Problem:
         block_s: float,
         intra_node_hop_s: float,
         inter_node_hop_s: float,
+        merge_b: float,
         attention_lengths: NDArray[np.int64],
         attention_seconds: NDArray[np.float64],
         rank_speeds: NDArray[np.float64],

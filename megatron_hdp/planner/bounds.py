@@ -83,6 +83,12 @@ def block_s(cost_model: CostModel, pipeline_stages: int = 1) -> float:
     return 2 * cost_model.num_layers * pipeline_stages * cost_model.block_s
 
 
+def merge_s(degrees: Float64Array, tokens: Float64Array, cost_model: CostModel) -> Float64Array:
+    """Seconds of a member with so many tokens for merging the results of its ring's steps."""
+    seconds: Float64Array = cost_model.merge_b * (degrees - 1) * tokens
+    return seconds
+
+
 def exposed_s(
     degrees: Float64Array,
     transfer: Float64Array,
@@ -128,6 +134,7 @@ def own_times_s(
     transfer = 3 * (degrees - 1) / degrees * length * cost_model.kv_bytes_per_token / bandwidth
     attention = _attention_of(length, cost_model) / degrees
     compute = attention + cost_model.linear_s_per_token * length / degrees
+    compute += merge_s(degrees, length / degrees, cost_model)
     exposed = exposed_s(degrees, transfer, hop, attention / speeds)
     fixed = fixed_s(degrees, cost_model, pipeline_stages)
     own: Float64Array = (compute + fixed) / speeds + exposed

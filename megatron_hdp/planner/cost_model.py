@@ -18,6 +18,9 @@ With s the tokens of a sequence and D the ranks that share it:
 - each step of a ring is a block of attention, as is a micro-batch of one rank; the whole ``local``
   sequences of a member are one more: ``block_s`` seconds in each layer, forward and once more
   backward
+- a ring merges what a further step gives into what it has: ``merge_b`` seconds for each token of a
+  member, forward and backward, all layers; with x tokens of a member ``(D - 1) merge_b x``, which
+  hides nothing
 - whole ``local`` sequences on a member cost their whole compute there and hide nothing
 - every micro-batch costs ``g`` seconds more, whatever it holds
 - a micro-batch crosses the ``num_layers`` of each of its P pipeline stages: hops and blocks count
@@ -64,6 +67,7 @@ _MAY_BE_ZERO = (
     "block_s",
     "intra_node_hop_s",
     "inter_node_hop_s",
+    "merge_b",
 )
 
 _LONGEST = 2**40
@@ -127,6 +131,9 @@ class CostModel:
     """Seconds of a hop in one layer whatever it carries, in a ring that stays in one node."""
     inter_node_hop_s: float = 0.0
     """The same in a ring that leaves its node."""
+    merge_b: float = 0.0
+    """Seconds per token of a member that each further step of its ring adds, forward and backward,
+    all layers: results are merged."""
 
     def __post_init__(self) -> None:
         for name in _MAY_BE_ZERO:
@@ -248,6 +255,7 @@ class CostModel:
             a=one.a / tensor_ranks,
             b=one.b / tensor_ranks,
             attention_b=one.attention_b / tensor_ranks,
+            merge_b=one.merge_b / tensor_ranks,
             b_experts=one.b_experts / tensor_ranks,
             intra_node_bytes_per_s=one.intra_node_bytes_per_s * tensor_ranks,
             inter_node_bytes_per_s=one.inter_node_bytes_per_s * tensor_ranks,

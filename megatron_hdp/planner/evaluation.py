@@ -19,6 +19,7 @@ from megatron_hdp.planner.bounds import (
     exposed_s,
     fixed_s,
     lower_bound_s,
+    merge_s,
     pipeline_lower_bound_s,
     pipeline_target_s,
     speeds_of,
@@ -280,6 +281,7 @@ def _times(
     exposed = exposed_s(each(degrees), each(sent / bandwidth), each(hop), share_s)
     local_s = _local_times(plan, run, cost_model, stages) / speed
     linear_s = each(cost_model.linear_s_per_token * tokens / degrees) / speed
+    linear_s += each(merge_s(degrees, tokens / degrees, cost_model)) / speed
     overhead_s = each(fixed_s(degrees, cost_model, stages)) / speed
     own_s = share_s + linear_s + exposed + local_s + overhead_s
     starts = plan.rank_offsets[run] - members.start

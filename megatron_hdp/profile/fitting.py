@@ -19,13 +19,14 @@ from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case
 Float64Array = NDArray[np.float64]
 
 _OF_COMPUTE = ("a", "attention_b", "b", "g", "block")
-_OF_TRAFFIC = ("more_block", "intra_hop", "intra_byte", "inter_hop", "inter_byte")
-NAMES = (*_OF_COMPUTE, *_OF_TRAFFIC)
+_OF_RINGS = ("more_block", "merge", "intra_hop", "intra_byte", "inter_hop", "inter_byte")
+NAMES = (*_OF_COMPUTE, *_OF_RINGS)
 """Seconds per token^2, per token twice, per micro-batch, per block of attention by itself; what a
-further block of a ring takes beyond that; per hop and per byte within a node and between nodes."""
-_A, _ATTENTION_B, _B, _G, _BLOCK, _MORE_BLOCK = range(6)
+further block of a ring takes beyond that, for itself and per token; per hop and per byte within a
+node and between nodes."""
+_A, _ATTENTION_B, _B, _G, _BLOCK, _MORE_BLOCK, _MERGE = range(7)
 _PASSES = (1 / 3, 2 / 3)  # of attention, and of traffic, forward and backward
-_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, RING: 1.0, TRANSFER: 0.03}
+_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, RING: 1.0, TRANSFER: 0.1}
 """Of relative errors. Rings say what traffic costs them, the work beside it included; transfers by
 themselves decide only what rings hide."""
 _MOST_ROUNDS = 20
@@ -106,6 +107,8 @@ def coefficients_of(found: Fit) -> dict[str, float]:
     of_model = {name: values[name] for name in ("a", "attention_b", "b")}
     of_model["block_s"] = values["block"] + more
     of_model["g"] = max(0.0, values["g"] - 2 * found.shape.layers * more)
+    if "merge" in values:
+        of_model["merge_b"] = values["merge"]
     for where in ("intra", "inter"):
         if f"{where}_hop" in values:
             of_model[f"{where}_node_hop_s"] = values[f"{where}_hop"]
@@ -143,7 +146,7 @@ def _known(cases: Iterable[Case]) -> list[int]:
     for case in cases:
         known |= {
             COMPUTE: {_A, _ATTENTION_B, _B, _G, _BLOCK},
-            RING: {_MORE_BLOCK, *_traffic(case)},
+            RING: {_MORE_BLOCK, _MERGE, *_traffic(case)},
             ATTENTION: {_A, _ATTENTION_B, _BLOCK},
             TRANSFER: set(_traffic(case)),
         }[case.kind]
@@ -247,6 +250,7 @@ def _row(case: Case, shape: Shape, values: Float64Array) -> Float64Array:
         return row
     hops = case.degree - 1
     row[_MORE_BLOCK] = 2 * shape.layers * hops
+    row[_MERGE] = hops * row[_B]
     hop, byte = _traffic(case)
     attention = np.zeros(len(NAMES))
     attention[[_A, _ATTENTION_B]] = row[[_A, _ATTENTION_B]]

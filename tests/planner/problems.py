@@ -65,6 +65,7 @@ COST_MODELS = {
         attention_b=1e-3,
         b_experts=5e-4,
         block_s=0.02,
+        merge_b=1e-3,
     ),
     "latency, blocks": CostModel(  # a node's links are the slower ones
         a=0.0,
@@ -79,6 +80,7 @@ COST_MODELS = {
         block_s=5e-3,
         intra_node_hop_s=0.02,
         inter_node_hop_s=0.01,
+        merge_b=2e-3,
     ),
     "fast host": CostModel(
         a=1e-6,

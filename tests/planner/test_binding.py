@@ -15,6 +15,7 @@ ARGUMENTS = {
     "block_s": 0.0,
     "intra_node_hop_s": 0.0,
     "inter_node_hop_s": 0.0,
+    "merge_b": 0.0,
     "attention_lengths": np.array([], dtype=np.int64),
     "attention_seconds": np.array([], dtype=np.float64),
     "rank_speeds": np.array([], dtype=np.float64),
@@ -76,6 +77,7 @@ def call(**changes: object) -> dict[str, object]:
         ({"block_s": float("inf")}, "cost model: block_s is inf"),
         ({"intra_node_hop_s": -1.0}, "cost model: intra_node_hop_s is -1"),
         ({"inter_node_hop_s": float("nan")}, "cost model: inter_node_hop_s is nan"),
+        ({"merge_b": -1.0}, "cost model: merge_b is -1"),
         (
             {"attention_lengths": np.array([5])},
             "attention_lengths has 1 entries and attention_seconds 0; expected as many of both",

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
 
-NEW = ("attention_b", "b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s")
+NEW = ("attention_b", "b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b")
 
 
 def test_tensor_ranks_compute_send_and_copy_side_by_side():
@@ -22,8 +22,9 @@ def test_tensor_ranks_compute_send_and_copy_side_by_side():
     assert CostModel.of_tensor_ranks(16, **shape).ranks_per_node == 1
     assert four.kv_bytes_per_token == one.kv_bytes_per_token
     parts = {"attention_b": 8.0, "b_experts": 4.0, "block_s": 1.0, "intra_node_hop_s": 2.0}
+    parts["merge_b"] = 12.0
     some = CostModel.of_tensor_ranks(4, **shape, **parts)
-    assert (some.attention_b, some.b_experts) == (2.0, 1.0)
+    assert (some.attention_b, some.b_experts, some.merge_b) == (2.0, 1.0, 3.0)
     assert (some.block_s, some.intra_node_hop_s) == (1.0, 2.0)  # of a layer, however wide
 
 
@@ -31,7 +32,7 @@ def test_a_file_without_latencies_is_one_with_none(tmp_path: Path):
     path = tmp_path / "cost.json"
     path.write_text('{"a": 1, "b": 2, "kv_bytes_per_token": 3}')
     found = CostModel.from_json(path)
-    assert [getattr(found, name) for name in NEW] == [0.0] * 5
+    assert [getattr(found, name) for name in NEW] == [0.0] * 6
     some = dataclasses.replace(found, **{name: 0.5 for name in NEW})
     path.write_bytes(some.to_json())
     assert CostModel.from_json(path) == some

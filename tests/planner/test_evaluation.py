@@ -77,6 +77,18 @@ def test_every_block_takes_its_time_in_each_layer_and_pass() -> None:
     assert result.total_compute_s == pytest.approx(790)
 
 
+def test_a_further_step_merges_each_token_of_a_member() -> None:
+    # two further steps of the ring's three, 8 tokens on a member, 0.5 s each; nothing of it hides
+    merging = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, merge_b=0.5)
+    result = evaluate(small_plan(), merging)
+    assert result.exposed_s[0] == pytest.approx(112)
+    assert result.duration_s.tolist() == pytest.approx([226 + 112 + 8, 109, 69])
+    # rank 2 at half speed takes twice the time for it as well
+    slow = dataclasses.replace(merging, rank_speeds=(1.0, 1.0, 0.5, 1.0))
+    without = evaluate(small_plan(), dataclasses.replace(slow, merge_b=0.0))
+    assert evaluate(small_plan(), slow).duration_s[0] == pytest.approx(without.duration_s[0] + 16)
+
+
 def test_a_linear_term_of_attention_hides_traffic_and_one_of_experts_does_not() -> None:
     # the ring's 24 tokens: 24 x 1.5 s more, 12 s a member, 4 s a step
     slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)

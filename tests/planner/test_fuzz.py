@@ -22,7 +22,7 @@ INTEGERS = ("num_ranks", "tokens_per_rank", "slice_multiple", "max_length", "ran
 INTEGERS += ("num_layers", "pipeline_stages", "effort")
 NUMBERS = ("a", "b", "g", "kv_bytes_per_token", "intra_node_bytes_per_s")
 NUMBERS += ("inter_node_bytes_per_s", "activation_bytes_per_token", "host_bytes_per_s")
-NUMBERS += ("attention_b", "block_s", "intra_node_hop_s", "inter_node_hop_s")
+NUMBERS += ("attention_b", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b")
 
 around_a_limit = st.builds(
     lambda power, off, sign: max(-(2**63), min(2**63 - 1, sign * (2**power + off))),

@@ -31,6 +31,7 @@ PLANTED = {
     "g": 5e-3,
     "block": 1e-4,
     "more_block": 2e-4,
+    "merge": 4e-6,
     "intra_hop": 5e-4,
     "intra_byte": 1e-9,
     "inter_hop": 2e-3,
@@ -80,7 +81,7 @@ def test_more_noise_makes_the_fits_to_other_repetitions_differ_more():
     assert 0.002 < spread(0.03) < spread(0.2)
 
 
-@pytest.mark.parametrize("name", ["attention_b", "g", "block", "more_block", "intra_hop"])
+@pytest.mark.parametrize("name", ["attention_b", "g", "block", "more_block", "merge", "intra_hop"])
 def test_what_costs_nothing_stays_zero(name):
     planted = PLANTED | {name: 0.0}
     if name == "g":

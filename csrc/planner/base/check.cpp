@@ -81,6 +81,7 @@ void check_cost_model(const CostModel& cost) {
   check_number("cost model: block_s", cost.block_s, true);
   check_number("cost model: intra_node_hop_s", cost.intra_node_hop_s, true);
   check_number("cost model: inter_node_hop_s", cost.inter_node_hop_s, true);
+  check_number("cost model: merge_b", cost.merge_b, true);
   check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
   check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
   check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);

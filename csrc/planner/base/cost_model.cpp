@@ -34,6 +34,11 @@ double fixed_s(const CostModel& cost, int64_t degree) {
   return cost.g + static_cast<double>(degree) * cost.block_s;
 }
 
+double merge_s(const CostModel& cost, int64_t degree, double tokens) {
+  const auto d = static_cast<double>(degree);
+  return cost.merge_b * tokens * (d - 1) / d;
+}
+
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node) {
   const auto d = static_cast<double>(degree);
   const double bandwidth = one_node ? cost.intra_node_bytes_per_s : cost.inter_node_bytes_per_s;
@@ -53,11 +58,19 @@ double exposed_s(const CostModel& cost, int64_t degree, double tokens, double at
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node, double speed) {
   const double rate = speed * static_cast<double>(degree);
   const double attention = attention_s(cost, length) / rate;
-  return compute_s(cost, length) / rate +
-         exposed_s(cost, degree, static_cast<double>(length), attention, one_node);
+  const auto tokens = static_cast<double>(length);
+  return compute_s(cost, length) / rate + merge_s(cost, degree, tokens) / speed +
+         exposed_s(cost, degree, tokens, attention, one_node);
 }
 
-double parts_within(const CostModel& cost, double compute_s, double seconds) {
+double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds) {
+  if (cost.merge_b > 0) {  // compute / D + merge (1 - 1 / D) = (compute - merge) / D + merge
+    const double merge = cost.merge_b * static_cast<double>(length);
+    if (compute_s <= merge) return compute_s + cost.block_s <= seconds ? 1 : kNoLimit;
+    if (seconds <= merge) return kNoLimit;
+    compute_s -= merge;
+    seconds -= merge;
+  }
   if (cost.block_s == 0) return compute_s / seconds;
   // compute / D + D block = t, in the form that does not cancel
   const double square = seconds * seconds - 4 * cost.block_s * compute_s;

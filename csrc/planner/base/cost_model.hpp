@@ -21,6 +21,9 @@ double compute_s(const CostModel& cost, int64_t length);
 // local sequences of a member are one block more.
 double fixed_s(const CostModel& cost, int64_t degree);
 
+// Seconds of a member of a ring of so many tokens for merging what its steps give.
+double merge_s(const CostModel& cost, int64_t degree, double tokens);
+
 // Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
 // gradients backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
@@ -36,9 +39,9 @@ double exposed_s(const CostModel& cost, int64_t degree, double tokens, double at
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node,
               double speed = 1);
 
-// The least number of ranks, a fraction perhaps, on which compute and blocks take `seconds`;
-// infinite if there is none.
-double parts_within(const CostModel& cost, double compute_s, double seconds);
+// The least number of ranks, a fraction perhaps, on which compute, blocks and merging of a sequence
+// take `seconds`; infinite if there is none.
+double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds);
 
 // The greatest degree in [1, num_ranks] at which the hops of a pass take no longer than its steps:
 // less than a step's worth of traffic is exposed.

@@ -27,6 +27,7 @@ struct CostModel {
   double block_s = 0;           // s of a block of attention whatever it holds, both passes
   double intra_node_hop_s = 0;  // s of a hop of a ring in one node whatever it carries, one pass
   double inter_node_hop_s = 0;  // the same of a ring that leaves its node
+  double merge_b = 0;           // s per token of a member for each further step of its ring
 };
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.

@@ -146,21 +146,23 @@ int64_t whole_tokens(const Problem& problem) {
   return problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
 }
 
-// g, and as many blocks as a sequence needs ranks, for every C tokens; with offload a rank may hold
-// more.
+// g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload a rank
+// may hold more; and merging, of which all members of a ring together have (D - 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
   const int64_t whole = whole_tokens(problem);
   double tokens = 0;
   double blocks = 0;
   for (const int64_t length : problem.lengths) {
     tokens += static_cast<double>(length);
-    if (problem.cost.block_s == 0) continue;
+    if (problem.cost.block_s == 0 && problem.cost.merge_b == 0) continue;
     const int64_t least = length <= whole ? 1 : least_degree(problem, length);
     blocks += static_cast<double>(length) * static_cast<double>(least);
   }
   const double capacity = static_cast<double>(problem.tokens_per_rank) /
                           (problem.offload ? resident_share(problem, 1) : 1);
-  return (problem.cost.g * tokens + problem.cost.block_s * blocks) / capacity;
+  const double merged = std::max(0.0, blocks - tokens);
+  return (problem.cost.g * tokens + problem.cost.block_s * blocks) / capacity +
+         problem.cost.merge_b * merged;
 }
 
 struct Long {

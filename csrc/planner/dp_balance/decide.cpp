@@ -30,24 +30,27 @@ int64_t search_tries(const Batch& batch, const Decisions& decisions) {
   return batch.problem.effort * std::clamp<int64_t>(tries, 1, kMostTries);
 }
 
-// What the blocks of rings take that are just wide enough for memory and for a rank's time.
+// What blocks and merging of rings take that are just wide enough for memory and for a rank's time.
 double blocks_s(const Batch& batch) {
-  const double block_s = batch.problem.cost.block_s;
-  if (block_s == 0) return 0;
+  const CostModel& cost = batch.problem.cost;
+  if (cost.block_s == 0 && cost.merge_b == 0) return 0;
   double all_s = 0;
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     const double in_time = std::ceil(batch.compute_s(place) / batch.share_s);
     const double degree = std::max(static_cast<double>(batch.least[place]), in_time);
-    if (degree > 1) all_s += degree * degree * block_s;
+    if (degree == 1) continue;
+    all_s += degree * degree * cost.block_s +
+             (degree - 1) * cost.merge_b * static_cast<double>(batch.length(place));
   }
   return all_s / batch.total_speed;
 }
 
-// A makespan that is not worth more search. The bound leaves out hops, and blocks beyond what
-// memory demands: without a tolerance the search would run to its end where these cost something.
+// A makespan that is not worth more search. The bound leaves out hops, and blocks and merging beyond
+// what memory demands: without a tolerance the search would run to its end where these cost something.
 double enough(const Batch& batch) {
   const CostModel& cost = batch.problem.cost;
-  const bool known = cost.block_s == 0 && cost.intra_node_hop_s == 0 && cost.inter_node_hop_s == 0;
+  const bool known = cost.block_s == 0 && cost.merge_b == 0 && cost.intra_node_hop_s == 0 &&
+                     cost.inter_node_hop_s == 0;
   return (known ? kCloseEnough : kNearlyAsFast) * batch.bound_s + blocks_s(batch);
 }
 

@@ -53,7 +53,9 @@ class RingTime {
     const double speed = problem_.speed(rank);
     const double exposed =
         exposed_s(problem_.cost, degree(), sum_.tokens, sum_.attention_s / d / speed, one_node_);
-    return (sum_.compute_s / d + local_s + fixed_s(problem_.cost, degree())) / speed + exposed;
+    const double overhead =
+        fixed_s(problem_.cost, degree()) + merge_s(problem_.cost, degree(), sum_.tokens);
+    return (sum_.compute_s / d + local_s + overhead) / speed + exposed;
   }
 
   // Seconds of the slowest member without locals.
