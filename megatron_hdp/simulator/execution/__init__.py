@@ -1,0 +1,25 @@
+"""Runs plans as the runtime does, event by event: rings, stages, copies, gradient sync, memory.
+
+`machine` says what a step takes besides the cost model, `step` runs one plan, `run` several steps
+of several strategies.
+"""
+
+from megatron_hdp.simulator.execution.machine import Machine
+from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
+from megatron_hdp.simulator.execution.noise import Disturbance
+from megatron_hdp.simulator.execution.run import Outcome, Run, Setting, simulate
+from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
+
+__all__ = [
+    "Disturbance",
+    "Machine",
+    "MemoryCosts",
+    "MemoryTrace",
+    "Outcome",
+    "Run",
+    "Setting",
+    "StepExecution",
+    "StepRecord",
+    "execute",
+    "simulate",
+]
