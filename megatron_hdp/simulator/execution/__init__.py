@@ -4,7 +4,7 @@
 of several strategies.
 """
 
-from megatron_hdp.simulator.execution.machine import Machine
+from megatron_hdp.simulator.execution.machine import Machine, read_changes
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.run import Outcome, Run, Setting, simulate
@@ -21,5 +21,6 @@ __all__ = [
     "StepExecution",
     "StepRecord",
     "execute",
+    "read_changes",
     "simulate",
 ]

@@ -1,10 +1,15 @@
 """What a step takes besides the cost model: gradients, optimizer, messages of stages, loading."""
 
 import dataclasses
+import difflib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
+
+import orjson
 
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, stage_memory
@@ -110,6 +115,28 @@ class Machine:
         num_bytes = of_stages[stage] if len(of_stages) > 1 else of_stages[0]
         speed = self.sync_bytes_per_s or self.network_bytes_per_s
         return num_bytes * (num_ranks - 1) / num_ranks / speed
+
+
+def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of `Machine` from a JSON object.
+
+    Raises:
+        ValueError: not such an object; gives the nearest name of an unknown key.
+    """
+    try:
+        data = orjson.loads(Path(path).read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"machine {path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"machine {path}: found {type(data).__name__}; expected an object")
+    names = [field.name for field in dataclasses.fields(Machine)]
+    for key, value in data.items():
+        if key not in names:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ValueError(f"machine {path}: unknown key {key!r}; nearest is {nearest!r}")
+        if isinstance(value, list):
+            data[key] = tuple(value)
+    return data
 
 
 _ABOVE_ZERO = {

@@ -1,7 +1,7 @@
 """Several steps of several strategies, and how much faster each is than the static mesh."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner import CostModel, Plan, plan, told_as
+from megatron_hdp.planner.bounds import speeds_of
 from megatron_hdp.planner.lockstep import stages_for, strategy_for
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.simulator.execution.machine import Machine
@@ -46,6 +47,8 @@ class Setting:
     flops_per_token2: float = 0.0
     """Causal attention's: a sequence has these times the square of its length."""
     disturbance: Disturbance = field(default_factory=Disturbance)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What the planner's refusals call its arguments: see `planner.told_as`."""
 
     @property
     def aligned(self) -> bool:
@@ -59,17 +62,20 @@ class Setting:
             ValueError: this strategy has no plan for it.
         """
         resolved = strategy_for(strategy, aligned=self.aligned)
-        return plan(
-            lengths,
-            ranks=self.ranks,
-            tokens_per_rank=self.tokens_per_rank,
-            strategy=resolved,
-            max_length=self.max_length,
-            slice_multiple=self.slice_multiple,
-            cost_model=self.cost_model,
-            pipeline_stages=stages_for(resolved, self.pipeline_stages),
-            offload=self.offload,
-        )
+        with told_as(self.flags):
+            made = plan(
+                lengths,
+                ranks=self.ranks,
+                tokens_per_rank=self.tokens_per_rank,
+                strategy=resolved,
+                max_length=self.max_length,
+                slice_multiple=self.slice_multiple,
+                cost_model=self.cost_model,
+                pipeline_stages=stages_for(resolved, self.pipeline_stages),
+                offload=self.offload,
+            )
+        made.validate(num_layers=self.cost_model.num_layers)
+        return made
 
     def executed(self, made: Plan, step: int = 0) -> StepExecution:
         """Run a plan; `step` is its number, for the noise."""
@@ -183,7 +189,11 @@ class Run:
 
 
 def simulate(
-    setting: Setting, batches: Sequence[Int64Array], strategies: Iterable[str], seed: int = 0
+    setting: Setting,
+    batches: Sequence[Int64Array],
+    strategies: Iterable[str],
+    seed: int = 0,
+    done: Callable[[], object] = lambda: None,
 ) -> Run:
     """Run every batch by every strategy.
 
@@ -192,22 +202,24 @@ def simulate(
         batches: lengths of the global batch of each step.
         strategies: names that the planner knows; the static mesh is run in any case.
         seed: that the batches were drawn by.
+        done: called after each step of each strategy.
+
+    Raises:
+        ValueError: speeds that are not those of the ranks. A strategy without a plan raises
+            nothing, it has a reason.
     """
-    outcomes: dict[str, Outcome] = {}
-    for name, outcome in outcomes_of(setting, batches, strategies):
-        outcomes[name] = outcome
+    setting.disturbance.speeds(speeds_of(setting.cost_model, setting.ranks))
+    names = dict.fromkeys([BASELINE, *strategies])
+    outcomes = {name: outcome_of(setting, batches, name, done) for name in names}
     return Run(setting=setting, seed=seed, outcomes=MappingProxyType(outcomes))
 
 
-def outcomes_of(
-    setting: Setting, batches: Sequence[Int64Array], strategies: Iterable[str]
-) -> Iterator[tuple[str, Outcome]]:
-    """The same one by one, so that a caller can tell how far it is."""
-    for name in dict.fromkeys([BASELINE, *strategies]):
-        yield name, outcome_of(setting, batches, name)
-
-
-def outcome_of(setting: Setting, batches: Sequence[Int64Array], strategy: str) -> Outcome:
+def outcome_of(
+    setting: Setting,
+    batches: Sequence[Int64Array],
+    strategy: str,
+    done: Callable[[], object] = lambda: None,
+) -> Outcome:
     """Every batch by one strategy; where it has no plan for one of them, the reason."""
     records, shares, first, planned_by = [], [], None, None
     for step, lengths in enumerate(batches):
@@ -220,6 +232,7 @@ def outcome_of(setting: Setting, batches: Sequence[Int64Array], strategy: str) -
         first = first or execution
         records.append(execution.record)
         shares.append(setting.mfu(lengths, execution.step_s))
+        done()
     known = [share for share in shares if share is not None]
     return Outcome(
         strategy=strategy,

@@ -138,4 +138,4 @@ def _add_copies(found: MicroBatchTimes, plan: Plan, cost_model: CostModel, stage
     found.copies_s[some] = np.maximum(0.0, added)
     found.forward_s[some], found.backward_s[some] = later, back
     counts = np.diff(plan.rank_offsets)
-    found.own_s += np.repeat(found.copies_s, counts)
+    np.add(found.own_s, np.repeat(found.copies_s, counts), out=found.own_s)
