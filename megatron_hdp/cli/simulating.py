@@ -118,9 +118,7 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
     return [preset_batch(options, name, seed + step) for step in range(steps)]
 
 
-def _of_mixture(
-    path: str, options: "TrainingArguments", steps: int, seed: int
-) -> list[Int64Array]:
+def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """The first steps of a run on a mixture, as the run draws them."""
     from megatron_hdp.data.mixture import (
         BatchSize,
@@ -158,9 +156,7 @@ def _of_mixture(
     return batches
 
 
-def _of_file(
-    path: str, options: "TrainingArguments", steps: int, seed: int
-) -> list[Int64Array]:
+def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
     lengths = _fitting(path, read_lengths(path), options)
     most_tokens = options.hdp_global_batch_tokens
@@ -174,8 +170,10 @@ def _of_file(
             order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
             epoch += 1
         for used, length in enumerate(lengths[order].tolist()):
-            full = len(taken) == (most or 1) if most_tokens is None else bool(
-                taken and tokens + length > most_tokens
+            full = (
+                len(taken) == (most or 1)
+                if most_tokens is None
+                else bool(taken and tokens + length > most_tokens)
             )
             if full:
                 batches.append(np.array(taken, dtype=np.int64))

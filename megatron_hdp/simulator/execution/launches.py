@@ -104,5 +104,3 @@ def _joined(ones: Int64Array, domains: Int64Array, total: int) -> Int64Array:
         parent[max(here, there)] = min(here, there)
     _, group_of = np.unique([root(one) for one in range(total)], return_inverse=True)
     return group_of
-
-

@@ -246,5 +246,3 @@ def _record(
         num_micro_batches=plan.num_micro_batches,
         peak_memory_bytes=None if trace is None else trace.peak_bytes,
     )
-
-
