@@ -31,7 +31,7 @@ def pass_s(
     most: Float64Array = np.maximum.reduceat(step_s, begins)
     hops = num_members - 1
     exposed: Float64Array = hops * np.maximum(0.0, hop_s - most)
-    seconds: Float64Array = num_members * most
+    seconds: Float64Array = most * num_members
     seconds = seconds + np.maximum.reduceat(lead_s, begins) + exposed
     unlike = (least != most) & (hops > 0)
     for degree in np.unique(num_members[unlike]).tolist():
