@@ -15,6 +15,9 @@ from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.models import active_parameters
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from megatron_hdp.megatron.options import TrainingArguments
 
 GPU_FLOPS_PER_S = 400e12
@@ -97,6 +100,25 @@ def parameters_of_a_token(job: Job) -> int:
     )
 
 
+def flops_of(job: Job) -> tuple[float, float]:
+    """The model's FLOP forward and backward: of a token, and of causal attention by length^2."""
+    return 6.0 * parameters_of_a_token(job), 6.0 * job.num_layers * job.query_size
+
+
+def preset_batch(
+    arguments: "TrainingArguments", preset: str, seed: int = 0
+) -> "npt.NDArray[np.int64]":
+    """Lengths of one global batch of a preset."""
+    from megatron_hdp.data.presets import preset_lengths
+
+    num_tokens, num_sequences = arguments.hdp_global_batch_tokens, arguments.global_batch_size
+    if num_tokens is None:  # enough for so many sequences, however long they are
+        num_tokens = (num_sequences or 1) * arguments.seq_length
+    length = arguments.seq_length
+    drawn = preset_lengths(preset, num_tokens=num_tokens, max_length=length, seed=seed)
+    return drawn[:num_sequences]
+
+
 def plan_longest(arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
     """Plan of the longest sequence alone; ValueError if it does not fit on all HDP ranks."""
     return _plan([arguments.seq_length], arguments, job, cost_model)
@@ -112,17 +134,11 @@ def plan_step(
     """
     import numpy as np
 
-    from megatron_hdp.data.presets import preset_lengths
-
-    num_tokens, num_sequences = arguments.hdp_global_batch_tokens, arguments.global_batch_size
-    if num_tokens is None:  # enough for so many sequences, however long they are
-        num_tokens = (num_sequences or 1) * arguments.seq_length
-    lengths = preset_lengths(preset, num_tokens=num_tokens, max_length=arguments.seq_length)
-    lengths = lengths[:num_sequences]
+    lengths = preset_batch(arguments, preset)
     made = _plan(lengths, arguments, job, cost_model)
     tokens = lengths.astype(np.float64)
-    flops = 6 * parameters_of_a_token(job) * tokens.sum()
-    flops += 6 * job.num_layers * job.query_size * (tokens**2).sum()
+    per_token, per_token2 = flops_of(job)
+    flops = per_token * tokens.sum() + per_token2 * (tokens**2).sum()
     step_s = made.summary["makespan_s"]
     return PlannedStep(
         preset=preset,

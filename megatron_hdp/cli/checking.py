@@ -94,7 +94,7 @@ def check(
     except OptionError as error:
         found.refusals.append(str(error))
         return found
-    found.refusals += _degrees(arguments, num_gpus)
+    found.refusals += degree_refusals(arguments, num_gpus)
     if found.refusals:
         return found
     job = found.job = job_of(arguments, num_gpus, vocab_size)
@@ -142,7 +142,7 @@ def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None
     )
 
 
-def _degrees(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
+def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
     """What the number of GPUs and the sizes of layers refuse; the parser has seen to the rest."""
     refusals = []
     tensor_ranks = arguments.tensor_model_parallel_size

@@ -257,6 +257,73 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
 def _times(
     plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
 ) -> _Times:
+    work = work_of(plan, cost_model, stages, speeds, run)
+    degrees, num_members = work.degrees, work.num_members
+
+    def each(value: Float64Array) -> Float64Array:
+        """Of a micro-batch, for each of its members."""
+        return np.repeat(value, num_members)
+
+    exposed = exposed_s(each(degrees), each(work.transfer_s), each(work.hop_s), work.attention_s)
+    own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
+    starts = work.first_members
+    return _Times(
+        run=run,
+        members=work.members,
+        own_s=own_s,
+        local_s=work.local_s,
+        exposed_s=np.maximum.reduceat(exposed, starts),
+        duration_s=np.maximum.reduceat(own_s, starts),
+        ring_bytes=work.ring_bytes,
+    )
+
+
+class MemberWork(NamedTuple):
+    """What the members of a run of micro-batches compute and send: all stages, both passes."""
+
+    members: slice
+    """Their entries of ``plan.ranks``."""
+    num_members: NDArray[np.int64]
+    """Of each micro-batch."""
+    attention_s: Float64Array
+    """Of each member: its share of the sharded sequences' attention, in D steps."""
+    linear_s: Float64Array
+    """Of each member: the rest of the sharded sequences, and merging what the ring gives."""
+    local_s: Float64Array
+    """Of each member: its own local sequences with their block."""
+    fixed_s: Float64Array
+    """Of each member: ``g`` and the blocks of the ring's steps."""
+    transfer_s: Float64Array
+    """Of each micro-batch: what a member sends, latency left out; a third of it forward."""
+    hop_s: Float64Array
+    """Of each micro-batch: latency of a hop, in one pass."""
+    ring_bytes: Float64Array
+    """Of each micro-batch: sent by all members."""
+
+    @property
+    def degrees(self) -> Float64Array:
+        """Members of each micro-batch."""
+        return self.num_members.astype(np.float64)
+
+    @property
+    def first_members(self) -> NDArray[np.int64]:
+        """Entry of each micro-batch's first member, from 0 on."""
+        found: NDArray[np.int64] = np.cumsum(self.num_members) - self.num_members
+        return found
+
+
+def work_of(
+    plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
+) -> MemberWork:
+    """What a run of a plan's micro-batches takes of its members, before anybody waits.
+
+    Args:
+        plan: the plan.
+        cost_model: of a rank of speed 1.
+        stages: of each rank.
+        speeds: of each rank; traffic takes as long on all of them.
+        run: of micro-batches.
+    """
     members = span_of(plan.rank_offsets, run)
     num_members = counts_of(plan.rank_offsets, run)
     degrees = num_members.astype(np.float64)
@@ -270,28 +337,23 @@ def _times(
         in_one_node, cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s
     )
     hop = np.where(in_one_node, cost_model.intra_node_hop_s, cost_model.inter_node_hop_s)
-    hop = cost_model.num_layers * stages * hop
 
     def each(value: Float64Array) -> Float64Array:
         """Of a micro-batch, for each of its members."""
         return np.repeat(value, num_members)
 
     speed = speeds[plan.ranks[members]]
-    share_s = each(attention / degrees) / speed
-    exposed = exposed_s(each(degrees), each(sent / bandwidth), each(hop), share_s)
-    local_s = _local_times(plan, run, cost_model, stages) / speed
-    linear_s = each(cost_model.linear_s_per_token * tokens / degrees) / speed
-    linear_s += each(merge_s(degrees, tokens / degrees, cost_model)) / speed
-    overhead_s = each(fixed_s(degrees, cost_model, stages)) / speed
-    own_s = share_s + linear_s + exposed + local_s + overhead_s
-    starts = plan.rank_offsets[run] - members.start
-    return _Times(
-        run=run,
+    linear = cost_model.linear_s_per_token * tokens / degrees
+    linear += merge_s(degrees, tokens / degrees, cost_model)
+    return MemberWork(
         members=members,
-        own_s=own_s,
-        local_s=local_s,
-        exposed_s=np.maximum.reduceat(exposed, starts),
-        duration_s=np.maximum.reduceat(own_s, starts),
+        num_members=num_members,
+        attention_s=each(attention / degrees) / speed,
+        linear_s=each(linear) / speed,
+        local_s=_local_times(plan, run, cost_model, stages) / speed,
+        fixed_s=each(fixed_s(degrees, cost_model, stages)) / speed,
+        transfer_s=sent / bandwidth,
+        hop_s=cost_model.num_layers * stages * hop,
         ring_bytes=sent * degrees,
     )
 

@@ -25,6 +25,27 @@ class PipelineSchedule(NamedTuple):
     makespan_s: float
 
 
+class RankLists(NamedTuple):
+    """What each rank runs, in order: the lists of all ranks, one behind the other."""
+
+    micro_batches: Int64Array
+    counts: Int64Array
+    """Entries of each rank."""
+
+
+class Waits(NamedTuple):
+    """Pairs of operations of which the second waits for the first.
+
+    Operation (stage, pass, micro-batch) of n micro-batches has number ``(2 stage + pass) n +
+    micro-batch``, passes being forward (0) and backward (1).
+    """
+
+    first: Int64Array
+    then: Int64Array
+    is_message: NDArray[np.bool_]
+    """Whether the second takes from another stage what the first has made."""
+
+
 def pipeline_schedule(plan: Plan, duration_s: Float64Array, stages: int) -> PipelineSchedule:
     """Runs the plan; ``duration_s`` is a micro-batch's time over all stages, both passes.
 
@@ -32,58 +53,88 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, stages: int) -> Pipe
         ValueError: the ranks wait for each other for ever; names the micro-batches.
     """
     num_micro_batches = plan.num_micro_batches
-    # operation (stage, pass, micro-batch), passes being forward and backward
     seconds = np.multiply.outer(np.array([1.0, 2.0]), duration_s / (3 * stages)).ravel()
     seconds = np.tile(seconds, stages)
-    first, then = _waits(plan, stages)
-    starts, finished = _longest_paths(first, then, seconds)
+    waits = waits_of(lists_of(plan), num_micro_batches, stages)
+    starts, finished = longest_paths(waits, seconds)
     if not finished.all():
-        raise ValueError(_deadlock(plan, stages, first, then, finished))
+        raise ValueError(_deadlock(plan, stages, waits.first, waits.then, finished))
     shaped = starts.reshape(stages, 2, num_micro_batches)
     makespan_s = float((starts + seconds).max()) if num_micro_batches else 0.0
     return PipelineSchedule(shaped[:, 0].copy(), shaped[:, 1].copy(), makespan_s)
 
 
-def _waits(plan: Plan, stages: int) -> tuple[Int64Array, Int64Array]:
-    """Pairs of operations of which the second waits for the first."""
-    num = plan.num_micro_batches
+def lists_of(plan: Plan) -> RankLists:
+    """Each rank's micro-batches in the plan's order."""
     by_rank = np.argsort(plan.ranks, kind="stable")
-    micro_batches = np.repeat(np.arange(num), np.diff(plan.rank_offsets))[by_rank]
+    owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
     counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
-    count = np.repeat(counts, counts)
-    begin = np.repeat(np.cumsum(counts) - counts, counts)
+    return RankLists(owners[by_rank], counts)
+
+
+def order_on_stage(lists: RankLists, num: int, stages: int, stage: int) -> Int64Array:
+    """Every rank's forwards ``m`` and backwards ``num + m`` in the order in which it runs them.
+
+    Args:
+        lists: of all ranks.
+        num: micro-batches.
+        stages: of the pipeline.
+        stage: 0 is the first.
+
+    Returns:
+        Twice as many entries as the lists have, the first rank's first.
+    """
+    count = np.repeat(lists.counts, lists.counts)
+    begin = np.repeat(np.cumsum(lists.counts) - lists.counts, lists.counts)
     position = np.arange(len(count)) - begin
-    same_rank = np.repeat(plan.ranks[by_rank], 2)
-    same_rank = same_rank[1:] == same_rank[:-1]
-    first, then = [], []
+    warm_up = stages - 1 - stage
+    order = np.empty(2 * len(count), dtype=np.int64)
+    behind = np.maximum(0, position - warm_up)  # backwards before forward i
+    order[2 * begin + position + behind] = lists.micro_batches
+    ahead = np.minimum(count, position + warm_up + 1)  # forwards before backward j
+    order[2 * begin + position + ahead] = num + lists.micro_batches
+    return order
+
+
+def waits_of(lists: RankLists, num: int, stages: int) -> Waits:
+    """What waits for what when ``num`` micro-batches run on pipelines of so many stages."""
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
+    same_rank = ranks[1:] == ranks[:-1]
+    all_of_them = np.arange(num)
+    first, then, is_message = [], [], []
     for stage in range(stages):
-        warm_up = stages - 1 - stage
         forward, backward = 2 * stage * num, (2 * stage + 1) * num
-        order = np.empty(2 * len(count), dtype=np.int64)
-        behind = np.maximum(0, position - warm_up)  # backwards before forward i
-        order[2 * begin + position + behind] = forward + micro_batches
-        ahead = np.minimum(count, position + warm_up + 1)  # forwards before backward j
-        order[2 * begin + position + ahead] = backward + micro_batches
+        order = forward + order_on_stage(lists, num, stages, stage)
         first.append(order[:-1][same_rank])
         then.append(order[1:][same_rank])
-        all_of_them = np.arange(num)
+        is_message.append(np.zeros(len(first[-1]), dtype=np.bool_))
         if stage + 1 < stages:
             first += [forward + all_of_them, backward + 2 * num + all_of_them]
             then += [forward + 2 * num + all_of_them, backward + all_of_them]
         else:
             first.append(forward + all_of_them)
             then.append(backward + all_of_them)
-    return np.concatenate(first), np.concatenate(then)
+        sends = 2 * num if stage + 1 < stages else num
+        is_message.append(np.full(sends, stage + 1 < stages))
+    return Waits(np.concatenate(first), np.concatenate(then), np.concatenate(is_message))
 
 
-def _longest_paths(
-    first: Int64Array, then: Int64Array, seconds: Float64Array
+def longest_paths(
+    waits: Waits, seconds: Float64Array, lag_s: Float64Array | None = None
 ) -> tuple[Float64Array, NDArray[np.bool_]]:
-    """Earliest start of every operation, and which of them ever start: topological, in waves."""
+    """Earliest start of every operation, and which of them ever start: topological, in waves.
+
+    Args:
+        waits: what waits for what.
+        seconds: of each operation.
+        lag_s: of each pair, between the end of the first and the start of the second; 0 if not
+            given.
+    """
     num = len(seconds)
-    by_first = np.argsort(first, kind="stable")
-    then = then[by_first]
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(first, minlength=num))])
+    by_first = np.argsort(waits.first, kind="stable")
+    then = waits.then[by_first]
+    lag = None if lag_s is None else lag_s[by_first]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(waits.first, minlength=num))])
     waiting_for = np.bincount(then, minlength=num)
     starts = np.zeros(num)
     finished = np.zeros(num, dtype=np.bool_)
@@ -93,8 +144,9 @@ def _longest_paths(
         fan_out = offsets[wave + 1] - offsets[wave]
         ends = np.repeat(starts[wave] + seconds[wave], fan_out)
         skipped = np.repeat(offsets[wave] - (np.cumsum(fan_out) - fan_out), fan_out)
-        next_ones = then[skipped + np.arange(len(ends))]
-        np.maximum.at(starts, next_ones, ends)
+        pairs = skipped + np.arange(len(ends))
+        next_ones = then[pairs]
+        np.maximum.at(starts, next_ones, ends if lag is None else ends + lag[pairs])
         np.subtract.at(waiting_for, next_ones, 1)
         touched = np.unique(next_ones)
         wave = touched[waiting_for[touched] == 0]

@@ -205,7 +205,7 @@ def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
 
 def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
     """No rank holds more than its capacity in these micro-batches."""
-    tokens, owner = _tokens_per_member(plan, run)
+    tokens, owner = tokens_per_member(plan, run)
     ratios = plan.offload_ratios[run][owner]
     kept = min(2, num_layers)
     resident = (kept + (1 - ratios) * (num_layers - kept)) / num_layers
@@ -223,7 +223,7 @@ def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
         )
 
 
-def _tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on."""
     degrees = counts_of(plan.rank_offsets, run)
     sharded, sharded_in = _entries(plan.sequence_offsets, run)

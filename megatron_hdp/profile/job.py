@@ -12,8 +12,8 @@ from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_gpt
-from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import build_executor, cost_model_of, tokenizer_of
+from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
+from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import Case, Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, fit

@@ -17,7 +17,7 @@ from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
 from megatron_hdp.megatron.model import build_gpt
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.step import (
     DataPlane,
     HdpSteps,
@@ -29,7 +29,6 @@ from megatron_hdp.megatron.step import (
     join_data_plane,
     open_split,
     split_specs,
-    tokenizer_of,
 )
 from megatron_hdp.runtime.timeline import Timeline
 

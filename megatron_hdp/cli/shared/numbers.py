@@ -56,10 +56,10 @@ def shown(text: str) -> str:
     return repr(text[:60])
 
 
-def read_speeds(path: str, ranks: int) -> tuple[float, ...]:
+def read_speeds(path: str, ranks: int, what: str = "--ranks") -> tuple[float, ...]:
     """Return the speed of each rank that ``--rank-speeds`` names, one a line.
 
-    1 is a rank as the cost model describes it.
+    1 is a rank as the cost model describes it; ``what`` names the ranks in the message.
 
     Raises:
         ValueError: a line is no positive number (named), or there is not one line a rank.
@@ -71,7 +71,7 @@ def read_speeds(path: str, ranks: int) -> tuple[float, ...]:
     ]
     if len(speeds) != ranks:
         raise ValueError(
-            f"{path} has {len(speeds):,} speeds, expected one a line for each of --ranks {ranks:,}"
+            f"{path} has {len(speeds):,} speeds, expected one a line for each of {what} {ranks:,}"
         )
     return tuple(speeds)
 

@@ -1,6 +1,11 @@
 """The options of a training run under Megatron's own names: declared, derived, checked together."""
 
-from megatron_hdp.megatron.options.arguments import GROUPS, TrainingArguments, expert_domain_size
+from megatron_hdp.megatron.options.arguments import (
+    GROUPS,
+    TrainingArguments,
+    expert_domain_size,
+    tokenizer_of,
+)
 from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
@@ -18,4 +23,5 @@ __all__ = [
     "expert_domain_size",
     "markdown_tables",
     "parse_arguments",
+    "tokenizer_of",
 ]

@@ -38,6 +38,12 @@ GROUPS = (
     RunOptions,
 )
 
+_TOKENIZERS = {
+    "HuggingFaceTokenizer": "hf:",
+    "SFTTokenizer": "hf:",
+    "TikTokenizer": "tiktoken:",
+}
+
 
 def expert_domain_size(args: TrainingArguments) -> int:
     """HDP ranks that enter every exchange of tokens together; 1 where experts stay inside one.
@@ -47,6 +53,14 @@ def expert_domain_size(args: TrainingArguments) -> int:
     """
     ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
     return max(1, ranks // args.tensor_model_parallel_size)
+
+
+def tokenizer_of(args: TrainingArguments) -> str | None:
+    """The run's tokenizer as `data.build_tokenizer` names it; None if it is another kind."""
+    if args.tokenizer_type == "byte":
+        return "byte"
+    prefix = _TOKENIZERS.get(args.tokenizer_type)
+    return None if prefix is None else f"{prefix}{args.tokenizer_model}"
 
 
 def with_derived_defaults(args: TrainingArguments) -> TrainingArguments:

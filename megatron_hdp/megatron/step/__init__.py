@@ -1,6 +1,6 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
-from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs, tokenizer_of
+from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
 from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
@@ -32,6 +32,5 @@ __all__ = [
     "non_finite_parameters",
     "open_split",
     "split_specs",
-    "tokenizer_of",
     "words_by_source",
 ]

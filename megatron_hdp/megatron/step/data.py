@@ -14,14 +14,8 @@ from megatron_hdp.data.mixture import (
     read_data_file,
     specs_of_flags,
 )
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.parallel import say
-
-_TOKENIZERS = {
-    "HuggingFaceTokenizer": "hf:",
-    "SFTTokenizer": "hf:",
-    "TikTokenizer": "tiktoken:",
-}
 
 
 def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
@@ -47,14 +41,6 @@ def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
             sft_tokenizer_prompt_format=arguments.sft_tokenizer_prompt_format,
         )
     )
-
-
-def tokenizer_of(arguments: TrainingArguments) -> str | None:
-    """The run's tokenizer as `data.build_tokenizer` names it; None if it is another kind."""
-    if arguments.tokenizer_type == "byte":
-        return "byte"
-    prefix = _TOKENIZERS.get(arguments.tokenizer_type)
-    return None if prefix is None else f"{prefix}{arguments.tokenizer_model}"
 
 
 def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:

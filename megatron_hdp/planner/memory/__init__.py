@@ -1,11 +1,12 @@
 """What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer."""
 
-from megatron_hdp.planner.memory.activations import kept_after_forward
+from megatron_hdp.planner.memory.activations import kept_after_forward, second_stream_kept_bytes
 from megatron_hdp.planner.memory.gpu import (
     RESERVE,
     StageMemory,
     fullest_stage,
     most_tokens_per_rank,
+    stage_memory,
 )
 from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
@@ -18,4 +19,6 @@ __all__ = [
     "fullest_stage",
     "kept_after_forward",
     "most_tokens_per_rank",
+    "second_stream_kept_bytes",
+    "stage_memory",
 ]

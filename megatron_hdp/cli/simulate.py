@@ -1,0 +1,161 @@
+"""``megatron-hdp simulate``: runs a configuration's steps by several strategies, without a GPU."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_hdp.cli.plan import STRATEGIES
+from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from megatron_hdp.simulator.execution import Run
+
+_DEFAULT = "static,naive,bytescale,auto"
+_SILENT_S = 2.0  # before a bar is shown
+_NOT_HERE = "megatron-hybrid-cp"  # needs Megatron
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="run steps of a configuration by several strategies, without a GPU",
+        description="Draws global batches, plans them and executes the plans event by event as "
+        "training does: rings hop by hop, pipeline stages, copies to the host, gradient sync.",
+    )
+    _add_job(parser.add_argument_group("what is trained"))
+    _add_machine(parser.add_argument_group("what it runs on"))
+    add = parser.add_argument_group("what is run").add_argument
+    add(
+        "--strategies",
+        default=_DEFAULT,
+        metavar="S,S",
+        help=f"those of plan; static is run in any case, to compare with (default: {_DEFAULT})",
+    )
+    add("--steps", type=whole(1, 10**6), default=5, metavar="K", help="global batches (default: 5)")
+    add("--seed", type=whole(0, 2**62), default=0, metavar="S", help="of batches and noise")
+    add("--output", metavar="FILE.json", help="write all figures")
+    parser.set_defaults(run=_run)
+
+
+def _add_job(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file of training's flags; later files win",
+    )
+    add("--gpus", type=whole(1, 2**24), required=True, metavar="N", help="GPUs of the job")
+    add(
+        "--data",
+        metavar="FILE|preset:github|preset:byted",
+        help="one sequence length a line, an .idx, or lengths drawn like the paper's datasets "
+        "(default: preset:github)",
+    )
+    add("--hdp-data", metavar="FILE", help="YAML file of a mixture, as training takes it")
+    add(
+        "flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="flags of training, which win over the files, behind --",
+    )
+
+
+def _add_machine(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, not the config's")
+    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, known to the planner")
+    add(
+        "--slow",
+        metavar="RANK:SPEED,...",
+        help="speeds of ranks, times those, not known to the planner",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="SIGMA",
+        help="of a lognormal factor on every micro-batch's compute on every rank (default: 0)",
+    )
+    add(
+        "--machine",
+        metavar="FILE",
+        help="JSON with what differs from the defaults besides the cost model",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from megatron_hdp.cli import simulating
+    from megatron_hdp.cli.data_commands.flags import check_outputs
+    from megatron_hdp.simulator.execution import simulate
+
+    read = [*arguments.config, arguments.hdp_data, arguments.cost_model]
+    read += [arguments.rank_speeds, arguments.machine, arguments.data]
+    if arguments.output:
+        check_outputs([arguments.output], (".json",), [path for path in read if path])
+    strategies = _strategies(arguments.strategies)
+    slow = _slow(arguments.slow)
+    options = simulating.options_of(arguments)
+    setting = simulating.setting_of(arguments, options, slow)
+    batches = simulating.batches_of(arguments, options)
+    print(simulating.headline(setting, batches))
+    total = len(dict.fromkeys(["static", *strategies])) * len(batches)
+    with _bar(total) as bar:
+        run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
+    print(simulating.table(run))
+    _write(arguments, run)
+    return ExitCode.DONE
+
+
+def _write(arguments: argparse.Namespace, run: "Run") -> None:
+    from megatron_hdp.cli import simulating
+    from megatron_hdp.simulator.files import complete_file
+
+    if not arguments.output:
+        return
+    with complete_file(arguments.output) as temporary:
+        Path(temporary).write_bytes(simulating.as_json(run, arguments))
+    print(f"written to {arguments.output}")
+
+
+def _bar(total: int):  # type: ignore[no-untyped-def]
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(total=total, desc="steps run", delay=_SILENT_S, mininterval=interval)
+
+
+def _strategies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    known = [name for name in STRATEGIES if name != _NOT_HERE]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"--strategies {text}: found {name!r}, expected names of {', '.join(known)}, "
+                "with commas between them"
+            )
+    return names
+
+
+def _slow(text: str | None) -> dict[int, float]:
+    """Speeds by rank; which ranks there are is known later."""
+    found: dict[int, float] = {}
+    for pair in text.split(",") if text else []:
+        rank, colon, speed = pair.partition(":")
+        try:
+            number, factor = int(rank), float(speed)
+        except ValueError:
+            number, factor = -1, 0.0
+        if not colon or number < 0 or not 0 < factor < float("inf"):
+            raise ValueError(
+                f"--slow {text}: found {pair!r}, expected RANK:SPEED, such as 7:0.5 for an HDP "
+                "rank of half the speed"
+            )
+        if number in found:
+            raise ValueError(f"--slow {text}: names rank {number} twice; leave one of them out")
+        found[number] = factor
+    return found

@@ -1,0 +1,262 @@
+"""What ``simulate`` runs, from its flags, and what it found, as a table and as JSON."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from megatron_hdp.cli.check_plan import cost_model_of, flops_of, preset_batch
+from megatron_hdp.cli.checking import degree_refusals, job_of
+from megatron_hdp.cli.lengths import PRESET, read_lengths
+from megatron_hdp.cli.shared.numbers import read_speeds
+from megatron_hdp.cli.shared.units import num_bytes, seconds
+from megatron_hdp.data.presets import PRESETS
+from megatron_hdp.megatron.options import expert_domain_size, parse_arguments, tokenizer_of
+from megatron_hdp.options import PLANNER_FLAGS
+from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.options import TrainingArguments
+
+Int64Array = npt.NDArray[np.int64]
+
+_COLUMNS = (
+    "strategy",
+    "step time",
+    "tokens/s",
+    "bubble",
+    "ring traffic",
+    "MFU",
+    "peak memory",
+    "speed-up",
+)
+
+
+def options_of(arguments: argparse.Namespace) -> "TrainingArguments":
+    """The options of training that the configuration gives.
+
+    Raises:
+        ValueError: one of them cannot be used, or not with so many GPUs.
+    """
+    argv = [text for path in arguments.config for text in ("--config", path)]
+    argv += ["--hybrid-data-parallel", *arguments.flags]
+    if arguments.cost_model:
+        argv += ["--hdp-cost-model", arguments.cost_model]
+    options = parse_arguments(argv, needs_data=False)
+    if refusals := degree_refusals(options, arguments.gpus):
+        raise ValueError("; ".join(refusals))
+    return options
+
+
+def setting_of(
+    arguments: argparse.Namespace, options: "TrainingArguments", slow: Mapping[int, float]
+) -> Setting:
+    """What all strategies share.
+
+    Raises:
+        ValueError: a file that cannot be used, or a rank that is none.
+    """
+    job = job_of(options, arguments.gpus)
+    cost_model = cost_model_of(options, job)
+    if arguments.rank_speeds:
+        what = f"{arguments.gpus:,} GPUs' HDP ranks:"
+        speeds = read_speeds(arguments.rank_speeds, job.hdp_ranks, what)
+        cost_model = dataclasses.replace(cost_model, rank_speeds=speeds)
+    for rank in slow:
+        if rank >= job.hdp_ranks:
+            raise ValueError(f"--slow {rank}: expected an HDP rank, 0 to {job.hdp_ranks - 1:,}")
+    changes: dict[str, Any] = {"overlaps_sync": options.overlap_grad_reduce}
+    if arguments.machine:
+        changes |= read_changes(arguments.machine)
+    per_token, per_token2 = flops_of(job)
+    return Setting(
+        ranks=job.hdp_ranks,
+        tokens_per_rank=job.tokens_per_rank,
+        cost_model=cost_model,
+        num_gpus=arguments.gpus,
+        pipeline_stages=job.stages,
+        lockstep_ranks=expert_domain_size(options),
+        max_length=options.seq_length,
+        slice_multiple=options.hdp_slice_multiple,
+        offload=options.hdp_offload,
+        machine=Machine.of_job(job, cost_model, **changes),
+        job=job,
+        flops_per_token=per_token,
+        flops_per_token2=per_token2,
+        disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
+        flags=PLANNER_FLAGS,
+    )
+
+
+def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> list[Int64Array]:
+    """Lengths of each step's global batch, drawn by the seed.
+
+    Raises:
+        ValueError: data that cannot be used, or ends before the steps.
+    """
+    steps, seed = arguments.steps, arguments.seed
+    if arguments.hdp_data:
+        if arguments.data:
+            raise ValueError(
+                f"found --data {arguments.data} and --hdp-data {arguments.hdp_data}, expected one "
+                "of them: leave the other out"
+            )
+        return _of_mixture(arguments.hdp_data, options, steps, seed)
+    source = arguments.data or f"{PRESET}github"
+    if not source.startswith(PRESET):
+        return _of_file(source, options, steps, seed)
+    name = source.removeprefix(PRESET)
+    if name not in PRESETS:
+        expected = " or ".join(f"{PRESET}{known}" for known in PRESETS)
+        raise ValueError(f"--data {source}: expected {expected}, or a file")
+    return [preset_batch(options, name, seed + step) for step in range(steps)]
+
+
+def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
+    """The first steps of a run on a mixture, as the run draws them."""
+    from megatron_hdp.data.mixture import (
+        BatchSize,
+        Opening,
+        Position,
+        open_corpus,
+        read_data_file,
+    )
+
+    def say(line: str) -> None:
+        print(f"megatron-hdp simulate: {line}", file=sys.stderr, flush=True)
+
+    folder = options.data_cache_path
+    opening = Opening(
+        max_length=options.seq_length,
+        long_sequence=options.hdp_long_sequence,
+        tokenizer=tokenizer_of(options),
+        cache_folder=None if folder is None else Path(folder),
+        say=say,
+    )
+    corpus = open_corpus(read_data_file(path).training, opening)
+    tokens = options.hdp_global_batch_tokens
+    batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
+    mixture = corpus.mixture(corpus.orders(), batch, seed)
+    position, batches = Position(), []
+    for number in range(steps):
+        if mixture.is_over(position):
+            raise ValueError(
+                f"--steps {steps:,}: every source of {path} has ended after {number:,} steps; "
+                "expected as many as are run: give fewer"
+            )
+        step = mixture.step(position)
+        batches.append(step.lengths)
+        position = step.after
+    return batches
+
+
+def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
+    """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
+    lengths = _fitting(path, read_lengths(path), options)
+    most_tokens = options.hdp_global_batch_tokens
+    most = options.global_batch_size if most_tokens is None else None
+    batches: list[Int64Array] = []
+    epoch, order = 0, np.zeros(0, dtype=np.int64)
+    taken: list[int] = []
+    tokens = 0
+    while len(batches) < steps:
+        if not len(order):
+            order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+            epoch += 1
+        for used, length in enumerate(lengths[order].tolist()):
+            full = (
+                len(taken) == (most or 1)
+                if most_tokens is None
+                else bool(taken and tokens + length > most_tokens)
+            )
+            if full:
+                batches.append(np.array(taken, dtype=np.int64))
+                taken, tokens = [], 0
+                order = order[used:]
+                break
+            taken.append(length)
+            tokens += length
+        else:
+            order = order[:0]
+    return batches
+
+
+def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> Int64Array:
+    """What ``--hdp-long-sequence`` makes of sequences beyond the context."""
+    context, policy = options.seq_length, options.hdp_long_sequence
+    longest = int(lengths.max())
+    if longest <= context or policy == "truncate":
+        return np.minimum(lengths, context)
+    if policy == "error":
+        raise ValueError(
+            f"{path} has a sequence of {longest:,} tokens, expected at most --seq-length "
+            f"{context:,}: set --hdp-long-sequence truncate or split"
+        )
+    pieces = -(-lengths // context)
+    cut = np.full(int(pieces.sum()), context, dtype=np.int64)
+    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * context
+    return cut
+
+
+def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:
+    """One line on what is run."""
+    tokens = np.mean([batch.sum() for batch in batches])
+    stages = f" and {setting.pipeline_stages} stages" if setting.pipeline_stages > 1 else ""
+    return (
+        f"{len(batches):,} steps of {tokens:,.0f} tokens (longest "
+        f"{max(int(batch.max()) for batch in batches):,}) on {setting.num_gpus:,} GPUs: "
+        f"{setting.ranks:,} HDP ranks of {setting.tokens_per_rank:,} tokens{stages}"
+    )
+
+
+def table(run: Run) -> str:
+    """One row a strategy; below it, why one has none."""
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    notes = []
+    for name in run.outcomes:
+        found = run.figures(name)
+        if found["reason"] is not None:
+            rows.append((name, *["-"] * (len(_COLUMNS) - 1)))
+            notes.append(f"  {name}: {found['reason']}")
+            continue
+        rows.append(
+            (
+                name,
+                seconds(found["step_time_s"]),
+                f"{found['tokens_per_s']:,.0f}",
+                f"{found['bubble_share']:.1%}",
+                num_bytes(found["ring_bytes"]),
+                "-" if found["mfu"] is None else f"{found['mfu']:.1%}",
+                _or_none(found["peak_memory_bytes"], num_bytes),
+                _or_none(found["speedup"], lambda value: f"{value:.2f}"),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  "
+        + row[0].ljust(widths[0])
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    return "\n".join(lines + notes)
+
+
+def _or_none(value: float | None, shown: Any) -> str:
+    return "-" if value is None else shown(value)
+
+
+def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
+    """All figures; the same bytes for the same flags."""
+    report = {
+        "config": " ".join(arguments.config),
+        "gpus": run.setting.num_gpus,
+        "seed": run.seed,
+        "strategies": {name: run.figures(name) for name in run.outcomes},
+    }
+    return orjson.dumps(report, option=orjson.OPT_INDENT_2)

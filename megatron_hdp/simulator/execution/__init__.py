@@ -1,0 +1,26 @@
+"""Runs plans as the runtime does, event by event: rings, stages, copies, gradient sync, memory.
+
+`machine` says what a step takes besides the cost model, `step` runs one plan, `run` several steps
+of several strategies.
+"""
+
+from megatron_hdp.simulator.execution.machine import Machine, read_changes
+from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
+from megatron_hdp.simulator.execution.noise import Disturbance
+from megatron_hdp.simulator.execution.run import Outcome, Run, Setting, simulate
+from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
+
+__all__ = [
+    "Disturbance",
+    "Machine",
+    "MemoryCosts",
+    "MemoryTrace",
+    "Outcome",
+    "Run",
+    "Setting",
+    "StepExecution",
+    "StepRecord",
+    "execute",
+    "read_changes",
+    "simulate",
+]

@@ -1,0 +1,154 @@
+"""What a step takes besides the cost model: gradients, optimizer, messages of stages, loading."""
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.memory import Job, stage_memory
+
+PEAK_FLOPS_PER_S = 989e12
+"""Dense BF16 of an H100 or H800 in NVIDIA's data sheet; MFU is a share of it."""
+
+MEMORY_BYTES_PER_S = 3.35e12
+"""Of an H100's HBM, from the same sheet; the optimizer reads and writes its state at this speed."""
+
+_BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000
+"""Parameters of one of Megatron's buckets: the greater of the first and the second a rank."""
+_GRADIENT = 4  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Bytes and speeds of one GPU. With the defaults a step is what its micro-batches take."""
+
+    gradient_bytes: tuple[float, ...] = (0.0,)
+    """Gradients that a GPU of each stage gives to the reduction; one entry: of every stage."""
+    parameter_bytes: tuple[float, ...] = (0.0,)
+    """Parameters that it has after the gather, likewise."""
+    network_bytes_per_s: float = 50e9
+    """What a GPU sends to another node in a second."""
+    nvlink_bytes_per_s: float = 300e9
+    """What it sends within its node."""
+    sync_bytes_per_s: float | None = None
+    """Speed of reduction and gather; None: of the network."""
+    distributed_optimizer: bool = True
+    """Gradients are reduced to shards and parameters gathered; else gradients are all-reduced."""
+    overlaps_sync: bool = False
+    """Whether reductions begin in the last backward, where the runtime lets them."""
+    gradient_buckets: int = 1
+    """Parts that are reduced one after another; a part begins when all ranks have it."""
+    optimizer_s: float = 0.0
+    message_bytes_per_token: float = 0.0
+    """Of one token of a micro-batch, from a GPU of one stage to its like of the next."""
+    message_latency_s: float = 0.0
+    loading_s: float = 0.0
+    """Planning and reading of a step, done beside the step before."""
+    peak_flops_per_s: float = PEAK_FLOPS_PER_S
+    """Of a GPU, for MFU."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                _check(field.name, one)
+        for name in ("gradient_bytes", "parameter_bytes"):
+            if not getattr(self, name):
+                raise ValueError(f"machine: {name} is empty; expected one entry, or one a stage")
+
+    @classmethod
+    def of_job(cls, job: Job, cost_model: CostModel, **changes: Any) -> Self:
+        """What the job's shape and layout say; speeds are the cost model's, of one GPU each.
+
+        Args:
+            job: what is trained, and how.
+            cost_model: of an HDP rank of ``job.tensor_ranks`` GPUs.
+            changes: fields that are something else.
+        """
+        stages = [stage_memory(job, stage) for stage in range(job.stages)]
+        weights = max(one.weights for one in stages) / job.value_bytes
+        one_node = job.hdp_ranks <= cost_model.ranks_per_node
+        network = cost_model.inter_node_bytes_per_s / job.tensor_ranks
+        nvlink = cost_model.intra_node_bytes_per_s / job.tensor_ranks
+        state = max(one.optimizer for one in stages)
+        fields: dict[str, Any] = {
+            "gradient_bytes": tuple(one.gradients for one in stages),
+            "parameter_bytes": tuple(one.weights for one in stages),
+            "network_bytes_per_s": network,
+            "nvlink_bytes_per_s": nvlink,
+            "sync_bytes_per_s": nvlink if one_node else network,
+            "distributed_optimizer": job.distributed_optimizer,
+            "gradient_buckets": max(
+                1, math.ceil(weights / max(_BUCKET, _BUCKET_A_RANK * job.hdp_ranks))
+            ),
+            "optimizer_s": 2 * state / MEMORY_BYTES_PER_S,
+            "message_bytes_per_token": job.value_bytes * job.hidden_size * job.token_share,
+        }
+        return cls(**(fields | changes))
+
+    def reduction_s(self, stage: int, num_ranks: int) -> float:
+        """Seconds that the gradients of a stage take among so many ranks."""
+        passes = 1 if self.distributed_optimizer else 2
+        return passes * self._collective_s(self.gradient_bytes, stage, num_ranks)
+
+    def gather_s(self, stage: int, num_ranks: int) -> float:
+        """Seconds that the parameters of a stage take among so many ranks."""
+        if not self.distributed_optimizer:
+            return 0.0
+        return self._collective_s(self.parameter_bytes, stage, num_ranks)
+
+    def message_s(self, tokens: Any) -> Any:
+        """Seconds of the activations of so many tokens of a rank, between two stages."""
+        return self.message_latency_s + self.message_bytes_per_token / self.network_bytes_per_s * (
+            tokens
+        )
+
+    def _collective_s(self, of_stages: Sequence[float], stage: int, num_ranks: int) -> float:
+        """Each rank sends (N - 1) / N of the bytes: a reduction to shards, or a gather."""
+        num_bytes = of_stages[stage] if len(of_stages) > 1 else of_stages[0]
+        speed = self.sync_bytes_per_s or self.network_bytes_per_s
+        return num_bytes * (num_ranks - 1) / num_ranks / speed
+
+
+def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of `Machine` from a JSON object.
+
+    Raises:
+        ValueError: not such an object; gives the nearest name of an unknown key.
+    """
+    try:
+        data = orjson.loads(Path(path).read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"machine {path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"machine {path}: found {type(data).__name__}; expected an object")
+    names = [field.name for field in dataclasses.fields(Machine)]
+    for key, value in data.items():
+        if key not in names:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise ValueError(f"machine {path}: unknown key {key!r}; nearest is {nearest!r}")
+        if isinstance(value, list):
+            data[key] = tuple(value)
+    return data
+
+
+_ABOVE_ZERO = {
+    *{"network_bytes_per_s", "nvlink_bytes_per_s", "sync_bytes_per_s", "peak_flops_per_s"},
+    "gradient_buckets",
+}
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, bool) or value is None:
+        return
+    least = "> 0" if name in _ABOVE_ZERO else ">= 0"
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and name in _ABOVE_ZERO):
+        raise ValueError(f"machine: {name} is {value!r}; expected a finite number {least}")

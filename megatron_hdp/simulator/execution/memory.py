@@ -1,0 +1,165 @@
+"""Memory of the GPUs while a step runs: what stays, what waits for its backward, what works.
+
+The figures are those of `planner.memory`: state whatever is run, activations of every micro-batch
+between forward and backward by its tokens and offload ratio, and working memory of the one that
+runs.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.planner.memory import (
+    Job,
+    MemoryModel,
+    kept_after_forward,
+    second_stream_kept_bytes,
+    stage_memory,
+)
+from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
+
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCosts:
+    """Bytes on one GPU of each stage."""
+
+    fixed_bytes: tuple[float, ...]
+    """Weights, gradients, optimizer state, libraries; one entry a stage."""
+    activation_bytes_per_token: float
+    """Between forward and backward, of one layer."""
+    num_layers: int
+    """Of a stage."""
+    work_tokens: tuple[float, ...] = (0.0,)
+    """Tokens for which working memory is given; linear between them."""
+    work_bytes: tuple[tuple[float, ...], ...] = ()
+    """Of the micro-batch that runs, at each of these tokens; one entry a stage, none: no memory."""
+
+    @classmethod
+    def of_job(cls, job: Job, most_tokens: int) -> Self:
+        """What `planner.memory` says of a job.
+
+        Args:
+            job: what is trained, and how.
+            most_tokens: of any micro-batch on an HDP rank.
+        """
+        stages = range(job.stages)
+        # the fused loss has a chunk of logits at most: linear on both sides of where it is full
+        full = 2**30 / (job.value_bytes * job.vocab_size / job.tensor_ranks)
+        sizes = sorted({1, int(full), int(full) + 1, max(2, most_tokens)} - {0})
+        sizes = [size for size in sizes if size <= max(2, most_tokens)]
+        fixed, work = [], []
+        for stage in stages:
+            of_sizes = [stage_memory(job, stage, size) for size in sizes]
+            state = of_sizes[0]
+            fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
+            work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
+        beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
+        held = [(job.stages - s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
+        return cls(
+            fixed_bytes=tuple(fixed),
+            activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
+            num_layers=job.layers_per_stage,
+            work_tokens=tuple(float(size) for size in sizes),
+            work_bytes=tuple(
+                tuple(one - kept for one in of_sizes)
+                for of_sizes, kept in zip(work, held, strict=True)
+            ),
+        )
+
+    def resident_bytes(self, tokens: Int64Array, ratios: Float64Array) -> Float64Array:
+        """Activations of micro-batches between forward and backward, on the device."""
+        kept = min(2, self.num_layers)
+        layers = kept + (1 - ratios) * (self.num_layers - kept)
+        resident: Float64Array = tokens * layers * self.activation_bytes_per_token
+        return resident
+
+    def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:
+        """Working memory of micro-batches while they run; none where nothing runs."""
+        if not self.work_bytes:
+            return np.zeros(len(tokens))
+        x, y = np.array(self.work_tokens), np.array(self.work_bytes[stage])
+        return np.where(tokens > 0, np.interp(tokens, x, y), 0.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MemoryTrace:
+    """Memory of the fullest GPU over a step: from each time on it has so many bytes."""
+
+    rank: int
+    stage: int
+    time_s: Float64Array
+    num_bytes: Float64Array
+    fixed_bytes: float
+    """The part that is there all the time."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most."""
+        return float(self.num_bytes.max())
+
+
+def trace_of(
+    costs: MemoryCosts,
+    lists: RankLists,
+    tokens: Int64Array,
+    ratios: Float64Array,
+    starts_s: tuple[Float64Array, Float64Array],
+    ends_s: tuple[Float64Array, Float64Array],
+) -> MemoryTrace:
+    """Memory of the fullest rank and stage, the first of several that are alike.
+
+    Args:
+        costs: of a GPU.
+        lists: what each rank runs.
+        tokens: of each entry of the lists.
+        ratios: offload ratio of each micro-batch, of padding too.
+        starts_s: of forwards and of backwards, ``[stages, micro-batches]``.
+        ends_s: likewise.
+    """
+    num, stages = len(ratios), len(starts_s[0])
+    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches])
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
+    first = 2 * (np.cumsum(lists.counts) - lists.counts)
+    best = None
+    for stage in range(stages):
+        order, entry = _order(lists, num, stages, stage)
+        change = np.where(order < num, resident[entry], -resident[entry])
+        held = np.cumsum(change)
+        before = np.concatenate([[0.0], held])[first]
+        after = held - np.repeat(before, 2 * lists.counts)
+        during = after + np.where(order < num, 0.0, resident[entry])
+        during += costs.working_bytes(stage, tokens[entry]) + costs.fixed_bytes[stage]
+        at = int(np.argmax(during)) if len(during) else -1
+        if at >= 0 and (best is None or during[at] > best[0]):
+            rank = int(ranks[at])
+            mine = slice(int(first[rank]), int(first[rank] + 2 * lists.counts[rank]))
+            best = during[at], stage, rank, order[mine], during[mine], after[mine]
+    if best is None:
+        raise ValueError("found no micro-batch; expected at least one to run")
+    _, stage, rank, order, during, after = best
+    is_backward, micro_batch = np.divmod(order, num)
+    begin = np.where(is_backward, starts_s[1][stage][micro_batch], starts_s[0][stage][micro_batch])
+    end = np.where(is_backward, ends_s[1][stage][micro_batch], ends_s[0][stage][micro_batch])
+    fixed = costs.fixed_bytes[stage]
+    times = np.stack([begin, end], axis=1).ravel()
+    levels = np.stack([during, after + fixed], axis=1).ravel()
+    return MemoryTrace(
+        rank=rank,
+        stage=stage,
+        time_s=np.concatenate([[0.0], times]),
+        num_bytes=np.concatenate([[fixed], levels]),
+        fixed_bytes=fixed,
+    )
+
+
+def _order(lists: RankLists, num: int, stages: int, stage: int) -> tuple[Int64Array, Int64Array]:
+    """Operations of all ranks in their order, and the entry of the lists of each."""
+    order = order_on_stage(lists, num, stages, stage)
+    size = len(lists.micro_batches)
+    places = order_on_stage(RankLists(np.arange(size), lists.counts), size, stages, stage)
+    return order, places % size if size else places

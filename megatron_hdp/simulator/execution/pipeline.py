@@ -1,0 +1,60 @@
+"""When everything starts: members wait for each other, stages for what comes from their neighbours.
+
+Without stages and lockstep a rank runs forward and backward of one micro-batch after the other; a
+pipeline runs Megatron's 1F1B schedule, `planner.pipeline_evaluation`, with messages between stages.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.planner import Plan, replay
+from megatron_hdp.planner.pipeline_evaluation import longest_paths, waits_of
+from megatron_hdp.simulator.execution.launches import Launches
+
+Float64Array = NDArray[np.float64]
+
+
+class Schedule(NamedTuple):
+    """Starts of micro-batches, then padding, on each stage; shape (stages, micro-batches)."""
+
+    forward_start_s: Float64Array
+    backward_start_s: Float64Array
+
+
+class PassTimes(NamedTuple):
+    """Seconds of micro-batches, then padding, on one stage."""
+
+    forward_s: Float64Array
+    backward_s: Float64Array
+    message_s: Float64Array
+    """Of what one stage sends to the next, or back."""
+
+
+def schedule(plan: Plan, launches: Launches, times: PassTimes, stages: int) -> Schedule:
+    """Run all launches.
+
+    Raises:
+        ValueError: the ranks wait for each other for ever.
+    """
+    if not launches.is_aligned:
+        num = plan.num_micro_batches
+        starts = np.zeros((1, launches.num))  # padding waits for nobody
+        both_s = times.forward_s[:num] + times.backward_s[:num]
+        starts[:, :num] = replay(plan, both_s).forward_start_s
+        return Schedule(starts, starts + times.forward_s)
+    lists = launches.grouped
+    forward, backward, message = (launches.longest(one) for one in times)
+    num = len(forward)
+    waits = waits_of(lists, num, stages)
+    lag_s = np.where(waits.is_message, message[waits.then % num], 0.0)
+    seconds = np.tile(np.concatenate([forward, backward]), stages)
+    starts, finished = longest_paths(waits, seconds, lag_s)
+    if not finished.all():
+        raise ValueError(
+            f"{plan.strategy} cannot run on {stages} pipeline stages: micro-batches wait for each "
+            "other for ever; expected each at one position in the lists of its ranks"
+        )
+    shaped = starts.reshape(stages, 2, num)[:, :, launches.group_of]
+    return Schedule(shaped[:, 0].copy(), shaped[:, 1].copy())

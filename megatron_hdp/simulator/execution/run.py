@@ -1,0 +1,243 @@
+"""Several steps of several strategies, and how much faster each is than the static mesh."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.planner import CostModel, Plan, plan, told_as
+from megatron_hdp.planner.bounds import speeds_of
+from megatron_hdp.planner.lockstep import stages_for, strategy_for
+from megatron_hdp.planner.memory import Job
+from megatron_hdp.simulator.execution.machine import Machine
+from megatron_hdp.simulator.execution.memory import MemoryCosts
+from megatron_hdp.simulator.execution.noise import Disturbance
+from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
+
+Int64Array = NDArray[np.int64]
+
+BASELINE = "static"
+"""What others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all strategies share: the ranks, what they cost, and what they are like."""
+
+    ranks: int
+    """HDP ranks."""
+    tokens_per_rank: int
+    cost_model: CostModel
+    """Of one HDP rank, with the speeds that the planner knows."""
+    num_gpus: int = 1
+    pipeline_stages: int = 1
+    lockstep_ranks: int = 1
+    max_length: int | None = None
+    slice_multiple: int = 1
+    offload: str = "off"
+    machine: Machine = field(default_factory=Machine)
+    job: Job | None = None
+    """For memory and MFU; None: neither is known."""
+    flops_per_token: float = 0.0
+    """The model's, forward and backward, besides attention."""
+    flops_per_token2: float = 0.0
+    """Causal attention's: a sequence has these times the square of its length."""
+    disturbance: Disturbance = field(default_factory=Disturbance)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What the planner's refusals call its arguments: see `planner.told_as`."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a micro-batch stands at one position in the lists of all its ranks."""
+        return self.pipeline_stages > 1 or self.lockstep_ranks > 1
+
+    def planned(self, lengths: Int64Array, strategy: str) -> Plan:
+        """Plan a global batch as training does (`data.steps.planning`).
+
+        Raises:
+            ValueError: this strategy has no plan for it.
+        """
+        resolved = strategy_for(strategy, aligned=self.aligned)
+        with told_as(self.flags):
+            made = plan(
+                lengths,
+                ranks=self.ranks,
+                tokens_per_rank=self.tokens_per_rank,
+                strategy=resolved,
+                max_length=self.max_length,
+                slice_multiple=self.slice_multiple,
+                cost_model=self.cost_model,
+                pipeline_stages=stages_for(resolved, self.pipeline_stages),
+                offload=self.offload,
+            )
+        made.validate(num_layers=self.cost_model.num_layers)
+        return made
+
+    def executed(self, made: Plan, step: int = 0) -> StepExecution:
+        """Run a plan; `step` is its number, for the noise."""
+        memory = None
+        if self.job is not None:
+            most_tokens = int(made.summary["max_tokens_on_a_rank"])
+            memory = MemoryCosts.of_job(self.job, most_tokens)
+        return execute(
+            made,
+            self.cost_model,
+            pipeline_stages=self.pipeline_stages,
+            machine=self.machine,
+            memory=memory,
+            lockstep_ranks=self.lockstep_ranks,
+            disturbance=self.disturbance,
+            step=step,
+        )
+
+    def mfu(self, lengths: Int64Array, step_s: float) -> float | None:
+        """The model's FLOP of a batch, as a share of what the GPUs could do in that time."""
+        if not self.flops_per_token:
+            return None
+        tokens = lengths.astype(np.float64)
+        flops = self.flops_per_token * tokens.sum() + self.flops_per_token2 * (tokens**2).sum()
+        return float(flops) / (self.num_gpus * step_s * self.machine.peak_flops_per_s)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """The steps of one strategy, or the reason why there are none."""
+
+    strategy: str
+    """As it was asked for."""
+    planned_by: str | None = None
+    """What it came to: "auto" is dp-balance or pp-balance."""
+    steps: tuple[StepRecord, ...] = ()
+    mfu: float | None = None
+    """Median of the steps, as are the others."""
+    first: StepExecution | None = None
+    """The first step with all its times."""
+    reason: str | None = None
+    """Why there is no plan."""
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Seconds of a step."""
+        return self._median("step_s")
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all GPUs together."""
+        if not self.steps:
+            return None
+        return statistics.median(one.num_tokens / one.step_s for one in self.steps)
+
+    @property
+    def bubble_share(self) -> float | None:
+        """See `StepRecord`."""
+        return self._median("bubble_share")
+
+    @property
+    def ring_bytes(self) -> float | None:
+        """Sent in rings in a step, by all ranks."""
+        return self._median("ring_bytes")
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """Of the fullest GPU in any step."""
+        peaks = [one.peak_memory_bytes for one in self.steps if one.peak_memory_bytes is not None]
+        return max(peaks, default=None)
+
+    def speedup_over(self, other: "Outcome | None") -> float | None:
+        """How many times as fast its steps are."""
+        mine, theirs = self.step_time_s, other.step_time_s if other is not None else None
+        return theirs / mine if mine and theirs else None
+
+    def _median(self, name: str) -> float | None:
+        if not self.steps:
+            return None
+        return float(statistics.median(getattr(one, name) for one in self.steps))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Run:
+    """What `simulate` found."""
+
+    setting: Setting
+    seed: int
+    outcomes: Mapping[str, Outcome]
+    """By the strategies' names, in their order; the static mesh is always among them."""
+
+    def speedup(self, strategy: str) -> float | None:
+        """How many times as fast as the static mesh; None where one of the two has no plan."""
+        return self.outcomes[strategy].speedup_over(self.outcomes.get(BASELINE))
+
+    def figures(self, strategy: str) -> dict[str, Any]:
+        """A strategy's figures by the names of report.json."""
+        outcome = self.outcomes[strategy]
+        return {
+            "step_time_s": outcome.step_time_s,
+            "tokens_per_s": outcome.tokens_per_s,
+            "bubble_share": outcome.bubble_share,
+            "ring_bytes": outcome.ring_bytes,
+            "mfu": outcome.mfu,
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "speedup": self.speedup(strategy),
+            "planned_by": outcome.planned_by,
+            "reason": outcome.reason,
+            "steps": [vars(one) for one in outcome.steps],
+        }
+
+
+def simulate(
+    setting: Setting,
+    batches: Sequence[Int64Array],
+    strategies: Iterable[str],
+    seed: int = 0,
+    done: Callable[[], object] = lambda: None,
+) -> Run:
+    """Run every batch by every strategy.
+
+    Args:
+        setting: what they share.
+        batches: lengths of the global batch of each step.
+        strategies: names that the planner knows; the static mesh is run in any case.
+        seed: that the batches were drawn by.
+        done: called after each step of each strategy.
+
+    Raises:
+        ValueError: speeds that are not those of the ranks. A strategy without a plan raises
+            nothing, it has a reason.
+    """
+    setting.disturbance.speeds(speeds_of(setting.cost_model, setting.ranks))
+    names = dict.fromkeys([BASELINE, *strategies])
+    outcomes = {name: outcome_of(setting, batches, name, done) for name in names}
+    return Run(setting=setting, seed=seed, outcomes=MappingProxyType(outcomes))
+
+
+def outcome_of(
+    setting: Setting,
+    batches: Sequence[Int64Array],
+    strategy: str,
+    done: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Every batch by one strategy; where it has no plan for one of them, the reason."""
+    records, shares, first, planned_by = [], [], None, None
+    for step, lengths in enumerate(batches):
+        try:
+            made = setting.planned(lengths, strategy)
+            execution = setting.executed(made, step)
+        except ValueError as error:
+            return Outcome(strategy=strategy, reason=f"step {step + 1}: {error}")
+        planned_by = made.strategy
+        first = first or execution
+        records.append(execution.record)
+        shares.append(setting.mfu(lengths, execution.step_s))
+        done()
+    known = [share for share in shares if share is not None]
+    return Outcome(
+        strategy=strategy,
+        planned_by=planned_by,
+        steps=tuple(records),
+        mfu=statistics.median(known) if known else None,
+        first=first,
+    )

@@ -1,0 +1,248 @@
+"""One step of one plan, executed: from the first forward to the parameters of the next step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.planner import CostModel, Plan
+from megatron_hdp.planner.bounds import block_s, speeds_of
+from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
+from megatron_hdp.simulator.execution.machine import Machine
+from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
+from megatron_hdp.simulator.execution.noise import Disturbance
+from megatron_hdp.simulator.execution.pipeline import PassTimes, Schedule, schedule
+from megatron_hdp.simulator.execution.sync import reduced_s
+from megatron_hdp.simulator.execution.work import MicroBatchTimes, times_of
+
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step's figures; seconds of its parts that stand behind each other add up to ``step_s``."""
+
+    step_s: float
+    """From its first forward to that of the next step."""
+    makespan_s: float
+    """Until the last rank has ended its last backward."""
+    sync_s: float
+    """Gradient sync behind it."""
+    optimizer_s: float
+    gather_s: float
+    """Parameters of the distributed optimizer."""
+    loading_s: float
+    """What planning and reading the next step takes longer than this one."""
+    ring_exposed_s: float
+    """Ring traffic that no attention hides, mean of the ranks."""
+    copies_s: float
+    """What copies to and from the host add, mean of the ranks."""
+    waiting_s: float
+    """Mean time of a rank without work of its own, until the makespan."""
+    bubble_share: float
+    """Share of the ranks' time in the step in which they wait for others or for data."""
+    ring_bytes: float
+    num_tokens: int
+    num_sequences: int
+    num_micro_batches: int
+    peak_memory_bytes: float | None
+    """Of the fullest GPU; None: memory is not known."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepExecution:
+    """All times of a step. Arrays have an entry a micro-batch, then one of each padding."""
+
+    plan: Plan
+    pipeline_stages: int
+    padding_ranks: Int64Array
+    """The rank of each padding."""
+    forward_start_s: Float64Array
+    """``[stages, micro-batches]``."""
+    backward_start_s: Float64Array
+    """Likewise."""
+    forward_s: Float64Array
+    """Of a micro-batch on one stage, from its start to its last member's end."""
+    backward_s: Float64Array
+    """Likewise."""
+    times: MicroBatchTimes
+    """The plan's own micro-batches, before stages."""
+    end_s: Float64Array
+    """When each rank reaches gradient sync, ``[stages, ranks]``."""
+    busy_s: Float64Array
+    """Own work of each rank on one stage, ``[ranks]``."""
+    reduced_s: Float64Array
+    """When the gradients of each stage are reduced, ``[stages]``."""
+    memory: MemoryTrace | None
+    """Of the fullest GPU; None: memory is not known."""
+    record: StepRecord
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.record.step_s
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last rank reaches gradient sync."""
+        return self.record.makespan_s
+
+    @property
+    def forward_end_s(self) -> Float64Array:
+        """``[stages, micro-batches]``."""
+        return self.forward_start_s + self.forward_s
+
+    @property
+    def backward_end_s(self) -> Float64Array:
+        """``[stages, micro-batches]``."""
+        return self.backward_start_s + self.backward_s
+
+
+def execute(
+    plan: Plan,
+    cost_model: CostModel,
+    *,
+    pipeline_stages: int = 1,
+    machine: Machine | None = None,
+    memory: MemoryCosts | None = None,
+    lockstep_ranks: int = 1,
+    disturbance: Disturbance | None = None,
+    step: int = 0,
+) -> StepExecution:
+    """Run a plan.
+
+    Args:
+        plan: with stages or lockstep it is laid out as `planner.lockstep.slots` does.
+        cost_model: of one HDP rank, with the speeds that are known.
+        pipeline_stages: of each rank.
+        machine: what a step takes besides; by default nothing.
+        memory: of a GPU; None: it is not looked at.
+        lockstep_ranks: ranks beside each other that share experts.
+        disturbance: what the planner does not know.
+        step: number of the step, for the noise.
+
+    Raises:
+        ValueError: the plan cannot run: its ranks wait for each other for ever.
+    """
+    machine = machine or Machine()
+    times = times_of(plan, cost_model, pipeline_stages, disturbance, step)
+    aligned = pipeline_stages > 1 or lockstep_ranks > 1
+    launches = launches_of(plan, aligned=aligned, lockstep_ranks=lockstep_ranks)
+    passes = _of_stage(plan, launches, times, cost_model, machine, pipeline_stages)
+    starts = schedule(plan, launches, passes, pipeline_stages)
+    forward_s = launches.longest(passes.forward_s)[launches.group_of]
+    backward_s = launches.longest(passes.backward_s)[launches.group_of]
+    end_s, last_s = _ends(launches, starts, backward_s)
+    in_backward = launches.ends_together & machine.overlaps_sync
+    done_s = np.array(
+        [
+            reduced_s(
+                end_s[stage],
+                last_s[stage],
+                in_backward,
+                machine.reduction_s(stage, plan.num_ranks),
+                machine.gradient_buckets,
+            )
+            for stage in range(pipeline_stages)
+        ]
+    )
+    busy_s = np.zeros(plan.num_ranks)
+    np.add.at(busy_s, plan.ranks, times.own_s / pipeline_stages)
+    trace = None
+    if memory is not None:
+        trace = trace_of(
+            memory,
+            launches.lists,
+            tokens_by_list(plan, launches, times.tokens),
+            np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
+            (starts.forward_start_s, starts.backward_start_s),
+            (starts.forward_start_s + forward_s, starts.backward_start_s + backward_s),
+        )
+    execution = StepExecution(
+        plan=plan,
+        pipeline_stages=pipeline_stages,
+        padding_ranks=launches.padding_ranks,
+        forward_start_s=starts.forward_start_s,
+        backward_start_s=starts.backward_start_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        times=times,
+        end_s=end_s,
+        busy_s=busy_s,
+        reduced_s=done_s,
+        memory=trace,
+        record=_record(plan, times, machine, pipeline_stages, end_s, busy_s, done_s, trace),
+    )
+    for value in vars(execution).values():
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+    return execution
+
+
+def _of_stage(
+    plan: Plan,
+    launches: Launches,
+    times: MicroBatchTimes,
+    cost_model: CostModel,
+    machine: Machine,
+    stages: int,
+) -> PassTimes:
+    """Of micro-batches and padding, which takes what a micro-batch takes that holds nothing."""
+    speeds = speeds_of(cost_model, plan.num_ranks)[launches.padding_ranks]
+    block = block_s(cost_model, stages)
+    parts = [
+        (times.forward_s, (cost_model.g / 3 + block / 2) / speeds),
+        (times.backward_s, (2 * cost_model.g / 3 + block / 2) / speeds),
+    ]
+    forward, backward = (np.concatenate(one) / stages for one in parts)
+    message = machine.message_s(times.most_tokens.astype(np.float64))
+    padded = np.full(len(launches.padding_ranks), machine.message_s(0.0))
+    return PassTimes(forward, backward, np.concatenate([message, padded]))
+
+
+def _ends(
+    launches: Launches, starts: Schedule, backward_s: Float64Array
+) -> tuple[Float64Array, Float64Array]:
+    """When each rank ends its last backward, and how long that takes; ``[stages, ranks]``."""
+    counts = launches.lists.counts
+    last = launches.lists.micro_batches[np.cumsum(counts) - 1]
+    last_s = np.tile(backward_s[last], (len(starts.backward_start_s), 1))
+    return starts.backward_start_s[:, last] + last_s, last_s
+
+
+def _record(
+    plan: Plan,
+    times: MicroBatchTimes,
+    machine: Machine,
+    stages: int,
+    end_s: Float64Array,
+    busy_s: Float64Array,
+    done_s: Float64Array,
+    trace: MemoryTrace | None,
+) -> StepRecord:
+    ranks, makespan_s = plan.num_ranks, float(end_s.max())
+    sync_s = max(0.0, float(done_s.max()) - makespan_s)
+    gather_s = max(machine.gather_s(stage, ranks) for stage in range(stages))
+    without_loading = makespan_s + sync_s + machine.optimizer_s + gather_s
+    loading_s = max(0.0, machine.loading_s - without_loading)
+    step_s = without_loading + loading_s
+    waiting_s = makespan_s - float(busy_s.sum()) / ranks
+    counts = np.diff(plan.rank_offsets)
+    return StepRecord(
+        step_s=step_s,
+        makespan_s=makespan_s,
+        sync_s=sync_s,
+        optimizer_s=machine.optimizer_s,
+        gather_s=gather_s,
+        loading_s=loading_s,
+        ring_exposed_s=float((times.exposed_s * counts).sum()) / ranks / stages,
+        copies_s=float((times.copies_s * counts).sum()) / ranks / stages,
+        waiting_s=waiting_s,
+        bubble_share=(waiting_s + loading_s) / step_s if step_s else 0.0,
+        ring_bytes=float(times.ring_bytes.sum()),
+        num_tokens=int(plan.lengths.sum()),
+        num_sequences=len(plan.lengths),
+        num_micro_batches=plan.num_micro_batches,
+        peak_memory_bytes=None if trace is None else trace.peak_bytes,
+    )
