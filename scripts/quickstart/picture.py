@@ -26,7 +26,8 @@ def draw(runs: Runs, title: str) -> Figure:
     degrees = [bar.degree for step in runs.values() for rank in step.ranks for bar in rank.compute]
     num_ranks = max(len(step.ranks) for step in runs.values())
     palette = Palette.of_degrees(np.array(degrees), num_ranks)
-    figure = Figure(figsize=(11.0, 2.2 + 0.52 * num_ranks), dpi=120, layout="constrained")
+    height = 1.2 + len(runs) * (0.5 + 0.26 * num_ranks)
+    figure = Figure(figsize=(11.0, height), dpi=120, layout="constrained")
     rows = figure.subplots(len(runs), 2, sharex="col", squeeze=False, width_ratios=(6, 1))
     for (times, traffic), (name, step) in zip(rows, runs.items(), strict=True):
         _draw_ranks(times, step, palette)

@@ -61,6 +61,23 @@ def test_quickstart(tmp_path):
     assert CostModel.from_json(tmp_path / "cost-model.json").ranks_per_node == 2
     names = ["cost-model.json", "cost-model.report.json", "data", "hdp", "measured.png", "static"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+    simulated_steps_are_those_of_the_run(tmp_path, static, hdp)
+
+
+def simulated_steps_are_those_of_the_run(folder, static, hdp):
+    """The same sequences on the same rings, so that times can be compared."""
+    script = [sys.executable, ROOT / "scripts/quickstart/simulated.py", folder]
+    flags = ["--hdp-global-batch-tokens", "16384"]
+    done = subprocess.run([*script, *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (step, *numbers), (median, *same) = (line.split() for line in done.stdout.splitlines()[1:3])
+    assert (step, median) == ("1", "median") and numbers == same
+    assert float(numbers[0]) == pytest.approx(static[0]["seconds"], abs=1e-3)
+    assert float(numbers[5]) == pytest.approx(hdp[0]["seconds"], abs=1e-3)
+    assert 0 < float(numbers[2]) < 60
+    assert (folder / "simulated.png").read_bytes().startswith(b"\x89PNG")
+    other = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert other.returncode == 1 and "give the flags that the quickstart had" in other.stderr
 
 
 @pytest.mark.slow
