@@ -1,10 +1,11 @@
-"""What is timed: micro-batches, attention alone and transfers, from small to what a rank holds."""
+"""What is timed: micro-batches, parts of them alone, transfers; small and up to what fits."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 COMPUTE = "compute"
 ATTENTION = "attention"
+EXPERTS = "experts"
 RING = "ring"
 TRANSFER = "transfer"
 
@@ -22,8 +23,8 @@ class Case:
     """One thing to time; every rank of the job runs it at the same moment."""
 
     kind: str
-    """COMPUTE: a micro-batch on each rank; RING: one on the first ``degree`` ranks; ATTENTION:
-    its attention alone, all layers; TRANSFER: one hop of a ring of ``degree`` ranks."""
+    """COMPUTE: a micro-batch on each rank; RING: one on the first ``degree`` ranks; ATTENTION and
+    EXPERTS: that part of it alone, all layers; TRANSFER: one hop of a ring of ``degree`` ranks."""
     lengths: tuple[int, ...] = ()
     """Tokens of the sequences of the micro-batch."""
     degree: int = 1
@@ -62,6 +63,8 @@ class Room:
     """Tokens of a chunk are a multiple of this."""
     kv_bytes_per_layer: int = 1
     """Bytes of K and V of one token in one layer."""
+    has_experts: bool = False
+    """Whether layers are mixtures of experts."""
 
 
 def cases_of(room: Room) -> tuple[Case, ...]:
@@ -92,6 +95,8 @@ def _whole(room: Room) -> Iterator[Case]:
             yield Case(COMPUTE, lengths, is_held_out=is_held_out)
             if not is_held_out:
                 yield Case(ATTENTION, lengths)
+            if not is_held_out and room.has_experts and len(lengths) == 1:
+                yield Case(EXPERTS, lengths)
 
 
 def _rings(room: Room) -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """Coefficients from times: weighted non-negative least squares on relative errors, numpy only.
 
-Whole micro-batches and attention alone give the coefficients of compute. With these, what rings and
-transfers take gives those of traffic. Both are linear but for what attention hides of a ring's
+Whole micro-batches, attention and experts alone give the coefficients of compute. With these, what
+rings and transfers take gives those of traffic. Both are linear but for what attention hides of a ring's
 traffic (`planner.cost_model`): whether a pass of a ring has traffic left to see is asked of the
 coefficients so far, and the fit is repeated until that changes no more.
 """
@@ -14,21 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 
 Float64Array = NDArray[np.float64]
 
-_OF_COMPUTE = ("a", "attention_b", "b", "g", "block")
+_OF_COMPUTE = ("a", "attention_b", "b", "b_experts", "g", "g_experts", "block")
 _OF_RINGS = ("more_block", "merge", "intra_hop", "intra_byte", "inter_hop", "inter_byte")
 NAMES = (*_OF_COMPUTE, *_OF_RINGS)
-"""Seconds per token^2, per token twice, per micro-batch, per block of attention by itself; what a
-further block of a ring takes beyond that, for itself and per token; per hop and per byte within a
-node and between nodes."""
-_A, _ATTENTION_B, _B, _G, _BLOCK, _MORE_BLOCK, _MERGE = range(7)
+"""Seconds per token^2, per token three times, per micro-batch and per call of the experts by
+themselves, per block of attention by itself; what a further block of a ring takes beyond that, for
+itself and per token; per hop and per byte within a node and between nodes."""
+_A, _ATTENTION_B, _B, _B_EXPERTS, _G, _G_EXPERTS, _BLOCK, _MORE_BLOCK, _MERGE = range(9)
 _PASSES = (1 / 3, 2 / 3)  # of attention, and of traffic, forward and backward
-_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, RING: 1.0, TRANSFER: 0.1}
+_WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, EXPERTS: 0.5, RING: 1.0, TRANSFER: 0.1}
 """Of relative errors. Rings say what traffic costs them, the work beside it included; transfers by
 themselves decide only what rings hide."""
+_ON_ONE_RANK = (COMPUTE, ATTENTION, EXPERTS)
 _MOST_ROUNDS = 20
 _BOOTSTRAPS = 200
 
@@ -107,8 +108,9 @@ def coefficients_of(found: Fit) -> dict[str, float]:
     of_model = {name: values[name] for name in ("a", "attention_b", "b")}
     of_model["block_s"] = values["block"] + more
     of_model["g"] = max(0.0, values["g"] - 2 * found.shape.layers * more)
-    if "merge" in values:
-        of_model["merge_b"] = values["merge"]
+    for name, of_cases in (("b_experts", "b_experts"), ("merge_b", "merge")):
+        if of_cases in values:
+            of_model[name] = values[of_cases]
     for where in ("intra", "inter"):
         if f"{where}_hop" in values:
             of_model[f"{where}_node_hop_s"] = values[f"{where}_hop"]
@@ -148,6 +150,7 @@ def _known(cases: Iterable[Case]) -> list[int]:
             COMPUTE: {_A, _ATTENTION_B, _B, _G, _BLOCK},
             RING: {_MORE_BLOCK, _MERGE, *_traffic(case)},
             ATTENTION: {_A, _ATTENTION_B, _BLOCK},
+            EXPERTS: {_B_EXPERTS, _G_EXPERTS},
             TRANSFER: set(_traffic(case)),
         }[case.kind]
     return sorted(known)
@@ -166,7 +169,7 @@ def _solve(
     must_tell: bool = False,
 ) -> Float64Array:
     values = np.zeros(len(NAMES))
-    of_compute = [i for i, case in enumerate(cases) if case.kind in (COMPUTE, ATTENTION)]
+    of_compute = [i for i, case in enumerate(cases) if case.kind in _ON_ONE_RANK]
     of_rings = [i for i, case in enumerate(cases) if case.kind in (RING, TRANSFER)]
     columns = [i for i in known if i <= _BLOCK]
     rows, weights = _table(cases, of_compute, seconds, shape, values)
@@ -240,12 +243,16 @@ def _row(case: Case, shape: Shape, values: Float64Array) -> Float64Array:
         row[hop], row[byte] = 1.0, case.num_bytes
         return row
     lengths = np.array(case.lengths, dtype=np.float64)
+    if case.kind == EXPERTS:
+        row[_B_EXPERTS], row[_G_EXPERTS] = lengths.sum(), 1.0
+        return row
     row[_A] = (lengths**2).sum() / case.degree
     row[_ATTENTION_B] = lengths.sum() / case.degree
     row[_BLOCK] = 2 * shape.layers * case.degree
     if case.kind == ATTENTION:
         return row
-    row[_B], row[_G] = row[_ATTENTION_B], 1.0
+    row[[_B, _B_EXPERTS]] = row[_ATTENTION_B]
+    row[_G] = 1.0
     if case.kind == COMPUTE:
         return row
     hops = case.degree - 1

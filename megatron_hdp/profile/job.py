@@ -40,7 +40,6 @@ class Profile:
     """Device and ranks, in words."""
     backend: str
     """Whose attention kernels ran."""
-    has_experts: bool
     notes: tuple[str, ...]
     """What was not measured, and what stands in its place."""
 
@@ -108,7 +107,6 @@ def _profiled(
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
         backend=executor.attention.name,
-        has_experts=arguments.num_experts is not None,
         notes=notes,
     )
 
@@ -123,6 +121,7 @@ def _room_of(arguments: TrainingArguments, counted: CostModel, layers: int) -> R
         ranks_per_node=max(1, of_node // place.num_tensor_ranks),
         multiple=arguments.hdp_slice_multiple * place.token_multiple,
         kv_bytes_per_layer=max(1, round(counted.kv_bytes_per_token / layers)),
+        has_experts=arguments.num_experts is not None,
     )
 
 
@@ -133,8 +132,6 @@ def _cost_model(
     measured = coefficients_of(found)
     changes: dict[str, float | int] = dict(measured)
     notes = []
-    if arguments.num_experts:
-        notes.append("b_experts is 0: the time of experts is part of b")
     for where in ("intra", "inter"):
         name = f"{where}_node_bytes_per_s"
         if f"{where}_node_hop_s" in measured and name not in measured:

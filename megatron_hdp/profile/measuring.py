@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.model import model_dtype
+from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 from megatron_hdp.runtime.offload import Copy, select_copy_engine
 from megatron_hdp.runtime.ring import TokenLayout
 
@@ -42,6 +42,7 @@ class Bench:
             COMPUTE: self._micro_batch_s,
             RING: self._micro_batch_s,
             ATTENTION: self._attention_s,
+            EXPERTS: self._experts_s,
             TRANSFER: self._transfer_s,
         }
         self._began_s: float | None = None
@@ -131,13 +132,7 @@ class Bench:
     def _attention_s(self, case: Case) -> float:
         """The attention of all layers, forward and backward, one layer after the other."""
         arguments, place = self._arguments, self._place
-        layout = TokenLayout(
-            ring=(place.hdp_rank,),
-            index=0,
-            ring_slices=(),
-            local_lengths=case.lengths,
-            device=self._device,
-        )
+        layout = self._layout(case)
         heads = arguments.num_attention_heads // place.num_tensor_ranks
         groups = max(1, (arguments.num_query_groups or heads) // place.num_tensor_ranks)
         q, k, v, gradient = (
@@ -158,6 +153,44 @@ class Bench:
                 torch.autograd.grad(out, inputs, gradient)
 
         return self._timed(run) * place.num_stages
+
+    def _experts_s(self, case: Case) -> float:
+        """Routers and experts of all layers, forward and backward, one layer after the other."""
+        own, place = self._executor, self._place
+        params = HdpPackedSeqParams(
+            qkv_format="sbhd",
+            layout=self._layout(case),
+            positions=torch.arange(case.num_tokens, device=self._device),
+            sequence_index=torch.zeros(case.num_tokens, dtype=torch.int64, device=self._device),
+            comm=own.comm,
+            attention=own.attention,
+        )
+        shape = (case.num_tokens // place.token_multiple, 1, self._arguments.hidden_size)
+        hidden, gradient = (
+            torch.randn(shape, dtype=model_dtype(self._arguments), device=self._device)
+            for _ in range(2)
+        )
+        hidden.requires_grad_()
+        mixtures = [layer.mlp for layer in own.layers if hasattr(layer.mlp, "router")]
+
+        def run() -> None:
+            for mixture in mixtures:
+                with mixture.router.routes(params):
+                    out, _ = mixture(hidden)
+                wanted = [hidden, *mixture.parameters()]
+                torch.autograd.grad(out, wanted, gradient, allow_unused=True)
+
+        return self._timed(run) * place.num_stages
+
+    def _layout(self, case: Case) -> TokenLayout:
+        """Whole sequences on this rank."""
+        return TokenLayout(
+            ring=(self._place.hdp_rank,),
+            index=0,
+            ring_slices=(),
+            local_lengths=case.lengths,
+            device=self._device,
+        )
 
     def _transfer_s(self, case: Case) -> float:
         """One hop, of several one after the other; the tensor ranks of a member share its bytes."""

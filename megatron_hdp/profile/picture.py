@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER
 from megatron_hdp.profile.fitting import errors_of
 from megatron_hdp.profile.job import Profile
 from megatron_hdp.simulator.files import complete_file
 from megatron_hdp.simulator.plot import import_figure
 
-_COLOURS = {COMPUTE: "C0", ATTENTION: "C2", RING: "C1", TRANSFER: "C4"}
+_COLOURS = {COMPUTE: "C0", ATTENTION: "C2", EXPERTS: "C3", RING: "C1", TRANSFER: "C4"}
 
 
 def draw(profile: Profile, path: str | os.PathLike[str]) -> None:

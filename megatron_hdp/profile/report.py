@@ -137,7 +137,7 @@ def _source(name: str, profile: Profile) -> str:
         return "counted"
     if name == "host_bytes_per_s":
         return "measured"
-    if name == "b_experts" and not profile.has_experts:
+    if name == "b_experts" and not profile.room.has_experts:
         return "the model has none"
     if name == "ranks_per_node" and profile.room.ranks > 1:
         return "counted"

@@ -1,7 +1,7 @@
 """The quickstart's steps as `megatron-hdp simulate` would have them, beside what was measured.
 
 ``python scripts/quickstart/simulated.py FOLDER [flags that the quickstart had]`` reads what
-``quickstart.sh`` left in FOLDER, simulates the same steps by the cost model that was measured there,
+``quickstart.sh`` left in FOLDER, simulates the same steps by the cost model that it found there,
 prints both times of every step and draws ``FOLDER/simulated.png``, micro-batch by micro-batch. Each
 rank must have a core: those that share cores take what the others leave them.
 """

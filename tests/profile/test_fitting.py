@@ -23,12 +23,14 @@ from megatron_hdp.profile.fitting import (
 )
 
 SHAPE = Shape(layers=4, kv_bytes_per_token=4096.0)
-ROOM = Room(2048, 8192, ranks=4, ranks_per_node=2, kv_bytes_per_layer=1024)
+ROOM = Room(2048, 8192, ranks=4, ranks_per_node=2, kv_bytes_per_layer=1024, has_experts=True)
 PLANTED = {
     "a": 1e-8,
     "attention_b": 2e-6,
     "b": 2e-5,
+    "b_experts": 3e-5,
     "g": 5e-3,
+    "g_experts": 1e-3,
     "block": 1e-4,
     "more_block": 2e-4,
     "merge": 4e-6,
@@ -123,14 +125,14 @@ def test_transfers_by_themselves():
 
 
 def test_one_rank_tells_of_no_rings():
-    alone = cases_of(dataclasses.replace(ROOM, ranks=1))
-    found = fit(measured_of(PLANTED, cases=alone), SHAPE)
+    alone = cases_of(dataclasses.replace(ROOM, ranks=1, has_experts=False))
+    found = fit(measured_of(PLANTED | {"b_experts": 0.0}, cases=alone), SHAPE)
     assert set(found.values) == {"a", "attention_b", "b", "g", "block"}
     assert set(coefficients_of(found)) == {"a", "attention_b", "b", "g", "block_s"}
 
 
 def test_too_few_cases_are_refused():
-    alone = cases_of(dataclasses.replace(ROOM, ranks=1))
+    alone = cases_of(dataclasses.replace(ROOM, ranks=1, has_experts=False))
     few = [one for one in alone if not one.is_held_out][:4]
     with pytest.raises(ValueError, match=r"4 cases were timed, expected at least 5.*--budget-sec"):
         fit(measured_of(PLANTED, cases=few), SHAPE)
