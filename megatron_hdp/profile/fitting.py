@@ -1,9 +1,9 @@
 """Coefficients from times: weighted non-negative least squares on relative errors, numpy only.
 
 Whole micro-batches, attention and experts alone give the coefficients of compute. With these, what
-rings and transfers take gives those of traffic. Both are linear but for what attention hides of a ring's
-traffic (`planner.cost_model`): whether a pass of a ring has traffic left to see is asked of the
-coefficients so far, and the fit is repeated until that changes no more.
+rings and transfers take gives those of traffic. Both are linear but for what attention hides of a
+ring's traffic (`planner.cost_model`): whether a pass of a ring has traffic left to see is asked of
+the coefficients so far, and the fit is repeated until that changes no more.
 """
 
 from __future__ import annotations
