@@ -21,6 +21,9 @@ double compute_s(const CostModel& cost, int64_t length);
 // local sequences of a member are one block more.
 double fixed_s(const CostModel& cost, int64_t degree);
 
+// Whether a ring costs more by being wider, whatever it holds: in blocks or in latency.
+bool width_costs(const CostModel& cost);
+
 // Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
 // gradients backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
