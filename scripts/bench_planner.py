@@ -168,8 +168,6 @@ class Result:
     """Bound / makespan; with pipeline stages the target / makespan."""
     proven_share: float | None = None
     """The tightest bound that is proven / makespan."""
-    greater_share: float | None = None
-    """The greater of the two."""
     makespan_s: float | None = None
     lower_bound_s: float | None = None
     ring_bytes: float | None = None
@@ -177,6 +175,8 @@ class Result:
     """Median of several runs."""
     lost_to_noise: dict[float, float] = dataclasses.field(default_factory=dict)
     """By the strength of the noise in %: the makespan with noise / the one without - 1, a mean."""
+    greater_share: float | None = None
+    """The greater of bound_share and proven_share."""
 
 
 def measure(
@@ -391,7 +391,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PERCENT",
         help="also run the plans with so much lognormal noise on every micro-batch",
     )
-    add("--pipelines", action="store_true", help="the cases with pipeline stages, 16 to 1,024 ranks")
+    add(
+        "--pipelines", action="store_true", help="the cases with pipeline stages, 16 to 1,024 ranks"
+    )
     add("--quick", action="store_true", help="up to 256 ranks, one seed")
     add(
         "--hybrid-cp-limit",

@@ -140,7 +140,8 @@ class RingPlacer {
     free.give_back(std::move(ranks), end);
   }
 
-  // Starts the ring of a sequence on ranks that ascend, records how long each member waited, returns when it ends.
+  // Starts the ring of a sequence on ranks that ascend, records how long each member waited,
+  // returns when it ends.
   double start(std::size_t place, const std::vector<int32_t>& ranks) {
     double begin = 0;
     double speed = problem_.speed(ranks.front());
