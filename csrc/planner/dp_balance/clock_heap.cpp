@@ -8,8 +8,8 @@ namespace {
 
 using Entry = std::pair<double, int32_t>;
 
-// Up to so many entries lie near enough in the cache for nothing to be gained by a guess which child
-// is earlier, which has the next ones fetched.
+// Up to so many entries lie near enough in the cache for nothing to be gained by a guess which
+// child is earlier, which has the next ones fetched.
 constexpr std::size_t kNear = 4096;
 
 // As operator<, without a branch: which child is earlier cannot be predicted.
