@@ -81,6 +81,24 @@ void test_rounds() {
   CHECK(seen == std::set<int64_t>({0, 1, 2, 3}));
 }
 
+void test_rounds_count_blocks() {
+  hdp::Problem some = problem({60, 40}, 8, 4, 20);
+  const auto degrees = [&some](double level_s) {
+    const auto longs = hdp::long_sequences(some, {0, 1});
+    hdp::RoundMaker maker(some, longs);
+    std::vector<int64_t> result;
+    for (const hdp::Shared& shared : maker.take(8, level_s)) result.push_back(shared.degree);
+    return result;
+  };
+  CHECK(degrees(20) == std::vector<int64_t>({3, 5}));  // 40 / 3 s and 60 / 5 s
+  some.cost.block_s = 3;
+  // 60 / 4 + 4 x 3 = 60 / 5 + 5 x 3: a fifth rank saves nothing
+  CHECK(degrees(20) == std::vector<int64_t>({4, 3}));
+  // blocks of any degree cost more than they save: as few ranks as memory allows
+  some.cost.block_s = 20;
+  CHECK(degrees(20) == std::vector<int64_t>({3, 2}));
+}
+
 void test_lanes_are_ranks_that_are_alike() {
   hdp::Problem some = problem({90, 60, 40, 30, 5}, 8, 4, 20);
   some.speeds = {1, 1, 1, 1, 1, 1, 1, 0.9};
@@ -137,6 +155,7 @@ void test_pipelines() {
   test_schedule_of_one_rank();
   test_misplaced();
   test_rounds();
+  test_rounds_count_blocks();
   test_lanes_are_ranks_that_are_alike();
   test_shares_level_the_ranks();
   test_fill();

@@ -166,3 +166,14 @@ def test_bad_flags(bench, capsys, arguments, message):
     with pytest.raises((SystemExit, ValueError)) as raised:
         bench.main(arguments)
     assert message in str(raised.value) + capsys.readouterr().err
+
+
+def test_cases_of_pipelines_show_the_greater_of_target_and_bound(bench):
+    arguments = bench.parse(["--pipelines", "--cases", "github-N16-C8K-P4"])
+    (case,) = bench.chosen_cases(arguments)
+    assert (case.ranks, case.tokens_per_rank, case.pipeline_stages) == (16, 8192, 4)
+    (result,) = bench.measure(case, 0, ["auto"], 1, 1)
+    assert result.greater_share == max(result.bound_share, result.proven_share)
+    title = "Greater of target and proven bound / makespan"
+    assert title in bench.tables([case], ["auto"], [result])
+    assert title not in bench.tables([bench.Case("github", 8, 1024, "")], ["auto"], [])

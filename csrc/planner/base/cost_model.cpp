@@ -39,6 +39,10 @@ double merge_s(const CostModel& cost, int64_t degree, double tokens) {
   return cost.merge_b * tokens * (d - 1) / d;
 }
 
+bool width_costs(const CostModel& cost) {
+  return cost.block_s > 0 || cost.merge_b > 0 || cost.intra_node_hop_s > 0 || cost.inter_node_hop_s > 0;
+}
+
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node) {
   const auto d = static_cast<double>(degree);
   const double bandwidth = one_node ? cost.intra_node_bytes_per_s : cost.inter_node_bytes_per_s;

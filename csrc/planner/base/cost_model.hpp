@@ -24,6 +24,9 @@ double fixed_s(const CostModel& cost, int64_t degree);
 // Seconds of a member of a ring of so many tokens for merging what its steps give.
 double merge_s(const CostModel& cost, int64_t degree, double tokens);
 
+// Whether a ring costs more by being wider: in blocks, in merging or in latency.
+bool width_costs(const CostModel& cost);
+
 // Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
 // gradients backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);

@@ -40,8 +40,12 @@ class BestFitDecreasing {
   int64_t num_bins() const { return num_bins_; }
 
   // Whether a bin has room, so that place() would not open another.
-  bool fits(int64_t tokens) const {
-    return !awake_.empty() || (!asleep_.empty() && asleep_.front().first >= tokens);
+  bool fits(int64_t tokens) const { return tokens <= most(); }
+
+  // The most tokens that the next item may have for a bin to have room.
+  int64_t most() const {
+    if (!awake_.empty()) return capacity_;  // items do not grow
+    return asleep_.empty() ? 0 : asleep_.front().first;
   }
 
   // The bin that takes an item; one of more than `capacity` tokens gets a bin of its own.

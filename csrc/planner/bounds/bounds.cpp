@@ -31,7 +31,7 @@ class Bound {
         std::max(cost_.intra_node_bytes_per_s, cost_.inter_node_bytes_per_s);
     cost_.intra_node_hop_s = std::min(cost_.intra_node_hop_s, cost_.inter_node_hop_s);
     if (speeds_.empty()) speeds_.assign(static_cast<std::size_t>(problem.num_ranks), 1.0);
-    std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
+    if (!problem.speeds.empty()) std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
   }
 
   // The least own time of a sequence at `least` ranks or more, on the fastest ones.

@@ -107,7 +107,7 @@ class Starts {
       return decide_alike(known.decisions, start.decisions) && known.degrees == start.degrees;
     });
     if (same != starts_.end()) {
-      start = *same;
+      start.makespan_s = same->makespan_s;
     } else {
       Decisions decisions = start.decisions;
       decisions.degrees = std::move(degrees);
@@ -175,12 +175,19 @@ std::vector<Start> first_starts(const Batch& batch, double enough_s) {
         starts.add(policy, 0, std::move(degrees));
         return starts.last().makespan_s <= enough_s;
       };
+      const auto column_is_enough = [&](double over) {
+        starts.add(policy, over * batch.bound_s,
+                   balanced_degrees(batch, nesting, kColumnShare * batch.share_s));
+        return starts.last().makespan_s <= enough_s;
+      };
+      const bool columns_first = batch.ramp == 0 && width_costs(batch.problem.cost);
+      if (columns_first && (is_enough(balanced_degrees(batch, nesting, batch.share_s)) ||
+                            column_is_enough(kColumns[0]))) {
+        return starts.take_last();
+      }
       if (any_of_first_degrees(batch, nesting, is_enough)) return starts.take_last();
       if (batch.ramp == 0) {
-        for (const double over : kColumns) {
-          starts.add(policy, over * batch.bound_s,
-                     balanced_degrees(batch, nesting, kColumnShare * batch.share_s));
-        }
+        for (const double over : kColumns) column_is_enough(over);
       }
       if (starts.fastest_s() <= kGoodStart * enough_s) break;
     }

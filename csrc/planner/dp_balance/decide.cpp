@@ -14,6 +14,9 @@ namespace {
 // Of the bound: a plan this fast is not worth more search.
 constexpr double kCloseEnough = 1.001;
 
+// Of the bound, however much blocks may take: where they take most, other degrees save some.
+constexpr double kMostEnough = 1.05;
+
 // Ring members, ranks and big sequences that the search may look at, for effort 1: about a
 // millisecond for 64 ranks, five for 1,024.
 constexpr int64_t kSearchWork = 12000;
@@ -45,13 +48,12 @@ double blocks_s(const Batch& batch) {
   return all_s / batch.total_speed;
 }
 
-// A makespan that is not worth more search. The bound leaves out hops, and blocks and merging beyond
-// what memory demands: without a tolerance the search would run to its end where these cost something.
+// A makespan that is not worth more search. The bound leaves out hops, and blocks and merging
+// beyond what memory demands: without a tolerance the search would run to its end where these cost
+// something.
 double enough(const Batch& batch) {
-  const CostModel& cost = batch.problem.cost;
-  const bool known = cost.block_s == 0 && cost.merge_b == 0 && cost.intra_node_hop_s == 0 &&
-                     cost.inter_node_hop_s == 0;
-  return (known ? kCloseEnough : kNearlyAsFast) * batch.bound_s + blocks_s(batch);
+  const double tolerance = width_costs(batch.problem.cost) ? kNearlyAsFast : kCloseEnough;
+  return std::min(kMostEnough * batch.bound_s, tolerance * batch.bound_s + blocks_s(batch));
 }
 
 }  // namespace

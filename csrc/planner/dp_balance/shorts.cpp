@@ -115,20 +115,26 @@ class Leveller {
         fixed_s_(fixed_s(problem.cost, 1)),
         heap_(clocks),
         packings_(clocks.size(), packing),
+        most_(clocks.size(), 0),
         bins_(bins) {}
 
   // Takes the sequence; none is longer than the one before.
   void place(const Short& item) {
     Choice best{0, end(item, 0)};
-    if (!alike_ || best.end > end_with_room(item, 0)) best = earlier(item, best);
+    if (!alike_) best = earliest(item, best);
+    if (alike_ && fixed_s_ > 0 && !fits(item, 0)) best = earlier_with_room(item, best);
     const auto rank = static_cast<std::size_t>(heap_.rank(best.place));
     bins_.add(rank, static_cast<std::size_t>(packings_[rank].place(item.tokens)));
+    if (fixed_s_ > 0) most_[rank] = packings_[rank].most();
     heap_.advance(best.place, best.end);
   }
 
  private:
-  static constexpr uint64_t kAll = 0x7ffffffe;  // the first five layers of the heap but the root
-  static constexpr uint64_t kTop = 0x6;         // the places below the root
+  static constexpr std::size_t kTries = 31;  // the first five layers of the heap
+
+  // The places below the first one in the heap, a bit each; shifted by 2 i, those below place i.
+  static constexpr uint64_t kBelow = 0x6;
+  static constexpr uint64_t kEnd = uint64_t{1} << 63;
 
   // A place of the heap and when its rank ends with the sequence.
   struct Choice {
@@ -136,35 +142,44 @@ class Leveller {
     double end = 0;
   };
 
-  // The best of the first layers of the heap; of equals `best` or the first.
-  Choice earlier(const Short& item, Choice best) const {
-    // places to look at, a bit each: of alike ranks those below one that is late are later
-    uint64_t left = alike_ ? kTop : kAll;
-    for (; left != 0; left &= left - 1) {
-      const auto place = static_cast<std::size_t>(__builtin_ctzll(left));
-      if (place >= heap_.size()) break;
-      if (end_with_room(item, place) >= best.end) continue;
-      left |= kTop << 2 * place & kAll;
-      const double candidate = end(item, place);
-      if (candidate < best.end) best = {place, candidate};
+  // The best of the first places; of equals `best` or the first.
+  Choice earliest(const Short& item, Choice best) const {
+    const std::size_t tries = std::min(kTries, heap_.size());
+    for (std::size_t i = 1; i < tries; ++i) {
+      const double candidate = end(item, i);
+      if (candidate < best.end) best = {i, candidate};
     }
     return best;
   }
 
-  // If there is room in a micro-batch: what end() takes at least, without looking for the room.
-  double end_with_room(const Short& item, std::size_t place) const {
-    return heap_.clock(place) + on_rank(item.compute_s, heap_.rank(place));
+  // The same of alike ranks, if the first one has no room: without it no other ends earlier, and
+  // below one that has room or is too late none does in the heap.
+  Choice earlier_with_room(const Short& item, Choice best) const {
+    const std::size_t size = std::min(kTries, heap_.size());
+    uint64_t left = kBelow | kEnd;  // a bit for each place to look at
+    for (;;) {
+      const auto i = static_cast<std::size_t>(__builtin_ctzll(left));
+      if (i >= size) return best;
+      left &= left - 1;
+      const double candidate = heap_.clock(i) + item.compute_s;
+      if (candidate >= best.end) continue;
+      if (fits(item, i)) {
+        best = {i, candidate};
+      } else {
+        left |= kBelow << 2 * i;
+      }
+    }
   }
 
   double end(const Short& item, std::size_t place) const {
+    const double fixed = fixed_s_ == 0 || fits(item, place) ? 0 : fixed_s_;
+    const double seconds = item.compute_s + fixed;
     const int32_t rank = heap_.rank(place);
-    const BestFitDecreasing& packing = packings_[static_cast<std::size_t>(rank)];
-    const double fixed = fixed_s_ == 0 || packing.fits(item.tokens) ? 0 : fixed_s_;
-    return heap_.clock(place) + on_rank(item.compute_s + fixed, rank);
+    return heap_.clock(place) + (alike_ ? seconds : seconds / problem_.speed(rank));
   }
 
-  double on_rank(double seconds, int32_t rank) const {
-    return alike_ ? seconds : seconds / problem_.speed(rank);
+  bool fits(const Short& item, std::size_t place) const {
+    return item.tokens <= most_[static_cast<std::size_t>(heap_.rank(place))];
   }
 
   const Problem& problem_;
@@ -172,6 +187,7 @@ class Leveller {
   double fixed_s_;  // of a micro-batch
   ClockHeap heap_;
   std::vector<BestFitDecreasing> packings_;  // by rank
+  std::vector<int64_t> most_;                // tokens that fit, by rank, if fixed_s_ counts
   RankBins& bins_;
 };
 

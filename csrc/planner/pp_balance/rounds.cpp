@@ -14,37 +14,58 @@
 namespace hdp {
 namespace {
 
-// The degree that brings the sequence's time down to seconds, if one that it may have does.
-int64_t degree_within(const LongSequence& sequence, double seconds) {
-  const double wanted = std::ceil(sequence.compute_s / seconds);
+// Compute, blocks and merging of each of so many ranks.
+double busy_s(const CostModel& cost, const LongSequence& sequence, int64_t degree) {
+  const auto d = static_cast<double>(degree);
+  return sequence.compute_s / d + d * cost.block_s +
+         merge_s(cost, degree, static_cast<double>(sequence.length));
+}
+
+// The degree that brings that time down to seconds, if one that the sequence may have does; else
+// the greatest of these.
+int64_t degree_within(const CostModel& cost, const LongSequence& sequence, double seconds) {
+  const double wanted = std::ceil(parts_within(cost, sequence.length, sequence.compute_s, seconds));
   // the negated form sends the NaN of a cost model without times to the memory minimum
   if (!(wanted > static_cast<double>(sequence.least))) return sequence.least;
   if (wanted >= static_cast<double>(sequence.greatest)) return sequence.greatest;
   return static_cast<int64_t>(wanted);
 }
 
-int64_t total_degree(const std::vector<const LongSequence*>& chosen, double seconds) {
+// Beyond it a wider ring takes more blocks and merging than it saves compute.
+int64_t fastest_degree(const Problem& problem, int64_t length, double compute_s) {
+  const double merging = problem.cost.merge_b * static_cast<double>(length);
+  if (merging > 0 && compute_s <= merging) return 1;
+  const double parts = std::sqrt((compute_s - merging) / problem.cost.block_s);
+  // the negated form sends the NaN of a cost model without times to all ranks
+  if (!(parts < static_cast<double>(problem.num_ranks))) return problem.num_ranks;
+  return std::max<int64_t>(1, static_cast<int64_t>(parts));
+}
+
+int64_t total_degree(const CostModel& cost, const std::vector<const LongSequence*>& chosen,
+                     double seconds) {
   int64_t total = 0;
-  for (const LongSequence* sequence : chosen) total += degree_within(*sequence, seconds);
+  for (const LongSequence* sequence : chosen) total += degree_within(cost, *sequence, seconds);
   return total;
 }
 
 // The least common time whose degrees still fit side by side on `width` ranks.
-double least_level_s(const std::vector<const LongSequence*>& chosen, int64_t width) {
+double least_level_s(const CostModel& cost, const std::vector<const LongSequence*>& chosen,
+                     int64_t width) {
   constexpr int kSteps = 30;
   constexpr int kRoundings = 4;
   double high = 0;
   for (const LongSequence* sequence : chosen) {
-    high = std::max(high, sequence->compute_s / static_cast<double>(sequence->least));
+    high = std::max(high, busy_s(cost, *sequence, sequence->least));
   }
   // a quotient that is rounded up asks for one rank more than the least, where those just fit
-  for (int i = 0; i < kRoundings && total_degree(chosen, high) > width; ++i) {
+  for (int i = 0; i < kRoundings && total_degree(cost, chosen, high) > width; ++i) {
     high = std::nextafter(high, std::numeric_limits<double>::infinity());
   }
+  while (width_costs(cost) && total_degree(cost, chosen, high) > width) high *= 2;
   double low = 0;
   for (int i = 0; i < kSteps; ++i) {
     const double middle = (low + high) / 2;
-    (total_degree(chosen, middle) <= width ? high : low) = middle;
+    (total_degree(cost, chosen, middle) <= width ? high : low) = middle;
   }
   return high;
 }
@@ -80,8 +101,9 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
     if (least == 1) break;
     const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
                                     length / (2 * problem.slice_multiple));
-    greatest = std::max(least, std::min(greatest, useful));
-    result.push_back({id, length, compute_s(problem.cost, length), least, greatest});
+    const double seconds = compute_s(problem.cost, length);
+    greatest = std::max(least, std::min({greatest, useful, fastest_degree(problem, length, seconds)}));
+    result.push_back({id, length, seconds, least, greatest});
   }
   return result;
 }
@@ -107,17 +129,19 @@ std::size_t RoundMaker::next(std::size_t i) const {
 std::size_t RoundMaker::first_within(std::size_t i, int64_t room, double level_s) const {
   const auto found = std::partition_point(
       sequences_.begin() + static_cast<std::ptrdiff_t>(i), sequences_.end(),
-      [&](const LongSequence& sequence) { return degree_within(sequence, level_s) > room; });
+      [&](const LongSequence& sequence) {
+        return degree_within(problem_.cost, sequence, level_s) > room;
+      });
   return static_cast<std::size_t>(found - sequences_.begin());
 }
 
 std::vector<const LongSequence*> RoundMaker::choose(int64_t width, double level_s) {
   std::vector<const LongSequence*> chosen;
-  int64_t degree = std::min(width, degree_within(longest(), level_s));
-  const double level = std::max(level_s, longest().compute_s / static_cast<double>(degree));
+  int64_t degree = std::min(width, degree_within(problem_.cost, longest(), level_s));
+  const double level = std::max(level_s, busy_s(problem_.cost, longest(), degree));
   int64_t room = width;
   for (std::size_t i = next(0); i < sequences_.size(); i = next(first_within(i, room, level))) {
-    if (!chosen.empty()) degree = degree_within(sequences_[i], level);
+    if (!chosen.empty()) degree = degree_within(problem_.cost, sequences_[i], level);
     room -= degree;
     chosen.push_back(&sequences_[i]);
     next_[i] = i + 1;
@@ -128,10 +152,10 @@ std::vector<const LongSequence*> RoundMaker::choose(int64_t width, double level_
 
 Round RoundMaker::take(int64_t width, double level_s) {
   const std::vector<const LongSequence*> chosen = choose(width, level_s);
-  const double level = least_level_s(chosen, width);
+  const double level = least_level_s(problem_.cost, chosen, width);
   Round round;
   for (const LongSequence* sequence : chosen) {
-    round.push_back(share(problem_, *sequence, degree_within(*sequence, level)));
+    round.push_back(share(problem_, *sequence, degree_within(problem_.cost, *sequence, level)));
   }
   std::stable_sort(round.begin(), round.end(), [](const Shared& left, const Shared& right) {
     return left.seconds > right.seconds;

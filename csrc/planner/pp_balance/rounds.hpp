@@ -13,8 +13,10 @@ struct LongSequence {
   SequenceId id = 0;
   int64_t length = 0;
   double compute_s = 0;
-  int64_t least = 0;     // by memory
-  int64_t greatest = 0;  // beyond it traffic is exposed or chunks are too short; at least `least`
+  int64_t least = 0;  // by memory
+  // Beyond it traffic is exposed, chunks are too short or blocks cost more than they save; at least
+  // `least`.
+  int64_t greatest = 0;
 };
 
 struct Shared {

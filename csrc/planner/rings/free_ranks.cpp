@@ -59,8 +59,10 @@ std::vector<int32_t> FreeRanks::take(int64_t degree) {
   for (Group& group : first) {
     split(std::move(group), degree - static_cast<int64_t>(taken.size()), taken);
   }
-  std::sort(taken.begin(), taken.end(),
-            [&](int32_t left, int32_t right) { return place(left) < place(right); });
+  const auto preferred = [&](int32_t left, int32_t right) { return place(left) < place(right); };
+  if (!std::is_sorted(taken.begin(), taken.end(), preferred)) {
+    std::sort(taken.begin(), taken.end(), preferred);
+  }
   return taken;
 }
 

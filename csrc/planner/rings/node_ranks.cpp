@@ -21,7 +21,7 @@ void NodeRanks::push(std::size_t node) {
   std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
 }
 
-std::vector<int32_t> NodeRanks::take(int64_t degree) {
+const std::vector<int32_t>& NodeRanks::take(int64_t degree) {
   if (degree != degree_) {
     degree_ = degree;
     heap_.clear();
@@ -40,19 +40,19 @@ std::vector<int32_t> NodeRanks::take(int64_t degree) {
       std::lower_bound(ranks.begin(), ranks.end(), Free{start, 0}) - ranks.begin());
   node_ = node;
   first_ = std::min(end - static_cast<std::size_t>(degree), tied);
-  std::vector<int32_t> taken;
+  taken_.clear();
   for (std::size_t i = first_; i < first_ + static_cast<std::size_t>(degree); ++i) {
-    taken.push_back(ranks[i].second);
+    taken_.push_back(ranks[i].second);
   }
-  std::sort(taken.begin(), taken.end());
-  return taken;
+  std::sort(taken_.begin(), taken_.end());
+  return taken_;
 }
 
 void NodeRanks::give_back(double clock) {
   std::vector<Free>& ranks = nodes_[node_];
-  const auto last = first_ + static_cast<std::size_t>(degree_);
-  for (std::size_t i = first_; i < last; ++i) ranks[i].first = clock;
-  std::sort(ranks.begin(), ranks.end());
+  const std::size_t last = first_ + taken_.size();
+  for (std::size_t i = first_; i < last; ++i) ranks[i] = {clock, taken_[i - first_]};
+  if (last < ranks.size() && ranks[last] < ranks[last - 1]) std::sort(ranks.begin(), ranks.end());
   push(node_);
 }
 

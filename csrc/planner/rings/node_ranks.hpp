@@ -14,8 +14,9 @@ class NodeRanks {
             int64_t ranks_per_node);
 
   // `degree` ranks of one node, ascending: of the node that has so many first (of equals the
-  // lower one), those that wait least. Degrees must not grow from call to call.
-  std::vector<int32_t> take(int64_t degree);
+  // lower one), those that wait least; valid until the next call. Degrees must not grow from call
+  // to call.
+  const std::vector<int32_t>& take(int64_t degree);
 
   // Returns the ranks taken last, which are all free at `clock`.
   void give_back(double clock);
@@ -29,8 +30,9 @@ class NodeRanks {
   std::vector<std::vector<Free>> nodes_;  // each sorted
   std::vector<First> heap_;               // of the nodes with at least degree_ ranks
   int64_t degree_ = 0;
-  std::size_t node_ = 0;   // of the ranks taken last
-  std::size_t first_ = 0;  // their first place in the node
+  std::vector<int32_t> taken_;  // last
+  std::size_t node_ = 0;        // theirs
+  std::size_t first_ = 0;       // their first place in the node
 };
 
 }  // namespace hdp

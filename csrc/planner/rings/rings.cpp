@@ -23,14 +23,14 @@ std::vector<std::size_t> widest_first(const Batch& batch, const Degrees& degrees
   const auto wider = [&](std::size_t left, std::size_t right) {
     return degrees[left] > degrees[right];
   };
-  std::stable_sort(places.begin(), places.end(), wider);
+  if (!std::is_sorted(places.begin(), places.end(), wider)) {
+    std::stable_sort(places.begin(), places.end(), wider);
+  }
   return places;
 }
 
-bool in_one_node(const std::vector<int32_t>& ranks, int64_t ranks_per_node) {
-  const int64_t node = ranks.front() / ranks_per_node;
-  return std::all_of(ranks.begin(), ranks.end(),
-                     [&](int32_t rank) { return rank / ranks_per_node == node; });
+bool in_one_node(const std::vector<int32_t>& ascending, int64_t ranks_per_node) {
+  return ascending.front() / ranks_per_node == ascending.back() / ranks_per_node;
 }
 
 // The most preferred ranks that a node has.
@@ -70,7 +70,7 @@ class RingPlacer {
       preferred_[rank] = problem_.speed(static_cast<int32_t>(rank)) >= decisions.least_speed;
     }
     schedule_.clocks.assign(preferred_.size(), batch.ramp * batch.full_s);
-    longest_s_.assign(preferred_.size(), batch.full_s);
+    if (batch.ramp > 0) longest_s_.assign(preferred_.size(), batch.full_s);
   }
 
   RingSchedule run() {
@@ -131,15 +131,17 @@ class RingPlacer {
     }
   }
 
-  // Starts the ring of a sequence on ranks taken from `free`, which they return to.
+  // Starts the ring of a sequence on ranks taken from `free`, which they return to. They are in
+  // order of preference: ascending where speeds decide nothing.
   void start_on(FreeRanks& free, std::vector<int32_t> ranks, std::size_t place) {
     std::vector<int32_t> ring = ranks;
-    std::sort(ring.begin(), ring.end());
+    if (decisions_.alike_speeds) std::sort(ring.begin(), ring.end());
     const double end = start(place, ring);
     free.give_back(std::move(ranks), end);
   }
 
-  // Starts the ring of a sequence, records how long each member waited, returns when it ends.
+  // Starts the ring of a sequence on ranks that ascend, records how long each member waited,
+  // returns when it ends.
   double start(std::size_t place, const std::vector<int32_t>& ranks) {
     double begin = 0;
     double speed = problem_.speed(ranks.front());
@@ -163,19 +165,25 @@ class RingPlacer {
       seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }
-    double longest_s = 0;
-    for (const int32_t rank : ranks) {
-      longest_s = std::max(longest_s, longest_s_[static_cast<std::size_t>(rank)]);
-    }
-    const double end = begin + seconds + batch_.ramp * std::max(0.0, seconds - longest_s);
-    for (const int32_t rank : ranks) {
-      schedule_.clocks[static_cast<std::size_t>(rank)] = end;
-      longest_s_[static_cast<std::size_t>(rank)] = std::max(longest_s, seconds);
-    }
+    const double end = begin + seconds + ramp_s(ranks, seconds);
+    for (const int32_t rank : ranks) schedule_.clocks[static_cast<std::size_t>(rank)] = end;
     schedule_.places.push_back(place);
     schedule_.ranks.insert(schedule_.ranks.end(), ranks.begin(), ranks.end());
     schedule_.offsets.push_back(schedule_.ranks.size());
     return end;
+  }
+
+  // What a micro-batch that is the longest one of its ranks adds, which it is from now on.
+  double ramp_s(const std::vector<int32_t>& ranks, double seconds) {
+    if (batch_.ramp == 0) return 0;
+    double longest_s = 0;
+    for (const int32_t rank : ranks) {
+      longest_s = std::max(longest_s, longest_s_[static_cast<std::size_t>(rank)]);
+    }
+    for (const int32_t rank : ranks) {
+      longest_s_[static_cast<std::size_t>(rank)] = std::max(longest_s, seconds);
+    }
+    return batch_.ramp * std::max(0.0, seconds - longest_s);
   }
 
   const Batch& batch_;
@@ -183,7 +191,7 @@ class RingPlacer {
   const Decisions& decisions_;
   std::vector<int32_t> preference_;
   std::vector<bool> preferred_;    // by rank
-  std::vector<double> longest_s_;  // micro-batch, by rank
+  std::vector<double> longest_s_;  // micro-batch, by rank, with pipeline stages
   SpareRoom spare_room_;
   RingSchedule schedule_;
 };
