@@ -40,7 +40,8 @@ double merge_s(const CostModel& cost, int64_t degree, double tokens) {
 }
 
 bool width_costs(const CostModel& cost) {
-  return cost.block_s > 0 || cost.merge_b > 0 || cost.intra_node_hop_s > 0 || cost.inter_node_hop_s > 0;
+  return cost.block_s > 0 || cost.merge_b > 0 || cost.intra_node_hop_s > 0 ||
+         cost.inter_node_hop_s > 0;
 }
 
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node) {

@@ -102,7 +102,8 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
     const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
                                     length / (2 * problem.slice_multiple));
     const double seconds = compute_s(problem.cost, length);
-    greatest = std::max(least, std::min({greatest, useful, fastest_degree(problem, length, seconds)}));
+    const int64_t fastest = fastest_degree(problem, length, seconds);
+    greatest = std::max(least, std::min({greatest, useful, fastest}));
     result.push_back({id, length, seconds, least, greatest});
   }
   return result;
