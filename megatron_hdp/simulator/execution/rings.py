@@ -30,7 +30,7 @@ def pass_s(
     least: Float64Array = np.minimum.reduceat(step_s, begins)
     most: Float64Array = np.maximum.reduceat(step_s, begins)
     hops = num_members - 1
-    exposed: Float64Array = hops * np.maximum(0.0, hop_s - most)
+    exposed: Float64Array = np.maximum(0.0, hop_s - most) * hops
     seconds: Float64Array = most * num_members
     seconds = seconds + np.maximum.reduceat(lead_s, begins) + exposed
     unlike = (least != most) & (hops > 0)

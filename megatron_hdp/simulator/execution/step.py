@@ -197,7 +197,7 @@ def _of_stage(
     ]
     forward, backward = (np.concatenate(one) / stages for one in parts)
     message = machine.message_s(times.most_tokens.astype(np.float64))
-    padded = np.full(len(launches.padding_ranks), machine.message_s(0.0))
+    padded = machine.message_s(np.zeros(len(launches.padding_ranks)))
     return PassTimes(forward, backward, np.concatenate([message, padded]))
 
 

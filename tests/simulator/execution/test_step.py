@@ -126,7 +126,7 @@ def test_reductions_inside_of_the_last_backward() -> None:
     # rank 1 waits for nobody in its last micro-batch, but rank 0's ring has one that goes on
     run = execute(plan_of([[0, 1], [1]]), COSTS, machine=overlapping)
     assert run.record.sync_s == 1.0
-    slow = dataclasses.replace(overlapping, sync_bytes_per_s=1.0)
+    slow = dataclasses.replace(overlapping, network_bytes_per_s=1.0)
     run = execute(plan_of([[0, 1], [1]]), COSTS, machine=slow)  # parts from 6 on, on rank 0
     assert run.record.sync_s == pytest.approx(9 + 40 - 12)
 
@@ -135,6 +135,22 @@ def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> Non
     machine = dataclasses.replace(MACHINE, distributed_optimizer=False)
     record = execute(plan_of([[0], [1]]), COSTS, machine=machine).record
     assert (record.sync_s, record.gather_s) == (8.0, 0.0)
+
+
+def test_each_stage_has_its_own_gradients() -> None:
+    machine = dataclasses.replace(MACHINE, gradient_bytes=(80.0, 20.0), parameter_bytes=(8.0, 40.0))
+    run = execute(plan_of([[0], [1]]), COSTS, pipeline_stages=2, machine=machine)
+    assert run.end_s.tolist() == [[6.0, 6.0], [4.0, 4.0]]
+    assert run.reduced_s.tolist() == [10.0, 5.0]
+    assert (run.record.sync_s, run.record.gather_s) == (4.0, 2.0)
+    with pytest.raises(ValueError, match="found bytes of 2 stages; expected those of stage 2"):
+        execute(plan_of([[0], [1]]), COSTS, pipeline_stages=3, machine=machine)
+
+
+def test_in_one_node_nothing_takes_the_network() -> None:
+    machine = dataclasses.replace(MACHINE, one_node=True, nvlink_bytes_per_s=20.0)
+    record = execute(plan_of([[0], [1]]), COSTS, machine=machine).record
+    assert (record.sync_s, record.gather_s) == (2.0, 1.0)
 
 
 def test_loading_hides_behind_the_step_before() -> None:
@@ -174,6 +190,8 @@ def test_slow_ranks_slow_their_rings() -> None:
         ({"gradient_bytes": ()}, "gradient_bytes is empty"),
         ({"optimizer_s": float("nan")}, "optimizer_s is nan"),
         ({"loading_s": "5"}, "loading_s is '5'"),
+        ({"loading_s": True}, "loading_s is True; expected a finite number >= 0"),
+        ({"one_node": 1}, "one_node is 1; expected true or false"),
     ],
 )
 def test_a_machine_of_no_use_is_refused(changes: dict[str, object], message: str) -> None:
