@@ -50,9 +50,11 @@ class Machine:
     gradient_buckets: int = 1
     """Parts that are reduced one after another; a part begins when all ranks have it."""
     optimizer_s: float = 0.0
+    """Of a step."""
     message_bytes_per_token: float = 0.0
     """Of one token of a micro-batch, from a GPU of one stage to its like of the next."""
     message_latency_s: float = 0.0
+    """Seconds of such a message whatever it carries."""
     loading_s: float = 0.0
     """Planning and reading of a step, done beside the step before."""
     peak_flops_per_s: float = PEAK_FLOPS_PER_S

@@ -30,6 +30,7 @@ class StepRecord:
     sync_s: float
     """Gradient sync behind it."""
     optimizer_s: float
+    """The optimizer's own time."""
     gather_s: float
     """Parameters of the distributed optimizer."""
     loading_s: float
@@ -43,9 +44,13 @@ class StepRecord:
     bubble_share: float
     """Share of the ranks' time in the step in which they wait for others or for data."""
     ring_bytes: float
+    """Sent in rings by all ranks."""
     num_tokens: int
+    """Of the global batch."""
     num_sequences: int
+    """Likewise."""
     num_micro_batches: int
+    """Of the plan, of all ranks together."""
     peak_memory_bytes: float | None
     """Of the fullest GPU; None: memory is not known."""
 

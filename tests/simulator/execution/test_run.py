@@ -10,7 +10,13 @@ import pytest
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B
-from megatron_hdp.simulator.execution import Disturbance, Machine, Setting, simulate
+from megatron_hdp.simulator.execution import (
+    REPORT_KEYS,
+    Disturbance,
+    Machine,
+    Setting,
+    simulate,
+)
 
 SETTING = Setting(
     ranks=16,
@@ -39,6 +45,7 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
     run = simulate(SETTING, drawn, ["auto", "naive"])
     assert list(run.outcomes) == ["static", "auto", "naive"]
     found = run.figures("auto")
+    assert list(found) == list(REPORT_KEYS)
     assert found["planned_by"] == "dp-balance"
     times = [step["step_s"] for step in found["steps"]]
     assert found["step_time_s"] == statistics.median(times) != times[0]
