@@ -127,6 +127,7 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
         open_corpus,
         read_data_file,
     )
+    from megatron_hdp.data.spec import PrimitivesSpec
 
     def say(line: str) -> None:
         print(f"megatron-hdp simulate: {line}", file=sys.stderr, flush=True)
@@ -139,7 +140,10 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
         cache_folder=None if folder is None else Path(folder),
         say=say,
     )
-    corpus = open_corpus(read_data_file(path).training, opening)
+    spec = read_data_file(path).training
+    if spec.primitives != PrimitivesSpec():
+        say(f"the primitives of {path} are not called here: shares are the schedule's")
+    corpus = open_corpus(spec, opening)
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
     mixture = corpus.mixture(corpus.orders(), batch, seed)

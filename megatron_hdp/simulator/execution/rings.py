@@ -30,7 +30,7 @@ def pass_s(
     least: Float64Array = np.minimum.reduceat(step_s, begins)
     most: Float64Array = np.maximum.reduceat(step_s, begins)
     hops = num_members - 1
-    exposed: Float64Array = hops * np.maximum(0.0, hop_s - most)
+    exposed: Float64Array = np.maximum(0.0, hop_s - most) * hops
     seconds: Float64Array = most * num_members
     seconds = seconds + np.maximum.reduceat(lead_s, begins) + exposed
     unlike = (least != most) & (hops > 0)
@@ -49,11 +49,13 @@ def unlike_pass_s(lead_s: Float64Array, step_s: Float64Array, hop_s: Float64Arra
         step_s: likewise.
         hop_s: ``[rings]``.
     """
-    begin = lead_s
-    for _ in range(lead_s.shape[1] - 1):
+    degree = lead_s.shape[1]
+    following, previous = np.roll(np.arange(degree), -1), np.roll(np.arange(degree), 1)
+    begin, hop = lead_s, hop_s[:, None]
+    for _ in range(degree - 1):
         # entry i: of the block that member i sends, to the next one
-        sent = np.maximum(begin, np.roll(begin, -1, axis=1)) + hop_s[:, None]
-        begin = np.maximum(begin + step_s, np.maximum(sent, np.roll(sent, 1, axis=1)))
+        sent = np.maximum(begin, begin[:, following]) + hop
+        begin = np.maximum(begin + step_s, np.maximum(sent, sent[:, previous]))
     seconds: Float64Array = (begin + step_s).max(axis=1)
     return seconds
 

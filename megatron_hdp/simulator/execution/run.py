@@ -17,11 +17,26 @@ from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
+from megatron_hdp.simulator.execution.work import most_tokens_of
 
 Int64Array = NDArray[np.int64]
 
 BASELINE = "static"
 """What others are compared with."""
+
+REPORT_KEYS = {
+    "step_time_s": "Seconds of a step, the median.",
+    "tokens_per_s": "Of all GPUs together, the median.",
+    "bubble_share": "Share of all ranks' time in a step in which they wait, the median.",
+    "ring_bytes": "What all ranks send in rings in a step, the median.",
+    "mfu": "Share of the GPUs' peak FLOP that the model's are, the median.",
+    "peak_memory_bytes": "Of the fullest GPU in any step.",
+    "speedup": "Step time of static over this one; null where static has no plan.",
+    "planned_by": 'The strategy that planned, where "auto" was asked for.',
+    "reason": "Why there is no plan; all else is null then. Else null.",
+    "steps": "A record of each step.",
+}
+"""What `Run.figures` gives, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +96,7 @@ class Setting:
         """Run a plan; `step` is its number, for the noise."""
         memory = None
         if self.job is not None:
-            most_tokens = int(made.summary["max_tokens_on_a_rank"])
-            memory = MemoryCosts.of_job(self.job, most_tokens)
+            memory = MemoryCosts.of_job(self.job, most_tokens_of(made))
         return execute(
             made,
             self.cost_model,
