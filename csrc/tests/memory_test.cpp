@@ -104,11 +104,15 @@ void test_by_hand() {
 
 void test_naive() {
   hdp::Problem p = problem(25, 1, 4, 100);
+  p.num_ranks = 2;
   p.lengths = {40, 51, 20, 5};
   const hdp::Plan plan = hdp::naive(p);
   CHECK((plan.rank_offsets == std::vector<int32_t>{0, 2, 3, 4}));
   CHECK((plan.sequences == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
   CHECK(plan.offload_ratio(1) == 0.75 && plan.offload_ratio(2) == 0);
+  // 116 s of 3 ranks: on one of them 40 s would outlast the others
+  p.num_ranks = 3;
+  CHECK((hdp::naive(p).rank_offsets == std::vector<int32_t>{0, 2, 4, 5}));
 }
 
 }  // namespace

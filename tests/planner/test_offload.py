@@ -1,9 +1,10 @@
 """Offload: degrees below the memory minimum, with ratios that the host keeps up with."""
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from megatron_hdp.planner import CostModel, Plan, plan, slice_tokens
+from megatron_hdp.planner import CostModel, Plan, compute_s, plan, slice_tokens
 from tests.planner.problems import Problem, problems
 
 PAPERS_STRATEGIES = ("naive", "bytescale")
@@ -31,7 +32,7 @@ def offloaded(lengths: list[int], ranks: int, **others: object) -> Plan:
 def test_half_of_the_layers_stay() -> None:
     # at ratio 1 a rank holds 2 x 10 tokens; at 2/3 of the other two layers 15 x (2 + 2/3) / 4 = 10;
     # a half of 21 is padded to 12 tokens: 12 x (2 + 4/3) / 4 = 10
-    result = offloaded([21, 20, 15, 10], ranks=4)
+    result = offloaded([21, 20, 15, 10], ranks=2)
     batches = [result.micro_batch(m) for m in range(result.num_micro_batches)]
     assert [(batch.sequences, len(batch.ranks)) for batch in batches] == [
         ((0,), 2),
@@ -46,11 +47,20 @@ def test_half_of_the_layers_stay() -> None:
 
 def test_without_a_freed_rank_nothing_is_offloaded() -> None:
     # 21 tokens need 3 ranks of 10 as they are, 2 of them by memory; 40 s / 3 are enough for that
-    assert len(offloaded([21], ranks=3).micro_batch(0).ranks) == 2
+    assert len(offloaded([21, 21, 21], ranks=3).micro_batch(0).ranks) == 2
     assert offloaded([20, 10, 3], ranks=4, offload="off").offload_ratios.max() == 0
     twelve = offloaded([24], ranks=3, cost_model=LIMITED)  # 2 ranks: 2 x 2 tokens in 24 / 3 s
     assert len(twelve.micro_batch(0).ranks) == 3
     assert twelve.offload_ratios.max() == 0
+
+
+@pytest.mark.parametrize("strategy", PAPERS_STRATEGIES)
+def test_a_sequence_that_would_outlast_the_others_keeps_its_ranks(strategy: str) -> None:
+    # 20 tokens fit on one rank by offload, which takes 20 s; the mean of four ranks is 10 s
+    long_one = offloaded([20, 5, 5, 5, 5], ranks=4, strategy=strategy).micro_batch(0)
+    assert (len(long_one.ranks), long_one.offload_ratio) == (2, 0)
+    among_others = offloaded([20] * 4, ranks=4, strategy=strategy)
+    assert (len(among_others.micro_batch(0).ranks), among_others.offload_ratios[0]) == (1, 1)
 
 
 LIMITED = CostModel(
@@ -91,12 +101,20 @@ def fits(problem: Problem, length: int, degree: int) -> bool:
     return excess * model.activation_bytes_per_token <= model.host_bytes_per_s * forward_s
 
 
+def is_whole(problem: Problem, length: int, degree: int) -> bool:
+    """Whether a slice fits without offload."""
+    return slice_tokens(length, degree, problem.slice_multiple) <= problem.tokens_per_rank
+
+
 @pytest.mark.parametrize("strategy", PAPERS_STRATEGIES)
 @quickly
 @given(problem=problems(offload=True))
 def test_degrees_are_the_least_that_memory_and_host_allow(strategy: str, problem: Problem) -> None:
+    """And the mean time of a rank, as far as memory would have so many ranks anyway."""
     result = problem.plan(strategy)
     result.validate(num_layers=problem.model.num_layers)
+    seconds = compute_s(np.array(problem.lengths), problem.model)
+    share_s = seconds.sum() / problem.ranks
     for m in range(result.num_micro_batches):
         batch = result.micro_batch(m)
         degree = len(batch.ranks)
@@ -104,9 +122,15 @@ def test_degrees_are_the_least_that_memory_and_host_allow(strategy: str, problem
             assert degree == 1 and batch.offload_ratio == 0
             continue
         length = problem.lengths[batch.sequences[0]]
-        assert [d for d in range(1, degree + 1) if fits(problem, length, d)] == [degree]
-        whole = slice_tokens(length, degree, problem.slice_multiple) <= problem.tokens_per_rank
-        assert (batch.offload_ratio == 0) == whole
+        possible = [d for d in range(1, problem.ranks + 1) if fits(problem, length, d)]
+        without = [d for d in possible if is_whole(problem, length, d)]
+        most = without[0] if without else problem.ranks
+        parts = seconds[batch.sequences[0]] / share_s if share_s else 0.0
+        wanted = {min(most, np.ceil(parts * (1 + off))) for off in (-1e-9, 1e-9)}  # of rounding
+        assert degree in {
+            next((d for d in possible if least <= d <= most), possible[0]) for least in wanted
+        }
+        assert (batch.offload_ratio == 0) == is_whole(problem, length, degree)
 
 
 @quickly

@@ -18,8 +18,8 @@ Plan static_mesh(const Problem& problem);
 // No static mesh takes less: as if all of its micro-batches were one.
 double static_mesh_bound_s(const Problem& problem);
 
-// Algorithm 1 of the ByteScale paper: the least degree by memory (offload included), a micro-batch
-// of its own for each long sequence, best fit decreasing for the short ones, ranks with the fewest
+// Algorithm 1 of the ByteScale paper: degrees by memory (see memory_degree()), a micro-batch of its
+// own for each long sequence, best fit decreasing for the short ones, ranks with the fewest
 // micro-batches. Blind to time.
 Plan naive(const Problem& problem);
 

@@ -4,7 +4,8 @@
 // then in rounds: the ranks whose time is more than delta below the greatest are the targets, they
 // take micro-batches from the first bucket, the times are updated. Left open there, chosen here:
 //
-// - A sequence longer than the capacity is a micro-batch of its least degree by memory. The others
+// - A sequence longer than the capacity is a micro-batch of its least degree by memory, which
+//   offload lowers as far as memory_degree() says. The others
 //   of a bucket are packed into micro-batches of at most C tokens, best fit decreasing; these come
 //   after the bucket's long sequences, those of the most time first.
 // - A bucket has, on average, the tokens that an eighth of the ranks hold, but 8 ranks at least, so
@@ -27,10 +28,10 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "planner/baselines/memory_degree.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/schedule/schedule.hpp"
 
@@ -77,14 +78,13 @@ std::vector<Bucket> buckets_of_equal_compute(const Problem& problem) {
 }
 
 // The micro-batches of a bucket, in the order in which they are assigned.
-std::vector<Work> micro_batches_of(const Problem& problem, const Bucket& bucket) {
+std::vector<Work> micro_batches_of(const Problem& problem, const Bucket& bucket, double share_s) {
   std::vector<Work> longs;
   std::vector<Work> packed;
   BestFit packing(problem.tokens_per_rank);
   for (const SequenceId id : bucket) {
     const int64_t length = problem.lengths[index(id)];
-    const int64_t degree = least_degree(problem, length);
-    const double ratio = offload_ratio(problem, length, degree).value();
+    const auto [degree, ratio] = memory_degree(problem, length, share_s);
     if (degree > 1 || ratio > 0) {
       longs.push_back({degree, ratio, 0, {id}});
       continue;
@@ -164,8 +164,9 @@ class Assignment {
 
 Plan bytescale(const Problem& problem) {
   Assignment assignment(problem);
+  const double share_s = total_compute_s(problem) / static_cast<double>(problem.num_ranks);
   for (const Bucket& bucket : buckets_of_equal_compute(problem)) {
-    const std::vector<Work> micro_batches = micro_batches_of(problem, bucket);
+    const std::vector<Work> micro_batches = micro_batches_of(problem, bucket, share_s);
     for (std::size_t next = 0; next < micro_batches.size();) {
       next = assignment.round(micro_batches, next);
     }

@@ -5,10 +5,10 @@
 #include <queue>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "planner/baselines/memory_degree.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/schedule/schedule.hpp"
 
@@ -83,12 +83,13 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<Seque
                                  double limit_s) {
   FewestMicroBatches ranks(problem.num_ranks);
   Plan plan;
-  double rest_s = std::isfinite(limit_s) ? total_compute_s(problem) : 0;
+  const bool counts = std::isfinite(limit_s) || problem.offload;
+  double rest_s = counts ? total_compute_s(problem) : 0;
+  const double share_s = rest_s / static_cast<double>(problem.num_ranks);
   auto next = order.begin();
   for (; next != order.end(); ++next) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
-    const int64_t degree = least_degree(problem, length);
-    const double ratio = offload_ratio(problem, length, degree).value();
+    const auto [degree, ratio] = memory_degree(problem, length, share_s);
     if (degree == 1 && ratio == 0) break;
     plan.add(ranks.take(degree), {*next}, ratio);
     rest_s -= compute_s(problem.cost, length);
