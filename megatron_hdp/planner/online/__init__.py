@@ -1,0 +1,7 @@
+"""Learning while running: what measured steps say of the cost model and of single ranks."""
+
+from megatron_hdp.planner.online.corrections import Corrections
+from megatron_hdp.planner.online.filter import COLUMNS, FilterState, Finding, observe
+from megatron_hdp.planner.online.seen_costs import SeenCosts
+
+__all__ = ["COLUMNS", "Corrections", "FilterState", "Finding", "SeenCosts", "observe"]
