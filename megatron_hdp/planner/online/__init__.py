@@ -3,5 +3,6 @@
 from megatron_hdp.planner.online.corrections import Corrections
 from megatron_hdp.planner.online.filter import COLUMNS, FilterState, Finding, observe
 from megatron_hdp.planner.online.seen_costs import SeenCosts
+from megatron_hdp.planner.online.speeds_file import speeds_in
 
-__all__ = ["COLUMNS", "Corrections", "FilterState", "Finding", "SeenCosts", "observe"]
+__all__ = ["COLUMNS", "Corrections", "FilterState", "Finding", "SeenCosts", "observe", "speeds_in"]

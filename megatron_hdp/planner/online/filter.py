@@ -6,6 +6,7 @@ after the other: so noise does not move plans, and what moves them is a rounded 
 """
 
 import base64
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -31,6 +32,8 @@ SPEED_FLOOR = float(np.log(1.1))
 """Log of the factor that a rank must be off by, at least."""
 COST_FLOOR = 0.1
 """Share by which the cost of what was run must be off, at least."""
+REFINED = 0.02
+"""Log of the factor by which a slow rank's speed is mended, once, when a whole window knows it."""
 DEVIATIONS = 3.0
 """And so many standard deviations of the noise."""
 
@@ -47,8 +50,12 @@ class FilterState:
     """In force; shape (ranks,)."""
     base_speeds: Float64Array
     """As the run began."""
+    base: str
+    """Name of the cost model that the run began with."""
     rows: Float64Array
     """Observations of the latest steps, oldest first; shape (steps, ranks, columns)."""
+    ages: Float64Array
+    """Steps since a rank's speed changed, up to `WINDOW`; 0 for those as they began."""
     num_off: int = 0
     """Steps, the latest one after the other, in which the coefficients were off."""
     error: float = 0.0
@@ -68,8 +75,21 @@ class FilterState:
             base_g=base.g,
             speeds=speeds,
             base_speeds=speeds,
+            base=cls.name_of(base),
+            ages=np.zeros(num_ranks),
             rows=np.empty((0, num_ranks, len(COLUMNS))),
         )
+
+    @staticmethod
+    def name_of(base: CostModel) -> str:
+        """What tells a cost model from others; whether it has speeds, not which."""
+        plain = replace(base, rank_speeds=()).to_json()
+        return hashlib.blake2b(plain, digest_size=8).hexdigest()
+
+    def is_of(self, base: CostModel, num_ranks: int) -> bool:
+        """Whether it was begun with this cost model, on so many ranks."""
+        begun = self.begin(base, num_ranks)
+        return self.base == begun.base and np.array_equal(self.base_speeds, begun.base_speeds)
 
     @property
     def num_ranks(self) -> int:
@@ -103,7 +123,7 @@ class FilterState:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """What `to_record` made a record of."""
         found = {
-            name: _array(value) if isinstance(value, str) else value
+            name: _array(value) if isinstance(value, str) and name != "base" else value
             for name, value in record.items()
         }
         rows = found["rows"].reshape(-1, len(found["speeds"]), len(COLUMNS))
@@ -156,16 +176,22 @@ def _with_speeds(state: FilterState, fitted: Fit) -> tuple[FilterState, list[Fin
     latest = fitted.excess[-AGREE:]
     off = (latest > least).all(axis=0) | (latest < -least).all(axis=0)
     speeds, findings = state.speeds.copy(), []
-    for rank in np.flatnonzero(off).tolist():
+    ages = np.minimum(state.ages + (state.ages > 0), WINDOW)
+    is_whole = (state.ages == WINDOW - 1) & (ages == WINDOW)  # once, by all that is known of it
+    for rank in np.flatnonzero(off | is_whole).tolist():
         excess = fitted.excess[:, rank]
         base, before = float(state.base_speeds[rank]), float(speeds[rank])
-        now = before * float(np.exp(-np.median(latest[:, rank])))
+        shift = float(np.median(latest[:, rank] if off[rank] else excess))
+        if not off[rank] and abs(shift) < REFINED:
+            continue
+        now = before * float(np.exp(-shift))
         is_as_before = abs(np.log(now / base)) < SPEED_FLOOR
         speeds[rank] = base if is_as_before else max(float(f"{now:.2g}"), 1e-3)
         along = np.sign(excess[-1]) * excess[::-1] > least
-        steps = len(along) if along.all() else int(np.argmin(along))
+        steps = len(along) if along.all() or not off[rank] else int(np.argmin(along))
+        ages[rank] = float(off[rank] and not is_as_before) or ages[rank]
         findings.append(Finding(rank, before, float(speeds[rank]), steps))
-    return replace(state, speeds=speeds), findings
+    return replace(state, speeds=speeds, ages=np.where(speeds == state.base_speeds, 0, ages)), findings
 
 
 def _with_coefficients(state: FilterState, fitted: Fit) -> FilterState:

@@ -20,7 +20,7 @@ Float64Array = NDArray[np.float64]
 
 _ROUNDS = 5
 _HUBER = 2.0  # deviations of the noise from which on a row counts less
-_PRIOR = 0.01  # weight of the coefficients in force, in rows
+_PRIOR = np.array([0.05, 0.05, 1.0])  # weight of each coefficient in force, in rows
 _FEW = 32  # differences in time below which noise counts as no less than the next
 _PRIOR_NOISE = 0.05
 
@@ -53,9 +53,9 @@ def fit(
         speeds: in force; shape (ranks,).
         floor: of the log of a rank's factor: what is less is no factor.
     """
-    found = coefficients
-    # what no step has any of cannot be told
-    given = features.sum(axis=(0, 1)) > 0
+    _, references = _excess(features, seconds, coefficients, speeds)
+    found = prior = coefficients * float(np.exp(np.median(references)))
+    given = (features > 0).any(axis=(0, 1))  # what no step has any of cannot be told
     for _ in range(_ROUNDS):
         excess, references = _excess(features, seconds, found, speeds)
         noise = _noise(features, seconds, found, speeds)
@@ -63,13 +63,11 @@ def fit(
         factors = np.where(np.abs(factors) > max(floor, 3 * noise), factors, 0.0)
         weights = _weights(excess - factors, references, noise, floor)
         times = seconds * speeds * np.exp(-factors)
-        scale = float(np.exp(np.median(references)))
         found = _solve(
             features.reshape(-1, features.shape[2]),
             times.reshape(-1),
             weights.reshape(-1),
-            found,
-            scale,
+            prior,
             given,
         )
     excess, _ = _excess(features, seconds, found, speeds)
@@ -130,12 +128,10 @@ def _solve(
     features: Float64Array,
     seconds: Float64Array,
     weights: Float64Array,
-    before: Float64Array,
-    scale: float,
+    prior: Float64Array,
     given: NDArray[np.bool_],
 ) -> Float64Array:
     """Least squares of relative errors over coefficients that are not negative."""
-    prior = before * scale
     predicted = work(features, prior)
     root = np.sqrt(weights) / predicted
     shares = [root * features[:, i] for i in range(len(prior))]
@@ -147,8 +143,9 @@ def _solve(
     units = np.array([max(float(row.mean()), 1e-300) for row in rows[:-1]])
     gram = np.array([[float((rows[i] * rows[j]).sum()) for j in used] for i in used])
     right = np.array([float((rows[i] * rows[-1]).sum()) for i in used])
-    gram = gram / np.outer(units[used], units[used]) + _PRIOR * np.eye(len(used))
-    right = right / units[used] + _PRIOR * (prior * units)[used]
+    weight = _PRIOR[used]
+    gram = gram / np.outer(units[used], units[used]) + np.diag(weight)
+    right = right / units[used] + weight * (prior * units)[used]
     best, least = prior, np.inf
     for count in range(1, len(used) + 1):
         for chosen in combinations(range(len(used)), count):
