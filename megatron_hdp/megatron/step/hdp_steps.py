@@ -97,15 +97,6 @@ class HdpSteps:
         self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
         settings = plan_settings(arguments, self.place, self.cost_model)
         self.planner = StepPlanner(corpus, settings)
-        self._learning = None
-        if arguments.learns_costs and split == "train":
-            self._learning = Learning(
-                arguments,
-                self.place,
-                self.cost_model,
-                corpus.spec.primitives,
-                has_plane=plane is not None,
-            )
         self.latest: RankStep | None = None
         self._patience = Patience(arguments.distributed_timeout_minutes)
         self.num_planner_failures = 0
@@ -120,6 +111,15 @@ class HdpSteps:
             self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
         self._remains = Remains(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
+        self._learning = None
+        if arguments.learns_costs and split == "train":
+            self._learning = Learning(
+                arguments,
+                self.place,
+                self.cost_model,
+                corpus.spec.primitives,
+                has_plane=plane is not None,
+            )
         # what cannot be planned is refused now, not when it is drawn
         self.planner.balance(np.array([corpus.longest]), arguments.hdp_strategy)
 

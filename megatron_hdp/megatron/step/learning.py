@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -28,7 +30,9 @@ BEHIND, BEHIND_WITH_PLANE = 2, 4
 """Steps between a step and the latest one that its plan may depend on: as few as allow one step to
 be planned ahead, or the two that a data plane makes ahead unless told otherwise."""
 
-_FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "naive", "bytescale"}
+Table: TypeAlias = npt.NDArray[np.float64]
+
+_FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "bytescale"}
 
 
 @dataclass(frozen=True)
@@ -74,29 +78,32 @@ class Learning:
 
     def following(self, position: Position) -> Position:
         """The position with what is known there, for a step that may be the first one here."""
-        costs = position.costs
-        if costs is None:
-            costs = SeenCosts(self._behind)
-        if costs.filter is None:
-            costs = replace(costs, filter=FilterState.begin(self._base, self._place.num_hdp_ranks))
+        costs = position.costs or self._nothing()
         state = costs.filter
         assert state is not None
         if not state.is_of(self._base, self._place.num_hdp_ranks):
             costs = self._carried_over(position, state)
         return replace(position, costs=replace(costs, behind=self._behind, steps=position.steps))
 
+    def _nothing(self) -> SeenCosts:
+        begun = FilterState.begin(self._base, self._place.num_hdp_ranks)
+        return SeenCosts(self._behind, filter=begun)
+
     def _carried_over(self, position: Position, state: FilterState) -> SeenCosts:
         """What another number of ranks, or another cost model to begin with, leaves of it."""
         num_ranks = self._place.num_hdp_ranks
         if state.base != state.name_of(self._base):
             say(
-                "what the run has learnt is dropped: it began with another cost model "
-                "(--hdp-cost-model, --hdp-rank-speeds, or the model's shape)"
+                "what the run has learnt of its costs is dropped: it began with another cost model "
+                "(--hdp-cost-model, or the model's shape)"
             )
-            return SeenCosts(self._behind)
+            return self._nothing()
+        instead = f"of {state.num_ranks} HDP ranks, this run has {num_ranks}"
+        if state.num_ranks == num_ranks:
+            instead = "--hdp-rank-speeds says others than the run began with"
         say(
-            f"what the run has learnt of {state.num_ranks} HDP ranks goes on with {num_ranks}: "
-            "coefficients are kept, speeds of ranks are dropped"
+            "what the run has learnt of its costs: coefficients are kept, speeds of ranks are "
+            f"dropped ({instead})"
         )
         kept = state.on(self._base, num_ranks)
         old = position.steps - self._behind  # so that the next step follows it
@@ -144,7 +151,7 @@ class Learning:
         work = work_of(step.share, self._base, self._place.num_stages)
         return [*work.tolist(), outcome.compute_s * self._place.num_stages]
 
-    def _by_hdp_rank(self, table: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> np.ndarray:
+    def _by_hdp_rank(self, table: Table) -> Table:
         """Of each HDP rank its slowest GPU: all of them wait for that one."""
         found = np.zeros((self._place.num_hdp_ranks, len(COLUMNS)))
         np.maximum.at(found, self._hdp_ranks, table)
@@ -154,7 +161,7 @@ class Learning:
         """Number, from 1, of the first step that follows what was found behind a step, from 0."""
         return step + self._behind + 1
 
-    def _say_found(self, one: Finding, table: np.ndarray, step: int) -> None:
+    def _say_found(self, one: Finding, table: Table, step: int) -> None:
         ranks = np.flatnonzero(self._hdp_ranks == one.rank)
         slowest = int(ranks[np.argmax(table[ranks, -1])])
         who = f"rank {slowest} (host {self._hosts[slowest]}, HDP rank {one.rank})"
@@ -165,13 +172,14 @@ class Learning:
         say(f"{who} runs at speed {one.now:.2g}, {one.before:.2g} before, {when}: {what}")
 
 
-def exchanged(mine: list[float]) -> np.ndarray:
+def exchanged(mine: list[float]) -> Table:
     """What every rank of the job gives, in the order of ranks; shape (ranks, values)."""
     device = compute_device()
     row = torch.tensor(mine, dtype=torch.float64, device=device)
-    table = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64, device=device)
+    table = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(table, row)
-    return table.cpu().numpy()
+    found: Table = table.cpu().numpy().reshape(-1, len(mine))
+    return found
 
 
 def _require_alone(place: RankPlace) -> None:

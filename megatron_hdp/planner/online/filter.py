@@ -122,7 +122,7 @@ class FilterState:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """What `to_record` made a record of."""
-        found = {
+        found: dict[str, Any] = {
             name: _array(value) if isinstance(value, str) and name != "base" else value
             for name, value in record.items()
         }
@@ -191,7 +191,9 @@ def _with_speeds(state: FilterState, fitted: Fit) -> tuple[FilterState, list[Fin
         steps = len(along) if along.all() or not off[rank] else int(np.argmin(along))
         ages[rank] = float(off[rank] and not is_as_before) or ages[rank]
         findings.append(Finding(rank, before, float(speeds[rank]), steps))
-    return replace(state, speeds=speeds, ages=np.where(speeds == state.base_speeds, 0, ages)), findings
+    return replace(
+        state, speeds=speeds, ages=np.where(speeds == state.base_speeds, 0, ages)
+    ), findings
 
 
 def _with_coefficients(state: FilterState, fitted: Fit) -> FilterState:

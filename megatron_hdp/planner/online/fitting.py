@@ -10,6 +10,7 @@ Rows are put in the order of their values before anything is added up, so that t
 same bits in whatever order ranks are given.
 """
 
+import math
 from itertools import combinations
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def fit(
     """
     _, references = _excess(features, seconds, coefficients, speeds)
     found = prior = coefficients * float(np.exp(np.median(references)))
-    given = (features > 0).any(axis=(0, 1))  # what no step has any of cannot be told
+    # what no step has any of cannot be told
+    given: NDArray[np.bool_] = np.any(features > 0, axis=(0, 1))
     for _ in range(_ROUNDS):
         excess, references = _excess(features, seconds, found, speeds)
         noise = _noise(features, seconds, found, speeds)
@@ -109,7 +111,7 @@ def _noise(
         return 0.0
     deviations = logs - np.median(logs, axis=1)[:, None]
     steps = np.abs(np.diff(deviations, axis=0))
-    found = 1.4826 * float(np.median(steps)) / 2**0.5 * (ranks / (ranks - 1)) ** 0.5
+    found = 1.4826 * float(np.median(steps)) / math.sqrt(2 * (ranks - 1) / ranks)
     return found if steps.size >= _FEW else max(found, _PRIOR_NOISE)
 
 
