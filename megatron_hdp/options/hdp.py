@@ -70,8 +70,8 @@ class HdpOptions:
     hdp_cost_model: Path | None = option(
         None,
         metavar="FILE",
-        help="Measured cost model (JSON); without it, it is derived from the model's shape. The word "
-        "online: derived likewise, and corrected while training (--hdp-online).",
+        help="Measured cost model (JSON); without it, it is derived from the model's shape. With "
+        "the word online it is so derived, and corrected while training, as by --hdp-online.",
     )
     hdp_online: bool = option(
         False,
@@ -81,7 +81,7 @@ class HdpOptions:
     hdp_rank_speeds: Path | None = option(
         None,
         metavar="FILE",
-        help="Speed of one HDP rank a line, 1 being full speed, for ranks that are known to differ.",
+        help="Speed of one HDP rank a line, 1 being full speed, for ranks known to differ.",
     )
     hdp_slice_multiple: int = option(
         1,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.data.steps import work_of
+from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step import hdp_steps, learning
 from megatron_hdp.options.hdp import ONLINE
 from megatron_hdp.planner import CostModel
