@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,9 +196,11 @@ class HdpSteps:
     def _following(self, position: Position) -> Position:
         """The position with what the steps that begin there may depend on."""
         position = position.following(self.planner.losses_behind)
-        if self._learning is None:
-            return replace(position, costs=None)
-        return self._learning.following(position)
+        if self._learning is not None:
+            return self._learning.following(position)
+        if position.costs is not None:
+            say("what the run had learnt of its costs is dropped: --hdp-online is not given")
+        return replace(position, costs=None)
 
     def _learnt(
         self, report: StepReport, known: Position, step: RankStep, outcome: RankOutcome
@@ -215,7 +218,7 @@ class HdpSteps:
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
-        return self.planner.is_over(_for_plans(self._following(position)))
+        return self.planner.is_over(position.following(self.planner.losses_behind))
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
@@ -426,6 +429,12 @@ class HdpSteps:
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
         return made, evaluate(made, settings.cost_model, self.place.num_stages)
+
+    def corrections(self) -> dict[str, Any] | None:
+        """How the cost model was corrected that the latest step was planned by; None: it is not."""
+        assert self.latest is not None, "no step has run"
+        before = self.latest.totals.before
+        return None if before.costs is None else before.costs.at(before.steps).to_record()
 
     def latest_plan(self) -> Plan:
         """The latest step's plan as a whole, made once more: a rank keeps its share alone."""

@@ -22,6 +22,9 @@ Float64Array = NDArray[np.float64]
 _ROUNDS = 5
 _HUBER = 2.0  # deviations of the noise from which on a row counts less
 _PRIOR = np.array([0.05, 0.05, 1.0])  # weight of each coefficient in force, in rows
+_LEAST = np.array([0.1, 0.1, 0.0])
+"""Share of each coefficient in force, common factor included, below which none falls at once: what
+a window has little of is hardly told by it, and must not cost nothing in plans."""
 _FEW = 32  # differences in time below which noise counts as no less than the next
 _PRIOR_NOISE = 0.05
 
@@ -133,7 +136,9 @@ def _solve(
     prior: Float64Array,
     given: NDArray[np.bool_],
 ) -> Float64Array:
-    """Least squares of relative errors over coefficients that are not negative."""
+    """Least squares of relative errors over coefficients of no less than `_LEAST` of `prior`."""
+    least = _LEAST * prior
+    seconds = seconds - work(features, least)
     predicted = work(features, prior)
     root = np.sqrt(weights) / predicted
     shares = [root * features[:, i] for i in range(len(prior))]
@@ -147,8 +152,8 @@ def _solve(
     right = np.array([float((rows[i] * rows[-1]).sum()) for i in used])
     weight = _PRIOR[used]
     gram = gram / np.outer(units[used], units[used]) + np.diag(weight)
-    right = right / units[used] + weight * (prior * units)[used]
-    best, least = prior, np.inf
+    right = right / units[used] + weight * ((prior - least) * units)[used]
+    best, lowest = prior, np.inf
     for count in range(1, len(used) + 1):
         for chosen in combinations(range(len(used)), count):
             part = np.ix_(chosen, chosen)
@@ -156,8 +161,8 @@ def _solve(
             if (values < 0).any():
                 continue
             loss = float(values @ gram[part] @ values - 2 * values @ right[list(chosen)])
-            if loss < least:
-                best, least = np.where(given, 0.0, prior), loss
+            if loss < lowest:
+                best, lowest = np.where(given, least, prior), loss
                 for place, value in zip(chosen, values.tolist(), strict=True):
-                    best[used[place]] = value / units[used[place]]
+                    best[used[place]] += value / units[used[place]]
     return best

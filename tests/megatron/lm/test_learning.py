@@ -17,11 +17,12 @@ def test_it_learns_and_goes_on(tmp_path):
     def run(name, *flags, **more):
         return planned(tmp_path, name, 2, [*hdp, *flags], **more)
 
-    def learning(name, **more):
+    def learning(name, *flags, **more):
         metrics = ["--metrics-path", str(tmp_path / f"{name}.jsonl")]
-        return run(name, "--hdp-cost-model", "online", *metrics, save="saved", **more)
+        flags = ["--hdp-cost-model", "online", *metrics, *flags]
+        return run(name, *flags, steps=8, save="saved", **more)
 
-    runs = [learning("first", steps=6), learning("second", steps=8, load="saved")]
+    runs = [learning("first", "--exit-interval", "6"), learning("second", load="saved")]
     drive(tmp_path, [run("plain", steps=8), *runs])
     first, second = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]

@@ -117,14 +117,17 @@ def test_a_slow_rank_is_found_and_its_work_moves(run_ranks, prefix, capacity):
 
 
 def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
-    whole = run(prefix, save=tmp_path / "saved", save_interval=4)
+    traced = {"hdp_trace": tmp_path / "trace", "hdp_trace_steps": "8"}
+    whole = run(prefix, save=tmp_path / "saved", save_interval=4, **traced)
     (expected, log), *_ = run_ranks(2, trained_without_a_clock, whole, (1.0, 0.5))
     assert expected[-1].cost_model_changes >= 2 and "speed 0.5," in log
+    assert '"speeds":[[1,0.5]]' in (tmp_path / "trace" / "steps-8.json").read_text()
     resumed = replace(whole, save=None, save_interval=None, load=tmp_path / "saved", ckpt_step=4)
     (found, _), *_ = run_ranks(2, trained_without_a_clock, resumed, (1.0, 0.5))
     assert planned(found) == planned(expected)[4:]
     (found, log), *_ = run_ranks(3, trained_without_a_clock, resumed, (1.0, 1.0, 1.0))
-    assert "coefficients are kept, speeds of ranks are dropped (of 2 HDP ranks, this run" in log
+    words = "coefficients are kept, speeds of ranks are dropped (of 2 HDP ranks, this run has 3)"
+    assert log.count(words) == 1
     assert [one.slow_ranks for one in found] == [0] * 4
     assert [one.loss for one in found] == pytest.approx([one.loss for one in expected[4:]], 1e-9)
     slower = tmp_path / "speeds.txt"
@@ -132,6 +135,10 @@ def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
     other = replace(resumed, hdp_rank_speeds=slower)
     (_, log), *_ = run_ranks(2, trained_without_a_clock, other, (1.0, 1.0))
     assert "speeds of ranks are dropped (--hdp-rank-speeds says others than the" in log
+    other = replace(resumed, hdp_online=False)
+    (found, log), *_ = run_ranks(2, trained_without_a_clock, other, (1.0, 1.0))
+    assert log.count("learnt of its costs is dropped: --hdp-online is not given") == 1
+    assert found[0].slow_ranks is None
     path = tmp_path / "cost.json"
     path.write_bytes(CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=64).to_json())
     other = replace(resumed, hdp_cost_model=path)
