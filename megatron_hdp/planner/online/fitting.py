@@ -6,8 +6,8 @@ gives ranks different mixtures of long and short sequences while all have the sa
 because most ranks run alike: a rank's factor is what is left of its times, step after step, beside
 those of the others. One factor common to all is in the coefficients.
 
-Rows are put in the order of their values before anything is added up, so that the result has the
-same bits in whatever order ranks are given.
+Ranks are put in the order of their values first, so that the result has the same bits in whatever
+order they are given.
 """
 
 import math
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 Float64Array = NDArray[np.float64]
 
-_ROUNDS = 5
+_ROUNDS = 3
 _HUBER = 2.0  # deviations of the noise from which on a row counts less
-_PRIOR = np.array([0.05, 0.05, 1.0])  # weight of each coefficient in force, in rows
+_PRIOR = np.array([1.0, 1.0, 10.0])  # weight of each coefficient in force, in rows
 _LEAST = np.array([0.1, 0.1, 0.0])
 """Share of each coefficient in force, common factor included, below which none falls at once: what
 a window has little of is hardly told by it, and must not cost nothing in plans."""
@@ -57,6 +57,8 @@ def fit(
         speeds: in force; shape (ranks,).
         floor: of the log of a rank's factor: what is less is no factor.
     """
+    order = np.lexsort([speeds, *seconds, *np.concatenate(features.swapaxes(1, 2))])
+    features, seconds, speeds = features[:, order], seconds[:, order], speeds[order]
     _, references = _excess(features, seconds, coefficients, speeds)
     found = prior = coefficients * float(np.exp(np.median(references)))
     # what no step has any of cannot be told
@@ -76,7 +78,8 @@ def fit(
             given,
         )
     excess, _ = _excess(features, seconds, found, speeds)
-    return Fit(found, excess, _noise(features, seconds, found, speeds))
+    back = np.argsort(order)
+    return Fit(found, excess[:, back], _noise(features, seconds, found, speeds))
 
 
 def work(features: Float64Array, coefficients: Float64Array) -> Float64Array:
@@ -144,7 +147,6 @@ def _solve(
     shares = [root * features[:, i] for i in range(len(prior))]
     target = root * seconds
     rows = np.stack([*shares, target])
-    rows = rows[:, np.lexsort(rows)]
     used = [i for i in range(len(prior)) if given[i]]
     # in units in which a coefficient of 1 is the whole of a mean row
     units = np.array([max(float(row.mean()), 1e-300) for row in rows[:-1]])
