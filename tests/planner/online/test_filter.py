@@ -12,6 +12,7 @@ from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, evaluate, tight_bound_s
 from megatron_hdp.planner.online import COLUMNS, Corrections, FilterState, observe
 from megatron_hdp.planner.online import filter as learning
+from megatron_hdp.planner.online.fitting import fit
 from tests.support.machine import train
 
 CAPACITY = 8192
@@ -170,6 +171,17 @@ def test_the_order_of_ranks_does_not_matter(ranks, steps, seed, random):
             rows=shuffled.rows[:, back],
         )
         assert orjson.dumps(again.to_record()) == orjson.dumps(plain.to_record())
+
+
+def test_the_order_of_ranks_changes_no_bit_of_a_fit():
+    window = rows(67, 8, 3)
+    order = np.random.default_rng(0).permutation(67)
+    given = np.array([1.0, 1.0, 0.01]), np.ones(67), learning.SPEED_FLOOR
+    here = fit(window[..., :-1], window[..., -1], *given)
+    there = fit(window[:, order, :-1], window[:, order, -1], *given)
+    assert here.coefficients.tobytes() == there.coefficients.tobytes()
+    assert here.excess[:, order].tobytes() == there.excess.tobytes()
+    assert here.noise == there.noise
 
 
 def test_a_record_gives_the_same_state():
