@@ -63,7 +63,10 @@ def run_profile(
     model = build_gpt(arguments, tokenizer.vocab_size)
     executor = build_executor(arguments, model, Timeline())
     # bytes and layers are counted; seconds are replaced by what is measured
-    counted = cost_model_of(replace(arguments, hdp_offload="auto", hdp_cost_model=None), executor)
+    plain = replace(
+        arguments, hdp_offload="auto", hdp_cost_model=None, hdp_rank_speeds=None, hdp_online=False
+    )
+    counted = cost_model_of(plain, executor)
     layers = len(executor.layers) * executor.place.num_stages
     room = _room_of(arguments, counted, layers)
     bench = Bench(arguments, executor, tokenizer.vocab_size)

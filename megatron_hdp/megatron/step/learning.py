@@ -67,6 +67,7 @@ class Learning:
         _require_followed(primitives)
         self._place = place
         self._base = cost_model
+        self._begun = FilterState.begin(cost_model, place.num_hdp_ranks)
         self._behind = BEHIND_WITH_PLANE if has_plane else BEHIND
         self._moves = arguments.hdp_strategy in _FOLLOWED_BY and primitives.balance is None
         self._strategy = arguments.hdp_strategy
@@ -81,18 +82,17 @@ class Learning:
         costs = position.costs or self._nothing()
         state = costs.filter
         assert state is not None
-        if not state.is_of(self._base, self._place.num_hdp_ranks):
+        if not state.began_as(self._begun):
             costs = self._carried_over(position, state)
         return replace(position, costs=replace(costs, behind=self._behind, steps=position.steps))
 
     def _nothing(self) -> SeenCosts:
-        begun = FilterState.begin(self._base, self._place.num_hdp_ranks)
-        return SeenCosts(self._behind, filter=begun)
+        return SeenCosts(self._behind, filter=self._begun)
 
     def _carried_over(self, position: Position, state: FilterState) -> SeenCosts:
         """What another number of ranks, or another cost model to begin with, leaves of it."""
         num_ranks = self._place.num_hdp_ranks
-        if state.base != state.name_of(self._base):
+        if state.base != self._begun.base:
             say(
                 "what the run has learnt of its costs is dropped: it began with another cost model "
                 "(--hdp-cost-model, or the model's shape)"
@@ -105,7 +105,7 @@ class Learning:
             "what the run has learnt of its costs: coefficients are kept, speeds of ranks are "
             f"dropped ({instead})"
         )
-        kept = state.on(self._base, num_ranks)
+        kept = state.on(self._begun)
         old = position.steps - self._behind  # so that the next step follows it
         return replace(
             SeenCosts(self._behind), changes=((old, kept.corrections),), num_changes=1, filter=kept

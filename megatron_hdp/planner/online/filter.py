@@ -86,10 +86,9 @@ class FilterState:
         plain = replace(base, rank_speeds=()).to_json()
         return hashlib.blake2b(plain, digest_size=8).hexdigest()
 
-    def is_of(self, base: CostModel, num_ranks: int) -> bool:
-        """Whether it was begun with this cost model, on so many ranks."""
-        begun = self.begin(base, num_ranks)
-        return self.base == begun.base and np.array_equal(self.base_speeds, begun.base_speeds)
+    def began_as(self, other: Self) -> bool:
+        """Whether both began with the same cost model on the same ranks."""
+        return self.base == other.base and np.array_equal(self.base_speeds, other.base_speeds)
 
     @property
     def num_ranks(self) -> int:
@@ -108,9 +107,9 @@ class FilterState:
             speeds=tuple((int(rank), float(self.speeds[rank])) for rank in others),
         )
 
-    def on(self, base: CostModel, num_ranks: int) -> Self:
-        """Its coefficients for another number of ranks, of which nothing is known."""
-        return replace(self.begin(base, num_ranks), coefficients=self.coefficients)
+    def on(self, begun: Self) -> Self:
+        """Its coefficients for other ranks, of which nothing is known."""
+        return replace(begun, coefficients=self.coefficients)
 
     def to_record(self) -> dict[str, Any]:
         """It as plain values; arrays, of which rows may be long, as texts."""

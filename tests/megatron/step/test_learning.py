@@ -23,6 +23,10 @@ from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sou
 
 SECONDS_PER_TOKEN = 2e-4
 SLOW_RANK = 1
+LAYOUTS = {
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "tensor": {"tensor_model_parallel_size": 2},
+}
 FORWARD_STEP = HdpExecutor._forward_step
 
 
@@ -112,8 +116,8 @@ def test_a_slow_rank_is_found_and_its_work_moves(run_ranks, prefix, capacity):
     first = next(one.step for one in found if one.slow_ranks)
     assert first <= 5 and found[first - 1].slowest_rank_speed < 0.75
     if capacity == 200:  # in rings of two both ranks must take their half
-        before = max(one.measured_efficiency for one in found[:4])
-        assert min(one.measured_efficiency for one in found[5:]) > before + 0.1, planned(found)
+        shares = [one.measured_efficiency for one in found]  # of what no plan can beat
+        assert np.median(shares[5:]) > np.median(shares[:4]) + 0.1, shares
 
 
 def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
@@ -238,6 +242,17 @@ def test_speeds_of_a_file(run_ranks, prefix, tmp_path):
         RankError, match="has 1 speeds, expected one a line for each of the run's 2"
     ):
         run_ranks(2, trained_without_a_clock, known, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slow_gpu_of_a_wide_rank_is_named(run_ranks, prefix, layout):
+    arguments = run(prefix, **LAYOUTS[layout])
+    (found, log), *_ = run_ranks(4, trained, arguments, (1.0, 1.0, 1.0, 0.4))
+    assert found[-1].slow_ranks == 1 and found[-1].slowest_rank_speed < 0.75
+    lines = [line for line in log.splitlines() if "runs at speed" in line]
+    assert lines and all("HDP rank 1)" in line for line in lines), lines
+    assert layout == "tensor" or lines[0].startswith("rank 3 "), lines
 
 
 @pytest.mark.slow

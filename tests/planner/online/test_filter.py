@@ -195,8 +195,9 @@ def test_a_record_gives_the_same_state():
         state, findings = observe(state, observations)
         again, others = observe(again, observations)
         assert findings == others and again.to_record() == state.to_record()
-    assert state.is_of(slowed(LLAMA_7B, 5), 5)
-    assert not state.is_of(LLAMA_7B, 5) and not state.is_of(OTHER, 5)
+    assert state.began_as(FilterState.begin(slowed(LLAMA_7B, 5), 5))
+    for other in (LLAMA_7B, slowed(OTHER, 5)):
+        assert not state.began_as(FilterState.begin(other, 5))
 
 
 def test_a_rank_that_cannot_tell_leaves_all_as_it_was():
