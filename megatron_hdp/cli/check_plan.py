@@ -75,7 +75,7 @@ def _check_layers(measured: CostModel, arguments: "TrainingArguments", job: Job)
     is_told = measured.num_layers != 1 or arguments.hdp_offload != "off"
     if (is_told or measured.counts_layers) and measured.num_layers != layers:
         raise ValueError(
-            f"--hdp-cost-model {arguments.cost_model_file} says num_layers {measured.num_layers}, a "
+            f"--hdp-cost-model {arguments.hdp_cost_model} says num_layers {measured.num_layers}, a "
             f"stage of this model has {layers}: measure the cost model again, or correct "
             "num_layers (layers of one pipeline stage)"
         )
