@@ -12,10 +12,10 @@ from megatron_hdp.planner.cost_model import CostModel
 class Corrections:
     """How a machine differs from the cost model that a run began with."""
 
-    attention: float = 1.0
-    """Factor of attention and its blocks."""
-    linear: float = 1.0
-    """Factor of what is linear in the length."""
+    attention_factor: float = 1.0
+    """Of attention and its blocks."""
+    linear_factor: float = 1.0
+    """Of what is linear in the length."""
     g: float | None = None
     """Seconds of a micro-batch whatever it holds; None: as it was."""
     speeds: tuple[tuple[int, float], ...] = ()
@@ -30,18 +30,18 @@ class Corrections:
         """
         if self == Corrections():
             return base
-        points = tuple((length, self.attention * s) for length, s in base.attention_points)
+        points = tuple((length, self.attention_factor * s) for length, s in base.attention_points)
         speeds = list(base.rank_speeds or (1.0,) * num_ranks)
         for rank, speed in self.speeds:
             speeds[rank] = speed
         return dataclasses.replace(
             base,
-            a=self.attention * base.a,
-            attention_b=self.attention * base.attention_b,
+            a=self.attention_factor * base.a,
+            attention_b=self.attention_factor * base.attention_b,
             attention_points=points,
-            block_s=self.attention * base.block_s,
-            b=self.linear * base.b,
-            b_experts=self.linear * base.b_experts,
+            block_s=self.attention_factor * base.block_s,
+            b=self.linear_factor * base.b,
+            b_experts=self.linear_factor * base.b_experts,
             g=base.g if self.g is None else self.g,
             rank_speeds=tuple(speeds) if self.speeds else base.rank_speeds,
         )

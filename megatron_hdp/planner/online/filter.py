@@ -101,8 +101,8 @@ class FilterState:
         attention, linear, g = self.coefficients.tolist()
         others = np.flatnonzero(self.speeds != self.base_speeds)
         return Corrections(
-            attention=attention,
-            linear=linear,
+            attention_factor=attention,
+            linear_factor=linear,
             g=None if g == self.base_g else g,
             speeds=tuple((int(rank), float(self.speeds[rank])) for rank in others),
         )

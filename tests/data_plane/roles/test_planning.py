@@ -91,7 +91,7 @@ def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
 
 def test_what_ranks_have_learnt_reaches_the_plan(setup, opened, tmp_path):
     """A planner that takes over decides the same, from what ranks ask with."""
-    learnt = Corrections(linear=2.0, speeds=((1, 0.25),))
+    learnt = Corrections(linear_factor=2.0, speeds=((1, 0.25),))
     service, planner = opened(setup), planner_of(setup)
     position, plain = Position(), answers(opened(setup, tmp_path / "another"), 8)
     for step in range(8):

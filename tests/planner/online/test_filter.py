@@ -212,7 +212,9 @@ def test_a_rank_that_cannot_tell_leaves_all_as_it_was():
 
 def test_corrections_change_what_they_name():
     base = replace(LLAMA_7B, block_s=1e-5, b_experts=1e-6)
-    found = Corrections(attention=2.0, linear=3.0, g=0.5, speeds=((1, 0.5),)).of(base, 3)
+    found = Corrections(attention_factor=2.0, linear_factor=3.0, g=0.5, speeds=((1, 0.5),)).of(
+        base, 3
+    )
     assert (found.a, found.block_s) == (2 * base.a, 2e-5)
     assert found.linear_s_per_token == pytest.approx(3 * base.linear_s_per_token)
     assert (found.g, found.rank_speeds) == (0.5, (1.0, 0.5, 1.0))

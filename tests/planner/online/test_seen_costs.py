@@ -21,18 +21,18 @@ def after(changes, steps, behind=2):
 
 @pytest.mark.parametrize("behind", [2, 4])
 def test_more_that_is_known_changes_no_step(behind):
-    changes = {step: Corrections(linear=1.0 + step) for step in (2, 3, 7, 30, 90)}
+    changes = {step: Corrections(linear_factor=1.0 + step) for step in (2, 3, 7, 30, 90)}
     whole = after(changes, 100, behind)
     for step in range(60, 102):
         early = after(changes, step - behind + 1, behind)
         assert early.covers(step) and not early.covers(step + 1)
         assert early.at(step) == whole.at(step)
     assert whole.num_changes == 5
-    assert whole.at(90 + behind - 1) != whole.at(90 + behind) == Corrections(linear=91.0)
+    assert whole.at(90 + behind - 1) != whole.at(90 + behind) == Corrections(linear_factor=91.0)
 
 
 def test_what_no_step_needs_any_more_is_forgotten():
-    seen = after({step: Corrections(linear=2.0 + step) for step in range(1000)}, 1000)
+    seen = after({step: Corrections(linear_factor=2.0 + step) for step in range(1000)}, 1000)
     assert len(seen.changes) < 70 and seen.num_changes == 1000
 
 
