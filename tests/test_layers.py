@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "processes": set(),
     "planner": set(),
     "planner/memory": set(),
+    "planner/online": {"planner"},
     "data": {"planner"},
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
@@ -95,7 +96,14 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
 # Megatron too early, or where it is not needed.
 FACES = {
-    *{"planner/memory", "runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload"},
+    *{
+        "planner/memory",
+        "planner/online",
+        "runtime/cuda",
+        "runtime/health",
+        "runtime/kernels",
+        "runtime/offload",
+    },
     *{"runtime/ring", "runtime/attention", "runtime/loss", "megatron/options"},
     *{"megatron/model", "megatron/optimizer", "megatron/execution"},
     *{"megatron/step", "megatron/doctor"},

@@ -48,8 +48,8 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     Raises:
         ValueError: ``--hdp-cost-model`` cannot be used.
     """
-    if arguments.hdp_cost_model is not None:
-        measured = CostModel.from_json(arguments.hdp_cost_model)
+    if arguments.cost_model_file is not None:
+        measured = CostModel.from_json(arguments.cost_model_file)
         _check_layers(measured, arguments, job)
         return measured
     model = CostModel.of_tensor_ranks(

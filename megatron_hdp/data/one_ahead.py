@@ -1,6 +1,6 @@
 """Prepares the next item in a background thread while the current one is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -11,9 +11,17 @@ Item = TypeVar("Item")
 class OneAhead(Generic[Key, Item]):
     """Calls ``prepare(key)`` in a thread for the key that is expected next."""
 
-    def __init__(self, prepare: Callable[[Key], Item]) -> None:
-        """Set what prepares an item; it runs in one thread at a time."""
+    def __init__(
+        self, prepare: Callable[[Key], Item], told_by: Callable[[Key], Hashable] | None = None
+    ) -> None:
+        """Set what prepares an item; it runs in one thread at a time.
+
+        Args:
+            prepare: makes the item of a key.
+            told_by: what of a key tells it from others; all of it unless given.
+        """
         self._prepare = prepare
+        self._told_by = told_by or (lambda key: key)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="one-ahead")
         self._expected: tuple[Key, Future[Item]] | None = None
 
@@ -25,7 +33,7 @@ class OneAhead(Generic[Key, Item]):
         """Return the item of ``key``, prepared before or now; raise what preparing it raised."""
         expected, self._expected = self._expected, None
         if expected is not None:
-            if expected[0] == key:
+            if self._told_by(expected[0]) == self._told_by(key):
                 return expected[1].result()
             expected[1].cancel()
         return self._thread.submit(self._prepare, key).result()

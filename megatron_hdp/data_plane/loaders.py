@@ -41,7 +41,7 @@ class RayLoaders:
         self._lock = threading.Lock()
         self._client: NodeClient | None = None
         self._segments: SegmentFolder | None = None
-        self._ahead = OneAhead(self._ask)
+        self._ahead = OneAhead(self._ask, Position.key)
         self.num_loaders: int | None = 0
         self.steps_ahead: int | None = 0
 

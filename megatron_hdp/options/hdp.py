@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron_hdp.options.declaration import OptionError, check_values, flag_of, option
 
 _MOST_TOKENS = 2**40  # the planner's limit
+ONLINE = Path("online")
+"""Instead of a file of a cost model: none, learn it. A file of this name needs its folder."""
 
 PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
@@ -68,7 +70,18 @@ class HdpOptions:
     hdp_cost_model: Path | None = option(
         None,
         metavar="FILE",
-        help="Measured cost model (JSON); without it, it is derived from the model's shape.",
+        help="Measured cost model (JSON); without it, it is derived from the model's shape. With "
+        "the word online it is so derived, and corrected while training, as by --hdp-online.",
+    )
+    hdp_online: bool = option(
+        False,
+        help="Correct the cost model by the times of the steps, find slow ranks and move their "
+        "work.",
+    )
+    hdp_rank_speeds: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Speed of one HDP rank a line, 1 being full speed, for ranks known to differ.",
     )
     hdp_slice_multiple: int = option(
         1,
@@ -121,6 +134,16 @@ class HdpOptions:
     metrics_path: Path | None = option(
         None, metavar="FILE", help="Append one JSON object a step to this file."
     )
+
+    @property
+    def learns_costs(self) -> bool:
+        """Whether the cost model is corrected while training."""
+        return self.hdp_online or self.hdp_cost_model == ONLINE
+
+    @property
+    def cost_model_file(self) -> Path | None:
+        """The measured cost model that training begins with, if there is one."""
+        return None if self.hdp_cost_model == ONLINE else self.hdp_cost_model
 
     def validate(
         self, *, global_batch_size: int | None, attention_dropout: float, train_iters: int

@@ -91,7 +91,10 @@ def _profiled(
     progress: Callable[[str, float], None],
 ) -> Profile:
     # bytes and layers are counted; seconds are replaced by what is measured
-    counted = cost_model_of(replace(arguments, hdp_offload="auto", hdp_cost_model=None), executor)
+    plain = replace(
+        arguments, hdp_offload="auto", hdp_cost_model=None, hdp_rank_speeds=None, hdp_online=False
+    )
+    counted = cost_model_of(plain, executor)
     layers = len(executor.layers) * executor.place.num_stages
     room = _room_of(arguments, counted, layers)
     measured, left_out = measure(bench, cases_of(room), budget_s, progress)

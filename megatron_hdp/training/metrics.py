@@ -208,6 +208,7 @@ def _hdp_figures(metrics: StepMetrics) -> list[tuple[str, float | None, str]]:
         ("planning (ms)", metrics.planning_ms, ".2f"),
         ("exposed planning (ms)", metrics.planning_exposed_ms, ".2f"),
         ("skipped documents", metrics.skipped_documents or None, "d"),
+        ("slow ranks", metrics.slow_ranks or None, "d"),
         ("planner failures", metrics.planner_failures or None, "d"),
     ]
 

@@ -13,7 +13,7 @@ nobody leaves before everybody has entered it: exact to a message's way between 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,12 @@ def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[
 
 
 def step_events(
-    ranks: Sequence[RankSpans], plan: Plan, evaluation: Evaluation, step: int, offset_s: float
+    ranks: Sequence[RankSpans],
+    plan: Plan,
+    evaluation: Evaluation,
+    step: int,
+    offset_s: float,
+    learnt: Mapping[str, Any] | None = None,
 ) -> Iterator[Event]:
     """The bars of one step.
 
@@ -124,9 +129,12 @@ def step_events(
         evaluation: when the plan expected it.
         step: its number.
         offset_s: where the step begins in the trace.
+        learnt: how the run had corrected the cost model that it was planned by.
     """
     starts = clock_starts(ranks)
     facts = step_facts(ranks, evaluation)
+    if learnt is not None:
+        facts["cost_model_corrections"] = dict(learnt)
     overlay = _Overlay(plan, evaluation, facts["plan_stretched_by"], offset_s)
     last_s = max(
         (span.end_s - starts[rank.clock] for rank in ranks for span in rank.spans), default=0.0

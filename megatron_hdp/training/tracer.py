@@ -77,7 +77,8 @@ class StepTracer:
             offload = self._traced.arguments.hdp_offload != "off"
             self._events += name_events([rank.place for rank in ranks], offload)
         plan, evaluation = self._traced.planned_times()
-        self._events += step_events(ranks, plan, evaluation, step, start_s - self._began_s)
+        offset_s, learnt = start_s - self._began_s, self._traced.corrections()
+        self._events += step_events(ranks, plan, evaluation, step, offset_s, learnt)
 
 
 def _order(place: RankPlace) -> tuple[int, int, int]:

@@ -38,6 +38,16 @@ def test_another_item_than_expected(ahead, calls):
     assert ahead.get(2) == 20  # what was expected before is forgotten
 
 
+def test_keys_that_are_told_alike_are_one():
+    calls = []
+    made = OneAhead(lambda key: calls.append(key) or len(key), told_by=str.lower)
+    made.expect("Key")
+    assert made.get("key") == 3 and calls == ["Key"]
+    made.expect("a")
+    assert made.get("bb") == 2
+    made.close()
+
+
 def test_preparing_goes_on_while_the_caller_works():
     entered, leave = threading.Event(), threading.Event()
 

@@ -129,6 +129,7 @@ COMMANDS = {
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
+    TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
     TRAIN.format(8, "--pipeline-model-parallel-size 2"): TRAINS,
     TRAIN.format(4, f"--metrics-path metrics.jsonl {SAVING} --async-save"): TRAINS,
     TRAIN.format(6, f"--metrics-path metrics.jsonl {SAVING}"): TRAINS,

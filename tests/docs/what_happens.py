@@ -31,6 +31,9 @@ SHOWN_BY = {
         f"{SURVIVAL}test_an_exception_on_one_rank_ends_all",
         f"{SURVIVAL}test_an_exception_is_printed_under_torchrun",
     ),
+    "a rank gets slow, with [`--hdp-online`](online.md)": (
+        "tests/megatron/step/test_learning.py::test_a_slow_rank_is_found_and_its_work_moves",
+    ),
     "a rank stands still, or all ranks wait for each other": (
         f"{SURVIVAL}test_a_rank_that_stands_still_is_named_and_ends_too",
         "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",

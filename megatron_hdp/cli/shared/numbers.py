@@ -1,7 +1,6 @@
 """Numbers that a user gives: whole ones by flags, and files with one a line."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
 
 _PIECE = 2**20  # characters
@@ -64,26 +63,7 @@ def read_speeds(path: str, ranks: int, what: str = "--ranks") -> tuple[float, ..
     Raises:
         ValueError: a line is no positive number (named), or there is not one line a rank.
     """
-    speeds = [
-        _speed(text, f"{path}, line {number}")
-        for piece in pieces(path)
-        for number, text in lines_of(*piece)
-    ]
-    if len(speeds) != ranks:
-        raise ValueError(
-            f"{path} has {len(speeds):,} speeds, expected one a line for each of {what} {ranks:,}"
-        )
-    return tuple(speeds)
+    from megatron_hdp.planner.online import speeds_in
 
-
-def _speed(text: str, where: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = math.nan
-    if not (math.isfinite(speed) and speed > 0):
-        raise ValueError(
-            f"{where}: found {shown(text)}, expected the speed of one rank, a number above 0 "
-            "(1 for a rank of full speed)"
-        )
-    return speed
+    lines = (line for piece in pieces(path) for line in lines_of(*piece))
+    return speeds_in(lines, path, ranks, f"{what} {ranks:,}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_hdp.data.mixture.seen_losses import SeenLosses
 from megatron_hdp.data.order import UNNAMED, Continuation
+from megatron_hdp.planner.online import SeenCosts
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Position:
     """Of steps before; None where the mixture does not follow them."""
     without: tuple[str, ...] = ()
     """Sources that have failed: nothing more is drawn of them, as if they had ended."""
+    costs: SeenCosts | None = None
+    """What the run has learnt of its costs, by which steps are planned; None where it does not."""
 
     def of(self, name: str) -> Drawn:
         """Return the record of a source; nothing is drawn of one that has none."""
@@ -47,7 +50,12 @@ class Position:
     @property
     def is_decidable(self) -> bool:
         """Whether all is known that the step that begins here depends on."""
-        return self.losses is None or self.losses.covers(self.steps)
+        seen = (one for one in (self.losses, self.costs) if one is not None)
+        return all(one.covers(self.steps) for one in seen)
+
+    def knowing(self, other: Position) -> Position:
+        """Return it with what is known at another position of the steps before that one."""
+        return replace(self, losses=other.losses, costs=other.costs)
 
     def following(self, behind: int | None) -> Position:
         """Return it for steps that follow losses, so many steps behind them; None: they do not."""
@@ -76,7 +84,8 @@ class Position:
     def key(self) -> tuple[object, ...]:
         """Return what tells it from other positions, for a dictionary.
 
-        Losses do not: those that the step may depend on are the same in all that cover it.
+        What is known of steps before does not: what the step may depend on is the same in all that
+        cover it.
         """
         drawn = (
             (name, one.rows, one.offset, one.amount, one.owed)
@@ -86,17 +95,28 @@ class Position:
 
     def to_record(self) -> dict[str, Any]:
         """Return it as plain values, for a checkpoint or a file."""
-        losses = None if self.losses is None else self.losses.to_record()
-        return {**asdict(replace(self, losses=None)), "losses": losses}
+        record = asdict(replace(self, losses=None, costs=None))
+        record["losses"] = None if self.losses is None else self.losses.to_record()
+        if self.costs is None:
+            del record["costs"]  # releases before it was there can read the rest
+        else:
+            record["costs"] = self.costs.to_record()
+        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Position:
         """Return what `to_record` made a record of."""
         sources = {name: Drawn(**one) for name, one in record["sources"].items()}
         losses = record.get("losses")
-        losses = None if losses is None else SeenLosses.from_record(losses)
-        without = tuple(record.get("without", ()))  # releases before it was there knew none
-        return cls(**{**record, "sources": sources, "losses": losses, "without": without})
+        costs = record.get("costs")
+        known = {
+            "sources": sources,
+            "losses": None if losses is None else SeenLosses.from_record(losses),
+            "costs": None if costs is None else SeenCosts.from_record(costs),
+            # releases before it was there knew none
+            "without": tuple(record.get("without", ())),
+        }
+        return cls(**{**record, **known})
 
     @classmethod
     def of_one_source(

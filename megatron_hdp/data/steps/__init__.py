@@ -18,6 +18,7 @@ from megatron_hdp.data.steps.rank_step import LostSource, RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import RankShare, StepShares
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
+from megatron_hdp.data.steps.work import work_of
 
 __all__ = [
     "Amounts",
@@ -43,4 +44,5 @@ __all__ = [
     "pieces_of",
     "read_micro_batch",
     "read_step",
+    "work_of",
 ]

@@ -59,7 +59,7 @@ class LocalLoaders:
         """Prepare what `planner` draws and plans for `reader`."""
         self._planner = planner
         self._reader = reader
-        self._ahead = OneAhead(self.prepare)
+        self._ahead = OneAhead(self.prepare, Position.key)
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources; before the first step."""

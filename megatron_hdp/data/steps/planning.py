@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,19 +55,34 @@ class StepPlanner:
         """Return the seconds of whole sequences of these lengths on one rank, ``[n]``."""
         return compute_s(lengths, self.settings.cost_model)
 
-    def balance(self, lengths: Int64Array, strategy: str | None = None) -> Plan:
+    def settings_at(self, position: Position) -> PlanSettings:
+        """Return the settings with the cost model that the step at a position is planned by."""
+        costs = position.costs
+        if costs is None:
+            return self.settings
+        base = self.settings.cost_model
+        found = costs.at(position.steps).of(base, self.settings.num_ranks)
+        return self.settings if found is base else replace(self.settings, cost_model=found)
+
+    def balance(
+        self,
+        lengths: Int64Array,
+        strategy: str | None = None,
+        settings: PlanSettings | None = None,
+    ) -> Plan:
         """Return the plan of sequences of these lengths.
 
         Args:
             lengths: tokens of each.
             strategy: to plan by, if not the run's.
+            settings: to plan by, if not the run's: those of `settings_at`.
 
         Raises:
             ValueError: a sequence fits on no number of ranks.
         """
+        settings = settings or self.settings
         if self._users.balance is not None and strategy is None:
-            return balanced(self._users.balance, lengths, self.settings)
-        settings = self.settings
+            return balanced(self._users.balance, lengths, settings)
         strategy = strategy_for(strategy or settings.strategy, aligned=settings.is_aligned)
         with told_as(PLANNER_FLAGS):
             return plan(
@@ -150,7 +166,8 @@ class StepPlanner:
         return mixed(self._users.mix, by_source, position, losses)
 
     def _planned(self, step: Step, strategy: str | None = None) -> Plan:
-        made = self.distribute(self.balance(step.lengths, strategy), step.before)
+        settings = self.settings_at(step.before)
+        made = self.distribute(self.balance(step.lengths, strategy, settings), step.before)
         made.validate(num_layers=self.settings.cost_model.num_layers)
         return made
 

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -151,7 +151,7 @@ class ConstructingService(Generic[T]):
         if is_late and made.slowest is not None:
             waited_for = self.figures.waited_for
             waited_for[made.slowest] = waited_for.get(made.slowest, 0) + 1
-        self._expect(replace(made.after, losses=position.losses), self._steps_ahead)
+        self._expect(made.after.knowing(position), self._steps_ahead)
         return made.steps[reader]
 
     def expect(self, position: Position) -> None:
@@ -225,7 +225,7 @@ class ConstructingService(Generic[T]):
 
         def go_on(done: Future[_Made[T]]) -> None:
             if not done.cancelled() and done.exception() is None:
-                after = replace(done.result().after, losses=position.losses)
+                after = done.result().after.knowing(position)
                 self._expect(after, count - 1)
 
         self._made(position).add_done_callback(go_on)

@@ -172,7 +172,7 @@ class PlanningService:
 
     def _expect_after(self, asked: Position, totals: StepTotals, count: int) -> None:
         """Begin to decide what follows a step, as far as what was asked with allows."""
-        following = replace(totals.after, losses=asked.losses)
+        following = totals.after.knowing(asked)
         if not count or not following.is_decidable:
             return
 
@@ -210,8 +210,8 @@ class PlanningService:
         if known is None:
             entry = Entry(
                 split=self._split,
-                before=replace(position, losses=None).to_record(),
-                after=replace(totals.after, losses=None).to_record(),
+                before=replace(position, losses=None, costs=None).to_record(),
+                after=replace(totals.after, losses=None, costs=None).to_record(),
                 fingerprints=totals.fingerprints,
                 failure=totals.failure,
                 without=without,

@@ -1,9 +1,10 @@
 """What a checkpoint holds of a run, how it is put back, and which runs may not continue it.
 
 Held: weights, optimizer, learning-rate schedule, how far training has come, and what decides the
-order of the data. Nothing is held per rank, so a run continues on another number of ranks. Dropout
-under HDP is a function of seed, data position and rank, made anew at every step, so no state of a
-random generator is held; a run without HDP keeps Megatron's generators (`rng_state`).
+order of the data. Nothing is held per rank but what was learnt of its speed, which other ranks drop
+(`step.learning`), so a run continues on another number of ranks. Dropout under HDP is a function of
+seed, data position and rank, made anew at every step, so no state of a random generator is held; a
+run without HDP keeps Megatron's generators (`rng_state`).
 """
 
 from __future__ import annotations

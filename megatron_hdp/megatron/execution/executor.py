@@ -36,7 +36,14 @@ from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from megatron_hdp.runtime.timeline import HOST_MEMORY, PIPELINE_WAIT, RING_WAIT, SYNC
+from megatron_hdp.runtime.timeline import (
+    BACKWARD,
+    FORWARD,
+    HOST_MEMORY,
+    PIPELINE_WAIT,
+    RING_WAIT,
+    SYNC,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class RankOutcome:
     """The part of it spent waiting for other pipeline stages."""
     sync_s: float
     """Seconds of gradient sync, waiting for the last rank included."""
+    compute_s: float
+    """Seconds of forwards and backwards without the waits for ring members inside them."""
     ring_bytes: int
     offloaded_bytes: int
     """Activations that went to the host and came back."""
@@ -161,6 +170,7 @@ class HdpExecutor:
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
             sync_s=totals_s[SYNC],
+            compute_s=totals_s[FORWARD] + totals_s[BACKWARD] - totals_s[RING_WAIT],
             ring_bytes=self.comm.bytes_sent,
             offloaded_bytes=self.offload.offloaded_bytes,
             host_bytes=self.offload.pool.held_bytes,

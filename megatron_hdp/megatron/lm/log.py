@@ -33,7 +33,7 @@ class LmLog:
 
     def add(self, report: StepReport) -> None:
         """Notes a training step; one that the rerun machine runs again counts once."""
-        if self._reports and self._reports[-1].position_after == report.position_after:
+        if self._reports and self._reports[-1].position_after.key() == report.position_after.key():
             self._reports.pop()
         self._reports.append(report)
 

@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from megatron_hdp.megatron.execution import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
+from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.patience import Patience
@@ -110,6 +112,15 @@ class HdpSteps:
             self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
         self._remains = Remains(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
+        self._learning = None
+        if arguments.learns_costs and split == "train":
+            self._learning = Learning(
+                arguments,
+                self.place,
+                self.cost_model,
+                corpus.spec.primitives,
+                has_plane=plane is not None,
+            )
         # what cannot be planned is refused now, not when it is drawn
         self.planner.balance(np.array([corpus.longest]), arguments.hdp_strategy)
 
@@ -122,6 +133,7 @@ class HdpSteps:
                 "names of the sources": fingerprint(self.corpus.names),
                 "weights and lengths over time": fingerprint(spec.schedule, spec.weight_unit),
                 "max-epochs": fingerprint([one.max_epochs for one in spec.sources]),
+                "--hdp-online": int(self.arguments.learns_costs),
             }
             require_agreement(facts, compute_device())
             contents = contents_of(self.corpus, self.place)
@@ -152,18 +164,19 @@ class HdpSteps:
             PlannerError: the planner failed in two steps in a row.
             ValueError: too many corrupt documents in a row, or a step without loss tokens.
         """
-        position = position.following(self.planner.losses_behind)
+        known = self._following(position)
+        position = _for_plans(known)
         started = time.perf_counter()
         try:
             step = self._loaders.get(position)
         except DataPlaneLost as error:
             raise RankFailure(str(error)) from error
         exposed_s = time.perf_counter() - started
-        step = self.latest = self._agree(step)
+        step = self.latest = self._agree(step, known)
         self._patience.check(step.totals.makespan_s, "is planned to take")
         with self._agreement():
             amounts = self._remains.of(step)
-        self._loaders.expect(replace(step.totals.after, losses=position.losses))
+        self._loaders.expect(step.totals.after.knowing(position))
         self._share_tokens(step)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
@@ -177,7 +190,31 @@ class HdpSteps:
         )
         report = self._report(step, outcome, amounts, exposed_s)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
-        return replace(report, position_after=report.position_after.seeing(position, losses))
+        after = report.position_after.seeing(position, losses)
+        return self._learnt(replace(report, position_after=after), known, step, outcome)
+
+    def _following(self, position: Position) -> Position:
+        """The position with what the steps that begin there may depend on."""
+        position = position.following(self.planner.losses_behind)
+        if self._learning is not None:
+            return self._learning.following(position)
+        if position.costs is not None:
+            say("what the run had learnt of its costs is dropped: --hdp-online is not given")
+        return replace(position, costs=None)
+
+    def _learnt(
+        self, report: StepReport, known: Position, step: RankStep, outcome: RankOutcome
+    ) -> StepReport:
+        """The report with what the step that began at `known` has shown of costs."""
+        if self._learning is None:
+            return replace(report, position_after=replace(report.position_after, costs=None))
+        with self._agreement():
+            costs = self._learning.observed(known, step, outcome)
+        return replace(
+            report,
+            position_after=replace(report.position_after, costs=costs),
+            **asdict(self._learning.figures(costs)),
+        )
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
@@ -187,10 +224,10 @@ class HdpSteps:
         """Ends the preparation of steps that will not run."""
         self._loaders.close()
 
-    def _agree(self, step: RankStep) -> RankStep:
+    def _agree(self, step: RankStep, known: Position) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
 
-        Ranks compare the plan before anything else is communicated.
+        Ranks compare the plan, and what they have learnt, before anything else is communicated.
         """
         failure = step.totals.failure
         with self._agreement():
@@ -206,6 +243,8 @@ class HdpSteps:
             "cost model": fingerprint(self.cost_model.to_json()),
             **step.totals.fingerprints,
         }
+        if known.costs is not None:
+            facts["what the run has learnt"] = known.costs.fingerprint()
         with self._agreement():
             require_agreement(facts, compute_device())
         return step
@@ -387,7 +426,15 @@ class HdpSteps:
     def planned_times(self) -> tuple[Plan, Evaluation]:
         """The latest step's plan, and when it expects what to run."""
         made = self.latest_plan()
-        return made, evaluate(made, self.cost_model, self.place.num_stages)
+        assert self.latest is not None, "no step has run"
+        settings = self.planner.settings_at(self.latest.totals.before)
+        return made, evaluate(made, settings.cost_model, self.place.num_stages)
+
+    def corrections(self) -> dict[str, Any] | None:
+        """How the cost model was corrected that the latest step was planned by; None: it is not."""
+        assert self.latest is not None, "no step has run"
+        before = self.latest.totals.before
+        return None if before.costs is None else before.costs.at(before.steps).to_record()
 
     def latest_plan(self) -> Plan:
         """The latest step's plan as a whole, made once more: a rank keeps its share alone."""
@@ -396,6 +443,12 @@ class HdpSteps:
         if totals.failure is None:
             return self.planner.plan(totals.before).plan
         return self.planner.statically(totals.before, totals.failure).plan
+
+
+def _for_plans(position: Position) -> Position:
+    """The position without what no plan depends on: it may travel to a data plane."""
+    costs = position.costs
+    return position if costs is None else replace(position, costs=costs.for_plans())
 
 
 def _loss_keys(corpus: Corpus) -> list[str]:

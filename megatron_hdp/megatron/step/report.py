@@ -82,6 +82,14 @@ class StepFigures:
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
     """Micro-batches of the rank that ran the most."""
+    slow_ranks: int | None = None
+    """HDP ranks that were found to run below full speed; None where costs are not learnt."""
+    slowest_rank_speed: float | None = None
+    """Speed of the slowest HDP rank as it was found, 1 being full speed; likewise."""
+    cost_model_changes: int | None = None
+    """Changes of the cost model and of speeds since the start of the run; likewise."""
+    cost_model_error: float | None = None
+    """Middle error of the cost model, over HDP ranks, of what they computed; likewise."""
     sources: Mapping[str, SourceFigures] | None = None
     """Figures of each source of the data."""
 

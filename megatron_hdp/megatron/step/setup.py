@@ -20,6 +20,7 @@ from megatron_hdp.megatron.parallel import (
 )
 from megatron_hdp.megatron.step.report import over_all_ranks
 from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.runtime.attention import (
     RunShapes,
     Selection,
@@ -85,24 +86,38 @@ def _require_one_attention(attention: Selection) -> None:
 
 
 def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
-    """The cost model of a run: measured (``--hdp-cost-model``) or from the model's shape.
+    """The cost model that a run begins with: measured (``--hdp-cost-model``) or from the model's
+    shape, with the speeds of ``--hdp-rank-speeds``.
 
     Every rank must call this.
 
     Raises:
         ValueError: layers count (activations are to be offloaded, or the file has figures of one
-            layer), and the file is about other layers.
+            layer), and the file is about other layers; or a speed is no number, or not one a rank.
     """
+    found = _cost_model_at_full_speed(arguments, executor)
+    if arguments.hdp_rank_speeds is None:
+        return found
+    path, num_ranks = arguments.hdp_rank_speeds, executor.place.num_hdp_ranks
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+    speeds = speeds_in(
+        (one for one in lines if one[1]), path, num_ranks, f"the run's {num_ranks} HDP ranks"
+    )
+    return replace(found, rank_speeds=speeds)
+
+
+def _cost_model_at_full_speed(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
     num_layers = len(executor.layers)
     counted = executor.activation_bytes_per_token() if arguments.hdp_offload != "off" else None
-    if arguments.hdp_cost_model is None:
+    if arguments.cost_model_file is None:
         shape = _cost_model_of_shape(arguments, executor, counted)
         return replace(shape, num_layers=num_layers)
-    measured = CostModel.from_json(arguments.hdp_cost_model)
+    measured = CostModel.from_json(arguments.cost_model_file)
     count = arguments.hdp_offload != "off" or measured.counts_layers
     if count and measured.num_layers != num_layers:
         raise ValueError(
-            f"--hdp-offload {arguments.hdp_offload}: {arguments.hdp_cost_model} says num_layers "
+            f"--hdp-offload {arguments.hdp_offload}: {arguments.cost_model_file} says num_layers "
             f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "
             "again, or correct num_layers (layers of one pipeline stage)"
         )

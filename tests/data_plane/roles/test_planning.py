@@ -9,6 +9,7 @@ import pytest
 from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.roles import FencedError, Journal, PlanningService
+from megatron_hdp.planner.online import Corrections, SeenCosts
 from tests.support.node import until
 from tests.support.rank_steps import differences
 from tests.support.thread_plane import (
@@ -68,11 +69,11 @@ def fail_once(planner, monkeypatch, at_step):
     real, failed = planner.balance, []
     lengths = planner.mix(at_step).lengths
 
-    def plan(found, strategy=None):
+    def plan(found, strategy=None, settings=None):
         if strategy is None and not failed and np.array_equal(found, lengths):
             failed.append(True)
             raise RuntimeError("no plan today")
-        return real(found, strategy)
+        return real(found, strategy, settings)
 
     monkeypatch.setattr(planner, "balance", plan)
 
@@ -86,6 +87,23 @@ def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
             assert differences(answer.shares[rank], step.share) == []
             assert answer.epoch == 1
             assert (answer.loaders, answer.num_serving) == ({"web": ("a", "b")}, {"web": 1})
+
+
+def test_what_ranks_have_learnt_reaches_the_plan(setup, opened, tmp_path):
+    """A planner that takes over decides the same, from what ranks ask with."""
+    learnt = Corrections(linear_factor=2.0, speeds=((1, 0.25),))
+    service, planner = opened(setup), planner_of(setup)
+    position, plain = Position(), answers(opened(setup, tmp_path / "another"), 8)
+    for step in range(8):
+        costs = SeenCosts(4, step, ((1, learnt),) if step > 1 else ())
+        asked = Position.from_record(replace(position, costs=costs).to_record())
+        if step == 6:
+            service = opened(setup)
+        answer = service.answer(asked, RANKS)
+        assert answer.totals.fingerprints["plan"] == planner.plan(asked).plan.fingerprint()
+        follows = answer.totals.fingerprints["plan"] != plain[step].totals.fingerprints["plan"]
+        assert follows == (step >= 5)  # of what was found behind step 1, four steps later
+        position = answer.totals.after
 
 
 def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch):

@@ -1,0 +1,202 @@
+"""Learns from each step what it cost: one small exchange, the same result on every rank.
+
+A rank gives what it ran, in the terms of the cost model, and what its forwards and backwards took
+without the waits for ring members inside them. So a slow member of a ring stands out by itself:
+those that wait for it have the same compute as ever. On a GPU the times are those of the events
+that the step's report reads anyway, when the device is past the step.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.spec import PrimitivesSpec
+from megatron_hdp.data.steps import RankStep, work_of
+from megatron_hdp.megatron.execution import RankOutcome
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
+
+BEHIND, BEHIND_WITH_PLANE = 2, 4
+"""Steps between a step and the latest one that its plan may depend on: as few as allow one step to
+be planned ahead, or the two that a data plane makes ahead unless told otherwise."""
+
+Table: TypeAlias = npt.NDArray[np.float64]
+
+_FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "bytescale"}
+
+
+@dataclass(frozen=True)
+class LearntFigures:
+    """See the fields of these names of `report.StepFigures`."""
+
+    slow_ranks: int
+    slowest_rank_speed: float
+    cost_model_changes: int
+    cost_model_error: float
+
+
+class Learning:
+    """What one run learns of its costs; every rank of the job makes the same calls.
+
+    It holds nothing of the run: what is known is part of the position.
+
+    Raises:
+        ValueError: what the run does cannot be learnt from, or would not follow what is learnt.
+    """
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        place: RankPlace,
+        cost_model: CostModel,
+        primitives: PrimitivesSpec,
+        *,
+        has_plane: bool,
+    ) -> None:
+        _require_alone(place)
+        _require_followed(primitives)
+        self._place = place
+        self._base = cost_model
+        self._begun = FilterState.begin(cost_model, place.num_hdp_ranks)
+        self._behind = BEHIND_WITH_PLANE if has_plane else BEHIND
+        self._moves = arguments.hdp_strategy in _FOLLOWED_BY and primitives.balance is None
+        self._strategy = arguments.hdp_strategy
+        mine = place.hdp_rank, socket.gethostname()
+        everyone: list[tuple[int, str]] = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self._hdp_ranks = np.array([rank for rank, _ in everyone])
+        self._hosts = [host for _, host in everyone]
+
+    def following(self, position: Position) -> Position:
+        """The position with what is known there, for a step that may be the first one here."""
+        costs = position.costs or self._nothing()
+        state = costs.filter
+        assert state is not None
+        if not state.began_as(self._begun):
+            costs = self._carried_over(position, state)
+        return replace(position, costs=replace(costs, behind=self._behind, steps=position.steps))
+
+    def _nothing(self) -> SeenCosts:
+        return SeenCosts(self._behind, filter=self._begun)
+
+    def _carried_over(self, position: Position, state: FilterState) -> SeenCosts:
+        """What another number of ranks, or another cost model to begin with, leaves of it."""
+        num_ranks = self._place.num_hdp_ranks
+        if state.base != self._begun.base:
+            say(
+                "what the run has learnt of its costs is dropped: it began with another cost model "
+                "(--hdp-cost-model, or the model's shape)"
+            )
+            return self._nothing()
+        instead = f"of {state.num_ranks} HDP ranks, this run has {num_ranks}"
+        if state.num_ranks == num_ranks:
+            instead = "--hdp-rank-speeds says others than the run began with"
+        say(
+            "what the run has learnt of its costs: coefficients are kept, speeds of ranks are "
+            f"dropped ({instead})"
+        )
+        kept = state.on(self._begun)
+        old = position.steps - self._behind  # so that the next step follows it
+        return replace(
+            SeenCosts(self._behind), changes=((old, kept.corrections),), num_changes=1, filter=kept
+        )
+
+    def observed(self, position: Position, step: RankStep, outcome: RankOutcome) -> SeenCosts:
+        """What is known after the step that began at a position.
+
+        Args:
+            position: from `following`.
+            step: what this rank ran.
+            outcome: what it took.
+        """
+        costs = position.costs
+        assert costs is not None and costs.filter is not None
+        table = exchanged(self._observation(step, outcome))
+        before = costs.filter
+        state, findings = observe(before, self._by_hdp_rank(table))
+        found = costs.with_step(position.steps, state, state.corrections)
+        for one in findings:
+            self._say_found(one, table, position.steps)
+        if (state.coefficients != before.coefficients).any():
+            attention, linear, g = state.coefficients.tolist()
+            say(
+                f"cost model corrected after step {position.steps + 1}, as of step "
+                f"{self._from_step(position.steps)}: attention x {attention:.3g}, linear work x "
+                f"{linear:.3g}, {g * 1e3:.3g} ms a micro-batch"
+            )
+        return found
+
+    def figures(self, costs: SeenCosts) -> LearntFigures:
+        """What a report says of it."""
+        state = costs.filter
+        assert state is not None
+        return LearntFigures(
+            slow_ranks=int((state.speeds < 1).sum()),
+            slowest_rank_speed=float(state.speeds.min()),
+            cost_model_changes=costs.num_changes,
+            cost_model_error=state.error,
+        )
+
+    def _observation(self, step: RankStep, outcome: RankOutcome) -> list[float]:
+        work = work_of(step.share, self._base, self._place.num_stages)
+        return [*work.tolist(), outcome.compute_s * self._place.num_stages]
+
+    def _by_hdp_rank(self, table: Table) -> Table:
+        """Of each HDP rank its slowest GPU: all of them wait for that one."""
+        found = np.zeros((self._place.num_hdp_ranks, len(COLUMNS)))
+        np.maximum.at(found, self._hdp_ranks, table)
+        return found
+
+    def _from_step(self, step: int) -> int:
+        """Number, from 1, of the first step that follows what was found behind a step, from 0."""
+        return step + self._behind + 1
+
+    def _say_found(self, one: Finding, table: Table, step: int) -> None:
+        ranks = np.flatnonzero(self._hdp_ranks == one.rank)
+        slowest = int(ranks[np.argmax(table[ranks, -1])])
+        who = f"rank {slowest} (host {self._hosts[slowest]}, HDP rank {one.rank})"
+        when = f"since step {step + 2 - one.steps}"
+        what = f"its work follows as of step {self._from_step(step)}"
+        if not self._moves:
+            what = f"its work stays as it is, --hdp-strategy {self._strategy} knows no speeds"
+        say(f"{who} runs at speed {one.now:.2g}, {one.before:.2g} before, {when}: {what}")
+
+
+def exchanged(mine: list[float]) -> Table:
+    """What every rank of the job gives, in the order of ranks; shape (ranks, values)."""
+    device = compute_device()
+    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    table = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(table, row)
+    found: Table = table.cpu().numpy().reshape(-1, len(mine))
+    return found
+
+
+def _require_alone(place: RankPlace) -> None:
+    if place.lockstep_ranks > 1:
+        raise ValueError(
+            f"learning costs while training: found experts across {place.lockstep_ranks} HDP "
+            "ranks, expected them inside one: waiting for other ranks' experts cannot be told from "
+            "compute. Leave out --hdp-online, or keep --expert-model-parallel-size within "
+            "--tensor-model-parallel-size"
+        )
+
+
+def _require_followed(primitives: PrimitivesSpec) -> None:
+    for name, value in (("plan", primitives.plan), ("distribute", primitives.distribute)):
+        if value is not None:
+            raise ValueError(
+                f"learning costs while training: found primitives: {name}: {value}, expected the "
+                "built-in one, which follows what is learnt of ranks: leave out --hdp-online, or "
+                f"'{name}' in the file of --hdp-data"
+            )

@@ -1,0 +1,8 @@
+"""Learning while running: what measured steps say of the cost model and of single ranks."""
+
+from megatron_hdp.planner.online.corrections import Corrections
+from megatron_hdp.planner.online.filter import COLUMNS, FilterState, Finding, observe
+from megatron_hdp.planner.online.seen_costs import SeenCosts
+from megatron_hdp.planner.online.speeds_file import speeds_in
+
+__all__ = ["COLUMNS", "Corrections", "FilterState", "Finding", "SeenCosts", "observe", "speeds_in"]
