@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 from bytescale.machine import Constants, Layout, setting_of
 from bytescale.paper import BATCH_TOKENS, CONTEXTS, ROWS, Row
+from bytescale.unsorted import naive_in_order
 from numpy.typing import NDArray
 
 from megatron_hdp.data.presets import LONGEST, preset_lengths
+from megatron_hdp.planner import Plan, pipeline_lower_bound_s, tight_bound_s
 from megatron_hdp.simulator.execution import Setting, StepExecution
 
 Int64Array = NDArray[np.int64]
 
-STRATEGIES = ("naive", "bytescale", "auto")
+IN_ORDER = "naive_in_order"
+"""Naive HDP of sequences as they come."""
+STRATEGIES = ("naive", IN_ORDER, "bytescale", "auto")
 """Beside the static mesh; only ours, ``auto``, may offload."""
 SEEDS = 3
 BATCHES = 8
@@ -77,9 +81,15 @@ def split_at(lengths: Int64Array, context: int) -> Int64Array:
 
 def execution_of(setting: Setting, lengths: Int64Array, strategy: str) -> StepExecution:
     """Plan a batch and run the plan."""
-    offload = "auto" if strategy == "auto" else "off"
-    setting = replace(setting, offload=offload)
-    return setting.executed(setting.planned(lengths, strategy))
+    setting = replace(setting, offload="auto" if strategy == "auto" else "off")
+    return setting.executed(planned(setting, lengths, strategy))
+
+
+def planned(setting: Setting, lengths: Int64Array, strategy: str) -> Plan:
+    """The plan of one of ``STRATEGIES`` or of the planner's."""
+    if strategy == IN_ORDER:
+        return naive_in_order(lengths, setting.ranks, setting.tokens_per_rank)
+    return setting.planned(lengths, strategy)
 
 
 def step_times_s(
@@ -105,8 +115,7 @@ def step_times_s(
 def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
     """The cell's entry of the JSON: speed-ups over the static mesh, by the time of all steps.
 
-    A spread is the least and greatest of the seeds. ``bound`` is what a plan without any waiting,
-    exposed traffic or ramp would reach, its gradient sync included.
+    A spread is the least and greatest of the seeds. ``bound`` is what no plan exceeds.
     """
     setting = setting_of(cell.row, cell.context, constants)
     times = step_times_s(cell, constants, ("static", *STRATEGIES))
@@ -125,24 +134,35 @@ def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
     }
     for strategy in STRATEGIES:
         mine = times[strategy]
-        of_seeds = static.sum(axis=1) / mine.sum(axis=1)
+        of_seeds = (static.sum(axis=1) / mine.sum(axis=1)).round(2).tolist()
         found[strategy] = round(float(static.sum() / mine.sum()), 3)
-        found[f"{strategy}_spread"] = [round(float(of_seeds.min()), 2), round(float(of_seeds.max()), 2)]
-    found["bound"] = round(float(static.sum() / perfect_s(cell, setting)), 3)
+        found[f"{strategy}_spread"] = [min(of_seeds), max(of_seeds)]
+    found["bound"] = round(float(static.sum() / bound_s(cell, setting)), 3)
     return found
 
 
-def perfect_s(cell: Cell, setting: Setting) -> float:
-    """Seconds of all batches if all GPUs computed all of the time, with gradient sync."""
-    cost, total = setting.cost_model, 0.0
-    machine, ranks = setting.machine, setting.ranks
+def bound_s(cell: Cell, setting: Setting) -> float:
+    """Seconds of all batches at the tightest bound that is proven for each, with gradient sync."""
+    cost, ranks, stages = setting.cost_model, setting.ranks, setting.pipeline_stages
+    machine, total = setting.machine, 0.0
     after = machine.optimizer_s + max(
         machine.reduction_s(stage, ranks) + machine.gather_s(stage, ranks)
-        for stage in range(setting.pipeline_stages)
+        for stage in range(stages)
     )
+    most_tokens = setting.tokens_per_rank * cost.num_layers // 2  # two layers always stay
     for seed in range(SEEDS):
         for step in range(BATCHES):
-            s = split_at(documents(cell.row.data, seed, step), cell.context).astype(np.float64)
-            compute_s = cost.a * (s**2).sum() + cost.linear_s_per_token * s.sum()
-            total += float(compute_s) / ranks / setting.pipeline_stages + after
+            lengths = split_at(documents(cell.row.data, seed, step), cell.context)
+            if stages > 1:
+                total += pipeline_lower_bound_s(lengths, ranks, cost, stages, most_tokens)
+            else:
+                total += tight_bound_s(
+                    lengths,
+                    ranks=ranks,
+                    tokens_per_rank=setting.tokens_per_rank,
+                    max_length=cell.context,
+                    cost_model=cost,
+                    offload="auto",
+                )
+            total += after
     return total

@@ -27,8 +27,8 @@ def _row(model: str, data: str, gpus: int, *speedups: str) -> Row:
     return Row(model, data, gpus, naive, balanced)
 
 
-# The paper says "1K" to "8K" and "> 12K" GPUs. 12,288 is the least multiple of 4,096 that is no less
-# than 12,000, and 12,288 / 16 GPUs of a rank are three times 256 ranks: a 2M mesh fits evenly.
+# The paper says "1K" to "8K" and "> 12K" GPUs. 12,288 is the least multiple of 4,096 above 12,000,
+# and 12,288 / 16 GPUs of a rank are three times 256 ranks: a 2M mesh fits evenly.
 ROWS = (
     _row("llama-7b", "github", 1024, "1.28/1.73", "1.51/2.49", "2.25/4.56", "3.96/7.89"),
     _row("llama-7b", "byted", 1024, "1.23/1.68", "1.42/1.98", "1.61/2.34", "2.43/4.26"),
