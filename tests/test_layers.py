@@ -43,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "data_plane/roles": {"planner", "data", "data/mixture", "data/steps"},
     "data_plane": {"planner", "data", "data_plane/wire", "data_plane/roles", "ray_launch"},
     "simulator": {"planner"},
+    "simulator/execution": {"planner"},
     "runtime": set(),
     "runtime/cuda": set(),
     "runtime/health": {"runtime"},
@@ -99,6 +100,7 @@ FACES = {
     *{"megatron/model", "megatron/optimizer", "megatron/execution"},
     *{"megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
+    *{"simulator/execution"},
     *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }
 
@@ -295,6 +297,8 @@ def test_includes_of_the_planner_point_down() -> None:
         ("megatron_hdp.data.sampler", "from megatron_hdp import runtime"),
         ("megatron_hdp.data.sampler", "import torch.distributed"),
         ("megatron_hdp.simulator.plot", "import megatron_hdp.data"),
+        ("megatron_hdp.simulator.execution.step", "from megatron_hdp.simulator import plot"),
+        ("megatron_hdp.simulator.execution.step", "import torch"),
         ("megatron_hdp.runtime.loss.token_sum", "from megatron.core import parallel_state"),
         ("megatron_hdp.runtime.loss.token_sum", "from megatron_hdp.megatron import parallel"),
         ("megatron_hdp.runtime.timeline", "from megatron_hdp.runtime.ring.comm import RingComm"),
@@ -345,6 +349,7 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
         ("megatron_hdp.planner", {"torch"}),
         ("megatron_hdp.data_plane.wire", {"torch", "megatron", "ray"}),
         ("megatron_hdp.cli.data_commands.top", {"torch", "megatron", "ray"}),
+        ("megatron_hdp.cli.simulating", {"torch", "megatron", "ray"}),
         ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
     ],
 )

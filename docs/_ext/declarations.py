@@ -187,6 +187,27 @@ def cost_model() -> str:
     return table(("key", "meaning"), rows)
 
 
+def report_keys() -> str:
+    """Keys of a strategy in ``report.json``."""
+    from megatron_hdp.simulator.execution import REPORT_KEYS
+
+    return _key_table(REPORT_KEYS)
+
+
+def step_record() -> str:
+    """Keys of a step in ``report.json``."""
+    from megatron_hdp.simulator.execution import StepRecord
+
+    return _key_table(meanings(StepRecord))
+
+
+def machine() -> str:
+    """What a step takes besides the cost model."""
+    from megatron_hdp.simulator.execution import Machine
+
+    return _key_table(meanings(Machine))
+
+
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(list(value) if value == () else value)
 
@@ -232,6 +253,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "refused": refused,
     "metrics": metrics,
     "plan": plan_keys,
+    "report": report_keys,
+    "step-record": step_record,
+    "machine": machine,
     "cost-model": cost_model,
     "loaders": loaders,
     "primitives": primitives,

@@ -159,5 +159,3 @@ def _slow(text: str | None) -> dict[int, float]:
             raise ValueError(f"--slow {text}: names rank {number} twice; leave one of them out")
         found[number] = factor
     return found
-
-

@@ -118,9 +118,7 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
     return [preset_batch(options, name, seed + step) for step in range(steps)]
 
 
-def _of_mixture(
-    path: str, options: "TrainingArguments", steps: int, seed: int
-) -> list[Int64Array]:
+def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """The first steps of a run on a mixture, as the run draws them."""
     from megatron_hdp.data.mixture import (
         BatchSize,
@@ -129,6 +127,7 @@ def _of_mixture(
         open_corpus,
         read_data_file,
     )
+    from megatron_hdp.data.spec import PrimitivesSpec
 
     def say(line: str) -> None:
         print(f"megatron-hdp simulate: {line}", file=sys.stderr, flush=True)
@@ -141,7 +140,10 @@ def _of_mixture(
         cache_folder=None if folder is None else Path(folder),
         say=say,
     )
-    corpus = open_corpus(read_data_file(path).training, opening)
+    spec = read_data_file(path).training
+    if spec.primitives != PrimitivesSpec():
+        say(f"the primitives of {path} are not called here: shares are the schedule's")
+    corpus = open_corpus(spec, opening)
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
     mixture = corpus.mixture(corpus.orders(), batch, seed)
@@ -158,9 +160,7 @@ def _of_mixture(
     return batches
 
 
-def _of_file(
-    path: str, options: "TrainingArguments", steps: int, seed: int
-) -> list[Int64Array]:
+def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
     lengths = _fitting(path, read_lengths(path), options)
     most_tokens = options.hdp_global_batch_tokens
@@ -174,8 +174,10 @@ def _of_file(
             order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
             epoch += 1
         for used, length in enumerate(lengths[order].tolist()):
-            full = len(taken) == (most or 1) if most_tokens is None else bool(
-                taken and tokens + length > most_tokens
+            full = (
+                len(taken) == (most or 1)
+                if most_tokens is None
+                else bool(taken and tokens + length > most_tokens)
             )
             if full:
                 batches.append(np.array(taken, dtype=np.int64))

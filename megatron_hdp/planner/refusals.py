@@ -20,6 +20,8 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
     except PlanError:
         raise
     except ValueError as error:
+        if not names:
+            raise
         arguments = "|".join(map(re.escape, names))
         message = re.sub(arguments, lambda found: names[found[0]], str(error))
         raise ValueError(message) from error

@@ -91,6 +91,11 @@ COMMANDS = {
     ),
     f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
     f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
+    "megatron-hdp simulate --config configs/llama-7b-256k.yaml --gpus 1024 --data preset:byted "
+    "--strategies static,naive,bytescale,dynamic-cp,auto --steps 3 --output report.json -- "
+    "--hdp-offload off": COMMAND,
+    "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
+    "--steps 2 --noise 0.05 --slow 7:0.5": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"

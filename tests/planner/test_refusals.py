@@ -28,6 +28,11 @@ def test_a_caller_gets_its_flags() -> None:
         plan([10], max_length=5, **NO_ROOM)
 
 
+def test_a_caller_without_flags_gets_the_names_of_arguments() -> None:
+    with pytest.raises(ValueError, match="raise tokens_per_rank or add ranks"), told_as({}):
+        plan([100], **NO_ROOM)
+
+
 def test_a_broken_rule_keeps_its_kind() -> None:
     with pytest.raises(PlanError) as found, told_as(PLANNER_FLAGS):
         raise PlanError("fit", "tokens_per_rank")

@@ -17,6 +17,7 @@ from megatron_hdp.data.mixture import (
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.parallel import say
 
+
 def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
     """What each split draws from, of those that the arguments name: train, valid, test.
 

@@ -17,9 +17,9 @@ from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step.data import split_specs, tokenizer_of
+from megatron_hdp.megatron.step.data import split_specs
 
 _LOOPBACK = "127.0.0.1"
 _MOST_SPARES = 32  # of many sources, some are started when they are known

@@ -7,10 +7,17 @@ of several strategies.
 from megatron_hdp.simulator.execution.machine import Machine, read_changes
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
 from megatron_hdp.simulator.execution.noise import Disturbance
-from megatron_hdp.simulator.execution.run import Outcome, Run, Setting, simulate
+from megatron_hdp.simulator.execution.run import (
+    REPORT_KEYS,
+    Outcome,
+    Run,
+    Setting,
+    simulate,
+)
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
 
 __all__ = [
+    "REPORT_KEYS",
     "Disturbance",
     "Machine",
     "MemoryCosts",

@@ -26,6 +26,8 @@ class Launches:
     """Of micro-batches and padding."""
     padding_ranks: Int64Array
     """The rank of each padding."""
+    is_aligned: bool
+    """Whether positions agree; if not, only a rank without a micro-batch has padding."""
     group_of: Int64Array
     """The launch of each micro-batch and padding."""
     ends_together: BoolArray
@@ -69,6 +71,7 @@ def launches_of(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> Launch
     return Launches(
         lists=lists,
         padding_ranks=ranks[is_padding],
+        is_aligned=aligned,
         group_of=group_of,
         ends_together=together,
     )
@@ -104,5 +107,3 @@ def _joined(ones: Int64Array, domains: Int64Array, total: int) -> Int64Array:
         parent[max(here, there)] = min(here, there)
     _, group_of = np.unique([root(one) for one in range(total)], return_inverse=True)
     return group_of
-
-

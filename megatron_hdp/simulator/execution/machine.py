@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, stage_memory
+
+Float64Array = NDArray[np.float64]
 
 PEAK_FLOPS_PER_S = 989e12
 """Dense BF16 of an H100 or H800 in NVIDIA's data sheet; MFU is a share of it."""
@@ -37,8 +41,8 @@ class Machine:
     """What a GPU sends to another node in a second."""
     nvlink_bytes_per_s: float = 300e9
     """What it sends within its node."""
-    sync_bytes_per_s: float | None = None
-    """Speed of reduction and gather; None: of the network."""
+    one_node: bool = False
+    """Whether all GPUs are in one node, so that nothing takes the network."""
     distributed_optimizer: bool = True
     """Gradients are reduced to shards and parameters gathered; else gradients are all-reduced."""
     overlaps_sync: bool = False
@@ -46,9 +50,11 @@ class Machine:
     gradient_buckets: int = 1
     """Parts that are reduced one after another; a part begins when all ranks have it."""
     optimizer_s: float = 0.0
+    """Of a step."""
     message_bytes_per_token: float = 0.0
     """Of one token of a micro-batch, from a GPU of one stage to its like of the next."""
     message_latency_s: float = 0.0
+    """Seconds of such a message whatever it carries."""
     loading_s: float = 0.0
     """Planning and reading of a step, done beside the step before."""
     peak_flops_per_s: float = PEAK_FLOPS_PER_S
@@ -74,16 +80,13 @@ class Machine:
         """
         stages = [stage_memory(job, stage) for stage in range(job.stages)]
         weights = max(one.weights for one in stages) / job.value_bytes
-        one_node = job.hdp_ranks <= cost_model.ranks_per_node
-        network = cost_model.inter_node_bytes_per_s / job.tensor_ranks
-        nvlink = cost_model.intra_node_bytes_per_s / job.tensor_ranks
         state = max(one.optimizer for one in stages)
         fields: dict[str, Any] = {
             "gradient_bytes": tuple(one.gradients for one in stages),
             "parameter_bytes": tuple(one.weights for one in stages),
-            "network_bytes_per_s": network,
-            "nvlink_bytes_per_s": nvlink,
-            "sync_bytes_per_s": nvlink if one_node else network,
+            "network_bytes_per_s": cost_model.inter_node_bytes_per_s / job.tensor_ranks,
+            "nvlink_bytes_per_s": cost_model.intra_node_bytes_per_s / job.tensor_ranks,
+            "one_node": job.num_gpus <= cost_model.ranks_per_node * job.tensor_ranks,
             "distributed_optimizer": job.distributed_optimizer,
             "gradient_buckets": max(
                 1, math.ceil(weights / max(_BUCKET, _BUCKET_A_RANK * job.hdp_ranks))
@@ -104,17 +107,25 @@ class Machine:
             return 0.0
         return self._collective_s(self.parameter_bytes, stage, num_ranks)
 
-    def message_s(self, tokens: Any) -> Any:
+    def message_s(self, tokens: Float64Array) -> Float64Array:
         """Seconds of the activations of so many tokens of a rank, between two stages."""
-        return self.message_latency_s + self.message_bytes_per_token / self.network_bytes_per_s * (
-            tokens
-        )
+        seconds: Float64Array = tokens * (self.message_bytes_per_token / self._bytes_per_s)
+        seconds += self.message_latency_s
+        return seconds
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.nvlink_bytes_per_s if self.one_node else self.network_bytes_per_s
 
     def _collective_s(self, of_stages: Sequence[float], stage: int, num_ranks: int) -> float:
         """Each rank sends (N - 1) / N of the bytes: a reduction to shards, or a gather."""
+        if len(of_stages) > 1 and stage >= len(of_stages):
+            raise ValueError(
+                f"machine: found bytes of {len(of_stages)} stages; expected those of stage {stage} "
+                "too, or one entry for all"
+            )
         num_bytes = of_stages[stage] if len(of_stages) > 1 else of_stages[0]
-        speed = self.sync_bytes_per_s or self.network_bytes_per_s
-        return num_bytes * (num_ranks - 1) / num_ranks / speed
+        return num_bytes * (num_ranks - 1) / num_ranks / self._bytes_per_s
 
 
 def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -139,16 +150,16 @@ def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-_ABOVE_ZERO = {
-    *{"network_bytes_per_s", "nvlink_bytes_per_s", "sync_bytes_per_s", "peak_flops_per_s"},
-    "gradient_buckets",
-}
+_SWITCHES = {"one_node", "distributed_optimizer", "overlaps_sync"}
+_ABOVE_ZERO = {"network_bytes_per_s", "nvlink_bytes_per_s", "peak_flops_per_s", "gradient_buckets"}
 
 
 def _check(name: str, value: Any) -> None:
-    if isinstance(value, bool) or value is None:
+    if name in _SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f"machine: {name} is {value!r}; expected true or false")
         return
     least = "> 0" if name in _ABOVE_ZERO else ">= 0"
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and name in _ABOVE_ZERO):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf or (value == 0 and name in _ABOVE_ZERO):
         raise ValueError(f"machine: {name} is {value!r}; expected a finite number {least}")

@@ -157,9 +157,7 @@ def trace_of(
     )
 
 
-def _order(
-    lists: RankLists, num: int, stages: int, stage: int
-) -> tuple[Int64Array, Int64Array]:
+def _order(lists: RankLists, num: int, stages: int, stage: int) -> tuple[Int64Array, Int64Array]:
     """Operations of all ranks in their order, and the entry of the lists of each."""
     order = order_on_stage(lists, num, stages, stage)
     size = len(lists.micro_batches)

@@ -38,11 +38,11 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, stages: int) -> S
     Raises:
         ValueError: the ranks wait for each other for ever.
     """
-    is_plain = launches.num == plan.num_micro_batches and launches.group_of.size == len(
-        np.unique(launches.group_of)
-    )
-    if stages == 1 and is_plain:
-        starts = replay(plan, times.forward_s + times.backward_s).forward_start_s
+    if not launches.is_aligned:
+        num = plan.num_micro_batches
+        starts = np.zeros((1, launches.num))  # padding waits for nobody
+        both_s = times.forward_s[:num] + times.backward_s[:num]
+        starts[:, :num] = replay(plan, both_s).forward_start_s
         return Schedule(starts, starts + times.forward_s)
     lists = launches.grouped
     forward, backward, message = (launches.longest(one) for one in times)

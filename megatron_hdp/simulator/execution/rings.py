@@ -27,10 +27,12 @@ def pass_s(
         hop_s: of each ring, one hop.
     """
     begins = np.cumsum(num_members) - num_members
-    least, most = (of.reduceat(step_s, begins) for of in (np.minimum, np.maximum))
+    least: Float64Array = np.minimum.reduceat(step_s, begins)
+    most: Float64Array = np.maximum.reduceat(step_s, begins)
     hops = num_members - 1
-    exposed = hops * np.maximum(0.0, hop_s - most)
-    seconds: Float64Array = np.maximum.reduceat(lead_s, begins) + num_members * most + exposed
+    exposed: Float64Array = np.maximum(0.0, hop_s - most) * hops
+    seconds: Float64Array = most * num_members
+    seconds = seconds + np.maximum.reduceat(lead_s, begins) + exposed
     unlike = (least != most) & (hops > 0)
     for degree in np.unique(num_members[unlike]).tolist():
         rings = np.flatnonzero(unlike & (num_members == degree))

@@ -23,6 +23,20 @@ Int64Array = NDArray[np.int64]
 BASELINE = "static"
 """What others are compared with."""
 
+REPORT_KEYS = {
+    "step_time_s": "Seconds of a step, the median.",
+    "tokens_per_s": "Of all GPUs together, the median.",
+    "bubble_share": "Share of all ranks' time in a step in which they wait, the median.",
+    "ring_bytes": "What all ranks send in rings in a step, the median.",
+    "mfu": "Share of the GPUs' peak FLOP that the model's are, the median.",
+    "peak_memory_bytes": "Of the fullest GPU in any step.",
+    "speedup": "Step time of static over this one; null where static has no plan.",
+    "planned_by": 'The strategy that planned, where "auto" was asked for.',
+    "reason": "Why there is no plan; all else is null then. Else null.",
+    "steps": "A record of each step.",
+}
+"""What `Run.figures` gives, by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

@@ -30,6 +30,7 @@ class StepRecord:
     sync_s: float
     """Gradient sync behind it."""
     optimizer_s: float
+    """The optimizer's own time."""
     gather_s: float
     """Parameters of the distributed optimizer."""
     loading_s: float
@@ -43,9 +44,13 @@ class StepRecord:
     bubble_share: float
     """Share of the ranks' time in the step in which they wait for others or for data."""
     ring_bytes: float
+    """Sent in rings by all ranks."""
     num_tokens: int
+    """Of the global batch."""
     num_sequences: int
+    """Likewise."""
     num_micro_batches: int
+    """Of the plan, of all ranks together."""
     peak_memory_bytes: float | None
     """Of the fullest GPU; None: memory is not known."""
 
@@ -197,7 +202,7 @@ def _of_stage(
     ]
     forward, backward = (np.concatenate(one) / stages for one in parts)
     message = machine.message_s(times.most_tokens.astype(np.float64))
-    padded = np.full(len(launches.padding_ranks), machine.message_s(0.0))
+    padded = machine.message_s(np.zeros(len(launches.padding_ranks)))
     return PassTimes(forward, backward, np.concatenate([message, padded]))
 
 
@@ -246,5 +251,3 @@ def _record(
         num_micro_batches=plan.num_micro_batches,
         peak_memory_bytes=None if trace is None else trace.peak_bytes,
     )
-
-

@@ -1,8 +1,8 @@
 """When gradients are reduced, and what of it is left behind the last backward.
 
-A reduction is of all ranks: a part of it begins when every rank has that part, and parts follow each
-other. Where the runtime overlaps, a rank that `planner.lockstep.end_together` names has them one by
-one, evenly over its last backward; any other rank has all of them at its end.
+A reduction is of all ranks: a part of it begins when every rank has that part, and parts follow
+each other. Where the runtime overlaps, a rank that `planner.lockstep.end_together` names has them
+one by one, evenly over its last backward; any other rank has all of them at its end.
 """
 
 import numpy as np

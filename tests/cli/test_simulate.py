@@ -1,0 +1,180 @@
+"""``megatron-hdp simulate``: figures, tables, files, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hdp.cli.main import main
+from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
+from tests.support.sources import data_file, write_sources
+
+CONFIG = """
+num-layers: 8
+hidden-size: 512
+num-attention-heads: 8
+num-query-groups: 4
+seq-length: 65536
+hdp-tokens-per-rank: 8192
+hdp-global-batch-tokens: 262144
+tokenizer-type: byte
+bf16: true
+swiglu: true
+untie-embeddings-and-output-weights: true
+use-distributed-optimizer: true
+train-iters: 10
+lr: 1e-4
+attention-dropout: 0
+hidden-dropout: 0
+disable-bias-linear: true
+"""
+
+TENSOR = ("--tensor-model-parallel-size", "4")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def report(config: Path, *flags: str, gpus: int = 16) -> dict[str, Any]:
+    output = config.with_name("report.json")
+    argv = ["simulate", "--config", str(config), "--gpus", str(gpus), "--output", str(output)]
+    assert main([*argv, *flags]) == 0
+    found: dict[str, Any] = json.loads(output.read_bytes())
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["simulate", *argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_report(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(config, "--steps", "3", "--data", "preset:byted", "--seed", "4")
+    assert (found["config"], found["gpus"], found["seed"]) == (str(config), 16, 4)
+    assert list(found["strategies"]) == ["static", "naive", "bytescale", "auto"]
+    for figures in found["strategies"].values():
+        assert figures["reason"] is None
+        assert len(figures["steps"]) == 3
+        assert figures["peak_memory_bytes"] > 3e9
+        assert 0 < figures["mfu"] < 0.5
+        assert all(step["num_tokens"] == 262144 for step in figures["steps"])
+    assert found["strategies"]["auto"]["speedup"] > found["strategies"]["static"]["speedup"] == 1
+    shown = capsys.readouterr().out
+    assert "3 steps of 262,144 tokens (longest 65,536) on 16 GPUs: 16 HDP ranks" in shown
+    assert "speed-up" in shown
+
+
+def test_the_same_bytes_every_time(config: Path, tmp_path: Path) -> None:
+    flags = ("--steps", "2", "--noise", "0.1", "--slow", "3:0.5,7:0.25")
+    first = report(config, *flags)
+    again = tmp_path / "again.json"
+    argv = ["--config", str(config), "--gpus", "16", "--output", str(again), *flags]
+    code = "import sys; from megatron_hdp.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    subprocess.run([sys.executable, "-c", code, "simulate", *argv], check=True)
+    assert again.read_bytes() == config.with_name("report.json").read_bytes()
+    assert report(config, *flags, "--seed", "1") != first
+    assert report(config, "--steps", "2") != first
+
+
+def test_pipelines_and_flags_behind_the_files(config: Path) -> None:
+    found = report(config, "--steps", "1", "--", "--pipeline-model-parallel-size", "2")
+    assert found["strategies"]["auto"]["planned_by"] == "pp-balance"
+    found = report(
+        config, "--steps", "1", "--strategies", "auto", "--", "--tensor-model-parallel-size", "2"
+    )
+    assert list(found["strategies"]) == ["static", "auto"]
+
+
+def test_overlap_is_the_configurations(config: Path) -> None:
+    def sync_s(*flags: str) -> float:
+        steps = report(config, "--steps", "1", *flags)["strategies"]["static"]["steps"]
+        return float(steps[0]["sync_s"])
+
+    machine = config.with_name("machine.json")
+    machine.write_text(json.dumps({"gradient_buckets": 8}))
+    flags = ("--machine", str(machine))
+    assert 0 < sync_s(*flags, "--", "--overlap-grad-reduce") < sync_s(*flags)
+
+
+def test_a_slow_rank_that_is_known_costs_less(config: Path) -> None:
+    speeds = config.with_name("speeds.txt")
+    speeds.write_text("\n".join("0.5" if rank == 3 else "1" for rank in range(16)))
+    unknown = report(config, "--steps", "2", "--slow", "3:0.5")["strategies"]["auto"]
+    known = report(config, "--steps", "2", "--rank-speeds", str(speeds))["strategies"]["auto"]
+    assert known["step_time_s"] < unknown["step_time_s"]
+
+
+def test_lengths_of_a_file(config: Path) -> None:
+    lengths = config.with_name("lengths.txt")
+    lengths.write_text("\n".join(["3000"] * 100 + ["59000"] * 3))
+    steps = report(config, "--steps", "4", "--data", str(lengths))["strategies"]["auto"]["steps"]
+    assert len({step["num_tokens"] for step in steps}) > 1  # drawn, again from the front
+    assert all(262144 - 60000 < step["num_tokens"] <= 262144 for step in steps)
+    whole = report(
+        config, "--steps", "2", "--data", str(lengths), "--", "--seq-length", "32768",
+        "--hdp-long-sequence", "split",
+    )  # fmt: skip
+    assert whole["strategies"]["auto"]["reason"] is None
+
+
+def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> None:
+    path = data_file(write_sources(tmp_path))
+    flags = ["--seed", "5", "--", "--hdp-global-batch-tokens", "700", "--seq-length", "128"]
+    found = report(config, "--steps", "4", "--hdp-data", str(path), *flags)
+    opening = Opening(max_length=128, long_sequence="error")
+    corpus = open_corpus(read_data_file(path).training, opening)
+    mixture = corpus.mixture(corpus.orders(), BatchSize(tokens=700), 5)
+    position = Position()
+    for step in found["strategies"]["auto"]["steps"]:
+        drawn = mixture.step(position)
+        assert (step["num_tokens"], step["num_sequences"]) == (drawn.tokens, len(drawn))
+        position = drawn.after
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--strategies", "auto,fast"), "found 'fast', expected names of auto, dp-balance"),
+        (("--strategies", "megatron-hybrid-cp"), "found 'megatron-hybrid-cp'"),
+        (("--slow", "3"), "found '3', expected RANK:SPEED"),
+        (("--slow", "3:0"), "found '3:0', expected RANK:SPEED"),
+        (("--slow", "3:0.5,3:1"), "names rank 3 twice"),
+        (("--slow", "16:0.5"), "--slow 16: expected an HDP rank, 0 to 15"),
+        (("--noise", "-1"), "noise is -1.0; expected a sigma from 0 to 10"),
+        (("--data", "preset:x"), "--data preset:x: expected preset:github or preset:byted"),
+        (("--output", "here.txt"), "expected a name that ends in .json"),
+        (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
+        (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
+    ],
+)
+def test_refusals(
+    config: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    found = refusal(capsys, "--config", str(config), "--gpus", "16", "--steps", "1", *flags)
+    assert message in found
+
+
+def test_files_of_no_use(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--config", str(config), "--gpus", "16", "--steps", "1")
+    machine = config.with_name("machine.json")
+    machine.write_text('{"network_bytes_per_sec": 1}')
+    found = refusal(capsys, *argv, "--machine", str(machine))
+    assert "unknown key 'network_bytes_per_sec'; nearest is 'network_bytes_per_s'" in found
+    found = refusal(capsys, *argv, "--machine", str(machine), "--output", str(machine))
+    assert "the file is read, too" in found
+    assert machine.read_text() == '{"network_bytes_per_sec": 1}'
+    speeds = config.with_name("speeds.txt")
+    speeds.write_text("1\n1\n")
+    found = refusal(capsys, *argv, "--rank-speeds", str(speeds))
+    assert "has 2 speeds, expected one a line for each of 16 GPUs' HDP ranks: 16" in found
+    lengths = config.with_name("lengths.txt")
+    lengths.write_text("70000\n")
+    found = refusal(capsys, *argv, "--data", str(lengths))
+    assert "expected at most --seq-length 65,536: set --hdp-long-sequence" in found

@@ -1,0 +1,78 @@
+"""Memory over time: micro-batches between forward and backward, what works, what left."""
+
+import numpy as np
+import pytest
+
+from megatron_hdp.planner.memory import Job, fullest_stage, stage_memory
+from megatron_hdp.simulator.execution import MemoryCosts, execute
+from tests.simulator.execution.plans import COSTS, plan_of
+
+BYTES = MemoryCosts(fixed_bytes=(100.0, 50.0), activation_bytes_per_token=1.0, num_layers=4)
+
+
+def test_one_forward_one_backward_over_time() -> None:
+    plan = plan_of([[0], [0], [0]], lengths=[10, 20, 5])
+    run = execute(plan, COSTS, pipeline_stages=2, memory=BYTES)
+    trace = run.memory
+    assert trace is not None and (trace.rank, trace.stage) == (0, 0)
+    # order of stage 0: forwards 0 and 1, backward 0, forward 2, backwards 1 and 2; 4 layers each
+    levels = dict(zip(trace.time_s.tolist(), trace.num_bytes.tolist(), strict=True))
+    assert levels[0.0] == 140.0  # forward 0
+    assert levels[1.0] == 220.0  # forward 1 as well
+    assert levels[4.0] == 220.0  # backward 0 still has its own
+    assert levels[6.0] == 200.0  # forward 2, behind it
+    assert levels[9.0] == 120.0  # backward 1 has ended
+    assert levels[float(run.end_s[0, 0])] == 100.0 == trace.fixed_bytes
+    assert trace.peak_bytes == 220.0 == run.record.peak_memory_bytes
+
+
+def test_the_fullest_rank_is_found() -> None:
+    plan = plan_of([[0], [1], [1], [2, 0]], lengths=[10, 30, 5, 8])
+    trace = execute(plan, COSTS, memory=BYTES).memory
+    assert trace is not None
+    assert (trace.rank, trace.stage, trace.peak_bytes) == (1, 0, 100.0 + 4 * 30)
+
+
+def test_what_left_for_the_host_is_not_here() -> None:
+    plan = plan_of([[0], [0]], lengths=[10, 9], ratios=[0.5, 0.0])
+    trace = execute(plan, COSTS, memory=BYTES).memory
+    assert trace is not None
+    assert trace.num_bytes.max() == 136.0  # the second; of the first 2 + 0.5 x 2 layers stay
+    assert 130.0 in trace.num_bytes.tolist()
+
+
+JOB = Job(
+    num_layers=8,
+    hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=64,
+    ffn_hidden_size=1408,
+    gated=True,
+    vocab_size=128_256,
+    tied_embeddings=False,
+    num_gpus=16,
+    tensor_ranks=2,
+    stages=2,
+    sequence_parallel=True,
+    tokens_per_rank=8192,
+)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 8192])
+def test_of_a_job_it_is_the_memory_of_check(tokens: int) -> None:
+    costs = MemoryCosts.of_job(JOB, 8192)
+    for stage in (0, 1):
+        alive = JOB.stages - stage
+        one = costs.resident_bytes(np.array([8192]), np.array([0.0]))[0]
+        found = costs.fixed_bytes[stage] + alive * one
+        found += costs.working_bytes(stage, np.array([tokens]))[0]
+        assert found == pytest.approx(stage_memory(JOB, stage, tokens).total, rel=1e-9)
+
+
+def test_full_micro_batches_take_what_check_says() -> None:
+    plan = plan_of([[rank] for _ in range(3) for rank in range(4)], lengths=[8192] * 12)
+    run = execute(
+        plan, COSTS, pipeline_stages=2, memory=MemoryCosts.of_job(JOB, 8192), lockstep_ranks=1
+    )
+    assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(JOB).total, rel=1e-9)

@@ -1,0 +1,137 @@
+"""Several steps of several strategies: medians, speed-ups, reasons, the same every time."""
+
+import resource
+import statistics
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.simulator.execution import (
+    REPORT_KEYS,
+    Disturbance,
+    Machine,
+    Setting,
+    simulate,
+)
+
+SETTING = Setting(
+    ranks=16,
+    tokens_per_rank=4096,
+    cost_model=LLAMA_7B,
+    num_gpus=32,
+    max_length=65536,
+    machine=Machine(gradient_bytes=(1e9,), peak_flops_per_s=1e15),
+    flops_per_token=6 * 7e9,
+    flops_per_token2=6.0 * 32 * 4096,
+    disturbance=Disturbance(noise=0.05, slow={3: 0.5}, seed=7),
+)
+
+
+def batches(steps: int, ranks: int = 16, tokens: int = 4096) -> list[np.ndarray]:
+    room = ranks * tokens
+    longest = min(room, 2**21)
+    return [
+        preset_lengths("byted", num_tokens=4 * room, max_length=longest, seed=seed)
+        for seed in range(steps)
+    ]
+
+
+def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
+    drawn = batches(3)
+    run = simulate(SETTING, drawn, ["auto", "naive"])
+    assert list(run.outcomes) == ["static", "auto", "naive"]
+    found = run.figures("auto")
+    assert list(found) == list(REPORT_KEYS)
+    assert found["planned_by"] == "dp-balance"
+    times = [step["step_s"] for step in found["steps"]]
+    assert found["step_time_s"] == statistics.median(times) != times[0]
+    assert found["speedup"] == run.figures("static")["step_time_s"] / found["step_time_s"]
+    assert run.figures("static")["speedup"] == 1.0
+    flops = [
+        6 * 7e9 * lengths.sum() + 6.0 * 32 * 4096 * (lengths.astype(float) ** 2).sum()
+        for lengths in drawn
+    ]
+    shares = [one / (32 * step_s * 1e15) for one, step_s in zip(flops, times, strict=True)]
+    assert found["mfu"] == pytest.approx(statistics.median(shares))
+    assert found["tokens_per_s"] == pytest.approx(
+        statistics.median(one.sum() / step_s for one, step_s in zip(drawn, times, strict=True))
+    )
+    first = run.outcomes["auto"].first
+    assert first is not None and first.step_s == times[0]
+
+
+def test_parts_of_a_step_add_up() -> None:
+    for name in ("static", "auto"):
+        for step in simulate(SETTING, batches(2), [name]).outcomes[name].steps:
+            parts = step.makespan_s + step.sync_s + step.optimizer_s + step.gather_s
+            assert step.step_s == pytest.approx(parts + step.loading_s)
+            assert step.sync_s > 0
+            assert 0 < step.bubble_share < 1
+
+
+def test_other_strategies_change_nothing() -> None:
+    drawn = batches(2)
+    alone = simulate(SETTING, drawn, ["auto"])
+    beside = simulate(SETTING, drawn, ["naive", "bytescale", "auto"])
+    assert alone.figures("auto") == beside.figures("auto")
+    other = simulate(
+        Setting(**{**vars(SETTING), "disturbance": Disturbance(noise=0.05, seed=8)}),
+        drawn,
+        ["auto"],
+    )
+    assert other.figures("auto") != alone.figures("auto")
+
+
+def test_a_strategy_without_a_plan_has_a_reason() -> None:
+    # 24 ranks hold 24 x 4,096 tokens, but no power of two of them does
+    setting = Setting(ranks=24, tokens_per_rank=4096, cost_model=LLAMA_7B, max_length=24 * 4096)
+    run = simulate(setting, [np.array([24 * 4096, 5])], ["dynamic-cp", "auto"])
+    found = run.figures("dynamic-cp")
+    assert "step 1: " in found["reason"]
+    assert found["steps"] == []
+    nothing = ("step_time_s", "tokens_per_s", "bubble_share", "ring_bytes", "mfu", "speedup")
+    assert [found[name] for name in nothing] == [None] * 6
+    assert run.figures("auto")["reason"] is None
+
+
+def test_a_slow_rank_that_is_none_is_a_mistake_not_a_reason() -> None:
+    setting = Setting(
+        ranks=2, tokens_per_rank=64, cost_model=LLAMA_7B, disturbance=Disturbance(slow={2: 0.5})
+    )
+    with pytest.raises(ValueError, match="slow rank is 2; expected 0 to 1"):
+        simulate(setting, [np.array([5, 6])], ["auto"])
+
+
+def _is_quick(ranks: int, stages: int, strategy: str, limit_s: float) -> None:
+    setting = Setting(
+        ranks=ranks,
+        tokens_per_rank=8192,
+        cost_model=LLAMA_7B,
+        pipeline_stages=stages,
+        max_length=2**21,
+        machine=Machine(gradient_bytes=(1e9,), overlaps_sync=True, gradient_buckets=7),
+        disturbance=Disturbance(noise=0.05),
+    )
+    (lengths,) = batches(1, ranks, 8192)
+    began = time.process_time()
+    execution = setting.executed(setting.planned(lengths, strategy))
+    assert time.process_time() - began < limit_s
+    assert execution.record.num_tokens == 4 * ranks * 8192
+
+
+@pytest.mark.parametrize(("stages", "strategy"), [(1, "auto"), (1, "static"), (4, "auto")])
+def test_a_thousand_ranks_take_a_moment(stages: int, strategy: str) -> None:
+    _is_quick(1024, stages, strategy, limit_s=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 8])
+@pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "auto"])
+def test_sixteen_thousand_ranks_take_a_minute_at_most(stages: int, strategy: str) -> None:
+    _is_quick(16384, stages, strategy, limit_s=60.0)
+    if sys.platform == "linux":
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4e9

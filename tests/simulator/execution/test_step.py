@@ -1,0 +1,199 @@
+"""A whole step: equal to the evaluation where both know the same, and what stands behind it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.planner import CostModel, evaluate
+from megatron_hdp.simulator.execution import Disturbance, Machine, execute
+from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
+from tests.simulator.execution.plans import COSTS, plan_of
+
+STRATEGIES = [*EXECUTED_STRATEGIES, "pp-balance"]
+THIRDS = [name for name in COST_MODELS if name not in ("latency", "blocks", "latency, blocks")]
+"""Cost models whose backward takes twice the time of a forward, as the evaluation has it."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.sampled_from(STRATEGIES))
+def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) -> None:
+    problem = dataclasses.replace(problem, speeds=())
+    plan = problem.plan(strategy)
+    expected, run = evaluate(plan, problem.model), execute(plan, problem.model)
+    assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
+    starts = run.forward_start_s[0, : plan.num_micro_batches]
+    np.testing.assert_allclose(starts, expected.start_s, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
+    assert run.record.ring_bytes == pytest.approx(expected.ring_bytes)
+    assert run.step_s == run.makespan_s
+    if run.step_s:
+        assert run.record.bubble_share == pytest.approx(expected.idle_share, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from(STRATEGIES))
+def test_slow_members_take_at_least_what_the_evaluation_says(
+    problem: Problem, strategy: str
+) -> None:
+    plan = problem.plan(strategy)
+    expected, run = evaluate(plan, problem.model), execute(plan, problem.model)
+    assert run.makespan_s >= expected.makespan_s * (1 - 1e-9)
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from(["pp-balance", "static", "dynamic-cp"]), st.integers(2, 4))
+def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stages: int) -> None:
+    if problem.cost_model not in THIRDS:
+        problem = dataclasses.replace(problem, cost_model="attention")
+    problem = dataclasses.replace(problem, speeds=())
+    try:
+        plan = problem.plan(strategy, pipeline_stages=stages)
+    except ValueError:
+        assert strategy == "dynamic-cp"  # it needs room on powers of two
+        return
+    expected = evaluate(plan, problem.model, stages)
+    run = execute(plan, problem.model, pipeline_stages=stages)
+    num = plan.num_micro_batches
+    assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
+    for found, known in (
+        (run.forward_start_s, expected.forward_start_s),
+        (run.backward_start_s, expected.backward_start_s),
+    ):
+        np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(offload=True), st.sampled_from(STRATEGIES), st.floats(1.0, 20.0))
+def test_a_slower_network_or_host_is_never_faster(
+    problem: Problem, strategy: str, factor: float
+) -> None:
+    plan, model = problem.plan(strategy), problem.model
+    slower = dataclasses.replace(
+        model,
+        intra_node_bytes_per_s=model.intra_node_bytes_per_s / factor,
+        inter_node_bytes_per_s=model.inter_node_bytes_per_s / factor,
+        host_bytes_per_s=model.host_bytes_per_s / factor,
+    )
+    one, other = execute(plan, model), execute(plan, slower)
+    assert other.makespan_s >= one.makespan_s * (1 - 1e-9)
+    assert (other.forward_start_s >= one.forward_start_s * (1 - 1e-9)).all()
+
+
+def test_the_host_is_the_bottleneck() -> None:
+    # 6 layers, 1 s forward and 2 s backward each; 12 bytes leave, 1 a second: 3 s a layer
+    costs = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=0.0,
+        g=18.0,
+        activation_bytes_per_token=18.0,
+        host_bytes_per_s=1.0,
+        num_layers=6,
+    )
+    run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs)
+    assert run.forward_s.tolist() == [13.0, 6.0]  # the last layer begins when all has left
+    assert run.backward_s.tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
+    assert run.record.copies_s == pytest.approx(7.0 + 4.0)
+    assert run.makespan_s == 47.0
+
+
+MACHINE = Machine(
+    gradient_bytes=(80.0,),
+    parameter_bytes=(40.0,),
+    network_bytes_per_s=10.0,
+    gradient_buckets=4,
+    optimizer_s=0.5,
+)
+
+
+def test_gradients_the_optimizer_and_parameters_stand_behind_the_last_backward() -> None:
+    run = execute(plan_of([[0], [1], [1]]), COSTS, machine=MACHINE)
+    record = run.record
+    assert (record.makespan_s, record.sync_s) == (12.0, 4.0)  # half of 80 bytes at 10 a second
+    assert (record.optimizer_s, record.gather_s, record.step_s) == (0.5, 2.0, 18.5)
+    assert run.reduced_s.tolist() == [16.0]
+
+
+def test_reductions_inside_of_the_last_backward() -> None:
+    overlapping = dataclasses.replace(MACHINE, overlaps_sync=True)
+    # both ranks end together: parts are ready at 9, 10, 11 and 12
+    run = execute(plan_of([[0], [1], [0], [1]]), COSTS, machine=overlapping)
+    assert run.record.sync_s == 1.0
+    # rank 1 waits for nobody in its last micro-batch, but rank 0's ring has one that goes on
+    run = execute(plan_of([[0, 1], [1]]), COSTS, machine=overlapping)
+    assert run.record.sync_s == 1.0
+    slow = dataclasses.replace(overlapping, network_bytes_per_s=1.0)
+    run = execute(plan_of([[0, 1], [1]]), COSTS, machine=slow)  # parts from 6 on, on rank 0
+    assert run.record.sync_s == pytest.approx(9 + 40 - 12)
+
+
+def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> None:
+    machine = dataclasses.replace(MACHINE, distributed_optimizer=False)
+    record = execute(plan_of([[0], [1]]), COSTS, machine=machine).record
+    assert (record.sync_s, record.gather_s) == (8.0, 0.0)
+
+
+def test_each_stage_has_its_own_gradients() -> None:
+    machine = dataclasses.replace(MACHINE, gradient_bytes=(80.0, 20.0), parameter_bytes=(8.0, 40.0))
+    run = execute(plan_of([[0], [1]]), COSTS, pipeline_stages=2, machine=machine)
+    assert run.end_s.tolist() == [[6.0, 6.0], [4.0, 4.0]]
+    assert run.reduced_s.tolist() == [10.0, 5.0]
+    assert (run.record.sync_s, run.record.gather_s) == (4.0, 2.0)
+    with pytest.raises(ValueError, match="found bytes of 2 stages; expected those of stage 2"):
+        execute(plan_of([[0], [1]]), COSTS, pipeline_stages=3, machine=machine)
+
+
+def test_in_one_node_nothing_takes_the_network() -> None:
+    machine = dataclasses.replace(MACHINE, one_node=True, nvlink_bytes_per_s=20.0)
+    record = execute(plan_of([[0], [1]]), COSTS, machine=machine).record
+    assert (record.sync_s, record.gather_s) == (2.0, 1.0)
+
+
+def test_loading_hides_behind_the_step_before() -> None:
+    for loading_s, exposed_s in ((5.0, 0.0), (6.0, 0.0), (7.5, 1.5)):
+        record = execute(plan_of([[0]]), COSTS, machine=Machine(loading_s=loading_s)).record
+        assert (record.loading_s, record.step_s) == (exposed_s, 6.0 + exposed_s)
+
+
+def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
+    def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
+        disturbed = Disturbance(noise=0.2, seed=seed)
+        return execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s.tolist()
+
+    first = runs([[0], [1], [2]])
+    assert len(set(first)) == 3
+    assert runs([[0], [1], [3]])[:2] == first[:2]  # another rank has its own
+    assert runs([[0], [1], [2]]) == first
+    assert runs([[0], [1], [2]], step=1) != first != runs([[0], [1], [2]], seed=2)
+    many = np.log(runs([[rank] for rank in range(4000)])) - np.log(2.0)
+    assert many.std() == pytest.approx(0.2, rel=0.05)
+    assert many.mean() == pytest.approx(0.0, abs=0.01)
+
+
+def test_slow_ranks_slow_their_rings() -> None:
+    run = execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={1: 0.5}))
+    assert run.forward_s.tolist() == [4.0, 2.0]
+    assert run.busy_s.tolist() == [6.0, 12.0, 6.0]
+    with pytest.raises(ValueError, match="slow rank is 3; expected 0 to 2"):
+        execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={3: 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"network_bytes_per_s": 0}, "network_bytes_per_s is 0; expected a finite number > 0"),
+        ({"gradient_bytes": (-1.0,)}, "gradient_bytes is -1.0; expected a finite number >= 0"),
+        ({"gradient_bytes": ()}, "gradient_bytes is empty"),
+        ({"optimizer_s": float("nan")}, "optimizer_s is nan"),
+        ({"loading_s": "5"}, "loading_s is '5'"),
+        ({"loading_s": True}, "loading_s is True; expected a finite number >= 0"),
+        ({"one_node": 1}, "one_node is 1; expected true or false"),
+    ],
+)
+def test_a_machine_of_no_use_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Machine(**changes)  # type: ignore[arg-type]
