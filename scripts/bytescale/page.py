@@ -1,12 +1,16 @@
 """``docs/reproduction.md`` from ``docs/reproduction.json``: every figure of it stands there."""
 
+import string
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bytescale import texts
 from bytescale.checks import NEAR, ORDER, RAMP, VARIANTS, is_near
 
 Figures = dict[str, Any]
+
+_TEMPLATE = Path(__file__).with_name("reproduction.template.md")
 
 
 def page_of(found: Figures) -> str:
@@ -21,30 +25,25 @@ def page_of(found: Figures) -> str:
             ("bytescale", "paper_balanced"),
         )
     }
-    parts = [
-        texts.HEAD.format(
-            cells=len(cells), reached=len(cells) - len(below), seeds=found["seeds"], **near
-        ),
-        _constants(found["constants"]),
-        texts.COLUMNS.format(seeds=found["seeds"], batches=found["batches"]),
-        _cells(cells),
-        texts.BELOW if below else texts.NONE_BELOW,
-        _below(below),
-        texts.REASONS.format(percent=round(100 * NEAR)),
-        _letters(),
-        _reasons(found["reasons"]),
-        texts.COMMON,
-        texts.SENSITIVITY,
-        _sensitivity(found["sensitivity"]),
-        texts.CASE_STUDY,
-        _case_study(found["case_study"]),
-        texts.ABLATION,
-        _ablation(found["ablation"]),
-        texts.OFFLOAD.format(added_256k=found["offload_256k_s"]),
-        _offload(found["offload"]),
-        texts.UNKNOWN,
-    ]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    template = string.Template(_TEMPLATE.read_text())
+    return template.substitute(
+        near,
+        cells=len(cells),
+        reached=len(cells) - len(below),
+        seeds=found["seeds"],
+        batches=found["batches"],
+        percent=round(100 * NEAR),
+        added_256k=found["offload_256k_s"],
+        constants=_constants(found["constants"]),
+        cells_table=_cells(cells),
+        below=_below(below),
+        letters=_letters(),
+        reasons=_reasons(found["reasons"]),
+        sensitivity=_sensitivity(found["sensitivity"]),
+        case_study=_case_study(found["case_study"]),
+        ablation=_ablation(found["ablation"]),
+        offload=_offload(found["offload"]),
+    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -88,7 +87,7 @@ def _cells(cells: Sequence[Figures]) -> str:
 
 def _below(cells: Sequence[Figures]) -> str:
     if not cells:
-        return ""
+        return "Nowhere."
     rows = []
     for cell in cells:
         paper = cell["paper_balanced"]
