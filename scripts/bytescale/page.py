@@ -25,6 +25,9 @@ def page_of(found: Figures) -> str:
             ("bytescale", "paper_balanced"),
         )
     }
+    gains = [cell["auto"] / cell["bytescale"] for cell in cells]
+    reached = [one["reached"] for one in found["sensitivity"]]
+    left = [one["cell"] for one in found["reasons"] if not one["near"]]
     template = string.Template(_TEMPLATE.read_text())
     return template.substitute(
         near,
@@ -33,6 +36,12 @@ def page_of(found: Figures) -> str:
         seeds=found["seeds"],
         batches=found["batches"],
         percent=round(100 * NEAR),
+        least_gain=f"{min(gains):.2f}",
+        most_gain=f"{max(gains):.2f}",
+        least_reached=min(reached),
+        most_reached=max(reached),
+        num_reasons=len(found["reasons"]),
+        num_left=len(left),
         added_256k=found["offload_256k_s"],
         constants=_constants(found["constants"]),
         cells_table=_cells(cells),
@@ -130,11 +139,20 @@ def _reasons(reasons: Sequence[Figures]) -> str:
 
 def _sensitivity(sets: Sequence[Figures]) -> str:
     rows = [
-        (one["name"], one["near"], f"{one['spread']:.2f}", one["reached"], f"{one['worst']:.2f}")
+        (
+            one["name"],
+            one["near"],
+            f"{one['spread']:.2f}",
+            one["reached"],
+            f"{one['worst']:.2f}",
+            one["case_static_s"],
+            one["case_bytescale_s"],
+        )
         for one in sets
     ]
-    header = ("constants", "bytescale within 25 %", "typical factor", "auto reaches the paper")
-    return _table((*header, "worst auto / paper"), rows)
+    header = ("constants", "algorithm 2 within 25 %", "typical factor", "auto reaches the paper")
+    case = ("case study: mesh, s (520)", "balanced, s (157)")
+    return _table((*header, "worst auto / paper", *case), rows)
 
 
 def _case_study(case: Figures) -> str:
