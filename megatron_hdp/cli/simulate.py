@@ -93,13 +93,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli.data_commands.flags import check_outputs
     from megatron_hdp.simulator.execution import simulate
 
-    read = [*arguments.config, arguments.hdp_data, arguments.cost_model]
-    read += [arguments.rank_speeds, arguments.machine, arguments.data]
-    if arguments.output:
-        check_outputs([arguments.output], (".json",), [path for path in read if path])
     strategies = _strategies(arguments.strategies)
     slow = _slow(arguments.slow)
     options = simulating.options_of(arguments)
+    if arguments.output:
+        read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
+        read += [arguments.rank_speeds, arguments.machine]
+        check_outputs([arguments.output], (".json",), [path for path in read if path])
     setting = simulating.setting_of(arguments, options, slow)
     batches = simulating.batches_of(arguments, options)
     print(simulating.headline(setting, batches))
