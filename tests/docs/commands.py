@@ -212,6 +212,9 @@ COMMANDS = {
     ),
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
     "--strategy dynamic-cp": COMMAND,
+    "python scripts/reproduce_bytescale.py": Elsewhere(
+        "tests/scripts/test_reproduce_bytescale.py::test_a_cell_again"
+    ),
     "python scripts/bench_ring_numerics.py": Elsewhere(
         "tests/scripts/test_bench_ring_numerics.py::test_a_small_run"
     ),
