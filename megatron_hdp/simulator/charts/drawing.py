@@ -1,0 +1,99 @@
+"""Charts on a page, where ``drawing.js`` draws them, and in a picture."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from megatron_hdp.simulator.charts.chart import Chart, colour_of
+from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.simulator.filling import text_of
+
+_MOST_NAMES = 24  # of bars that stand upright below them
+_SCALES = {"": 1.0, "s": 1.0, "bytes": 1e9, "share": 1e-2}
+_NAMES = {"": "", "s": "", "bytes": " (GB)", "share": " (%)"}
+_NO_DATES = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+def on_page(chart: Chart) -> dict[str, Any]:
+    """A chart as ``drawing.js`` takes it."""
+    return {**asdict(chart), "colours": colours_of(chart)}
+
+
+def chart_places() -> dict[str, str]:
+    """What stands for the places of a template that draws charts."""
+    names = {"__STYLE__": "style.css", "__DRAWING__": "drawing.js"}
+    return {place: text_of(__package__, name) for place, name in names.items()}
+
+
+def colours_of(chart: Chart) -> list[str]:
+    """One a series."""
+    return list(chart.colours) or [colour_of(i) for i in range(len(chart.series))]
+
+
+def draw(axes: Any, chart: Chart) -> None:
+    """Draw a chart on matplotlib's axes."""
+    colours = colours_of(chart)
+    scale = _SCALES[chart.unit]
+    if chart.kind == "piles":
+        _draw_piles(axes, chart, colours, scale)
+    elif chart.kind == "bars":
+        _draw_bars(axes, chart, colours)
+    elif chart.kind == "stacked":
+        axes.stackplot(chart.x, *chart.series.values(), labels=list(chart.series), colors=colours)
+        axes.margins(0)
+    else:
+        style = "steps-post" if chart.kind == "stairs" else "default"
+        for (name, values), colour in zip(chart.series.items(), colours, strict=True):
+            y = np.array(values, dtype=np.float64) / scale  # None becomes nan, a gap
+            x = chart.own_x.get(name, chart.x)
+            axes.plot(x, y, label=name, color=colour, linewidth=1.6, drawstyle=style)
+        axes.margins(x=0)
+    for mark in chart.marks:
+        axes.axvline(mark, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+    for name, value in chart.limits.items():
+        axes.axhline(value / scale, color="black", linestyle=(0, (4, 3)), label=name)
+    if chart.log:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    elif chart.kind != "piles":
+        axes.set_ylim(bottom=0)
+    if chart.x_end is not None:
+        axes.set_xlim(0, chart.x_end)
+    axes.set_title(chart.title, loc="left", fontsize=10)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label + (_NAMES[chart.unit] if chart.kind != "piles" else ""))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a picture; the same one gives the same bytes."""
+    import matplotlib
+
+    suffix = os.path.splitext(path)[1].lstrip(".")
+    salted = matplotlib.rc_context({"svg.hashsalt": "megatron-hdp"})
+    with salted, complete_file(path) as temporary:
+        figure.savefig(temporary, format=suffix, metadata=_NO_DATES.get(suffix))
+
+
+def _draw_bars(axes: Any, chart: Chart, colours: Sequence[str]) -> None:
+    places = np.arange(len(chart.x))
+    width = 0.84 / len(chart.series)
+    for i, (name, values) in enumerate(chart.series.items()):
+        offset = (i - (len(chart.series) - 1) / 2) * width
+        axes.bar(places + offset, values, width, label=name, color=colours[i])
+    axes.set_xticks(places, chart.x, rotation=90 if len(chart.x) > _MOST_NAMES else 0)
+
+
+def _draw_piles(axes: Any, chart: Chart, colours: Sequence[str], scale: float) -> None:
+    places = np.arange(len(chart.x))
+    begins = np.zeros(len(chart.x))
+    for (name, values), colour in zip(chart.series.items(), colours, strict=True):
+        widths = np.array(values, dtype=np.float64) / scale
+        axes.barh(places, widths, left=begins, label=name, color=colour)
+        begins += np.nan_to_num(widths)
+    axes.set_yticks(places, chart.x)
+    axes.invert_yaxis()
