@@ -105,20 +105,14 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import simulating
-    from megatron_hdp.cli.data_commands.flags import check_outputs
     from megatron_hdp.simulator.execution import simulate
-    from megatron_hdp.simulator.report import SUFFIXES
 
-    read = [*arguments.config, arguments.hdp_data, arguments.cost_model]
-    read += [arguments.rank_speeds, arguments.machine, arguments.data]
-    read = [path for path in read if path]
-    output = [arguments.output] if arguments.output else []
-    check_outputs(output, (".json",), read)
-    check_outputs(arguments.report, SUFFIXES, read, written=output, flag="--report")
-    subject = simulating.subject_of(arguments)
     strategies = _strategies(arguments.strategies)
     slow = _slow(arguments.slow)
     options = simulating.options_of(arguments)
+    read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
+    _check_files(arguments, [*read, arguments.rank_speeds, arguments.machine])
+    subject = simulating.subject_of(arguments, options)
     setting = simulating.setting_of(arguments, options, slow)
     batches = simulating.batches_of(arguments, options)
     print(simulating.headline(setting, batches))
@@ -128,6 +122,20 @@ def _run(arguments: argparse.Namespace) -> int:
     print(simulating.table(run))
     _write(arguments, run, subject)
     return ExitCode.DONE
+
+
+def _check_files(arguments: argparse.Namespace, read: list[str | None]) -> None:
+    """Refuse what cannot be written, before the work is done."""
+    from megatron_hdp.cli.data_commands.flags import check_outputs
+    from megatron_hdp.simulator.plot import import_figure
+    from megatron_hdp.simulator.report import SUFFIXES
+
+    inputs = [path for path in read if path]
+    output = [arguments.output] if arguments.output else []
+    check_outputs(output, (".json",), inputs)
+    check_outputs(arguments.report, SUFFIXES, inputs, written=output, flag="--report")
+    if any(not path.endswith(".html") for path in arguments.report):
+        import_figure("a report", ", or write a page (.html)")
 
 
 def _write(arguments: argparse.Namespace, run: "Run", subject: "Subject") -> None:

@@ -235,7 +235,7 @@ def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
     return orjson.dumps(report, option=orjson.OPT_INDENT_2)
 
 
-def subject_of(arguments: argparse.Namespace) -> Subject:
+def subject_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Subject:
     """What a report is about.
 
     Raises:
@@ -244,6 +244,6 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     return Subject(
         config=" ".join([*arguments.config, *arguments.flags]),
         data=arguments.hdp_data or arguments.data or f"{PRESET}github",
-        cost_model=arguments.cost_model,
+        cost_model=options.hdp_cost_model,
         gpu_memory_bytes=memory_bytes("--gpu-memory", arguments.gpu_memory),
     )

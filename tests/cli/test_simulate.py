@@ -10,6 +10,7 @@ import pytest
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
+from megatron_hdp.planner import LLAMA_7B, CostModel
 from tests.support.sources import data_file, write_sources
 
 CONFIG = """
@@ -103,6 +104,16 @@ def test_overlap_is_the_configurations(config: Path) -> None:
     assert 0 < sync_s(*flags, "--", "--overlap-grad-reduce") < sync_s(*flags)
 
 
+def test_a_cost_model_replaces_the_configurations(config: Path) -> None:
+    costs = config.with_name("costs.json")
+    fast = CostModel(a=0.0, b=1e-9, kv_bytes_per_token=0.0)
+    costs.write_bytes(fast.to_json())
+    steps = report(config, "--steps", "1", "--cost-model", str(costs))["strategies"]["auto"][
+        "steps"
+    ]
+    assert steps[0]["makespan_s"] == pytest.approx(262144 * 1e-9 / 16, rel=0.01)
+
+
 def test_a_slow_rank_that_is_known_costs_less(config: Path) -> None:
     speeds = config.with_name("speeds.txt")
     speeds.write_text("\n".join("0.5" if rank == 3 else "1" for rank in range(16)))
@@ -170,6 +181,10 @@ def test_files_of_no_use(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = refusal(capsys, *argv, "--machine", str(machine), "--output", str(machine))
     assert "the file is read, too" in found
     assert machine.read_text() == '{"network_bytes_per_sec": 1}'
+    costs = config.with_name("costs.json")
+    costs.write_bytes(LLAMA_7B.to_json())
+    of_config = (*argv, "--output", str(costs), "--", "--hdp-cost-model", str(costs))
+    assert "the file is read, too" in refusal(capsys, *of_config)
     speeds = config.with_name("speeds.txt")
     speeds.write_text("1\n1\n")
     found = refusal(capsys, *argv, "--rank-speeds", str(speeds))

@@ -1,6 +1,9 @@
 const HEIGHT = 300, RIGHT = 14, TOP = 14, BOTTOM = 44, ROW = 30;
 const tip = document.getElementById("tip");
 
+// Seconds, with as many digits as one reads.
+const brief = (seconds) => duration(Number(seconds.toPrecision(4)), seconds);
+
 // A value in its unit; `sight` is the greatest one beside it.
 function shown(value, unit = "", sight = value) {
   if (value === null) return "-";
@@ -134,6 +137,8 @@ function drawSeries(chart, WIDTH) {
         if (chart.kind === "stairs" && places.length) places.push(`${toX(x[k])},${toY(above[k - 1])}`);
         places.push(`${toX(x[k])},${toY(above[k])}`);
       }
+      const shownOf = x.filter((v) => v <= last).length;  // a stair goes on to the end of the axis
+      if (chart.kind === "stairs" && shownOf < x.length) places.push(`${toX(last)},${toY(above[shownOf - 1])}`);
       add(svg, "polyline", { points: places.join(" "), fill: "none", stroke: chart.colours[i],
         "stroke-width": chart.kind === "stairs" ? 1.6 : 2, "stroke-linejoin": "round" });
       if (chart.kind === "lines" && x.length <= 60) x.forEach((v, k) => above[k] === null || add(svg, "circle",
@@ -179,25 +184,30 @@ function drawPiles(chart, WIDTH) {
   const LEFT = 16 + 7.5 * longest, END = 84, height = ROW * chart.x.length + 40;
   const svg = canvasOf(chart, WIDTH, height);
   const sums = chart.x.map((_, k) => values.reduce((sum, one) => sum + one[k], 0));
-  const most = sums.reduce((high, one) => Math.max(high, one), 1e-300);
-  const toX = (v) => LEFT + v / most * (WIDTH - LEFT - END);
+  const most = chart.x_end ?? sums.reduce((high, one) => Math.max(high, one), 1e-300);
+  const toX = (v) => LEFT + Math.min(v / most, 1.02) * (WIDTH - LEFT - END);  // beyond it: cut
   for (const v of ticks(0, most, WIDTH / 140)) {
     add(svg, "line", { x1: toX(v), x2: toX(v), y1: 4, y2: height - 36, class: "grid" });
     add(svg, "text", { x: toX(v), y: height - 20, "text-anchor": "middle" }, shown(v, chart.unit, most));
   }
   chart.x.forEach((name, k) => {
     const y = 8 + k * ROW;
+    const told = (v) => chart.unit === "s" ? brief(v) : shown(v, chart.unit);
     let from = 0;
     add(svg, "text", { x: LEFT - 8, y: y + 15, "text-anchor": "end", class: "name" }, name);
     values.forEach((one, i) => {
-      const part = add(svg, "rect", { x: toX(from), y, width: toX(one[k]) - toX(0), height: ROW - 10,
+      const part = add(svg, "rect", { x: toX(from), y, width: toX(from + one[k]) - toX(from), height: ROW - 10,
         fill: chart.colours[i] });
-      const text = `${name}: ${names[i]}\n${shown(one[k], chart.unit, one[k])}, `
-        + `${(100 * one[k] / (sums[k] || 1)).toFixed(1)} % of ${shown(sums[k], chart.unit)}`;
+      const text = `${name}: ${names[i]}\n${told(one[k])}, `
+        + `${(100 * one[k] / (sums[k] || 1)).toFixed(1)} % of ${told(sums[k])}`;
       part.addEventListener("mousemove", (event) => showTip(event, text));
       from += one[k];
     });
-    add(svg, "text", { x: toX(from) + 6, y: y + 15, class: "name" }, shown(sums[k], chart.unit, sums[k]));
+    add(svg, "text", { x: toX(from) + 6, y: y + 15, class: "name" }, told(sums[k]));
+    if (sums[k] > most) {  // two strokes where it is cut
+      for (const x of [toX(0.985 * most), toX(most)])
+        add(svg, "path", { d: `M${x - 3},${y + ROW - 8}L${x + 3},${y - 2}`, class: "cut" });
+    }
   });
   add(svg, "text", { x: LEFT, y: height - 3 }, chart.x_label);
   return svg;

@@ -51,6 +51,8 @@ def draw(axes: Any, chart: Chart) -> None:
             x = chart.own_x.get(name, chart.x)
             axes.plot(x, y, label=name, color=colour, linewidth=1.6, drawstyle=style)
         axes.margins(x=0)
+        if not chart.x_unit:
+            axes.xaxis.get_major_locator().set_params(integer=True)
     for mark in chart.marks:
         axes.axvline(mark, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     for name, value in chart.limits.items():

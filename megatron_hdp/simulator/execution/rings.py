@@ -49,11 +49,13 @@ def unlike_pass_s(lead_s: Float64Array, step_s: Float64Array, hop_s: Float64Arra
         step_s: likewise.
         hop_s: ``[rings]``.
     """
-    begin = lead_s
-    for _ in range(lead_s.shape[1] - 1):
+    degree = lead_s.shape[1]
+    following, previous = np.roll(np.arange(degree), -1), np.roll(np.arange(degree), 1)
+    begin, hop = lead_s, hop_s[:, None]
+    for _ in range(degree - 1):
         # entry i: of the block that member i sends, to the next one
-        sent = np.maximum(begin, np.roll(begin, -1, axis=1)) + hop_s[:, None]
-        begin = np.maximum(begin + step_s, np.maximum(sent, np.roll(sent, 1, axis=1)))
+        sent = np.maximum(begin, begin[:, following]) + hop
+        begin = np.maximum(begin + step_s, np.maximum(sent, sent[:, previous]))
     seconds: Float64Array = (begin + step_s).max(axis=1)
     return seconds
 

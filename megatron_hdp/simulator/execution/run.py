@@ -17,6 +17,7 @@ from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
+from megatron_hdp.simulator.execution.work import most_tokens_of
 
 Int64Array = NDArray[np.int64]
 
@@ -95,8 +96,7 @@ class Setting:
         """Run a plan; `step` is its number, for the noise."""
         memory = None
         if self.job is not None:
-            most_tokens = int(made.summary["max_tokens_on_a_rank"])
-            memory = MemoryCosts.of_job(self.job, most_tokens)
+            memory = MemoryCosts.of_job(self.job, most_tokens_of(made))
         return execute(
             made,
             self.cost_model,

@@ -80,6 +80,12 @@ def times_of(
     return found
 
 
+def most_tokens_of(plan: Plan) -> int:
+    """Tokens of the fullest micro-batch on a rank, padding included."""
+    runs = pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets)
+    return max((int(tokens_per_member(plan, run)[0].max(initial=0)) for run in runs), default=0)
+
+
 def _passes(
     found: MicroBatchTimes,
     run: slice,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
     ranks, stages = chosen_ranks(execution, always), execution.pipeline_stages
     place = np.full(execution.plan.num_ranks, -1)
     place[list(ranks)] = np.arange(len(ranks))
-    found: dict[str, list[npt.NDArray[np.generic]]] = {}
+    found: dict[str, list[npt.NDArray[Any]]] = {}
     for stage in range(stages):
         lanes = lanes_of(execution, stage)
         mine = np.flatnonzero(place[lanes.rank] >= 0)
@@ -130,17 +131,17 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
         behind=_behind(execution),
         makespan_s=execution.makespan_s,
         step_s=execution.step_s,
-        **bars,  # type: ignore[arg-type]
+        **bars,
     )
 
 
-def _joined(bars: dict[str, npt.NDArray[np.generic]], cell_s: float) -> dict[str, object]:
+def _joined(bars: dict[str, npt.NDArray[Any]], cell_s: float) -> dict[str, npt.NDArray[Any]]:
     """Join short neighbours of one row, degree and pass that begin in one cell, wider ones if need
     be: until no more than `MAX_BARS` are left.
     """
     while True:
-        cell = np.floor(np.asarray(bars["start_s"], dtype=np.float64) / cell_s)
-        short = np.asarray(bars["busy_s"], dtype=np.float64) < cell_s
+        cell = np.floor(bars["start_s"] / cell_s)
+        short = bars["busy_s"] < cell_s
         alike = short[1:] & short[:-1] & (cell[1:] == cell[:-1])
         for name in ("row", "degree", "backward"):
             alike &= bars[name][1:] == bars[name][:-1]
@@ -149,7 +150,7 @@ def _joined(bars: dict[str, npt.NDArray[np.generic]], cell_s: float) -> dict[str
             break
         cell_s *= 2
     added = ("busy_s", "tokens", "joined")
-    found: dict[str, object] = {
+    found: dict[str, npt.NDArray[Any]] = {
         name: np.add.reduceat(values, begins) if name in added else values[begins]
         for name, values in bars.items()
     }

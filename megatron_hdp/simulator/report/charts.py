@@ -10,6 +10,7 @@ from megatron_hdp.simulator.lanes import Float64Array
 from megatron_hdp.simulator.report.bars import computing_share
 from megatron_hdp.simulator.report.parts import PARTS, mean_parts
 from megatron_hdp.simulator.report.subject import Subject
+from megatron_hdp.simulator.units import seconds
 
 MAX_STEPS = 500
 """Whose times are drawn, evenly spaced."""
@@ -33,14 +34,21 @@ def first_steps(run: Run) -> dict[str, StepExecution]:
     return {name: one.first for name, one in run.outcomes.items() if one.first is not None}
 
 
-def window_s(steps: Mapping[str, StepExecution]) -> float:
-    """Where the common axis of time ends: at the longest step that is not much beyond the mesh's.
+def window_s(ends: Mapping[str, float]) -> float:
+    """Where a common axis of time ends: at the longest step that is not much beyond the mesh's.
 
     Without a mesh it is the shortest step that others are held to.
+
+    Args:
+        ends: seconds of a step of each strategy.
     """
-    ends = {name: one.step_s for name, one in steps.items()}
     reference = ends.get(BASELINE, min(ends.values()))
     return max(end for end in ends.values() if end <= _TOO_LONG * reference)
+
+
+def first_window_s(run: Run) -> float:
+    """The same of the first steps."""
+    return window_s({name: one.step_s for name, one in first_steps(run).items()})
 
 
 def parts_chart(run: Run) -> Chart:
@@ -60,6 +68,7 @@ def parts_chart(run: Run) -> Chart:
         series={part: [one[part] for one in parts.values()] for part in shown},
         colours=[PARTS[part] for part in shown],
         unit="s",
+        x_end=window_s({name: sum(one.values()) for name, one in parts.items()}),
     )
 
 
@@ -68,11 +77,17 @@ def steps_chart(run: Run) -> Chart:
     names, colours = planned(run), colours_of(run)
     total = len(next(iter(names.values())).steps)
     chosen = np.unique(np.linspace(0, total - 1, min(total, MAX_STEPS)).round().astype(int))
-    note = "" if len(chosen) == total else f"{len(chosen):,} of {total:,} steps, evenly spaced."
+    notes = [] if len(chosen) == total else [f"{len(chosen):,} of {total:,} steps, evenly spaced."]
+    typical = {name: one.step_time_s or 0.0 for name, one in names.items()}
+    until_s = window_s(typical)
+    if longer := {name: time for name, time in typical.items() if time > until_s}:
+        told = ", ".join(f"{name} with {seconds(time)}" for name, time in longer.items())
+        notes.append(f"Not drawn, far beyond the others: {told}.")
+    names = {name: one for name, one in names.items() if name not in longer}
     return Chart(
         kind="lines",
         title="Step times",
-        note=note,
+        note=" ".join(notes),
         x_label="step",
         y_label="step time",
         x=[float(i + 1) for i in chosen.tolist()],
@@ -87,9 +102,10 @@ def steps_chart(run: Run) -> Chart:
 def computing_chart(run: Run) -> Chart:
     """Share of the ranks that compute, over the time of the first step."""
     steps, colours = first_steps(run), colours_of(run)
-    series, places = {}, {}
+    series, places, until_s = {}, {}, first_window_s(run)
     for name, one in steps.items():
-        edges = np.linspace(0.0, one.step_s, MAX_PLACES // 2 + 1)
+        edges = np.linspace(0.0, min(one.step_s, until_s), MAX_PLACES // 2 + 1)
+        edges = np.unique([*edges, one.step_s])
         share = computing_share(one, edges)
         series[name] = [*np.clip(share, 0.0, 1.0).round(6).tolist(), 0.0]
         places[name] = edges.tolist()
@@ -104,7 +120,7 @@ def computing_chart(run: Run) -> Chart:
         colours=[colours[name] for name in steps],
         x_unit="s",
         unit="share",
-        x_end=window_s(steps),
+        x_end=until_s,
     )
 
 
@@ -114,7 +130,8 @@ def memory_chart(run: Run, subject: Subject) -> Chart | None:
     if not traces:
         return None
     colours = colours_of(run)
-    curves = {name: thinned(trace) for name, trace in traces.items()}
+    ends = {name: one.step_s for name, one in first_steps(run).items()}
+    curves = {name: thinned(trace, ends[name]) for name, trace in traces.items()}
     limit = subject.gpu_memory_bytes
     where = ", ".join(
         f"{name} rank {trace.rank:,}"
@@ -133,13 +150,14 @@ def memory_chart(run: Run, subject: Subject) -> Chart | None:
         colours=[colours[name] for name in traces],
         x_unit="s",
         unit="bytes",
-        x_end=window_s(first_steps(run)),
+        x_end=first_window_s(run),
     )
 
 
-def thinned(trace: MemoryTrace) -> tuple[Float64Array, Float64Array]:
-    """A trace of few places: of each stretch of time the most that is held in it."""
-    times, held = trace.time_s, trace.num_bytes
+def thinned(trace: MemoryTrace, step_s: float) -> tuple[Float64Array, Float64Array]:
+    """A trace to the end of the step, of few places: of each stretch the most that is held."""
+    times = np.append(trace.time_s, step_s)
+    held = np.append(trace.num_bytes, trace.fixed_bytes)
     if len(times) <= MAX_PLACES:
         return times, held
     begins = np.linspace(0, len(times), MAX_PLACES, endpoint=False).astype(int)
@@ -150,6 +168,7 @@ def all_charts(run: Run, subject: Subject) -> list[Chart]:
     """Those of a page, from top to bottom; none where no strategy has a plan."""
     if not planned(run):
         return []
-    charts = [parts_chart(run), steps_chart(run), computing_chart(run)]
-    memory = memory_chart(run, subject)
-    return [*charts, memory] if memory is not None else charts
+    charts = [parts_chart(run), computing_chart(run), memory_chart(run, subject)]
+    if max(len(one.steps) for one in run.outcomes.values()) > 1:
+        charts.append(steps_chart(run))
+    return [one for one in charts if one is not None]

@@ -46,16 +46,14 @@ def candidate(run: Run) -> str | None:
 
 def headline(run: Run) -> str:
     """What the run says, in a sentence."""
-    name = candidate(run)
+    name, mesh = candidate(run), run.outcomes[BASELINE]
+    if name is None and not mesh.steps:
+        return "No strategy has a plan on this configuration."
     if name is None:
-        return "No strategy but the static mesh was run, or none of them has a plan."
-    ours, mesh = run.outcomes[name], run.outcomes[BASELINE]
-    speedup = run.speedup(name)
+        return f"The static mesh alone has a plan: {_alone(mesh)}."
+    ours, speedup = run.outcomes[name], run.speedup(name)
     if speedup is None:
-        return (
-            f"The static mesh has no plan on this configuration; {name} has one: a step takes "
-            f"{seconds(ours.step_time_s or 0.0)}, {ours.bubble_share or 0.0:.1%} of it waiting."
-        )
+        return f"The static mesh has no plan on this configuration; {name} has one: {_alone(ours)}."
     return (
         f"{name} trains {speedup:.2f} times as fast as the static mesh on this configuration; of "
         f"a step, {ours.bubble_share or 0.0:.1%} is waiting instead of "
@@ -76,6 +74,11 @@ def warnings(run: Run, subject: Subject) -> list[str]:
             "The cost model is assumed from the model's shape, not measured: see what was assumed."
         )
     return found
+
+
+def _alone(outcome: Outcome) -> str:
+    step_s, share = outcome.step_time_s or 0.0, outcome.bubble_share or 0.0
+    return f"a step takes {seconds(step_s)}, {share:.1%} of it waiting"
 
 
 def _too_much(outcome: Outcome, limit: float | None) -> str | None:

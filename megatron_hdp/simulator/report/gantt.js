@@ -12,10 +12,11 @@ function drawGantts(parent, report) {
     + `; what is left grey is waiting.${few ? ` Of ${count(one.numRanks)} HDP ranks a few are shown.` : ""}`
     + " Arrow keys go from bar to bar.";
   const behind = new Map(report.gantts.flatMap((g) => g.behind.map(([name, , , colour]) => [name, colour])));
-  legend(parent, [...report.groupNames, ...behind.keys()], [...report.colours, ...behind.values()]);
+  legend(parent, [...report.groupNames, "waiting", ...behind.keys()],
+    [...report.colours, "var(--idle)", ...behind.values()]);
   for (const gantt of report.gantts) {
-    const cut = gantt.step > report.window ? `, cut at ${duration(report.window, report.window)}` : "";
-    heading("h3", `${gantt.name}: ${duration(gantt.step, gantt.step)}${cut}`);
+    const cut = gantt.step > report.window ? `, cut at ${brief(report.window)}` : "";
+    heading("h3", `${gantt.name}: ${brief(gantt.step)}${cut}`);
     new Rows(parent, gantt, report);
   }
 }
@@ -29,7 +30,7 @@ class Rows {
     this.canvas.setAttribute("tabindex", "0");
     this.canvas.setAttribute("role", "application");
     this.canvas.setAttribute("aria-label", `Bars of ${gantt.name}: ${gantt.ranks.length} ranks, `
-      + `step of ${duration(gantt.step, gantt.step)}; arrow keys go from bar to bar`);
+      + `step of ${brief(gantt.step)}; arrow keys go from bar to bar`);
     this.canvas.style.height = `${this.numRows * this.tall + 26}px`;
     const on = (name, act) => this.canvas.addEventListener(name, act);
     on("pointermove", (event) => this.point(event));
@@ -94,15 +95,15 @@ class Rows {
     gantt.ranks.forEach((rank, i) => {
       if (i % every === 0) pen.fillText(`${i ? "" : "rank "}${rank}`, this.left - 7, (i + 0.5) * rankTall);
       if (gantt.stages > 1 && i) {
-        pen.fillStyle = colour("text");
-        pen.fillRect(this.left, i * rankTall - 0.5, this.width - this.left - RIGHT, 1);
+        pen.fillStyle = colour("page");
+        pen.fillRect(this.left, i * rankTall - 0.75, this.width - this.left - RIGHT, 1.5);
         pen.fillStyle = colour("soft");
       }
     });
   }
 
   describe(bar) {
-    const { gantt } = this, s = (time) => duration(time, time), row = this.row[bar];
+    const { gantt } = this, row = this.row[bar];
     const rank = gantt.ranks[Math.floor(row / gantt.stages)], degree = this.degree[bar];
     const pass = this.backward[bar] ? ", backward" : ", forward";
     return [
@@ -110,7 +111,7 @@ class Rows {
       this.joined[bar] > 1 ? `${count(this.joined[bar])} short micro-batches, from ${this.microBatch[bar]}`
         : `micro-batch ${this.microBatch[bar]}`,
       `ring of ${degree} rank${degree > 1 ? "s" : ""}; ${count(this.tokens[bar])} tokens on this rank`,
-      `starts at ${s(this.start[bar])}, works ${s(this.busy[bar])}`,
+      `starts at ${brief(this.start[bar])}, works ${brief(this.busy[bar])}`,
     ].join("\n");
   }
 
@@ -124,7 +125,7 @@ class Rows {
     this.choose(bar, event);
     if (bar >= 0) return;
     const part = gantt.behind.find(([, at, length]) => at <= time && time <= at + length);
-    showTip(event, part ? `${gantt.name}: ${part[0]}, ${duration(part[2], part[2])}`
+    showTip(event, part ? `${gantt.name}: ${part[0]}, ${brief(part[2])}`
       : `${gantt.name}, rank ${gantt.ranks[Math.floor(row / gantt.stages)]}: waits`);
   }
 

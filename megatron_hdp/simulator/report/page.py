@@ -11,7 +11,7 @@ from megatron_hdp.simulator.execution import Run
 from megatron_hdp.simulator.filling import encoded, script_data, text_of, write_filled
 from megatron_hdp.simulator.palette import Palette, pale
 from megatron_hdp.simulator.report.bars import Gantt, gantt_of
-from megatron_hdp.simulator.report.charts import MAX_STEPS, all_charts, first_steps, window_s
+from megatron_hdp.simulator.report.charts import MAX_STEPS, all_charts, first_steps, first_window_s
 from megatron_hdp.simulator.report.figures import headline
 from megatron_hdp.simulator.report.parts import PARTS
 from megatron_hdp.simulator.report.subject import Subject
@@ -92,7 +92,7 @@ def _gantts_on_page(run: Run, gantts: Mapping[str, Gantt]) -> dict[str, Any]:
             }
             for name, one in gantts.items()
         ],
-        "window": window_s(first_steps(run)),
+        "window": first_window_s(run),
         "mostOfGroup": [most for _, most in palette.groups],
         "groupNames": palette.names,
         "colours": palette.colours,

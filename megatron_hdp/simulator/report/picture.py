@@ -10,7 +10,7 @@ from megatron_hdp.simulator.execution import Run
 from megatron_hdp.simulator.palette import IDLE, Palette, pale
 from megatron_hdp.simulator.plot import add_rectangles, import_figure
 from megatron_hdp.simulator.report.bars import Gantt
-from megatron_hdp.simulator.report.charts import all_charts, first_steps, window_s
+from megatron_hdp.simulator.report.charts import all_charts, first_window_s
 from megatron_hdp.simulator.report.figures import headline
 from megatron_hdp.simulator.report.page import gantts_of, palette_of
 from megatron_hdp.simulator.report.parts import PARTS
@@ -40,7 +40,7 @@ def write_picture(run: Run, subject: Subject, path: str) -> None:
         places = figure.subplots(len(tall), height_ratios=tall, squeeze=False)[:, 0]
         draw(places[0], charts[0])
         palette = palette_of(gantts, run.setting.ranks)
-        until_s = window_s(first_steps(run))
+        until_s = first_window_s(run)
         for axes, (name, one) in zip(places[1:], gantts.items(), strict=False):
             _draw_gantt(axes, name, one, palette, until_s)
         _name_colours(places[1], palette)
@@ -71,6 +71,7 @@ def _draw_gantt(axes: Any, name: str, one: Gantt, palette: Palette, until_s: flo
     axes.set_yticks(
         [(i + 0.5) * one.stages - 0.5 for i in marked], [f"{one.ranks[i]:,}" for i in marked]
     )
+    axes.set_xlabel("seconds")
     axes.set_ylabel("HDP rank")
     axes.spines[["top", "right", "left"]].set_visible(False)
 

@@ -166,12 +166,24 @@ def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3
-    assert runs([[0], [1], [3]])[:2] == first[:2]  # another rank has its own
+    assert runs([[0], [1], [3]])[:2] == first[:2]
+    assert runs([[1], [0], [2]])[0] != first[0]  # another rank has its own
     assert runs([[0], [1], [2]]) == first
     assert runs([[0], [1], [2]], step=1) != first != runs([[0], [1], [2]], seed=2)
     many = np.log(runs([[rank] for rank in range(4000)])) - np.log(2.0)
     assert many.std() == pytest.approx(0.2, rel=0.05)
     assert many.mean() == pytest.approx(0.0, abs=0.01)
+
+
+def test_blocks_and_hops_take_as_long_backward_as_forward() -> None:
+    # 3 layers; a block is 1 s; a hop 0.5 s, which nothing hides
+    costs = CostModel(
+        a=0.0, b=3.0, kv_bytes_per_token=0.0, num_layers=3, block_s=1.0, intra_node_hop_s=0.5
+    )
+    run = execute(plan_of([[0], [0, 1]], lengths=[1, 2]), costs)
+    assert run.forward_s.tolist() == [3.0 + 1.0, 3.0 * 2 + 1.0 + 3 * 0.5]
+    assert run.backward_s.tolist() == [3.0 + 2.0, 3.0 * 2 + 2.0 + 3 * 0.5]
+    assert run.record.ring_exposed_s == pytest.approx(3.0)
 
 
 def test_slow_ranks_slow_their_rings() -> None:
