@@ -244,6 +244,6 @@ def subject_of(arguments: argparse.Namespace, options: "TrainingArguments") -> S
     return Subject(
         config=" ".join([*arguments.config, *arguments.flags]),
         data=arguments.hdp_data or arguments.data or f"{PRESET}github",
-        cost_model=options.hdp_cost_model,
+        cost_model=str(options.hdp_cost_model) if options.hdp_cost_model else None,
         gpu_memory_bytes=memory_bytes("--gpu-memory", arguments.gpu_memory),
     )

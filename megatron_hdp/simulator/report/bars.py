@@ -16,6 +16,7 @@ MAX_ROWS = 24
 MAX_BARS = 4000
 """Of one strategy; where there are more, short ones of one degree are joined."""
 _CELLS = 2000  # of a step, one of which a bar takes at least that stands by itself
+_WIDE = 0.01  # of a step: a cell in which colours no longer count
 _BEHIND = ("gradient sync", "optimizer", "parameter gather", "loading")
 
 
@@ -136,17 +137,21 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
 
 
 def _joined(bars: dict[str, npt.NDArray[Any]], cell_s: float) -> dict[str, npt.NDArray[Any]]:
-    """Join short neighbours of one row, degree and pass that begin in one cell, wider ones if need
-    be: until no more than `MAX_BARS` are left.
+    """Join short neighbours of one row, degree and pass that begin in one cell of time.
+
+    Cells grow until no more than `MAX_BARS` are left; where that takes wide ones, neighbours need
+    not be alike, and the first one's colour stands for all.
     """
+    widest_s = bars["end_s"].max()
     while True:
         cell = np.floor(bars["start_s"] / cell_s)
         short = bars["busy_s"] < cell_s
         alike = short[1:] & short[:-1] & (cell[1:] == cell[:-1])
-        for name in ("row", "degree", "backward"):
+        names = ("row", "degree", "backward") if cell_s < _WIDE * widest_s else ("row",)
+        for name in names:
             alike &= bars[name][1:] == bars[name][:-1]
         begins = np.flatnonzero(np.concatenate([[True], ~alike]))
-        if len(begins) <= MAX_BARS or cell_s > bars["end_s"].max():
+        if len(begins) <= MAX_BARS or cell_s > widest_s:
             break
         cell_s *= 2
     added = ("busy_s", "tokens", "joined")
