@@ -65,7 +65,7 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
     backward_start = execution.backward_start_s[stage][:num]
     both_s = times.forward_s + times.backward_s
     in_forward = np.divide(times.forward_s, both_s, out=np.zeros(num), where=both_s > 0)[member_of]
-    if stages == 1 and np.allclose(backward_start, forward_start + times.forward_s):
+    if np.allclose(backward_start, forward_start + times.forward_s, atol=0.0):
         passes = [(forward_start, np.ones(len(member_of)), False)]
     else:
         passes = [(forward_start, in_forward, False), (backward_start, 1 - in_forward, True)]

@@ -40,6 +40,8 @@ class Text(HTMLParser):
             self.rows[-1].append("")
 
     def handle_data(self, data: str) -> None:
+        if self.tags[-1:] == ["script"]:
+            return
         self.texts.append(data)
         if self.rows and self.rows[-1] and self.tags[-1] in ("td", "th"):
             self.rows[-1][-1] += data.strip()

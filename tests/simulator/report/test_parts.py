@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+from megatron_hdp.simulator.execution import Disturbance
 from megatron_hdp.simulator.report.parts import PARTS, mean_parts, parts_of
+from tests.simulator.execution.test_run import batches
 from tests.simulator.report.runs import run_of, setting_of
 
 
@@ -36,12 +38,12 @@ def test_each_part_is_named_right() -> None:
     for number, (part, field) in enumerate(names.items()):
         changed = dataclasses.replace(record, **{field: 1000.0 + number})
         assert parts_of(changed)[part] == 1000.0 + number
+        if number < 3:  # of the makespan: the rest of it is compute
+            assert sum(parts_of(changed).values()) == pytest.approx(record.step_s)
 
 
 def test_without_noise_compute_is_what_the_cost_model_says() -> None:
-    from tests.simulator.execution.test_run import batches
-
-    setting = setting_of(disturbance=type(setting_of().disturbance)())
+    setting = setting_of(disturbance=Disturbance())
     (lengths,) = batches(1)
     execution = setting.executed(setting.planned(lengths, "auto"))
     compute = parts_of(execution.record)["compute"]
