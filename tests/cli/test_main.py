@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ HEAVY = ("torch", "megatron", "numpy", "matplotlib", "transformers")
     "arguments",
     [
         ["plan", "--help"],
+        ["simulate", "--help"],
         ["check", "--help"],
         ["preprocess", "--help"],
         ["profile", "--help"],
@@ -46,6 +48,17 @@ import sys
 from megatron_hdp.cli.main import main
 code = main(["plan", "--lengths", {str(tmp_path / "lengths")!r}, "--ranks", "2",
              "--tokens-per-rank", "16"])
+assert code == 0 and "torch" not in sys.modules and "megatron" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_simulating_never_loads_torch():
+    config = Path(__file__).parents[2] / "configs" / "tiny-cpu.yaml"
+    script = f"""
+import sys
+from megatron_hdp.cli.main import main
+code = main(["simulate", "--config", {str(config)!r}, "--gpus", "4", "--steps", "1"])
 assert code == 0 and "torch" not in sys.modules and "megatron" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner import Plan
-from megatron_hdp.planner.lockstep import PADDING, end_together, slots
+from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline_evaluation import RankLists
 
 Int64Array = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 Float64Array = NDArray[np.float64]
 
 
@@ -30,8 +29,6 @@ class Launches:
     """Whether positions agree; if not, only a rank without a micro-batch has padding."""
     group_of: Int64Array
     """The launch of each micro-batch and padding."""
-    ends_together: BoolArray
-    """Of each rank: see `planner.lockstep.end_together`."""
 
     @property
     def num(self) -> int:
@@ -54,7 +51,6 @@ def launches_of(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> Launch
     """Lay a plan out on its ranks; arguments as of `planner.lockstep.slots`."""
     num = plan.num_micro_batches
     of_ranks = slots(plan, aligned=aligned, lockstep_ranks=lockstep_ranks)
-    together = end_together(plan, of_ranks, lockstep_ranks=lockstep_ranks)
     counts = np.array([len(one) for one in of_ranks], dtype=np.int64)
     flat = np.concatenate(of_ranks)
     is_padding = flat == PADDING
@@ -73,7 +69,6 @@ def launches_of(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> Launch
         padding_ranks=ranks[is_padding],
         is_aligned=aligned,
         group_of=group_of,
-        ends_together=together,
     )
 
 

@@ -46,7 +46,7 @@ class Machine:
     distributed_optimizer: bool = True
     """Gradients are reduced to shards and parameters gathered; else gradients are all-reduced."""
     overlaps_sync: bool = False
-    """Whether reductions begin in the last backward, where the runtime lets them."""
+    """Whether reductions begin in the last backward."""
     gradient_buckets: int = 1
     """Parts that are reduced one after another; a part begins when all ranks have it."""
     optimizer_s: float = 0.0

@@ -139,13 +139,12 @@ def execute(
     forward_s = launches.longest(passes.forward_s)[launches.group_of]
     backward_s = launches.longest(passes.backward_s)[launches.group_of]
     end_s, last_s = _ends(launches, starts, backward_s)
-    in_backward = launches.ends_together & machine.overlaps_sync
     done_s = np.array(
         [
             reduced_s(
                 end_s[stage],
                 last_s[stage],
-                in_backward,
+                machine.overlaps_sync,
                 machine.reduction_s(stage, plan.num_ranks),
                 machine.gradient_buckets,
             )

@@ -4,12 +4,13 @@ import resource
 import statistics
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_hdp.data.presets import preset_lengths
-from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.planner import LLAMA_7B, plan
 from megatron_hdp.simulator.execution import (
     REPORT_KEYS,
     Disturbance,
@@ -64,6 +65,29 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
     assert first is not None and first.step_s == times[0]
 
 
+def test_plans_are_those_of_training() -> None:
+    (lengths,) = batches(1)
+    setting = replace(SETTING, pipeline_stages=4, offload="auto", slice_multiple=16)
+    given = {
+        "ranks": 16,
+        "tokens_per_rank": 4096,
+        "max_length": 65536,
+        "slice_multiple": 16,
+        "cost_model": LLAMA_7B,
+        "offload": "auto",
+    }
+    for name, others in (
+        ("auto", {"strategy": "pp-balance", "pipeline_stages": 4}),
+        ("static", {"strategy": "static", "pipeline_stages": 4}),
+        ("naive", {"strategy": "naive"}),  # it knows nothing of positions: padding aligns it
+    ):
+        expected = plan(lengths, **given, **others)
+        assert setting.planned(lengths, name).fingerprint() == expected.fingerprint()
+    experts = replace(SETTING, lockstep_ranks=4)
+    assert experts.planned(lengths, "auto").strategy == "pp-balance"
+    assert SETTING.planned(lengths, "auto").strategy == "dp-balance"
+
+
 def test_parts_of_a_step_add_up() -> None:
     for name in ("static", "auto"):
         for step in simulate(SETTING, batches(2), [name]).outcomes[name].steps:
@@ -79,7 +103,7 @@ def test_other_strategies_change_nothing() -> None:
     beside = simulate(SETTING, drawn, ["naive", "bytescale", "auto"])
     assert alone.figures("auto") == beside.figures("auto")
     other = simulate(
-        Setting(**{**vars(SETTING), "disturbance": Disturbance(noise=0.05, seed=8)}),
+        replace(SETTING, disturbance=Disturbance(noise=0.05, seed=8)),
         drawn,
         ["auto"],
     )

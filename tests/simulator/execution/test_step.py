@@ -17,7 +17,7 @@ THIRDS = [name for name in COST_MODELS if name not in ("latency", "blocks", "lat
 """Cost models whose backward takes twice the time of a forward, as the evaluation has it."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) -> None:
     problem = dataclasses.replace(problem, speeds=())
@@ -33,7 +33,7 @@ def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) ->
         assert run.record.bubble_share == pytest.approx(expected.idle_share, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_slow_members_take_at_least_what_the_evaluation_says(
     problem: Problem, strategy: str
@@ -44,7 +44,7 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(), st.sampled_from(["pp-balance", "static", "dynamic-cp"]), st.integers(2, 4))
 def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stages: int) -> None:
     if problem.cost_model not in THIRDS:
@@ -66,7 +66,7 @@ def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stage
         np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(offload=True), st.sampled_from(STRATEGIES), st.floats(1.0, 20.0))
 def test_a_slower_network_or_host_is_never_faster(
     problem: Problem, strategy: str, factor: float

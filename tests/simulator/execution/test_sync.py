@@ -2,8 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_hdp.planner.lockstep import end_together, slots
+from megatron_hdp.simulator.execution import execute
 from megatron_hdp.simulator.execution.sync import reduced_s
+from tests.planner.problems import Problem, problems
 
 
 def parts_slowly(
@@ -20,20 +25,18 @@ def parts_slowly(
 
 
 @pytest.mark.parametrize(
-    ("inside", "reduction", "parts", "expected"),
+    ("overlaps", "reduction", "parts", "expected"),
     [
-        ([False, False], 2.0, 4, 12.0),
-        ([True, True], 2.0, 4, 10.5),  # all but the last part is done in the last backward
-        ([True, True], 2.0, 1, 12.0),  # one part is there at the end
-        ([False, True], 2.0, 4, 10.5),  # rank 0 gives everything at 8
-        ([True, False], 2.0, 4, 12.0),  # rank 1 gives nothing before its end
-        ([True, True], 8.0, 4, 15.0),  # the first part is there at 10 - 3/4 of 4 = 7
+        (False, 2.0, 4, 12.0),
+        (True, 2.0, 4, 10.5),  # all but the last part is done in the last backward
+        (True, 2.0, 1, 12.0),  # one part is there at the end
+        (True, 8.0, 4, 15.0),  # the first part is there at 10 - 3/4 of 4 = 7
     ],
 )
-def test_two_ranks(inside: list[bool], reduction: float, parts: int, expected: float) -> None:
+def test_two_ranks(overlaps: bool, reduction: float, parts: int, expected: float) -> None:
     end, last = [8.0, 10.0], [4.0, 4.0]
-    found = reduced_s(np.array(end), np.array(last), np.array(inside), reduction, parts)
-    assert found == expected == parts_slowly(end, last, inside, reduction, parts)
+    found = reduced_s(np.array(end), np.array(last), overlaps, reduction, parts)
+    assert found == expected == parts_slowly(end, last, [overlaps] * 2, reduction, parts)
 
 
 def test_only_the_first_and_the_last_part_decide() -> None:
@@ -41,8 +44,27 @@ def test_only_the_first_and_the_last_part_decide() -> None:
     for _ in range(300):
         ranks, parts = int(random.integers(1, 6)), int(random.integers(1, 9))
         end = random.uniform(5, 9, ranks)
-        last, inside = random.uniform(0, 5, ranks), random.random(ranks) < 0.5
+        last, overlaps = random.uniform(0, 5, ranks), bool(random.random() < 0.5)
         reduction = float(random.uniform(0, 8))
-        found = reduced_s(end, last, inside, reduction, parts)
-        slowly = parts_slowly(end.tolist(), last.tolist(), inside.tolist(), reduction, parts)
+        found = reduced_s(end, last, overlaps, reduction, parts)
+        inside = [overlaps] * ranks
+        slowly = parts_slowly(end.tolist(), last.tolist(), inside, reduction, parts)
         assert found == pytest.approx(slowly, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.sampled_from(["naive", "bytescale", "dp-balance"]), st.sampled_from([1, 3]))
+def test_ranks_that_may_not_begin_decide_nothing(
+    problem: Problem, strategy: str, stages: int
+) -> None:
+    plan = problem.plan(strategy)
+    run = execute(plan, problem.model, pipeline_stages=stages)
+    of_ranks = slots(plan, aligned=stages > 1)
+    inside = end_together(plan, of_ranks).tolist()
+    padding = iter(range(plan.num_micro_batches, len(run.backward_s)))
+    named = [[next(padding) if m < 0 else m for m in one.tolist()] for one in of_ranks]
+    last_s = run.backward_s[[one[-1] for one in named]]
+    reduction = run.makespan_s
+    for end_s in run.end_s:
+        slowly = parts_slowly(end_s.tolist(), last_s.tolist(), inside, reduction, 5)
+        assert reduced_s(end_s, last_s, True, reduction, 5) == pytest.approx(slowly, rel=1e-9)
