@@ -13,7 +13,7 @@ from megatron_hdp.simulator.filling import text_of
 
 _MOST_NAMES = 24  # of bars that stand upright below them
 _SCALES = {"": 1.0, "s": 1.0, "bytes": 1e9, "share": 1e-2}
-_NAMES = {"": "", "s": "", "bytes": " (GB)", "share": " (%)"}
+_NAMES = {"": "", "s": " (s)", "bytes": " (GB)", "share": " (%)"}
 _NO_DATES = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -62,10 +62,22 @@ def draw(axes: Any, chart: Chart) -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
     elif chart.kind != "piles":
         axes.set_ylim(bottom=0)
-    if chart.x_end is not None:
+    if chart.x_end is not None and chart.kind != "piles":
         axes.set_xlim(0, chart.x_end)
     axes.set_title(chart.title, loc="left", fontsize=10)
-    axes.set_xlabel(chart.x_label)
+    if chart.note:
+        axes.annotate(
+            chart.note,
+            (1.0, 1.0),
+            (0, 3),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=7,
+            color="#555555",
+        )
+    axes.set_xlabel(chart.x_label + _NAMES[chart.x_unit])
     axes.set_ylabel(chart.y_label + (_NAMES[chart.unit] if chart.kind != "piles" else ""))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9)
@@ -92,10 +104,16 @@ def _draw_bars(axes: Any, chart: Chart, colours: Sequence[str]) -> None:
 
 def _draw_piles(axes: Any, chart: Chart, colours: Sequence[str], scale: float) -> None:
     places = np.arange(len(chart.x))
-    begins = np.zeros(len(chart.x))
-    for (name, values), colour in zip(chart.series.items(), colours, strict=True):
-        widths = np.array(values, dtype=np.float64) / scale
-        axes.barh(places, widths, left=begins, label=name, color=colour)
-        begins += np.nan_to_num(widths)
+    parts = np.array(list(chart.series.values()), dtype=np.float64) / scale
+    sums = parts.sum(axis=0)
+    end = sums.max() if chart.x_end is None else chart.x_end / scale
+    ends = np.minimum(parts.cumsum(axis=0), end)
+    begins = np.concatenate([np.zeros((1, len(sums))), ends[:-1]])
+    for name, begin, until, colour in zip(chart.series, begins, ends, colours, strict=True):
+        axes.barh(places, until - begin, left=begin, label=name, color=colour)
+    axes.set_xlim(0, 1.12 * end)
+    for place, total in zip(places.tolist(), sums.tolist(), strict=True):
+        text = f" {total:.4g}" if total <= end else f" {total:.4g}, cut"
+        axes.text(min(total, end), place, text, va="center", fontsize=9)
     axes.set_yticks(places, chart.x)
     axes.invert_yaxis()

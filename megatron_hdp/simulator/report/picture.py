@@ -17,7 +17,8 @@ from megatron_hdp.simulator.report.parts import PARTS
 from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.report.tables import about
 
-_INCHES = 3.2  # of a chart
+_INCHES = 2.3  # of a chart
+_PILE_INCHES = 0.3
 _ROW_INCHES = 0.09
 
 
@@ -29,10 +30,10 @@ def write_picture(run: Run, subject: Subject, path: str) -> None:
     """
     figure_class = import_figure("a picture", ", or write a page (.html)")
     charts, gantts = all_charts(run, subject), gantts_of(run)
-    tall = [_INCHES] * min(1, len(charts))
+    tall = [1.0 + _PILE_INCHES * len(gantts)] * min(1, len(charts))
     tall += [0.6 + _ROW_INCHES * len(one.ranks) * one.stages for one in gantts.values()]
     tall += [_INCHES] * max(0, len(charts) - 1)
-    figure = figure_class(figsize=(12.0, 0.9 + sum(tall)), dpi=110, layout="constrained")
+    figure = figure_class(figsize=(12.0, 0.9 + sum(tall)), dpi=95, layout="constrained")
     figure.suptitle(
         f"{headline(run)}\n{about(run, subject)}", x=0.01, ha="left", fontsize=10, wrap=True
     )
