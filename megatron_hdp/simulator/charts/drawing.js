@@ -115,8 +115,9 @@ function drawSeries(chart, WIDTH) {
     chart.x.forEach((name, k) => k % every || add(svg, "text",
       { x: toX(k + 0.5), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, name));
   } else {
+    const whole = n > 0 && chart.x.every(Number.isInteger);
     for (const v of ticks(first, last, WIDTH / 120)) {
-      if (!chart.x_unit && n && last - first < 12 && !Number.isInteger(v)) continue;  // whole steps
+      if (whole && !Number.isInteger(v)) continue;
       add(svg, "text", { x: toX(v), y: HEIGHT - BOTTOM + 15,
         "text-anchor": toX(v) > WIDTH - 30 ? "end" : "middle" }, shown(v, chart.x_unit, last));
     }

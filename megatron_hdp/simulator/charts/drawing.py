@@ -51,7 +51,7 @@ def draw(axes: Any, chart: Chart) -> None:
             x = chart.own_x.get(name, chart.x)
             axes.plot(x, y, label=name, color=colour, linewidth=1.6, drawstyle=style)
         axes.margins(x=0)
-        if not chart.x_unit:
+        if chart.x and all(float(x).is_integer() for x in chart.x):
             axes.xaxis.get_major_locator().set_params(integer=True)
     for mark in chart.marks:
         axes.axvline(mark, color="black", linewidth=0.8, linestyle=(0, (4, 3)))

@@ -1,5 +1,6 @@
 """Charts of the kinds that reports have, in a picture and on a page."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -53,6 +54,16 @@ def test_stairs_of_a_picture_have_places_and_limits() -> None:
     assert list(one.get_xdata()) == [0, 4, 30] and list(one.get_ydata()) == [5, 9, 1]
     assert list(two.get_ydata()) == [4, 2] and list(limit.get_ydata()) == [8, 8]
     assert axes.get_xlim() == (0, 10) and axes.get_ylabel() == "m (GB)"
+
+
+@pytest.mark.parametrize(("x", "whole"), [([1.0, 2.0, 3.0], True), ([0.1, 0.2, 0.9], False)])
+def test_steps_have_whole_numbers(x: list[float], whole: bool) -> None:
+    chart = Chart(kind="lines", title="t", x_label="x", y_label="y", x=x, series={"a": x})
+    axes = axes_of(chart)
+    inside = [tick for tick in axes.get_xticks() if x[0] <= tick <= x[-1]]
+    assert all(float(tick).is_integer() for tick in inside) == whole
+    stairs = axes_of(dataclasses.replace(STAIRS, x_end=0.4))
+    assert any(0 < tick < 0.4 for tick in stairs.get_xticks())
 
 
 def test_values_are_one_a_place() -> None:
