@@ -88,6 +88,11 @@ def save(figure: Any, path: str) -> None:
     import matplotlib
 
     suffix = os.path.splitext(path)[1].lstrip(".")
+    # the layout's solver leaves last bits to chance, and names in an SVG are hashes of places
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position([round(place, 6) for place in axes.get_position().bounds])
     salted = matplotlib.rc_context({"svg.hashsalt": "megatron-hdp"})
     with salted, complete_file(path) as temporary:
         figure.savefig(temporary, format=suffix, metadata=_NO_DATES.get(suffix))

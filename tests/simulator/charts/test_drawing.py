@@ -4,11 +4,12 @@ import dataclasses
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_hdp.simulator.charts import Chart, chart_places, draw, on_page
+from megatron_hdp.simulator.charts import Chart, chart_places, draw, on_page, save
 from megatron_hdp.simulator.filling import text_of
 
 PILES = Chart(
@@ -64,6 +65,24 @@ def test_steps_have_whole_numbers(x: list[float], whole: bool) -> None:
     assert all(float(tick).is_integer() for tick in inside) == whole
     stairs = axes_of(dataclasses.replace(STAIRS, x_end=0.4))
     assert any(0 < tick < 0.4 for tick in stairs.get_xticks())
+
+
+def test_a_layout_that_differs_in_its_last_bits_is_the_same_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out = Figure.draw_without_rendering
+    for name, off in (("one", 0.0), ("two", 1e-13)):
+
+        def jittered(figure: Figure, off: float = off) -> None:
+            laid_out(figure)
+            for axes in figure.axes:
+                axes.set_position([place + off for place in axes.get_position().bounds])
+
+        monkeypatch.setattr(Figure, "draw_without_rendering", jittered)
+        figure = Figure(layout="constrained")
+        draw(figure.add_subplot(), STAIRS)
+        save(figure, str(tmp_path / f"{name}.svg"))
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_values_are_one_a_place() -> None:
