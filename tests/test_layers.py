@@ -45,6 +45,8 @@ ROOMS: dict[str, set[str]] = {
     "data_plane": {"planner", "data", "data_plane/wire", "data_plane/roles", "ray_launch"},
     "simulator": {"planner"},
     "simulator/execution": {"planner"},
+    "simulator/charts": {"simulator"},
+    "simulator/report": {"planner", "simulator", "simulator/charts", "simulator/execution"},
     "runtime": set(),
     "runtime/cuda": set(),
     "runtime/health": {"runtime"},
@@ -108,7 +110,7 @@ FACES = {
     *{"megatron/model", "megatron/optimizer", "megatron/execution"},
     *{"megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"simulator/execution"},
+    *{"simulator/execution", "simulator/charts", "simulator/report"},
     *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
 }
 

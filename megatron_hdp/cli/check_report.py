@@ -5,8 +5,8 @@ from dataclasses import asdict
 import orjson
 
 from megatron_hdp.cli.checking import Finding
-from megatron_hdp.cli.shared.units import seconds
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
+from megatron_hdp.simulator.units import seconds
 
 _ROWS = (
     ("weights", "weights", "{precision}"),

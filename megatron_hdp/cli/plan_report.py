@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.cli.planning import Outcome, Request
-from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
+from megatron_hdp.simulator.units import num_bytes, seconds
 
 _COLUMNS = (
     "strategy",

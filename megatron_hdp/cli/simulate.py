@@ -11,6 +11,7 @@ from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from megatron_hdp.simulator.execution import Run
+    from megatron_hdp.simulator.report import Subject
 
 _DEFAULT = "static,naive,bytescale,auto"
 _SILENT_S = 2.0  # before a bar is shown
@@ -37,6 +38,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--steps", type=whole(1, 10**6), default=5, metavar="K", help="global batches (default: 5)")
     add("--seed", type=whole(0, 2**62), default=0, metavar="S", help="of batches and noise")
     add("--output", metavar="FILE.json", help="write all figures")
+    add(
+        "--report",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write what the run would be for a person: .html is a page without a network, "
+        ".png, .svg and .pdf are pictures (may be given again)",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -86,20 +95,24 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="JSON with what differs from the defaults besides the cost model",
     )
+    add(
+        "--gpu-memory",
+        default="80GB",
+        metavar="SIZE",
+        help="of one GPU, in GB (1e9 bytes), GiB or MiB, to compare with (default: 80GB)",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import simulating
-    from megatron_hdp.cli.data_commands.flags import check_outputs
     from megatron_hdp.simulator.execution import simulate
 
     strategies = _strategies(arguments.strategies)
     slow = _slow(arguments.slow)
     options = simulating.options_of(arguments)
-    if arguments.output:
-        read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
-        read += [arguments.rank_speeds, arguments.machine]
-        check_outputs([arguments.output], (".json",), [path for path in read if path])
+    read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
+    _check_files(arguments, [*read, arguments.rank_speeds, arguments.machine])
+    subject = simulating.subject_of(arguments, options)
     setting = simulating.setting_of(arguments, options, slow)
     batches = simulating.batches_of(arguments, options)
     print(simulating.headline(setting, batches))
@@ -107,19 +120,36 @@ def _run(arguments: argparse.Namespace) -> int:
     with _bar(total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
     print(simulating.table(run))
-    _write(arguments, run)
+    _write(arguments, run, subject)
     return ExitCode.DONE
 
 
-def _write(arguments: argparse.Namespace, run: "Run") -> None:
+def _check_files(arguments: argparse.Namespace, read: list[str | None]) -> None:
+    """Refuse what cannot be written, before the work is done."""
+    from megatron_hdp.cli.data_commands.flags import check_outputs
+    from megatron_hdp.simulator.plot import import_figure
+    from megatron_hdp.simulator.report import SUFFIXES
+
+    inputs = [path for path in read if path]
+    output = [arguments.output] if arguments.output else []
+    check_outputs(output, (".json",), inputs)
+    check_outputs(arguments.report, SUFFIXES, inputs, written=output, flag="--report")
+    if any(not path.endswith(".html") for path in arguments.report):
+        import_figure("a report", ", or write a page (.html)")
+
+
+def _write(arguments: argparse.Namespace, run: "Run", subject: "Subject") -> None:
     from megatron_hdp.cli import simulating
     from megatron_hdp.simulator.files import complete_file
+    from megatron_hdp.simulator.report import write_report
 
-    if not arguments.output:
-        return
-    with complete_file(arguments.output) as temporary:
-        Path(temporary).write_bytes(simulating.as_json(run, arguments))
-    print(f"written to {arguments.output}")
+    if arguments.output:
+        with complete_file(arguments.output) as temporary:
+            Path(temporary).write_bytes(simulating.as_json(run, arguments))
+        print(f"written to {arguments.output}")
+    for path in arguments.report:
+        write_report(run, subject, path)
+        print(f"report written to {path}")
 
 
 def _bar(total: int):  # type: ignore[no-untyped-def]

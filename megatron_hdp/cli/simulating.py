@@ -11,31 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.check_plan import cost_model_of, flops_of, preset_batch
 from megatron_hdp.cli.checking import degree_refusals, job_of
 from megatron_hdp.cli.lengths import PRESET, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
-from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.data.presets import PRESETS
 from megatron_hdp.megatron.options import expert_domain_size, parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
+from megatron_hdp.simulator.report import COLUMNS, Subject, cells
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
 
 Int64Array = npt.NDArray[np.int64]
-
-_COLUMNS = (
-    "strategy",
-    "step time",
-    "tokens/s",
-    "bubble",
-    "ring traffic",
-    "MFU",
-    "peak memory",
-    "speed-up",
-)
 
 
 def options_of(arguments: argparse.Namespace) -> "TrainingArguments":
@@ -221,26 +211,9 @@ def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:
 
 def table(run: Run) -> str:
     """One row a strategy; below it, why one has none."""
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    notes = []
-    for name in run.outcomes:
-        found = run.figures(name)
-        if found["reason"] is not None:
-            rows.append((name, *["-"] * (len(_COLUMNS) - 1)))
-            notes.append(f"  {name}: {found['reason']}")
-            continue
-        rows.append(
-            (
-                name,
-                seconds(found["step_time_s"]),
-                f"{found['tokens_per_s']:,.0f}",
-                f"{found['bubble_share']:.1%}",
-                num_bytes(found["ring_bytes"]),
-                "-" if found["mfu"] is None else f"{found['mfu']:.1%}",
-                _or_none(found["peak_memory_bytes"], num_bytes),
-                _or_none(found["speedup"], lambda value: f"{value:.2f}"),
-            )
-        )
+    rows = [COLUMNS, *(cells(run, name) for name in run.outcomes)]
+    reasons = {name: one.reason for name, one in run.outcomes.items() if one.reason is not None}
+    notes = [f"  {name}: {reason}" for name, reason in reasons.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  "
@@ -249,10 +222,6 @@ def table(run: Run) -> str:
         for row in rows
     ]
     return "\n".join(lines + notes)
-
-
-def _or_none(value: float | None, shown: Any) -> str:
-    return "-" if value is None else shown(value)
 
 
 def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
@@ -264,3 +233,17 @@ def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
         "strategies": {name: run.figures(name) for name in run.outcomes},
     }
     return orjson.dumps(report, option=orjson.OPT_INDENT_2)
+
+
+def subject_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Subject:
+    """What a report is about.
+
+    Raises:
+        ValueError: a size of memory that is none.
+    """
+    return Subject(
+        config=" ".join([*arguments.config, *arguments.flags]),
+        data=arguments.hdp_data or arguments.data or f"{PRESET}github",
+        cost_model=str(options.hdp_cost_model) if options.hdp_cost_model else None,
+        gpu_memory_bytes=memory_bytes("--gpu-memory", arguments.gpu_memory),
+    )

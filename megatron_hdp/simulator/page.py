@@ -4,22 +4,18 @@ The plan's flat arrays go into the page as they are, so that one for thousands o
 and quick; ``page.html`` draws what is in sight on a canvas.
 """
 
-import base64
 import os
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.simulator.filling import encoded, script_data, text_of, write_filled
 from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
 from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, pale
 
 _MAX_ROWS = 65_536  # more lanes show the first stage of each rank only
-_PLACE = "__PLAN__"
 
 
 def write_page(
@@ -41,13 +37,9 @@ def write_page(
     """
     chart = chart_of(plan, evaluation, _MAX_ROWS)
     document = _facts(plan, evaluation, chart, title or default_title(plan, evaluation))
-    document["arrays"] = {name: _encoded(array) for name, array in _arrays(plan, chart).items()}
-    # "<" never stands in a script's data: a title could close the script
-    data = orjson.dumps(document).decode().replace("<", "\\u003c")
-    template = files("megatron_hdp.simulator").joinpath("page.html").read_text("utf-8")
-    before, after = template.split(_PLACE)
-    with complete_file(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
-        stream.writelines((before, data, after))
+    document["arrays"] = {name: encoded(array) for name, array in _arrays(plan, chart).items()}
+    template = text_of("megatron_hdp.simulator", "page.html")
+    write_filled(path, template, {"__PLAN__": script_data(document)})
 
 
 def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict[str, Any]:
@@ -96,10 +88,3 @@ def _arrays(plan: Plan, chart: Chart) -> dict[str, npt.NDArray[Any]]:
         "lengths": plan.lengths.astype(np.float64),
         "offload": plan.offload_ratios,
     }
-
-
-def _encoded(array: npt.NDArray[Any]) -> tuple[str, str]:
-    """The kind of an array (i: int32, d: float64, b: uint8) and its little-endian bytes as text."""
-    kind = {np.dtype(np.int32): "i", np.dtype(np.float64): "d", np.dtype(np.uint8): "b"}
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return kind[array.dtype], base64.b64encode(little.tobytes()).decode()

@@ -99,23 +99,23 @@ def _draw_bars(axes: Any, chart: Chart, makespan_s: float, scale: float, palette
     every_row = np.arange(chart.num_rows)
     idle = np.zeros(chart.num_rows), np.full(chart.num_rows, makespan_s / scale)
     few = chart.num_rows <= _MAX_SEPARATE_ROWS
-    _add_rectangles(axes, every_row, *idle, IDLE, separate=few)
+    add_rectangles(axes, every_row, *idle, IDLE, separate=few)
     pipelined = bool(bars.backward.any())
     for of_pass, is_pale in ((~bars.backward, pipelined), (bars.backward, False)):
         for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
             chosen = of_pass & (bars.degree >= least) & (bars.degree <= most)
             start, stop = bars.start_s[chosen] / scale, bars.ring_end_s[chosen] / scale
             shade = pale(colour) if is_pale else colour
-            _add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
+            add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
         chosen = of_pass & (bars.own_end_s > bars.ring_end_s)
         start, stop = bars.ring_end_s[chosen] / scale, bars.own_end_s[chosen] / scale
         shade = pale(LOCAL) if is_pale else LOCAL
-        _add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
+        add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
     if not few:
         _outline_rings(axes, chart, scale)
 
 
-def _add_rectangles(
+def add_rectangles(
     axes: Any,
     row: Int64Array,
     start: Float64Array,

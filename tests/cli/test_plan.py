@@ -10,9 +10,9 @@ import pytest
 from megatron_hdp.cli.main import main
 from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.planning import COMPARED
-from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
+from megatron_hdp.simulator.units import num_bytes, seconds
 
 
 @pytest.fixture

@@ -161,6 +161,10 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--noise", "-1"), "noise is -1.0; expected a sigma from 0 to 10"),
         (("--data", "preset:x"), "--data preset:x: expected preset:github or preset:byted"),
         (("--output", "here.txt"), "expected a name that ends in .json"),
+        (("--report", "here.txt"), "--report here.txt: expected a name that ends in .html, .png"),
+        (("--report", "no/such/r.html"), "found no folder no/such"),
+        (("--report", "r.html", "--report", "./r.html"), "the file is written, too"),
+        (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
     ],
@@ -193,3 +197,48 @@ def test_files_of_no_use(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     lengths.write_text("70000\n")
     found = refusal(capsys, *argv, "--data", str(lengths))
     assert "expected at most --seq-length 65,536: set --hdp-long-sequence" in found
+
+
+def test_reports_beside_the_figures(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, picture = (config.with_name(f"run.{suffix}") for suffix in ("html", "png"))
+    flags = ("--steps", "2", "--gpu-memory", "2GB", "--report", str(page))
+    found = report(config, *flags, "--report", str(picture), "--", "--lr", "2e-4")
+    assert f"report written to {page}\nreport written to {picture}" in capsys.readouterr().out
+    text = page.read_text()
+    data = json.loads(text.split('<script id="report" type="application/json">')[1].split("<")[0])
+    for name, figures in found["strategies"].items():
+        steps = figures.pop("steps")
+        assert data["figures"][name] == figures
+        assert {one["title"]: one for one in data["charts"]}["Step times"]["series"][name] == [
+            one["step_s"] for one in steps
+        ]
+    assert f"{config} --lr 2e-4; lengths: preset:github; 16 GPUs" in text
+    assert "which has 2.00 GB: it would run out of memory" in text
+    assert "not measured" in text
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    first = page.read_bytes()
+    report(config, *flags, "--", "--lr", "2e-4")
+    assert page.read_bytes() == first
+
+
+def test_a_measured_cost_model_is_named(config: Path) -> None:
+    model = config.with_name("model.json")
+    model.write_text('{"a": 1e-9, "b": 1e-5, "kv_bytes_per_token": 512, "num_layers": 8}')
+    page = config.with_name("run.html")
+    report(config, "--steps", "1", "--cost-model", str(model), "--report", str(page))
+    assert str(model) in page.read_text() and "not measured" not in page.read_text()
+
+
+def test_a_report_never_overwrites_what_is_read_or_written(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--config", str(config), "--gpus", "16", "--steps", "1")
+    lengths = config.with_name("lengths.html")
+    lengths.write_text("5\n")
+    found = refusal(capsys, *argv, "--data", str(lengths), "--report", str(lengths))
+    assert f"--report {lengths}: the file is read, too" in found
+    assert lengths.read_text() == "5\n"
+    output, link = config.with_name("report.json"), config.with_name("link.html")
+    link.symlink_to(output)
+    found = refusal(capsys, *argv, "--output", str(output), "--report", str(link))
+    assert f"--report {link}: the file is written, too" in found

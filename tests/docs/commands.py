@@ -34,6 +34,10 @@ TRAIN = (
     "--hybrid-data-parallel --data-path data/corpus {}"
 )
 DATA_PLAN = "megatron-hdp data plan mix.yaml --steps 60 --hdp-global-batch-tokens 2048"
+SIMULATE = (
+    "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
+    "--strategies static,naive,auto --steps 3"
+)
 SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
@@ -94,6 +98,8 @@ COMMANDS = {
     "megatron-hdp simulate --config configs/llama-7b-256k.yaml --gpus 1024 --data preset:byted "
     "--strategies static,naive,bytescale,dynamic-cp,auto --steps 3 --output report.json -- "
     "--hdp-offload off": COMMAND,
+    f"{SIMULATE} --report report.html --report report.png": COMMAND,
+    f"{SIMULATE} --noise 0.1 --slow 7:0.8": COMMAND,
     "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
     "--steps 2 --noise 0.05 --slow 7:0.5": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,

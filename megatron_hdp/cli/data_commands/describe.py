@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import orjson
 
-from megatron_hdp.cli.data_commands.charts import Chart
 from megatron_hdp.cli.data_commands.describing import Description, describe, sources_of
 from megatron_hdp.cli.data_commands.flags import PICTURES, check_outputs, opening_of
 from megatron_hdp.cli.data_commands.histogram import QUANTILES
 from megatron_hdp.cli.data_commands.text import aligned
 from megatron_hdp.cli.data_commands.writing import write_charts
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.simulator.charts import Chart
 
 _NO_LIMIT = 2**40
 

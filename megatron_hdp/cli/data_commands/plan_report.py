@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hdp.cli.data_commands.charts import Chart
 from megatron_hdp.cli.data_commands.efficiency import Estimate, Ranks
 from megatron_hdp.cli.data_commands.forecast import Float64Array, Forecast, PhaseSums, Sums
 from megatron_hdp.cli.data_commands.text import aligned, short
-from megatron_hdp.cli.shared.units import num_bytes, seconds
 from megatron_hdp.data.mixture import Corpus, Position
+from megatron_hdp.simulator.charts import Chart
+from megatron_hdp.simulator.units import num_bytes, seconds
 
 _UNITS = {"tokens": "tokens", "loss-tokens": "loss tokens", "sequences": "sequences"}
 

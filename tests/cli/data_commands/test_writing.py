@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megatron_hdp.cli.data_commands.charts import Chart
 from megatron_hdp.cli.data_commands.writing import write_charts
+from megatron_hdp.simulator.charts import Chart
 
 CHARTS = [
     Chart(

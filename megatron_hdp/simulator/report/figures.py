@@ -1,0 +1,95 @@
+"""A run's figures in words: the table by strategy, the sentence above it, what to beware of."""
+
+from collections.abc import Callable
+
+from megatron_hdp.simulator.execution import BASELINE, Outcome, Run
+from megatron_hdp.simulator.report.subject import Subject
+from megatron_hdp.simulator.units import num_bytes, seconds
+
+COLUMNS = (
+    "strategy",
+    "step time",
+    "tokens/s",
+    "bubble",
+    "ring traffic",
+    "MFU",
+    "peak memory",
+    "speed-up",
+)
+_OURS = "auto"
+
+
+def cells(run: Run, name: str) -> tuple[str, ...]:
+    """A strategy's row below `COLUMNS`; dashes where it has no plan."""
+    found = run.figures(name)
+    if found["reason"] is not None:
+        return (name, *["-"] * (len(COLUMNS) - 1))
+    return (
+        name,
+        seconds(found["step_time_s"]),
+        f"{found['tokens_per_s']:,.0f}",
+        f"{found['bubble_share']:.1%}",
+        num_bytes(found["ring_bytes"]),
+        _or_none(found["mfu"], "{:.1%}".format),
+        _or_none(found["peak_memory_bytes"], num_bytes),
+        _or_none(found["speedup"], "{:.2f}".format),
+    )
+
+
+def candidate(run: Run) -> str | None:
+    """The strategy that the headline is about: auto, else the fastest; None: none has a plan."""
+    planned = [name for name, one in run.outcomes.items() if one.steps and name != BASELINE]
+    if _OURS in planned:
+        return _OURS
+    return min(planned, key=lambda name: run.outcomes[name].step_time_s or 0.0, default=None)
+
+
+def headline(run: Run) -> str:
+    """What the run says, in a sentence."""
+    name, mesh = candidate(run), run.outcomes[BASELINE]
+    if name is None and not mesh.steps:
+        return "No strategy has a plan on this configuration."
+    if name is None:
+        return f"The static mesh alone has a plan: {_alone(mesh)}."
+    ours, speedup = run.outcomes[name], run.speedup(name)
+    if speedup is None:
+        return f"The static mesh has no plan on this configuration; {name} has one: {_alone(ours)}."
+    return (
+        f"{name} trains {speedup:.2f} times as fast as the static mesh on this configuration; of "
+        f"a step, {ours.bubble_share or 0.0:.1%} is waiting instead of "
+        f"{mesh.bubble_share or 0.0:.1%}."
+    )
+
+
+def warnings(run: Run, subject: Subject) -> list[str]:
+    """What does not fit, and what has no plan."""
+    found = []
+    for name, outcome in run.outcomes.items():
+        if outcome.reason is not None:
+            found.append(f"{name} has no plan: {outcome.reason}")
+        elif text := _too_much(outcome, subject.gpu_memory_bytes):
+            found.append(f"{name} {text}")
+    if subject.cost_model is None:
+        found.append(
+            "The cost model is assumed from the model's shape, not measured: see what was assumed."
+        )
+    return found
+
+
+def _alone(outcome: Outcome) -> str:
+    step_s, share = outcome.step_time_s or 0.0, outcome.bubble_share or 0.0
+    return f"a step takes {seconds(step_s)}, {share:.1%} of it waiting"
+
+
+def _too_much(outcome: Outcome, limit: float | None) -> str | None:
+    peak = outcome.peak_memory_bytes
+    if limit is None or peak is None or peak <= limit:
+        return None
+    return (
+        f"needs {num_bytes(peak)} on its fullest GPU, which has {num_bytes(limit)}: it would run "
+        "out of memory"
+    )
+
+
+def _or_none(value: float | None, shown: Callable[[float], str]) -> str:
+    return "-" if value is None else shown(value)

@@ -1,0 +1,63 @@
+"""What a report says in words."""
+
+import dataclasses
+
+import pytest
+
+from megatron_hdp.simulator.execution import Run
+from megatron_hdp.simulator.report import COLUMNS, cells
+from megatron_hdp.simulator.report.figures import candidate, headline, warnings
+from megatron_hdp.simulator.units import num_bytes
+from tests.simulator.report.runs import SUBJECT, run_of, run_without_a_mesh
+
+
+def only(run: Run, *names: str) -> Run:
+    return dataclasses.replace(run, outcomes={name: run.outcomes[name] for name in names})
+
+
+def test_the_sentence_is_about_auto_or_the_fastest() -> None:
+    run = run_of("naive", "bytescale", "auto")
+    assert candidate(run) == "auto"
+    found = run.figures("auto")
+    mesh = run.figures("static")
+    assert headline(run) == (
+        f"auto trains {found['speedup']:.2f} times as fast as the static mesh on this "
+        f"configuration; of a step, {found['bubble_share']:.1%} is waiting instead of "
+        f"{mesh['bubble_share']:.1%}."
+    )
+    others = only(run, "static", "naive", "bytescale")
+    times = {name: run.outcomes[name].step_time_s or 0.0 for name in ("naive", "bytescale")}
+    assert candidate(others) == min(times, key=lambda name: times[name])
+    assert headline(only(run, "static")).startswith("The static mesh alone has a plan: a step")
+
+
+def test_without_plans() -> None:
+    run = run_without_a_mesh()
+    assert run.outcomes["dynamic-cp"].reason
+    assert cells(run, "dynamic-cp") == ("dynamic-cp", *["-"] * (len(COLUMNS) - 1))
+    (no_plan, *_) = warnings(run, SUBJECT)
+    assert no_plan == f"dynamic-cp has no plan: {run.outcomes['dynamic-cp'].reason}"
+    nothing = {
+        name: dataclasses.replace(one, steps=(), first=None, reason="none")
+        for name, one in run.outcomes.items()
+    }
+    assert headline(dataclasses.replace(run, outcomes=nothing)) == (
+        "No strategy has a plan on this configuration."
+    )
+    no_mesh = {**run.outcomes, "static": nothing["static"]}
+    assert headline(dataclasses.replace(run, outcomes=no_mesh)).startswith(
+        "The static mesh has no plan on this configuration; auto has one: a step takes"
+    )
+
+
+@pytest.mark.parametrize("too_small", [True, False])
+def test_too_little_memory_is_said(too_small: bool) -> None:
+    run = only(run_of("auto", steps=1), "static", "auto")
+    peaks = [one.peak_memory_bytes or 0.0 for one in run.outcomes.values()]
+    limit = min(peaks) - 1 if too_small else max(peaks)
+    found = warnings(run, dataclasses.replace(SUBJECT, gpu_memory_bytes=limit, cost_model="c"))
+    assert len(found) == (2 if too_small else 0)
+    assert all(num_bytes(limit) in text and "out of memory" in text for text in found)
+    assert warnings(run, dataclasses.replace(SUBJECT, gpu_memory_bytes=None)) == [
+        "The cost model is assumed from the model's shape, not measured: see what was assumed."
+    ]
