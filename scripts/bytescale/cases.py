@@ -82,21 +82,25 @@ def ablation(constants: Constants) -> list[dict[str, Any]]:
     """The paper's ladder on the same cell; what is not simulated has no figure."""
     setting = setting_of(CASE.row, CASE.context, constants)
     offloading = replace(setting, offload="auto")
-    totals = {"static": 0.0, IN_ORDER: 0.0, "naive, offload": 0.0, "bytescale": 0.0}
-    totals |= {"auto, no offload": 0.0, "auto": 0.0}
+    runs = {
+        "static mesh": (setting, "static"),
+        "dynamic communication": (setting, IN_ORDER),
+        "selective offload": (offloading, IN_ORDER),
+        "balance": (offloading, "bytescale"),
+        "balance, no offload": (setting, "bytescale"),
+        "auto, no offload": (setting, "auto"),
+        "auto": (offloading, "auto"),
+    }
+    totals = dict.fromkeys(runs, 0.0)
     for step in range(BATCHES):
         lengths = split_at(documents(CASE.row.data, 0, step), CASE.context)
-        for name in totals:
-            chosen = offloading if name in ("auto", "naive, offload") else setting
-            strategy = name if name == IN_ORDER else name.split(", ")[0]
+        for name, (chosen, strategy) in runs.items():
             totals[name] += chosen.executed(planned(chosen, lengths, strategy)).step_s
-    ours = {name: round(totals["static"] / total, 2) for name, total in totals.items()}
-    steps = ("static", IN_ORDER, "naive, offload", "bytescale", None)
+    ours = {name: round(totals["static mesh"] / total, 2) for name, total in totals.items()}
     ladder: list[dict[str, Any]] = [
-        {"step": what, "paper": paper, "simulated": ours[name] if name else None}
-        for (what, paper), name in zip(ABLATION, steps, strict=True)
+        {"step": what, "paper": paper, "simulated": ours.get(what)} for what, paper in ABLATION
     ]
-    for name in ("auto, no offload", "auto"):
+    for name in ("balance, no offload", "auto, no offload", "auto"):
         ladder.append({"step": name, "paper": None, "simulated": ours[name]})
     return ladder
 

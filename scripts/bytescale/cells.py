@@ -88,7 +88,8 @@ def execution_of(setting: Setting, lengths: Int64Array, strategy: str) -> StepEx
 def planned(setting: Setting, lengths: Int64Array, strategy: str) -> Plan:
     """The plan of one of ``STRATEGIES`` or of the planner's."""
     if strategy == IN_ORDER:
-        return naive_in_order(lengths, setting.ranks, setting.tokens_per_rank)
+        by_length = setting.planned(lengths, "naive") if setting.offload == "auto" else None
+        return naive_in_order(lengths, setting.ranks, setting.tokens_per_rank, by_length)
     return setting.planned(lengths, strategy)
 
 

@@ -43,7 +43,7 @@ def _bars(cells: list[dict[str, Any]], path: Path) -> None:
         axis.axhline(1, color="#888888", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(loc="upper right", ncols=4, frameon=False, fontsize=9)
-    names = [f"{cell['model'].split('-')[1].upper()}\n{cell['data']}" for cell in here]
+    names = [f"{cell['model'].split('-')[1].replace('b', 'B')}\n{cell['data']}" for cell in here]
     axes[-1].set_xticks(places, names, fontsize=9)
     figure.suptitle("Over the static mesh, in the paper and simulated with one set of constants")
     _save(figure, path)
