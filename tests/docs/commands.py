@@ -42,6 +42,12 @@ SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
 COMMANDS = {
     "./scripts/quickstart.sh": Elsewhere("tests/scripts/test_quickstart.py::test_quickstart"),
+    "NPROC=2 ./scripts/quickstart.sh": Elsewhere(
+        "tests/scripts/test_quickstart.py::test_quickstart"
+    ),
+    "python scripts/quickstart/simulated.py runs/quickstart": Elsewhere(
+        "tests/scripts/test_quickstart.py::test_quickstart"
+    ),
     "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
@@ -208,6 +214,9 @@ COMMANDS = {
     ),
     "python scripts/bench_planner.py --strategies static dp-balance --noise 5 10": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
+    ),
+    "python scripts/bench_planner.py --pipelines --seeds 4 --strategies auto": Elsewhere(
+        "tests/scripts/test_bench_planner.py::test_cases_of_pipelines_show_the_greater_of_target_and_bound"
     ),
     "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
