@@ -53,6 +53,7 @@ def slots(
         aligned: put each micro-batch at one position in the lists of all its ranks.
         lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
             ``aligned``.
+        group_size: each rank's count is a multiple of it, see the function of that name.
 
     Returns:
         One ``int64`` array a rank: micro-batches of the plan in its order, or `PADDING`.

@@ -38,8 +38,8 @@ class InterleavedComm:
         self,
         pp_group: dist.ProcessGroup,
         gradient_group: dist.ProcessGroup,
-        config: Any,
         num_model_chunks: int,
+        config: Any,
         dtype: torch.dtype,
         device: torch.device,
         timeline: Timeline,
@@ -178,9 +178,7 @@ class _Circle:
         leaving, self._leaving = self._leaving, []
         if sent is not None:
             sent = sent.detach().contiguous()  # the schedule empties what it has sent
-            operations.append(
-                dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._to)
-            )
+            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._to))
         if receives:
             received = self._like.new_empty(next(self.expected))
             operations.append(

@@ -30,9 +30,7 @@ def table(micro_batches, chunks, group):
 def interleaved(micro_batches, stage, stages, chunks, group):
     """Pass, micro-batch and chunk of each operation of a stage, in Megatron's order."""
     forwards = [("F", m, chunk) for m, chunk in table(micro_batches, chunks, group)]
-    backwards = [
-        ("B", m, chunks - 1 - chunk) for m, chunk in table(micro_batches, chunks, group)
-    ]
+    backwards = [("B", m, chunks - 1 - chunk) for m, chunk in table(micro_batches, chunks, group)]
     warm_up = min(len(forwards), 2 * (stages - 1 - stage) + (chunks - 1) * group)
     order = forwards[:warm_up]
     for i in range(len(forwards) - warm_up):

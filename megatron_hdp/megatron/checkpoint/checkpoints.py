@@ -133,7 +133,8 @@ class Checkpoints:
             self._folder.give_up()
 
     def _require_finite(self, iteration: int) -> None:
-        if found := non_finite(self._state.model.module.named_parameters()):
+        chunks = self._state.chunks
+        if found := non_finite(pair for one in chunks for pair in one.module.named_parameters()):
             raise ValueError(
                 f"the weights after iteration {iteration} are not finite, first "
                 f"{', '.join(found)}, expected finite numbers. Nothing is saved: go on from the "

@@ -13,6 +13,7 @@ from megatron_hdp.megatron.options import (
     TrainingArguments,
     build_parser,
     markdown_tables,
+    num_model_chunks,
     parse_arguments,
 )
 from megatron_hdp.options import (
@@ -237,6 +238,20 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
     assert parse_arguments([*REQUIRED, *_yaml(tmp_path, "")]).num_layers == 2
 
 
+WITH_HDP = " ".join(HDP)
+STAGES = "--num-layers 8 --pipeline-model-parallel-size 2"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", 1), (VIRTUAL, 2), ("--num-layers-per-virtual-pipeline-stage 1", 4)],
+)
+def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None:
+    arguments = parse_arguments([*REQUIRED, *f"{STAGES} {WITH_HDP} {flags}".split()])
+    assert num_model_chunks(arguments) == expected
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -277,6 +292,33 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
         (
             "--hdp-offload auto --num-layers 4 --pipeline-model-parallel-size 2",
             "--hdp-offload auto has no effect with 2 layers on a rank",
+        ),
+        ("--num-virtual-stages-per-pipeline-rank 2", "rank 2 without pipeline stages: leave it"),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 "
+            "--num-virtual-stages-per-pipeline-rank 4",
+            "found both --num-layers-per-virtual-pipeline-stage and --num-virtual",
+        ),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline",
+        ),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 4",
+            "makes one virtual stage of the 4 layers",
+        ),
+        (f"{STAGES} {VIRTUAL}", "rank 2 goes with --hybrid-data-parallel in this command"),
+        (
+            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-offload auto",
+            "--hdp-offload auto with --num-virtual-stages-per-pipeline-rank 2: activations go to",
+        ),
+        (
+            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-plot-plan p.png",
+            "--hdp-plot-plan with --num-virtual-stages-per-pipeline-rank 2: what is drawn beside",
+        ),
+        (
+            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-trace t --hdp-trace-steps 1",
+            "--hdp-trace with --num-virtual-stages-per-pipeline-rank 2",
         ),
     ],
 )

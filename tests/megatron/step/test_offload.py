@@ -193,7 +193,7 @@ def peaks(arguments, cases):
     """What a layer keeps of a token, and the peak of a micro-batch of each (tokens, ratio)."""
     parallel.initialise(arguments)
     gpt = building.build_gpt(arguments, VOCABULARY)
-    executor = setup.build_executor(arguments, gpt, Timeline())
+    executor = setup.build_executor(arguments, [gpt], Timeline())
     there = [executor.offload.pool.take(1 << 20).slab.memory, *gpt.parameters()]
     there += [parameter.main_grad for parameter in gpt.parameters()]
     found = []
