@@ -111,7 +111,11 @@ class HdpExecutor:
             layer for one in chunks for layer in get_attr_wrapped_model(one, "decoder").layers
         ]
         self.offload = ActivationOffload(
-            self.layers, compute_device(), self._parameters, timeline=self.timeline
+            self.layers,
+            compute_device(),
+            self._parameters,
+            timeline=self.timeline,
+            num_parts=len(chunks),
         )
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -205,7 +209,15 @@ class HdpExecutor:
         """
         loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
         with self.timeline.noted(HOST_MEMORY):
-            self.offload.reserve(loads, self.place.num_stages - self.place.stage)
+            self.offload.reserve(loads, self._most_alive())
+
+    def _most_alive(self) -> int:
+        """Micro-batches that may be between forward and backward at a time.
+
+        With several chunks a group may be in its last one and the next group in its first.
+        """
+        stages = self.place.num_stages
+        return stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
 
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.

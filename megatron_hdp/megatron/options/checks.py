@@ -109,11 +109,6 @@ def check_virtual_stages(args: TrainingArguments) -> None:
             f"{drawn[0]} with {found}: what is drawn beside the run is the plain schedule, which "
             "it does not follow: leave one of them out"
         )
-    if args.hdp_offload != "off":
-        raise OptionError(
-            f"--hdp-offload {args.hdp_offload} with {found}: activations go to the host under the "
-            "plain schedule only: leave one of them out"
-        )
 
 
 def check_layout(args: TrainingArguments) -> None:

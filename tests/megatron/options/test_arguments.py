@@ -309,10 +309,6 @@ def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None
         ),
         (f"{STAGES} {VIRTUAL}", "rank 2 goes with --hybrid-data-parallel in this command"),
         (
-            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-offload auto",
-            "--hdp-offload auto with --num-virtual-stages-per-pipeline-rank 2: activations go to",
-        ),
-        (
             f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-plot-plan p.png",
             "--hdp-plot-plan with --num-virtual-stages-per-pipeline-rank 2: what is drawn beside",
         ),
