@@ -101,14 +101,6 @@ def check_virtual_stages(args: TrainingArguments) -> None:
             f"{found} goes with --hybrid-data-parallel in this command: add it, or train with "
             "Megatron-LM's script"
         )
-    drawn = [
-        flag_of(name) for name in ("hdp_trace", "hdp_plot_plan") if getattr(args, name) is not None
-    ]
-    if drawn:
-        raise OptionError(
-            f"{drawn[0]} with {found}: what is drawn beside the run is the plain schedule, which "
-            "it does not follow: leave one of them out"
-        )
 
 
 def check_layout(args: TrainingArguments) -> None:

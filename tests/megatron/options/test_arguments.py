@@ -308,14 +308,6 @@ def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None
             "makes one virtual stage of the 4 layers",
         ),
         (f"{STAGES} {VIRTUAL}", "rank 2 goes with --hybrid-data-parallel in this command"),
-        (
-            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-plot-plan p.png",
-            "--hdp-plot-plan with --num-virtual-stages-per-pipeline-rank 2: what is drawn beside",
-        ),
-        (
-            f"{STAGES} {VIRTUAL} {WITH_HDP} --hdp-trace t --hdp-trace-steps 1",
-            "--hdp-trace with --num-virtual-stages-per-pipeline-rank 2",
-        ),
     ],
 )
 def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
