@@ -1,9 +1,13 @@
 """Runs whose pipeline stages hold several parts of the model: same curves, same checkpoints."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron_hdp.megatron.step import NonFiniteError
+from megatron_hdp.training import job, loop
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import write_corpus
 from tests.training.test_checkpoint import BUCKETS, LENGTHS, SHARDED, largest_difference, run
@@ -52,3 +56,32 @@ def test_resumed_on_another_layout(run_ranks, tmp_path, before, after, overrides
     found = trained(run_ranks, replace(whole, load=folder), after)
     assert [step for step, _, _ in found] == [4, 5, 6]
     assert largest_difference(found, expected[3:]) <= tolerance
+
+
+def poisoned(arguments):
+    """Body of a rank: what a run says whose last part of the model has a weight that is NaN."""
+    build = job.build_chunks
+
+    def build_poisoned(*args):
+        chunks = build(*args)
+        with torch.no_grad():
+            chunks[-1].module.decoder.layers[0].mlp.linear_fc1.weight[0] = float("nan")
+        return chunks
+
+    with mock.patch.object(job, "build_chunks", build_poisoned):
+        try:
+            pretrain(arguments)
+        except NonFiniteError as error:
+            return str(error)
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_part(run_ranks, tmp_path):
+    arguments = replace(whole_run(tmp_path, eval_iters=0), **VIRTUAL[1])
+    words = run_ranks(4, poisoned_gradient, arguments)
+    assert "part 0: " in words[0]
+
+
+def poisoned_gradient(arguments):
+    """Body of a rank: likewise, the loss not looked at."""
+    with mock.patch.object(loop, "_require_finite_loss"):
+        return poisoned(arguments)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_hdp.megatron.finite import non_finite
+from megatron_hdp.megatron.finite import named_parameters, non_finite
 
 _SHOWN_MICRO_BATCHES = 8
 
@@ -52,8 +52,7 @@ def non_finite_parameters(chunks: Sequence[DistributedDataParallel]) -> tuple[st
     return non_finite(
         (
             (name, one.main_grad)
-            for chunk in chunks
-            for name, one in chunk.module.named_parameters()
+            for name, one in named_parameters([chunk.module for chunk in chunks])
             if one.requires_grad
         ),
         [
