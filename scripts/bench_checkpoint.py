@@ -73,7 +73,8 @@ def _of_first_rank(folder: Path) -> Path:
 
 def _one_step(job: Job) -> None:
     """After it the optimizer has its state."""
-    job.model.zero_grad_buffer()
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     job.training.run(Position())
     job.optimizer.step()
@@ -118,7 +119,7 @@ def _measure(job: Job, folder: Path, rounds: int) -> None:
 
 
 def _checkpoints(job: Job, arguments: TrainingArguments) -> Checkpoints:
-    state = TrainingState(arguments, job.training.order, job.model, job.optimizer, job.scheduler)
+    state = TrainingState(arguments, job.training.order, job.chunks, job.optimizer, job.scheduler)
     return Checkpoints(arguments, state, lambda line: None)
 
 

@@ -58,7 +58,7 @@ def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
     notes = {
         "precision": "bfloat16" if job.bf16 else "float32",
         "optimizer": "sharded over the HDP ranks" if job.distributed_optimizer else "not sharded",
-        "activations": f"{(job.stages - memory.stage):,} full micro-batches of "
+        "activations": f"{job.alive(memory.stage):,g} full micro-batches of "
         f"{job.layers_per_stage} layers"
         if job.stages > 1
         else f"{job.layers_per_stage} layers",
@@ -85,7 +85,8 @@ def _step_lines(finding: Finding) -> list[str]:
         f"{job.hdp_ranks * job.tokens_per_rank:,} at a time",
         f"  a step of {step.preset:<10}{step.num_tokens:,} tokens, {step.num_sequences:,} "
         f"sequences, {step.micro_batches:,} micro-batches",
-        f"  efficiency          {step.efficiency:.3f}",
+        f"  efficiency          {step.efficiency:.3f}"
+        f"{' under the plain schedule, without virtual stages' if job.model_chunks > 1 else ''}",
         f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
         "TFLOP/s a GPU (400 while it computes)",
     ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.check_plan import PlannedStep, cost_model_of, plan_longest, plan_step
-from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.megatron.options import num_model_chunks, parse_arguments
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
 from megatron_hdp.planner import told_as
 from megatron_hdp.planner.memory import (
@@ -130,6 +130,7 @@ def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None
         tensor_ranks=tensor_ranks,
         sequence_parallel=arguments.sequence_parallel,
         stages=arguments.pipeline_model_parallel_size,
+        model_chunks=num_model_chunks(arguments),
         expert_ranks=arguments.expert_model_parallel_size,
         expert_tensor_ranks=arguments.expert_tensor_parallel_size if experts else 1,
         bf16=arguments.bf16,

@@ -17,7 +17,12 @@ from megatron_hdp.cli.checking import degree_refusals, job_of
 from megatron_hdp.cli.lengths import PRESET, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.data.presets import PRESETS
-from megatron_hdp.megatron.options import expert_domain_size, parse_arguments, tokenizer_of
+from megatron_hdp.megatron.options import (
+    expert_domain_size,
+    num_model_chunks,
+    parse_arguments,
+    tokenizer_of,
+)
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
@@ -32,14 +37,21 @@ def options_of(arguments: argparse.Namespace) -> "TrainingArguments":
     """The options of training that the configuration gives.
 
     Raises:
-        ValueError: one of them cannot be used, or not with so many GPUs.
+        ValueError: one of them cannot be used, or not here, or not with so many GPUs.
     """
     argv = [text for path in arguments.config for text in ("--config", path)]
     argv += ["--hybrid-data-parallel", *arguments.flags]
     if arguments.cost_model:
         argv += ["--hdp-cost-model", arguments.cost_model]
     options = parse_arguments(argv, needs_data=False)
-    if refusals := degree_refusals(options, arguments.gpus):
+    refusals = degree_refusals(options, arguments.gpus)
+    if num_model_chunks(options) > 1:
+        refusals.append(
+            "found virtual stages (--num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank), expected none: what is simulated is the "
+            "plain schedule, leave them out"
+        )
+    if refusals:
         raise ValueError("; ".join(refusals))
     return options
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ def non_finite(
         for name in names:
             owners.setdefault(name, rank)
     return tuple(f"{name} (rank {rank})" for name, rank in owners.items())[:_SHOWN]
+
+
+def named_parameters(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a rank's parts of the model; of several, named by their part, too."""
+    for number, chunk in enumerate(chunks):
+        part = "" if len(chunks) == 1 else f"part {number}: "
+        for name, parameter in chunk.named_parameters():
+            yield part + name, parameter
 
 
 def norm(values: torch.Tensor) -> torch.Tensor:

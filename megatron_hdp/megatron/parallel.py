@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +16,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from megatron_hdp.megatron.cpu import gpu_gaps, shim
-from megatron_hdp.megatron.options import TrainingArguments, expert_domain_size
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    expert_domain_size,
+    num_model_chunks,
+)
 from megatron_hdp.runtime.health import store_of_attempt
 from megatron_hdp.runtime.ring import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
@@ -149,9 +154,11 @@ def initialise(arguments: TrainingArguments) -> None:
         shim.apply()
     else:
         gpu_gaps.fill()
+    chunks = num_model_chunks(arguments)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
         pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         expert_model_parallel_size=expert_ranks,
         expert_tensor_parallel_size=expert_tensor_ranks,
         distributed_timeout_minutes=communication_minutes(arguments),
@@ -200,18 +207,22 @@ def num_hdp_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def num_parameters(model: torch.nn.Module) -> int:
+def num_parameters(chunks: Sequence[torch.nn.Module]) -> int:
     """Parameters of the whole model that a token meets: of the experts, only those it goes to.
 
     What tensor-parallel ranks hold alike is counted on each.
+
+    Args:
+        chunks: this rank's parts of the model.
     """
     counts = [0, 0]
-    for name, parameter in model.named_parameters():
-        counts[".experts." in name] += parameter.numel()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            counts[".experts." in name] += parameter.numel()
     total = torch.tensor(counts, device=compute_device())
     dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
     dense, experts = map(int, total.tolist())
-    config = get_model_config(model)
+    config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
         return dense
     # one rank of each stage holds all experts divided by these ranks, and tensor ranks were summed
@@ -234,6 +245,8 @@ class RankPlace:
     """Consecutive HDP ranks that enter each other's communication in every layer."""
     token_multiple: int
     """A micro-batch's tokens must be a multiple of this, so that tensor ranks can share them."""
+    num_model_chunks: int = 1
+    """Parts of the model on this rank: chunk ``c`` is stage ``c num_stages + stage`` of all."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -268,15 +281,27 @@ def rank_place(arguments: TrainingArguments) -> RankPlace:
         num_tensor_ranks=num_tensor_ranks,
         lockstep_ranks=expert_domain_size(arguments),
         token_multiple=num_tensor_ranks if arguments.sequence_parallel else 1,
+        num_model_chunks=num_model_chunks(arguments),
     )
 
 
 def new_ring_comm(arguments: TrainingArguments, timeline: Timeline) -> RingComm:
     """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
-    mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
+    return RingComm(_another(group, arguments, arguments.hdp_ring_max_ctas), timeline)
+
+
+def new_gradient_group(arguments: TrainingArguments) -> dist.ProcessGroup:
+    """One more communicator of this rank's pipeline; every rank of the job must call this."""
+    return _another(parallel_state.get_pipeline_model_parallel_group(), arguments, 0)
+
+
+def _another(
+    group: dist.ProcessGroup, arguments: TrainingArguments, max_ctas: int
+) -> dist.ProcessGroup:
+    """A communicator beside `group`, whose neighbours talk to each other in a circle."""
     rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(rank_lists, mine)
+    dist.all_gather_object(rank_lists, dist.get_process_group_ranks(group))
     unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
     timeout = timedelta(minutes=communication_minutes(arguments))
-    group = new_ring_group(unique, timeout, compute_device(), arguments.hdp_ring_max_ctas)
-    return RingComm(group, timeline)
+    return new_ring_group(unique, timeout, compute_device(), max_ctas)

@@ -73,7 +73,10 @@ class Evaluation(Figures):
     """All times of a plan; one entry a micro-batch, a rank or a member of a micro-batch."""
 
     forward_start_s: Float64Array
-    """When the forward of each micro-batch starts on each stage; shape (stages, micro-batches)."""
+    """When the forward of each micro-batch starts on each stage; shape (stages, micro-batches).
+
+    With several model chunks the stages of the first come first, then those of the next.
+    """
     backward_start_s: Float64Array
     """The same for the backward, which takes two thirds of a micro-batch's time."""
     duration_s: Float64Array
@@ -84,6 +87,8 @@ class Evaluation(Figures):
     """The part of it for the member's own local sequences."""
     exposed_s: Float64Array
     """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
+    model_chunks: int = 1
+    """Parts of the model on each stage (virtual stages)."""
 
     @property
     def start_s(self) -> Float64Array:
@@ -92,8 +97,13 @@ class Evaluation(Figures):
         return starts
 
 
-def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Evaluation:
+def evaluate(
+    plan: Plan, cost_model: CostModel, pipeline_stages: int = 1, model_chunks: int = 1
+) -> Evaluation:
     """Replays a valid plan; the formulas are those of ``megatron_hdp.planner.cost_model``.
+
+    With several model chunks on a stage the bound is the work alone, and ``pipeline_bound_s`` that
+    of the plain schedule.
 
     Raises:
         ValueError: the cost model has speeds, but not one for each rank; there is no stage; or
@@ -106,7 +116,11 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         totals.add(times)
         own_s[times.members], local_s[times.members] = times.own_s, times.local_s
         exposed[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
-    schedule = replay(plan, duration_s, pipeline_stages)
+    schedule = replay(plan, duration_s, pipeline_stages, model_chunks)
+    of_plan = totals.figures()
+    if model_chunks > 1:
+        speed = of_plan["total_speed"] * pipeline_stages
+        of_plan["lower_bound_s"] = of_plan["total_compute_s"] / speed
     evaluation = Evaluation(
         forward_start_s=schedule.forward_start_s,
         backward_start_s=schedule.backward_start_s,
@@ -115,7 +129,8 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
         local_s=local_s,
         exposed_s=exposed,
         makespan_s=schedule.makespan_s,
-        **totals.figures(),
+        model_chunks=model_chunks,
+        **of_plan,
     )
     for value in vars(evaluation).values():
         if isinstance(value, np.ndarray):
@@ -123,7 +138,9 @@ def evaluate(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Eva
     return evaluation
 
 
-def replay(plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1) -> PipelineSchedule:
+def replay(
+    plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1, model_chunks: int = 1
+) -> PipelineSchedule:
     """Runs a plan whose micro-batches take so long: all stages, forward and backward.
 
     Raises:
@@ -131,7 +148,7 @@ def replay(plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1) -> Pi
     """
     if pipeline_stages == 1:
         return _schedule(plan, duration_s)
-    return pipeline_schedule(plan, duration_s, pipeline_stages)
+    return pipeline_schedule(plan, duration_s, pipeline_stages, model_chunks)
 
 
 def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figures:

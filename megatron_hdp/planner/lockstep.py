@@ -2,7 +2,8 @@
 
 Pipelines need every micro-batch at one position in the lists of all its ranks (design rule 3), and
 ranks that exchange tokens with their experts must also run equally many. Where a plan does not give
-that by itself, ranks run padding in between.
+that by itself, ranks run padding in between. Stages of several model chunks (the interleaved
+schedule) take micro-batches in groups of as many as there are stages; padding fills the last one.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,20 @@ def stages_for(strategy: str, num_stages: int) -> int:
     return num_stages if strategy in _OF_PIPELINES else 1
 
 
-def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDArray[np.int64]]:
+def group_size(num_stages: int, num_model_chunks: int) -> int:
+    """Micro-batches that a stage runs through one model chunk before the next; 1 without chunks.
+
+    A pipeline's count must be a multiple of it. On stage ``s`` of ``P`` with ``V`` chunks,
+    operations being counted over all chunks, forward ``i`` then comes before backward ``j`` exactly
+    when ``i <= j + 2 (P - 1 - s) + (V - 1) P``, whatever the count: pipelines agree on the order of
+    what they share. With groups that are cut short they would not.
+    """
+    return num_stages if num_model_chunks > 1 else 1
+
+
+def slots(
+    plan: Plan, *, aligned: bool, lockstep_ranks: int = 1, group_size: int = 1
+) -> list[npt.NDArray[np.int64]]:
     """What each rank runs, position by position; at least one micro-batch or padding each.
 
     Args:
@@ -39,6 +53,7 @@ def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDA
         aligned: put each micro-batch at one position in the lists of all its ranks.
         lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
             ``aligned``.
+        group_size: each rank's count is a multiple of it, see the function of that name.
 
     Returns:
         One ``int64`` array a rank: micro-batches of the plan in its order, or `PADDING`.
@@ -51,6 +66,7 @@ def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDA
     if aligned and not _are_aligned(plan, lists):
         lists = _aligned(plan)
     counts = np.array([max(len(one), 1) for one in lists])
+    counts = -(-counts // group_size) * group_size
     wanted = counts.reshape(-1, lockstep_ranks).max(axis=1).repeat(lockstep_ranks)
     return [
         np.concatenate([one, np.full(count - len(one), PADDING)]).astype(np.int64)

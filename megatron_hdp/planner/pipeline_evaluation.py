@@ -4,6 +4,10 @@ Every operation, the forward or the backward of a micro-batch on a stage, starts
 it has ended on that stage of every member, and when the stage that feeds it has. With k
 micro-batches on a rank and w = P - 1 - stage, its stage runs forward i before backward j exactly
 when i <= j + w: min(k, w) forwards, then pairs, then the remaining backwards.
+
+With V model chunks on a stage (the interleaved schedule) micro-batches pass in groups of P through
+one chunk after the other, backward from the last to the first; i and j count passes through a
+chunk, and w = 2 (P - 1 - stage) + (V - 1) P. Chunk c of a stage is row c P + stage.
 """
 
 from typing import NamedTuple
@@ -11,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_hdp.planner.lockstep import PADDING, group_size, slots
 from megatron_hdp.planner.types import Plan
 
 Float64Array = NDArray[np.float64]
@@ -18,7 +23,7 @@ Int64Array = NDArray[np.int64]
 
 
 class PipelineSchedule(NamedTuple):
-    """When each micro-batch starts on each stage; shape (stages, micro-batches)."""
+    """When each micro-batch starts on each stage; shape (chunks x stages, micro-batches)."""
 
     forward_start_s: Float64Array
     backward_start_s: Float64Array
@@ -36,8 +41,8 @@ class RankLists(NamedTuple):
 class Waits(NamedTuple):
     """Pairs of operations of which the second waits for the first.
 
-    Operation (stage, pass, micro-batch) of n micro-batches has number ``(2 stage + pass) n +
-    micro-batch``, passes being forward (0) and backward (1).
+    Operation (row, pass, micro-batch) of n micro-batches has number ``(2 row + pass) n +
+    micro-batch``, passes being forward (0) and backward (1), rows stages, of every chunk.
     """
 
     first: Int64Array
@@ -46,20 +51,30 @@ class Waits(NamedTuple):
     """Whether the second takes from another stage what the first has made."""
 
 
-def pipeline_schedule(plan: Plan, duration_s: Float64Array, stages: int) -> PipelineSchedule:
+def pipeline_schedule(
+    plan: Plan, duration_s: Float64Array, stages: int, chunks: int = 1
+) -> PipelineSchedule:
     """Runs the plan; ``duration_s`` is a micro-batch's time over all stages, both passes.
+
+    With several model chunks it runs in its slots (`planner.lockstep`), whose padding takes no
+    time.
 
     Raises:
         ValueError: the ranks wait for each other for ever; names the micro-batches.
     """
     num_micro_batches = plan.num_micro_batches
-    seconds = np.multiply.outer(np.array([1.0, 2.0]), duration_s / (3 * stages)).ravel()
-    seconds = np.tile(seconds, stages)
-    waits = waits_of(lists_of(plan), num_micro_batches, stages)
+    lists = lists_of(plan) if chunks == 1 else _lists_of_slots(plan, stages, chunks)
+    num = max(num_micro_batches, int(lists.micro_batches.max(initial=-1)) + 1)
+    rows = stages * chunks
+    padded_s = np.zeros(num)
+    padded_s[:num_micro_batches] = duration_s
+    seconds = np.multiply.outer(np.array([1.0, 2.0]), padded_s / (3 * rows)).ravel()
+    seconds = np.tile(seconds, rows)
+    waits = waits_of(lists, num, stages, chunks)
     starts, finished = longest_paths(waits, seconds)
     if not finished.all():
         raise ValueError(_deadlock(plan, stages, waits.first, waits.then, finished))
-    shaped = starts.reshape(stages, 2, num_micro_batches)
+    shaped = starts.reshape(rows, 2, num)[:, :, :num_micro_batches]
     makespan_s = float((starts + seconds).max()) if num_micro_batches else 0.0
     return PipelineSchedule(shaped[:, 0].copy(), shaped[:, 1].copy(), makespan_s)
 
@@ -72,50 +87,78 @@ def lists_of(plan: Plan) -> RankLists:
     return RankLists(owners[by_rank], counts)
 
 
-def order_on_stage(lists: RankLists, num: int, stages: int, stage: int) -> Int64Array:
+def _lists_of_slots(plan: Plan, stages: int, chunks: int) -> RankLists:
+    """Each rank's slots; numbers from the plan's micro-batches on are padding."""
+    of_ranks = slots(plan, aligned=True, group_size=group_size(stages, chunks))
+    flat = np.concatenate(of_ranks)
+    is_padding = flat == PADDING
+    flat[is_padding] = plan.num_micro_batches + np.arange(int(is_padding.sum()))
+    return RankLists(flat, np.array([len(one) for one in of_ranks], dtype=np.int64))
+
+
+def order_on_stage(
+    lists: RankLists, num: int, stages: int, stage: int, chunks: int = 1
+) -> Int64Array:
     """Every rank's forwards ``m`` and backwards ``num + m`` in the order in which it runs them.
+
+    Those through chunk ``c`` are ``2 num stages c`` more.
 
     Args:
         lists: of all ranks.
         num: micro-batches.
         stages: of the pipeline.
         stage: 0 is the first.
+        chunks: parts of the model on each stage; with several, counts are multiples of the stages.
 
     Returns:
-        Twice as many entries as the lists have, the first rank's first.
+        Twice as many entries a chunk as the lists have, the first rank's first.
     """
-    count = np.repeat(lists.counts, lists.counts)
+    count = chunks * np.repeat(lists.counts, lists.counts)
     begin = np.repeat(np.cumsum(lists.counts) - lists.counts, lists.counts)
     position = np.arange(len(count)) - begin
-    warm_up = stages - 1 - stage
-    order = np.empty(2 * len(count), dtype=np.int64)
-    behind = np.maximum(0, position - warm_up)  # backwards before forward i
-    order[2 * begin + position + behind] = lists.micro_batches
-    ahead = np.minimum(count, position + warm_up + 1)  # forwards before backward j
-    order[2 * begin + position + ahead] = num + lists.micro_batches
+    begin = chunks * begin
+    behind_it = stages - 1 - stage
+    warm_up = behind_it if chunks == 1 else 2 * behind_it + (chunks - 1) * stages
+    group = group_size(stages, chunks)
+    order = np.empty(2 * chunks * len(count), dtype=np.int64)
+    for chunk in range(chunks):
+        numbers = 2 * num * stages * chunk + lists.micro_batches
+        i = _pass(position, chunk, chunks, group)
+        behind = np.maximum(0, i - warm_up)  # backwards before forward i
+        order[2 * begin + i + behind] = numbers
+        j = _pass(position, chunks - 1 - chunk, chunks, group)
+        ahead = np.minimum(count, j + warm_up + 1)  # forwards before backward j
+        order[2 * begin + j + ahead] = num + numbers
     return order
 
 
-def waits_of(lists: RankLists, num: int, stages: int) -> Waits:
+def _pass(position: Int64Array, turn: int, chunks: int, group: int) -> Int64Array:
+    """Passes through a chunk before that of the micro-batch at a position, in its group's turn."""
+    before: Int64Array = position // group * group
+    return before * chunks + turn * group + position - before
+
+
+def waits_of(lists: RankLists, num: int, stages: int, chunks: int = 1) -> Waits:
     """What waits for what when ``num`` micro-batches run on pipelines of so many stages."""
-    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * chunks * lists.counts)
     same_rank = ranks[1:] == ranks[:-1]
     all_of_them = np.arange(num)
     first, then, is_message = [], [], []
     for stage in range(stages):
-        forward, backward = 2 * stage * num, (2 * stage + 1) * num
-        order = forward + order_on_stage(lists, num, stages, stage)
+        order = 2 * stage * num + order_on_stage(lists, num, stages, stage, chunks)
         first.append(order[:-1][same_rank])
         then.append(order[1:][same_rank])
         is_message.append(np.zeros(len(first[-1]), dtype=np.bool_))
-        if stage + 1 < stages:
-            first += [forward + all_of_them, backward + 2 * num + all_of_them]
-            then += [forward + 2 * num + all_of_them, backward + all_of_them]
-        else:
-            first.append(forward + all_of_them)
-            then.append(backward + all_of_them)
-        sends = 2 * num if stage + 1 < stages else num
-        is_message.append(np.full(sends, stage + 1 < stages))
+        for row in range(stage, stages * chunks, stages):
+            forward, backward = 2 * row * num, (2 * row + 1) * num
+            sends_on = row + 1 < stages * chunks
+            if sends_on:
+                first += [forward + all_of_them, backward + 2 * num + all_of_them]
+                then += [forward + 2 * num + all_of_them, backward + all_of_them]
+            else:
+                first.append(forward + all_of_them)
+                then.append(backward + all_of_them)
+            is_message.append(np.full(2 * num if sends_on else num, sends_on))
     return Waits(np.concatenate(first), np.concatenate(then), np.concatenate(is_message))
 
 

@@ -60,6 +60,12 @@ def run_profile(
         ValueError: the configuration does not go with the ranks, or there are too few cases to fit.
         RankFailure: communication failed; names the rank to blame.
     """
+    # what a rank computes of a micro-batch is the same in one part
+    arguments = replace(
+        arguments,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+    )
     timeline = Timeline()
     heartbeat = Heartbeat.of_job(
         timeline,
@@ -72,7 +78,7 @@ def run_profile(
             parallel.set_seeds(arguments.seed)
             tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
             model = build_gpt(arguments, tokenizer.vocab_size)
-            executor = build_executor(arguments, model, timeline)
+            executor = build_executor(arguments, [model], timeline)
         bench = Bench(arguments, executor, tokenizer.vocab_size)
         heartbeat.begin_step(_COPIES)
         host_bytes_per_s = bench.host_bytes_per_s()

@@ -96,7 +96,7 @@ class Bench:
 
     def _micro_batch_s(self, case: Case) -> float:
         """A micro-batch from its start until gradient sync, which is left out."""
-        self._executor.model.zero_grad_buffer()
+        self._executor.chunks[0].zero_grad_buffer()
         own = self._micro_batch(case)
         outcome = self._executor.run([own], case.num_tokens)
         return outcome.until_sync_s

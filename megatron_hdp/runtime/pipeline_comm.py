@@ -77,7 +77,7 @@ class PipelineComm:
         with self._timeline.span(PIPELINE_WAIT):
             while self._leaving:
                 work, _ = self._leaving.pop()
-                _wait(work)
+                wait_for_stage(work)
 
     def recv_forward(self, _shapes: Any, is_first_stage: bool) -> One:
         """The next micro-batch's input from the stage before; None on the first stage."""
@@ -135,14 +135,15 @@ class PipelineComm:
             self._leaving.append((works[0], tensor))
         with self._timeline.span(PIPELINE_WAIT):
             for work, _ in leaving:
-                _wait(work)
+                wait_for_stage(work)
             if received is not None:
-                _wait(works[-1])
+                wait_for_stage(works[-1])
                 received.requires_grad_()
         return [received]
 
 
-def _wait(work: dist.Work) -> None:
+def wait_for_stage(work: dist.Work) -> None:
+    """Waits for a message of another stage; says what failed if it does not come."""
     try:
         work.wait()
     except RuntimeError as error:

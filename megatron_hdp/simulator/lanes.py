@@ -19,7 +19,8 @@ class Lanes:
     A member first runs its part of the ring, from ``start_s`` to ``ring_end_s``, then its whole
     local sequences, until ``own_end_s``; then it waits for the slowest member. Without a pipeline,
     entry ``i`` belongs to ``plan.ranks[i]`` and covers forward and backward. With one, all
-    forwards come first and then, in the same order, all backwards.
+    forwards come first and then, in the same order, all backwards; with several model chunks those
+    of each chunk behind those of the one before.
     """
 
     rank: Int64Array
@@ -53,12 +54,14 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
         raise ValueError(f"stage is {stage}; expected 0 to {stages - 1}")
     if stages == 1:
         return _bars(plan, evaluation, evaluation.start_s, 1.0)
-    forward = _bars(plan, evaluation, evaluation.forward_start_s[stage], 1 / (3 * stages))
-    backward = _bars(plan, evaluation, evaluation.backward_start_s[stage], 2 / (3 * stages))
-    joined = {
-        name: np.concatenate([value, vars(backward)[name]]) for name, value in vars(forward).items()
-    }
-    joined["backward"] = np.repeat([False, True], forward.num_bars)
+    rows = evaluation.forward_start_s[stage::stages], evaluation.backward_start_s[stage::stages]
+    parts = [
+        _bars(plan, evaluation, starts_s, share / (3 * stages * evaluation.model_chunks))
+        for share, of_chunks in zip((1, 2), rows, strict=True)
+        for starts_s in of_chunks
+    ]
+    joined = {name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+    joined["backward"] = np.repeat([False, True], len(joined["rank"]) // 2)
     return Lanes(**joined)
 
 

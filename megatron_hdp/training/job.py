@@ -15,7 +15,7 @@ from megatron_hdp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
-from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.step import (
@@ -72,7 +72,8 @@ class Job:
 
     arguments: TrainingArguments
     timeline: Timeline
-    model: Any
+    chunks: list[Any]
+    """This rank's parts of the model; one without virtual stages."""
     optimizer: Any
     scheduler: Any
     training: Steps
@@ -115,18 +116,18 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
     """
     plane = join_data_plane(arguments) if arguments.hybrid_data_parallel else None
     tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
-    model = build_gpt(arguments, tokenizer.vocab_size)
-    optimizer = build_optimizer(arguments, model)
+    chunks = build_chunks(arguments, tokenizer.vocab_size)
+    optimizer = build_optimizer(arguments, chunks)
     scheduler = build_scheduler(arguments, optimizer)
     if arguments.hybrid_data_parallel:
-        training, validation = _hdp_steps(arguments, model, tokenizer, timeline, plane)
+        training, validation = _hdp_steps(arguments, chunks, tokenizer, timeline, plane)
     else:
-        training, validation = _stock_steps(arguments, model, tokenizer)
-    state = TrainingState(arguments, training.order, model, optimizer, scheduler)
+        training, validation = _stock_steps(arguments, chunks[0], tokenizer)
+    state = TrainingState(arguments, training.order, chunks, optimizer, scheduler)
     return Job(
         arguments=arguments,
         timeline=timeline,
-        model=model,
+        chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
         training=training,
@@ -140,7 +141,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
 
 def _hdp_steps(
     arguments: TrainingArguments,
-    model: Any,
+    chunks: list[Any],
     tokenizer: Tokenizer,
     timeline: Timeline,
     plane: DataPlane | None,
@@ -151,7 +152,7 @@ def _hdp_steps(
             f"--eval-iters {arguments.eval_iters}: found no data to validate on, expected some: "
             "add validation to the file of --hdp-data, or --valid-data-path, or leave it out"
         )
-    executor = build_executor(arguments, model, timeline)
+    executor = build_executor(arguments, chunks, timeline)
     cost_model = cost_model_of(arguments, executor)
 
     def steps(split: str) -> HdpSteps:

@@ -108,7 +108,8 @@ def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[Ste
     step = progress.iteration + 1
     outputs.begin_step(step)
     started = time.perf_counter()
-    job.model.zero_grad_buffer()
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     report = job.training.run(progress.position)
     _require_finite_loss(report, f"step {step}")
@@ -137,14 +138,16 @@ def _validate(job: Job, step: int) -> EvaluationLoss | None:
     arguments = job.arguments
     if job.validation is None or step % arguments.eval_interval:
         return None
-    job.model.eval()
+    for chunk in job.chunks:
+        chunk.eval()
     position, reports = Position(), []
     for batch in range(arguments.eval_iters):
         report = job.validation.run(position, forward_only=True)
         _require_finite_loss(report, f"batch {batch + 1} of the validation after step {step}")
         position = report.position_after
         reports.append(report)
-    job.model.train()
+    for chunk in job.chunks:
+        chunk.train()
     return EvaluationLoss.of(reports)
 
 
@@ -157,7 +160,7 @@ def _require_finite_loss(report: StepReport, what: str) -> None:
 def _require_finite_gradients(job: Job, report: StepReport, step: int) -> None:
     """Raises on every rank if a gradient is NaN or infinite, before the optimizer sees it."""
     with job.timeline.noted(AGREEMENT):
-        parameters = non_finite_parameters(job.model)
+        parameters = non_finite_parameters(job.chunks)
         if not parameters:
             return
         where = job.training.non_finite_gradients()

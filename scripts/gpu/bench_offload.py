@@ -17,7 +17,7 @@ from common import Budget, machine, parse, peak_bytes, seconds_of, table
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.planner.memory import MemoryModel
@@ -93,7 +93,7 @@ def executor_of(sizes: Sizes, num_layers: int) -> HdpExecutor:
     """Return so many layers, ready to run."""
     arguments = arguments_of(sizes, num_layers)
     parallel.set_seeds(1)
-    return build_executor(arguments, build_gpt(arguments, VOCABULARY), Timeline())
+    return build_executor(arguments, build_chunks(arguments, VOCABULARY), Timeline())
 
 
 def micro_batch_of(tokens: int, ratio: float) -> RankMicroBatch:
@@ -110,7 +110,7 @@ def micro_batch_of(tokens: int, ratio: float) -> RankMicroBatch:
 
 def run(executor: HdpExecutor, tokens: int, ratio: float) -> None:
     """Runs forward and backward of one micro-batch."""
-    executor.model.zero_grad_buffer()
+    executor.chunks[0].zero_grad_buffer()
     executor.run([micro_batch_of(tokens, ratio)], tokens)
 
 

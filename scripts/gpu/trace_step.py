@@ -93,7 +93,7 @@ def record_rank(trace: Path, small: bool) -> None:
         return one
 
     def step() -> None:
-        executor.model.zero_grad_buffer()
+        executor.chunks[0].zero_grad_buffer()
         batches = [micro_batch(True, 0.5), micro_batch(False, 0.0), micro_batch(True, 1.0)]
         executor.run(batches, 3 * tokens * len(ring))
 

@@ -33,6 +33,12 @@ hidden-dropout: 0
 disable-bias-linear: true
 """
 
+VIRTUAL_STAGES = [
+    "--pipeline-model-parallel-size",
+    "2",
+    "--num-virtual-stages-per-pipeline-rank",
+    "2",
+]
 TENSOR = ("--tensor-model-parallel-size", "4")
 
 
@@ -167,6 +173,7 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
+        (("--", *VIRTUAL_STAGES), "found virtual stages (--num-layers-per-virtual-pipeline-stage"),
     ],
 )
 def test_refusals(

@@ -116,8 +116,8 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
         repeats: how often it runs; Megatron's DDP does some things from the second time on.
     """
     parallel.set_seeds(arguments.seed)
-    gpt = building.build_gpt(arguments, VOCABULARY)
-    executor = setup.build_executor(arguments, gpt, Timeline())
+    chunks = building.build_chunks(arguments, VOCABULARY)
+    executor = setup.build_executor(arguments, chunks, Timeline())
     cost_model = setup.cost_model_of(arguments, executor)
     corpus = open_split(arguments, split_specs(arguments)["train"])
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
@@ -129,13 +129,19 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
                 mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
             )
         for _ in range(repeats):
-            gpt.zero_grad_buffer()
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
             report = steps.run(Position())
         steps.close()
     assert steps.num_planner_failures == 0  # it was the strategy's plan that ran
     if arguments.use_distributed_optimizer:
-        _gather_shards(gpt)
-    grads = {name: _whole(p, p.main_grad) for name, p in global_parameters(gpt.module)}
+        for chunk in chunks:
+            _gather_shards(chunk)
+    grads = {
+        name: _whole(p, p.main_grad)
+        for chunk in chunks
+        for name, p in global_parameters(chunk.module)
+    }
     grads = _together(grads, parallel_state.get_expert_model_parallel_group())
     return report, _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
@@ -286,6 +292,8 @@ def _stock(arguments):
         tensor_model_parallel_size=1,
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,

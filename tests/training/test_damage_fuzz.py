@@ -45,7 +45,7 @@ def damage(path, draw):
 
 def state_of(job):
     """Copies of all tensors that a checkpoint restores, and the numbers beside them."""
-    found = {name: value.clone() for name, value in job.model.module.named_parameters()}
+    found = {name: value.clone() for name, value in job.chunks[0].module.named_parameters()}
     for number, values in enumerate(job.optimizer.optimizer.state.values()):
         for name, value in values.items():
             found[f"{number} {name}"] = torch.as_tensor(value).clone()
@@ -63,7 +63,7 @@ def fuzz(arguments, scratch, with_checksums, seed):
         def load(folder):
             mine = replace(arguments, load=folder)
             order = job.training.order
-            state = TrainingState(mine, order, job.model, job.optimizer, job.scheduler)
+            state = TrainingState(mine, order, job.chunks, job.optimizer, job.scheduler)
             return Checkpoints(mine, state, lambda line: None).load()
 
         progress, expected = load(whole), state_of(job)
@@ -75,7 +75,7 @@ def fuzz(arguments, scratch, with_checksums, seed):
                 (folder / "iter_0000002" / SUMS).unlink()
             name = draw.choice([one for one in names if with_checksums or one != SUMS])
             how = damage(folder / "iter_0000002" / name, draw)
-            for parameter in job.model.module.parameters():
+            for parameter in job.chunks[0].module.parameters():
                 parameter.data.zero_()
             job.scheduler.num_steps = 0
             message, wrong = None, []

@@ -151,7 +151,7 @@ def not_finite(arguments, odd_rank, name):
     def breaking(job, outputs, progress):
         answer = train_step(job, outputs, progress)
         if progress.iteration == 1 and dist.get_rank() == odd_rank:
-            weight = dict(job.model.module.named_parameters())[name]
+            weight = dict(job.chunks[0].module.named_parameters())[name]
             weight.data.view(-1)[-1] = torch.inf
         return answer
 

@@ -55,11 +55,12 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
     `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone;
     `poison_gradient`, called with the model, plants what it likes.
     """
-    models, build = [], job.build_gpt
+    models, build = [], job.build_chunks
     weights = []
 
     def build_poisoned(*args):
-        model = build(*args)
+        chunks = build(*args)
+        (model,) = chunks
         models.append(model)
         is_poisoned = torch.distributed.get_rank() == poisoned_rank
         with torch.no_grad():
@@ -72,7 +73,7 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
                 embedding[:] = value
         if poison_gradient is not None:
             poison_gradient(model.module)
-        return model
+        return chunks
 
     train_step = loop._train_step
 
@@ -82,7 +83,7 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
 
     started = time.perf_counter()
     with (
-        mock.patch.object(job, "build_gpt", build_poisoned),
+        mock.patch.object(job, "build_chunks", build_poisoned),
         mock.patch.object(loop, "_train_step", copy_and_train),
         mock.patch.object(job.Checkpoints, "save") as save,
     ):

@@ -39,7 +39,11 @@ from tests.support.gradients import tiny_arguments, write_corpus
 LENGTHS = [900, 500, 300, 20, 30, 60, 410, 7, 350, 250, 90, 15, 33, 610, 120]
 TRACED = (2, 3)
 NUM_RANKS = 4
-LAYOUTS = {"four HDP ranks": 1, "two HDP ranks of two stages": 2}
+LAYOUTS = {  # stages, parts of the model on each
+    "four HDP ranks": (1, 1),
+    "two HDP ranks of two stages": (2, 1),
+    "two HDP ranks of two stages of two parts": (2, 2),
+}
 MICROSECONDS = 1e6
 
 
@@ -60,13 +64,15 @@ def trained(arguments):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def traced(request, run_ranks, tmp_path_factory):
     """The trace of steps 2 and 3, their plans, and their metrics on the first rank."""
-    folder, stages = tmp_path_factory.mktemp("trace"), LAYOUTS[request.param]
+    folder, (stages, chunks) = tmp_path_factory.mktemp("trace"), LAYOUTS[request.param]
     arguments = tiny_arguments(
         write_corpus(folder, LENGTHS),
         seq_length=900,
         max_position_embeddings=900,
         hdp_tokens_per_rank=256 * stages,
         pipeline_model_parallel_size=stages,
+        num_layers=2 * chunks,
+        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
         global_batch_size=8,
         train_iters=4,
         lr_decay_iters=4,
@@ -78,14 +84,15 @@ def traced(request, run_ranks, tmp_path_factory):
     (path,) = (folder / "traces").iterdir()
     assert path.name == "steps-2-3.json"
     plans = {step: Plan.from_json(plan) for step, plan in plans.items()}
-    return Trace(json.loads(path.read_bytes()), stages), plans, metrics
+    return Trace(json.loads(path.read_bytes()), stages, chunks), plans, metrics
 
 
 class Trace:
     """A trace taken apart; ranks are processes from the second on, a stage each."""
 
-    def __init__(self, document, num_stages):
+    def __init__(self, document, num_stages, num_chunks):
         self.num_stages = num_stages
+        self.num_chunks = num_chunks
         self.about = document["otherData"]
         self.events = document["traceEvents"]
         self.bars = [event for event in self.events if event["ph"] == "X"]
@@ -120,7 +127,7 @@ class Trace:
         """The trace with every event changed, or left out where `change` returns None."""
         events = [change(dict(event)) for event in self.events]
         document = {"otherData": {}, "traceEvents": [e for e in events if e is not None]}
-        return Trace(document, self.num_stages)
+        return Trace(document, self.num_stages, self.num_chunks)
 
 
 def missing_or_twice(trace, plan, step):
@@ -128,11 +135,14 @@ def missing_or_twice(trace, plan, step):
     found = []
     for process, hdp_rank, _ in trace.processes():
         mine = plan.micro_batches_of(hdp_rank).tolist() or [None]
+        if trace.num_chunks > 1:
+            mine += [None] * (-len(mine) % trace.num_stages)
         difference = Counter(
             (b["name"].split()[0].strip(","), b["args"].get("micro_batch"))
             for b in trace.lane(step, "compute", process)
         )
-        difference.subtract((kind, m) for kind in (FORWARD, BACKWARD) for m in mine)
+        passes = trace.num_chunks * [FORWARD, BACKWARD]
+        difference.subtract((kind, m) for kind in passes for m in mine)
         found += [(process, what) for what, count in difference.items() if count]
     return found
 
@@ -200,8 +210,12 @@ def apart(trace, step):
     """Rings of which two members do not compute at one time: their clocks are not aligned."""
     spans = defaultdict(list)
     for process, _, stage in trace.processes():
+        seen = Counter()  # a micro-batch passes each part of the model
         for b in trace.lane(step, "compute", process):
-            spans[b["name"].split(":")[0], stage].append((b["ts"], b["ts"] + b["dur"]))
+            if "micro_batch" in b["args"]:
+                name = b["name"].split(":")[0]
+                seen[name] += 1
+                spans[name, stage, seen[name]].append((b["ts"], b["ts"] + b["dur"]))
     return [
         name
         for name, members in spans.items()
@@ -263,7 +277,7 @@ def test_the_plan_is_laid_over_it(traced):
         for process, hdp_rank, _ in trace.processes():
             bars = trace.lane(step, "plan", process)
             found = Counter(b["args"]["micro_batch"] for b in bars)
-            passes = 2 if trace.num_stages > 1 else 1
+            passes = 2 * trace.num_chunks if trace.num_stages > 1 else 1
             assert found == {m: passes for m in plan.micro_batches_of(hdp_rank).tolist()}
             for b in bars:
                 assert b["args"]["stretched_by"] == scale

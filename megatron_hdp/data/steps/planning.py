@@ -16,7 +16,7 @@ from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import Plan, compute_s, plan, told_as
-from megatron_hdp.planner.lockstep import stages_for, strategy_for
+from megatron_hdp.planner.lockstep import group_size, stages_for, strategy_for
 
 
 class StepPlanner:
@@ -144,6 +144,7 @@ class StepPlanner:
             planned.plan,
             is_aligned=settings.is_aligned,
             lockstep_ranks=settings.lockstep_ranks,
+            group_size=group_size(settings.num_stages, settings.num_model_chunks),
         )
 
     def is_over(self, position: Position) -> bool:

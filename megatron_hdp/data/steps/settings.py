@@ -27,6 +27,8 @@ class PlanSettings:
     slice_multiple: int
     offload: str
     cost_model: CostModel
+    num_model_chunks: int = 1
+    """Parts of the model on each pipeline stage (virtual stages)."""
 
     @property
     def is_aligned(self) -> bool:

@@ -74,7 +74,13 @@ class StepShares:
     """Cuts a planned step into the shares of its ranks, some at a time."""
 
     def __init__(
-        self, step: Step, plan: Plan, *, is_aligned: bool = False, lockstep_ranks: int = 1
+        self,
+        step: Step,
+        plan: Plan,
+        *,
+        is_aligned: bool = False,
+        lockstep_ranks: int = 1,
+        group_size: int = 1,
     ) -> None:
         """Look at the step once.
 
@@ -83,6 +89,7 @@ class StepShares:
             plan: of it; its sequence ids are places in the step.
             is_aligned: see `planner.lockstep.slots`.
             lockstep_ranks: likewise.
+            group_size: likewise.
 
         Raises:
             ValueError: the plan is for other sequences.
@@ -90,7 +97,9 @@ class StepShares:
         _require_lengths(step, plan)
         self._step = step
         self._plan = plan
-        self._slots = slots(plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks)
+        self._slots = slots(
+            plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks, group_size=group_size
+        )
         self._end_together = end_together(plan, self._slots, lockstep_ranks=lockstep_ranks)
         members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
         self._members = members.astype(np.int64)

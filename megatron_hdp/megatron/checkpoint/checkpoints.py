@@ -28,7 +28,7 @@ from megatron_hdp.megatron.checkpoint.together import (
     on_first_rank,
     require_shared,
 )
-from megatron_hdp.megatron.finite import non_finite
+from megatron_hdp.megatron.finite import named_parameters, non_finite
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.releases import own_checkpoint_writer
@@ -133,7 +133,8 @@ class Checkpoints:
             self._folder.give_up()
 
     def _require_finite(self, iteration: int) -> None:
-        if found := non_finite(self._state.model.module.named_parameters()):
+        parts = [chunk.module for chunk in self._state.chunks]
+        if found := non_finite(named_parameters(parts)):
             raise ValueError(
                 f"the weights after iteration {iteration} are not finite, first "
                 f"{', '.join(found)}, expected finite numbers. Nothing is saved: go on from the "

@@ -9,6 +9,7 @@ run without HDP keeps Megatron's generators (`rng_state`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class TrainingState:
     Args:
         arguments: of the run.
         order: what decides the order of the data; once resumed, in the checkpoint's version.
-        model: as the optimizer trains it.
+        chunks: this rank's parts of the model, as the optimizer trains them.
         optimizer: its optimizer.
         scheduler: the learning rate's.
     """
@@ -55,7 +56,7 @@ class TrainingState:
         self,
         arguments: TrainingArguments,
         order: DataOrder,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
@@ -63,7 +64,7 @@ class TrainingState:
         self.order = order
         self.announcements: list[str] = []
         """What the log says of how a resumed run goes on in its data."""
-        self.model = model
+        self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
 
@@ -92,8 +93,7 @@ class TrainingState:
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
         """
-        state = reading.read({"model": self._sharded_weights()}, source)
-        self.model.module.load_state_dict(state["model"])
+        self._load_weights(reading.read(self._sharded_weights(), source))
         self.optimizer.reload_model_params()
 
     def resume(self, source: Path) -> Progress:
@@ -108,7 +108,7 @@ class TrainingState:
         goes_on = self.order.continuing(DataOrder.from_record(ours["order"]), str(source))
         self._require_same_schedule(common["scheduler"], source)
         progress = _progress_of(ours, goes_on)
-        content = {"model": self._sharded_weights()}
+        content = self._sharded_weights()
         with ExitStack() as stack:
             if arguments.load_optim:
                 self._require_same_optimizer(ours["optimizer"], source)
@@ -117,7 +117,7 @@ class TrainingState:
             if arguments.load_rng and not self.order.hybrid_data_parallel:
                 content["rng_state"] = rng_state.sharded()
             content = reading.read(content, source)
-            self.model.module.load_state_dict(content["model"])
+            self._load_weights(content)
             if arguments.load_optim:
                 state = laid_out(content["optimizer"], common["optimizer"], self.optimizer)
                 self._use_own_settings(state)
@@ -181,14 +181,27 @@ class TrainingState:
             )
 
     def _sharded_weights(self) -> dict[str, Any]:
-        return dict(self.model.module.sharded_state_dict(metadata=_metadata()))
+        """Those of each part, by a name that only this rank uses: in the files layers count on."""
+        weights = {}
+        for key, chunk in self._chunks_by_key():
+            weights[key] = dict(chunk.module.sharded_state_dict(metadata=_metadata()))
+        return weights
+
+    def _load_weights(self, content: dict[str, Any]) -> None:
+        for key, chunk in self._chunks_by_key():
+            chunk.module.load_state_dict(content[key])
+
+    def _chunks_by_key(self) -> Iterator[tuple[str, DistributedDataParallel]]:
+        """Megatron's keys."""
+        for number, chunk in enumerate(self.chunks):
+            yield "model" if len(self.chunks) == 1 else f"model{number}", chunk
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         weights = self._sharded_weights()
         optimizer = self.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=_metadata()
         )
-        return {"model": weights, "optimizer": optimizer}
+        return {**weights, "optimizer": optimizer}
 
 
 def _metadata() -> dict[str, Any]:

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -32,6 +35,7 @@ from megatron_hdp.megatron.model import HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
+from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import PipelineComm
@@ -77,25 +81,41 @@ class RankOutcome:
 
 
 class HdpExecutor:
-    """Executes the micro-batches of one HDP rank."""
+    """Executes the micro-batches of one HDP rank.
+
+    Args:
+        chunks: this rank's parts of the model, in order; one under the plain schedule.
+        place: of the rank.
+        comm: the rings'.
+        attention: what computes it.
+        fused_loss: whether the model gives the loss instead of logits.
+        gradient_group: with several chunks, one more communicator of the pipeline.
+    """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         place: RankPlace,
         comm: RingComm,
         attention: AttentionBackend,
         fused_loss: bool,
+        gradient_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model = model
+        self.chunks = list(chunks)
         self.place = place
         self.comm = comm
         self.attention = attention
         self.fused_loss = fused_loss
         self.timeline = comm.timeline
-        self.layers = get_attr_wrapped_model(model, "decoder").layers
+        self.layers = [
+            layer for one in chunks for layer in get_attr_wrapped_model(one, "decoder").layers
+        ]
         self.offload = ActivationOffload(
-            self.layers, compute_device(), model.parameters, timeline=self.timeline
+            self.layers,
+            compute_device(),
+            self._parameters,
+            timeline=self.timeline,
+            num_parts=len(chunks),
         )
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -106,22 +126,26 @@ class HdpExecutor:
         """Of the latest step, on the first stage, for each micro-batch: norm of the gradient that
         reached the embedding. Nothing waits for them."""
         if place.is_first_stage:
-            embedding = get_attr_wrapped_model(model, "embedding")
+            embedding = get_attr_wrapped_model(chunks[0], "embedding")
             embedding.register_forward_hook(self._watch_gradient)
         self._reached_sync = self.timeline.now()
-        self._config = config = get_model_config(model)
+        self._config = config = get_model_config(chunks[0])
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
-        self._grad_sync = GradSync(model, config)
-        self._pipeline = None
+        self._grad_sync = GradSync(self.chunks, config)
+        self._pipeline: PipelineComm | InterleavedComm | None = None
         if place.num_stages > 1:
-            self._pipeline = PipelineComm(
-                parallel_state.get_pipeline_model_parallel_group(),
-                config,
-                config.pipeline_dtype,
-                compute_device(),
-                self.timeline,
-            )
+            group = parallel_state.get_pipeline_model_parallel_group()
+            kind = config, config.pipeline_dtype, compute_device(), self.timeline
+            if len(chunks) == 1:
+                self._pipeline = PipelineComm(group, *kind)
+            else:
+                assert gradient_group is not None, "several chunks need a second communicator"
+                self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *kind)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
 
     def run(
         self,
@@ -134,7 +158,8 @@ class HdpExecutor:
         """Forward and backward of every micro-batch, then gradient sync.
 
         Args:
-            micro_batches: this rank's, in order; at least one on every rank.
+            micro_batches: this rank's, in order; at least one on every rank, with several chunks a
+                multiple of the stages.
             num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
             forward_only: no backward and no gradient sync (evaluation).
             num_sources: of the data, by which losses are added up.
@@ -149,7 +174,7 @@ class HdpExecutor:
         self._losses, self.gradient_norms = [], []
         self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        indices = [one.index for one in micro_batches]
+        indices = [micro_batches[m].index for m, _ in self._table(len(micro_batches))]
         with (
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, indices),
@@ -184,7 +209,15 @@ class HdpExecutor:
         """
         loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
         with self.timeline.noted(HOST_MEMORY):
-            self.offload.reserve(loads, self.place.num_stages - self.place.stage)
+            self.offload.reserve(loads, self._most_alive())
+
+    def _most_alive(self) -> int:
+        """Micro-batches that may be between forward and backward at a time.
+
+        With several chunks a group may be in its last one and the next group in its first.
+        """
+        stages = self.place.num_stages
+        return stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
 
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
@@ -196,7 +229,7 @@ class HdpExecutor:
         num_tokens = 64 * self.place.token_multiple
         example = replace(
             padding_micro_batch(self.place.hdp_rank, num_tokens),
-            tokens=np.arange(num_tokens) % get_attr_wrapped_model(self.model, "vocab_size"),
+            tokens=np.arange(num_tokens) % get_attr_wrapped_model(self.chunks[0], "vocab_size"),
         )
         if not self.place.is_first_stage:
             received = torch.zeros(
@@ -205,11 +238,11 @@ class HdpExecutor:
                 device=compute_device(),
                 requires_grad=True,
             )
-            get_attr_wrapped_model(self.model, "set_input_tensor")(received)
+            get_attr_wrapped_model(self.chunks[0], "set_input_tensor")(received)
         saved = saved_bytes(
             self.layers,
-            self.model.parameters(),
-            lambda: self._forward_step(self._with_tensors([example]), self.model),
+            self._parameters(),
+            lambda: self._forward_step(self._with_tensors([example]), self.chunks[0]),
         )
         of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
         self.offload.need.expect(replace(saved, layers=of_layers), num_tokens)
@@ -219,8 +252,8 @@ class HdpExecutor:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
         common = {
             "forward_step_func": self._forward_step,
-            "data_iterator": self._with_tensors(micro_batches),
-            "model": [self.model],
+            "data_iterator": [self._with_tensors(micro_batches) for _ in self.chunks],
+            "model": self.chunks,
             "num_microbatches": len(micro_batches),
             "seq_length": 1,  # activations take their shapes from the plan
             "micro_batch_size": 1,
@@ -229,14 +262,25 @@ class HdpExecutor:
         if self._pipeline is None:
             forward_backward_no_pipelining(**common)
             return
-        self._pipeline.begin([self._activation_shape(one) for one in micro_batches])
-        forward_backward_pipelining_without_interleaving(
-            **common,
-            p2p_communicator=self._pipeline,
-            pg_collection=_groups(),
-        )
+        shapes = [self._activation_shape(one) for one in micro_batches]
+        common |= {"p2p_communicator": self._pipeline, "pg_collection": _groups()}
+        if isinstance(self._pipeline, InterleavedComm):
+            self._pipeline.begin(shapes, self._table(len(micro_batches)))
+            forward_backward_pipelining_with_interleaving(**common)
+        else:
+            self._pipeline.begin(shapes)
+            forward_backward_pipelining_without_interleaving(**common)
         if forward_only:
             self._pipeline.finish()
+
+    def _table(self, num_micro_batches: int) -> list[tuple[int, int]]:
+        """Micro-batch and chunk of each forward; backwards take chunks from the last to the first.
+
+        Both run through the micro-batches in this order.
+        """
+        group = self._config.microbatch_group_size_per_vp_stage
+        table = get_schedule_table(num_micro_batches, len(self.chunks), group)
+        return [(int(m), int(chunk)) for m, chunk in table]
 
     def _with_tensors(
         self, micro_batches: Sequence[RankMicroBatch]

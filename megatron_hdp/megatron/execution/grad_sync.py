@@ -2,13 +2,14 @@
 
 Megatron's DDP reduces a bucket as soon as the last micro-batch's backward has filled it. On a GPU
 that may hang where another rank still waits for this one, see `planner.lockstep.end_together`.
-There the reductions begin after the last backward, in the same order.
+There the reductions begin after the last backward, in the same order. So they do with several model
+chunks: behind the last backward of one come others of the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -18,15 +19,15 @@ class GradSync:
     """Says to Megatron's schedule and DDP when the gradients of a step are reduced.
 
     Args:
-        model: Megatron's DDP.
+        chunks: Megatron's DDP around each model chunk.
         config: Megatron's configuration of the model, whose ``no_sync_func`` is set.
     """
 
-    def __init__(self, model: DistributedDataParallel, config: Any) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: Any) -> None:
+        self._chunks = chunks
         self._config = config
         self._in_backward = False
-        self._groups = _by_layer(model)
+        self._groups = [group for chunk in reversed(chunks) for group in _by_layer(chunk)]
 
     @contextmanager
     def during(self, ends_together: bool) -> Iterator[None]:
@@ -35,14 +36,20 @@ class GradSync:
         Args:
             ends_together: whether reductions may begin in the last backward.
         """
-        self._in_backward = ends_together
-        self._config.no_sync_func = self._model.no_sync if ends_together else nullcontext
-        with nullcontext() if ends_together else self._model.no_sync():
+        self._in_backward = ends_together and len(self._chunks) == 1
+        if self._in_backward:
+            self._config.no_sync_func = self._chunks[0].no_sync
+            yield
+            return
+        self._config.no_sync_func = nullcontext
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(chunk.no_sync())
             yield
 
     def begin(self) -> None:
         """Starts the reductions that have not begun in the last backward; waits for none."""
-        if not self._model.ddp_config.overlap_grad_reduce:
+        if not self._chunks[0].ddp_config.overlap_grad_reduce:
             return  # finishing them starts them
         for group in self._groups:
             if group.is_first_batch or not self._in_backward:  # in the first, hooks only count

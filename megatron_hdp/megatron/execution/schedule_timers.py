@@ -1,7 +1,8 @@
 """Megatron's schedule says when it computes: its timers open and close the timeline's spans.
 
 The schedule starts and stops a timer around the forward and the backward of every micro-batch. It
-takes a rank's micro-batches in order, forward and backward each, so counting tells which one it is.
+takes a rank's micro-batches in order, forward and backward each, so counting tells which one it is;
+with several model chunks it comes to each once a chunk, in the order of its table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def noting_compute(
     Args:
         config: Megatron's configuration of the model; its ``timers`` are ours inside.
         timeline: where the spans go.
-        micro_batches: what this rank runs, in order: indices in the step's plan, None for padding.
+        micro_batches: what this rank runs forward, in order, and so backward: indices in the step's
+            plan, None for padding.
     """
     timers = _Timers(timeline, micro_batches)
     before, config.timers = config.timers, timers

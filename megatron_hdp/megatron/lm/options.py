@@ -35,6 +35,9 @@ _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
 _EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
+_VIRTUAL_STAGES = (
+    "pipelines run plain 1F1B here, and virtual stages in python -m megatron_hdp.pretrain_gpt"
+)
 _GPT = "HDP trains a GPT with rotary positions and full attention"
 _EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
@@ -78,8 +81,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
-    "num_layers_per_virtual_pipeline_stage": (None, _EQUAL_STAGES),
-    "num_virtual_stages_per_pipeline_rank": (None, _EQUAL_STAGES),
+    "num_layers_per_virtual_pipeline_stage": (None, _VIRTUAL_STAGES),
+    "num_virtual_stages_per_pipeline_rank": (None, _VIRTUAL_STAGES),
     "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
     "decoder_first_pipeline_num_layers": (None, _EQUAL_STAGES),
     "decoder_last_pipeline_num_layers": (None, _EQUAL_STAGES),

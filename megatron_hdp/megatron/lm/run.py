@@ -304,7 +304,7 @@ class LmRun:
     def _of_split(self, split: str, model: Any) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""
         if self._executor is None or self._cost_model is None:
-            self._executor = build_executor(self.arguments, model, self._job.timeline)
+            self._executor = build_executor(self.arguments, [model], self._job.timeline)
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
             model.ddp_config.align_param_gather = True  # gathered by `start_param_gather` alone
             self._cost_model = cost_model_of(self.arguments, self._executor)

@@ -1,7 +1,7 @@
 """Megatron's GPT with the parts that HDP replaces: attention, positions, norms, experts, loss."""
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
-from megatron_hdp.megatron.model.building import build_gpt, model_dtype
+from megatron_hdp.megatron.model.building import build_chunks, build_gpt, model_dtype
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
@@ -19,6 +19,7 @@ __all__ = [
     "HdpRouter",
     "OwnPositionRotaryEmbedding",
     "SequenceParallelNorm",
+    "build_chunks",
     "build_gpt",
     "fused_kernel_can_count",
     "fused_kernel_is_there",

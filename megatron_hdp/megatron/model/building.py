@@ -26,7 +26,7 @@ from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
     fused_kernel_is_there,
 )
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, num_model_chunks
 from megatron_hdp.megatron.parallel import compute_device, say
 
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
@@ -66,6 +66,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     """
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
+    chunks = num_model_chunks(arguments)
     functions = {}
     if arguments.swiglu:
         functions = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
@@ -90,6 +91,9 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,
         **moe_settings(arguments),
         params_dtype=dtype,
@@ -141,7 +145,7 @@ def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
 
 
 def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of this rank's stage, and a last norm like theirs.
+    """The layers of a stage, or of each of its model chunks, and a last norm like theirs.
 
     Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
     another class where TransformerEngine is installed, whose extra state the checkpoints of other
@@ -151,31 +155,52 @@ def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSub
     norm = spec.submodules.input_layernorm
     if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
         return spec
-    num_layers = arguments.num_layers // arguments.pipeline_model_parallel_size
+    parts = arguments.pipeline_model_parallel_size * num_model_chunks(arguments)
+    num_layers = arguments.num_layers // parts
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
-def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
-    """The model, wrapped in Megatron's DDP, on this rank's device.
+def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
+    """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
+
+    Several with virtual stages, else one.
 
     Args:
         arguments: model shape and parallel layout.
         vocab_size: entries of the tokenizer; padded here.
     """
     config = transformer_config(arguments)
+    chunks = num_model_chunks(arguments)
+    return [_chunk(arguments, config, vocab_size, chunk, chunks) for chunk in range(chunks)]
+
+
+def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
+    """This rank's part of a model without virtual stages; arguments as of `build_chunks`."""
+    (model,) = build_chunks(arguments, vocab_size)
+    return model
+
+
+def _chunk(
+    arguments: TrainingArguments,
+    config: TransformerConfig,
+    vocab_size: int,
+    chunk: int,
+    num_chunks: int,
+) -> DistributedDataParallel:
     fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
     model = (FusedLossModel if fused else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(arguments),
         vocab_size=padded_vocab_size(vocab_size, arguments),
         max_sequence_length=arguments.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=chunk == 0 and parallel_state.is_pipeline_first_stage(),
+        post_process=chunk == num_chunks - 1 and parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         position_embedding_type=arguments.position_embedding_type,
         rotary_percent=arguments.rotary_percent,
         rotary_base=arguments.rotary_base,
+        vp_stage=chunk if num_chunks > 1 else None,
     )
     if arguments.hybrid_data_parallel:
         model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
@@ -188,4 +213,4 @@ def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataP
         bucket_size=arguments.ddp_bucket_size,
     )
     wrapped = Float16Module(config, model) if config.bf16 else model
-    return DistributedDataParallel(config, ddp_config, wrapped)
+    return DistributedDataParallel(config, ddp_config, wrapped, disable_bucketing=chunk > 0)

@@ -15,9 +15,12 @@ from megatron_hdp.megatron.options import TrainingArguments
 
 
 def build_optimizer(
-    arguments: TrainingArguments, model: DistributedDataParallel
+    arguments: TrainingArguments, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Adam as Megatron configures it; ZeRO-1 with ``--use-distributed-optimizer``."""
+    """Adam as Megatron configures it, for all of a rank's parts of the model.
+
+    ZeRO-1 with ``--use-distributed-optimizer``.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=arguments.lr,
@@ -31,7 +34,7 @@ def build_optimizer(
         params_dtype=model_dtype(arguments),
         use_distributed_optimizer=arguments.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, chunks)
     gather_whole_states(optimizer)
     if arguments.fp64:
         keep_float64(optimizer)

@@ -4,6 +4,7 @@ from megatron_hdp.megatron.options.arguments import (
     GROUPS,
     TrainingArguments,
     expert_domain_size,
+    num_model_chunks,
     tokenizer_of,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
@@ -22,6 +23,7 @@ __all__ = [
     "check_moe",
     "expert_domain_size",
     "markdown_tables",
+    "num_model_chunks",
     "parse_arguments",
     "tokenizer_of",
 ]

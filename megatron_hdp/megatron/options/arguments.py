@@ -55,6 +55,16 @@ def expert_domain_size(args: TrainingArguments) -> int:
     return max(1, ranks // args.tensor_model_parallel_size)
 
 
+def num_model_chunks(args: TrainingArguments) -> int:
+    """Parts of the model on each pipeline rank (virtual stages); 1 under the plain schedule."""
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return args.num_virtual_stages_per_pipeline_rank
+    if args.num_layers_per_virtual_pipeline_stage is None:
+        return 1
+    layers = (args.num_layers or 1) // args.pipeline_model_parallel_size
+    return max(1, layers // args.num_layers_per_virtual_pipeline_stage)
+
+
 def tokenizer_of(args: TrainingArguments) -> str | None:
     """The run's tokenizer as `data.build_tokenizer` names it; None if it is another kind."""
     if args.tokenizer_type == "byte":

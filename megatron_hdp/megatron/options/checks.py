@@ -5,7 +5,7 @@ Every check here raises `OptionError`.
 
 from typing import Any
 
-from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.megatron.options.arguments import TrainingArguments, num_model_chunks
 from megatron_hdp.options import OptionError, flag_of
 
 DATA_FLAGS = (
@@ -58,14 +58,49 @@ def check_parallel(args: TrainingArguments) -> None:
             f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
             f"{stages}: every stage holds the same number of layers, change one of them"
         )
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        raise OptionError(
-            "--num-layers-per-virtual-pipeline-stage: the interleaved schedule is not supported. "
-            "It gives all micro-batches one activation shape and wants their number to be a "
-            "multiple of the stages on every pipeline; here shapes and numbers come from the plan, "
-            "through the plain 1F1B schedule: leave it out"
-        )
+    check_virtual_stages(args)
     check_layout(args)
+
+
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def check_virtual_stages(args: TrainingArguments) -> None:
+    """Checks how a pipeline stage's layers are cut into model chunks.
+
+    Raises:
+        OptionError: says what was found, what was expected and the remedy.
+    """
+    given = [name for name in _VIRTUAL if getattr(args, name) is not None]
+    if not given:
+        return
+    flags = [flag_of(name) for name in given]
+    if len(given) > 1:
+        raise OptionError(f"found both {' and '.join(flags)}, expected one of them at most")
+    found = f"{flags[0]} {getattr(args, given[0])}"
+    stages = args.pipeline_model_parallel_size
+    if stages == 1:
+        raise OptionError(
+            f"{found} without pipeline stages: leave it out, or raise "
+            "--pipeline-model-parallel-size"
+        )
+    layers = (args.num_layers or 1) // stages
+    if layers % getattr(args, given[0]):
+        raise OptionError(
+            f"{found} does not divide the {layers} layers of a pipeline stage "
+            f"(--num-layers {args.num_layers} / --pipeline-model-parallel-size {stages}): every "
+            "virtual stage holds the same number of layers, change one of the numbers"
+        )
+    if num_model_chunks(args) == 1:
+        raise OptionError(
+            f"{found} makes one virtual stage of the {layers} layers of a pipeline stage, which is "
+            "the plain schedule: leave it out, or ask for two at least"
+        )
+    if not args.hybrid_data_parallel:
+        raise OptionError(
+            f"{found} goes with --hybrid-data-parallel in this command: add it, or train with "
+            "Megatron-LM's script"
+        )
 
 
 def check_layout(args: TrainingArguments) -> None:

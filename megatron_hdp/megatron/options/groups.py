@@ -182,7 +182,10 @@ class ParallelOptions:
         1, minimum=1, help="Pipeline stages; each holds the same number of layers."
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, minimum=1, help="Layers of a virtual stage (interleaved schedule); refused."
+        None, minimum=1, help="Layers of a virtual stage (interleaved schedule; needs HDP)."
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, minimum=1, help="Virtual stages on a rank: another way to say the same."
     )
     use_distributed_optimizer: bool = option(False, help="Shard the optimizer state (ZeRO-1).")
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while backward runs.")

@@ -428,7 +428,9 @@ class HdpSteps:
         made = self.latest_plan()
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
-        return made, evaluate(made, settings.cost_model, self.place.num_stages)
+        return made, evaluate(
+            made, settings.cost_model, self.place.num_stages, self.place.num_model_chunks
+        )
 
     def corrections(self) -> dict[str, Any] | None:
         """How the cost model was corrected that the latest step was planned by; None: it is not."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_hdp.megatron.finite import non_finite
+from megatron_hdp.megatron.finite import named_parameters, non_finite
 
 _SHOWN_MICRO_BATCHES = 8
 
@@ -41,17 +42,22 @@ def gather_words(found: list[NonFinite]) -> tuple[str, ...]:
     return (*lines[:_SHOWN_MICRO_BATCHES], *([f"and {more} more"] if more > 0 else []))
 
 
-def non_finite_parameters(model: DistributedDataParallel) -> tuple[str, ...]:
+def non_finite_parameters(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
     """Names the first parameters whose gradient is NaN or infinite on some rank; see `non_finite`.
 
     Args:
-        model: with gradients that are summed over ranks, before the optimizer's step.
+        chunks: this rank's parts of the model, with gradients that are summed over ranks, before
+            the optimizer's step.
     """
     return non_finite(
         (
             (name, one.main_grad)
-            for name, one in model.module.named_parameters()
+            for name, one in named_parameters([chunk.module for chunk in chunks])
             if one.requires_grad
         ),
-        [buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers)],
+        [
+            buffer.grad_data
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ],
     )

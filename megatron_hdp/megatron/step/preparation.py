@@ -27,6 +27,7 @@ def plan_settings(
         slice_multiple=arguments.hdp_slice_multiple,
         offload=arguments.hdp_offload,
         cost_model=cost_model,
+        num_model_chunks=place.num_model_chunks,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import (
     RankPlace,
     compute_device,
+    new_gradient_group,
     new_ring_comm,
     num_parameters,
     rank_place,
@@ -33,7 +35,7 @@ from megatron_hdp.runtime.timeline import Timeline
 
 
 def build_executor(
-    arguments: TrainingArguments, model: DistributedDataParallel, timeline: Timeline
+    arguments: TrainingArguments, chunks: Sequence[DistributedDataParallel], timeline: Timeline
 ) -> HdpExecutor:
     """The executor of this rank; every rank of the job must call this.
 
@@ -52,7 +54,9 @@ def build_executor(
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
-    return HdpExecutor(model, place, comm, attention.backend, arguments.hdp_fused_loss)
+    gradients = new_gradient_group(arguments) if len(chunks) > 1 else None
+    kind_of_loss = arguments.hdp_fused_loss
+    return HdpExecutor(chunks, place, comm, attention.backend, kind_of_loss, gradients)
 
 
 def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
@@ -142,7 +146,7 @@ def _cost_model_of_shape(
         executor.place.num_tensor_ranks,
         num_layers=arguments.num_layers,
         hidden_size=attention_size,
-        num_parameters=num_parameters(executor.model),
+        num_parameters=num_parameters(executor.chunks),
         kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
         **others,
     )

@@ -67,7 +67,7 @@ def kept_after_forward(job: Job) -> float:
     if job.recompute == "full":
         layer_input = job.value_bytes * job.hidden_size * job.token_share
         if job.recompute_method == "uniform":
-            return layer_input / min(job.recompute_num_layers, job.layers_per_stage)
+            return layer_input / min(job.recompute_num_layers, job.layers_per_chunk)
         recomputed = job.recomputed_share
         return recomputed * layer_input + (1 - recomputed) * whole
     return whole
@@ -78,7 +78,7 @@ def recomputed_layers(job: Job) -> int:
     if job.recompute != "full":
         return 0
     if job.recompute_method == "uniform":
-        return min(job.recompute_num_layers, job.layers_per_stage)
+        return min(job.recompute_num_layers, job.layers_per_chunk)
     return 1
 
 

@@ -1,8 +1,9 @@
 """Memory of one GPU, summed up before any is booked: state, activations, working memory.
 
 Of a pipeline's stages the fullest decides: the first holds as many micro-batches as there are
-stages, the last one the loss. Parts that are not alive at the same moment (a layer's backward and
-the loss) are added all the same, so the sum is an upper bound of what is accounted for here.
+stages (with several model chunks more), the last one the loss. Parts that are not alive at the same
+moment (a layer's backward and the loss) are added all the same, so the sum is an upper bound of
+what is accounted for here.
 """
 
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         dense += job.hidden_size  # the last norm
     experts = job.layers_per_stage * _experts_of_a_layer(job)
     weights, b = dense + experts, job.value_bytes
-    alive = job.stages - stage  # micro-batches between forward and backward
+    alive = job.alive(stage)
     model = MemoryModel(job.layers_per_stage, kept_after_forward(job))
     beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
     whole_layer = sum(kept_bytes(job).values())

@@ -27,6 +27,8 @@ class Job:
     tensor_ranks: int = 1
     sequence_parallel: bool = False
     stages: int = 1
+    model_chunks: int = 1
+    """Parts of the model on each stage (virtual stages)."""
     expert_ranks: int = 1
     expert_tensor_ranks: int = 1
 
@@ -51,6 +53,22 @@ class Job:
     def layers_per_stage(self) -> int:
         """Layers of one stage."""
         return self.num_layers // self.stages
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of one part of the model."""
+        return self.layers_per_stage // self.model_chunks
+
+    def alive(self, stage: int) -> float:
+        """Micro-batches between forward and backward on a stage, at most.
+
+        With model chunks that many of a stage's passes are, each through one of them.
+        """
+        behind = self.stages - 1 - stage
+        if self.model_chunks == 1:
+            return behind + 1
+        passes = 2 * behind + (self.model_chunks - 1) * self.stages + 1
+        return passes / self.model_chunks
 
     @property
     def value_bytes(self) -> int:
@@ -84,4 +102,4 @@ class Job:
             return 0.0
         if self.recompute_method == "uniform":
             return 1.0
-        return min(self.recompute_num_layers, self.layers_per_stage) / self.layers_per_stage
+        return min(self.recompute_num_layers, self.layers_per_chunk) / self.layers_per_chunk

@@ -20,7 +20,8 @@ class ActivationOffload:
 
     Around a micro-batch's forward, `micro_batch` puts hooks on the tensors that autograd saves.
     All but the last two layers take part. Backward needs nothing: tensors come back by themselves,
-    a layer ahead. Several micro-batches may be between forward and backward (pipelines), and what
+    a layer ahead. A micro-batch may run through the layers in parts (virtual stages), each of which
+    sends its share. Several micro-batches may be between forward and backward (pipelines), and what
     recomputation saves inside of backward is none of its business; of a checkpointed part its
     input is what goes to the host.
 
@@ -32,6 +33,7 @@ class ActivationOffload:
         parameters: gives the tensors that stay: views of them are saved, too.
         pool: host memory; by default its own, page-locked for a GPU.
         timeline: where copies are noted.
+        num_parts: forwards of one micro-batch, each through its part of the layers.
 
     Attributes:
         pool: the host memory.
@@ -46,9 +48,10 @@ class ActivationOffload:
         parameters: Callable[[], Iterator[torch.Tensor]],
         pool: HostPool | None = None,
         timeline: Timeline | None = None,
+        num_parts: int = 1,
     ) -> None:
         self.pool = pool or HostPool(pin=device.type == "cuda")
-        self.need = HostNeed(len(layers))
+        self.need = HostNeed(len(layers), num_parts)
         self.offloaded_bytes = 0
         self._layers = layers
         self._parameters = parameters
@@ -72,7 +75,7 @@ class ActivationOffload:
     def micro_batch(self, ratio: float, num_tokens: int = 0) -> Iterator[MicroBatchStash | None]:
         """The forward of a micro-batch, share `ratio` of whose activations goes to the host.
 
-        With ratio 0 it does nothing at all and gives None.
+        Or the forward of one of its parts. With ratio 0 it does nothing at all and gives None.
 
         Args:
             ratio: see above.

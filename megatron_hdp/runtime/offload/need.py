@@ -19,9 +19,11 @@ class HostNeed:
 
     Args:
         num_layers: of the stack; all but the last two may leave.
+        num_parts: in which a micro-batch runs through the stack, each a forward of its own.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, num_parts: int = 1) -> None:
+        self._num_parts = num_parts
         self._num_leaving = max(0, num_layers - RESIDENT_LAYERS)
         self._layer_bytes = 0.0  # of one token
         self._storage_bytes = 0.0  # the largest storage's, of one token
@@ -31,9 +33,9 @@ class HostNeed:
         self._raise_to(max(saved.layers, default=0) / num_tokens, saved.largest / num_tokens)
 
     def learn(self, stash: MicroBatchStash, num_tokens: int) -> None:
-        """Takes what a micro-batch saved."""
+        """Takes what a micro-batch saved, or saved in one part, of which few layers may stay."""
         if num_tokens and self._num_leaving:
-            layer_bytes = stash.seen_bytes / self._num_leaving
+            layer_bytes = stash.seen_bytes * self._num_parts / self._num_leaving
             self._raise_to(layer_bytes / num_tokens, stash.largest_bytes / num_tokens)
 
     def _raise_to(self, layer_bytes: float, storage_bytes: float) -> None:
@@ -55,7 +57,8 @@ class HostNeed:
         return int(fullest * (1 + _MARGIN)), int(self._storage_bytes * most_tokens)
 
     def _of_one(self, tokens: int, ratio: float) -> float:
-        """At most one storage more than the ratio's share leaves."""
+        """At most one storage more than the ratio's share leaves, of each part."""
         if not ratio or not self._num_leaving:
             return 0.0
-        return tokens * (ratio * self._num_leaving * self._layer_bytes + self._storage_bytes)
+        more = self._num_parts * self._storage_bytes
+        return tokens * (ratio * self._num_leaving * self._layer_bytes + more)

@@ -100,3 +100,20 @@ def test_where_reductions_begin(run_ranks, tmp_path, ranks, hdp_ranks, experts, 
         assert not any(begun[i][1] for i in first), "Megatron only counts in the first"
         for step in later:
             assert [begun[i][1] for i in step] == [together[hdp_rank]] * len(step), rank
+
+
+def test_with_virtual_stages_reductions_begin_behind_the_last_backward(run_ranks, tmp_path):
+    virtual = {
+        "num_layers": 4,
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    }
+    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **(OVERLAP | virtual))
+    found = run_ranks(4, launches_of, arguments, None)
+    assert found[0][1] <= 1e-10
+    for rank, (begun, _) in enumerate(found):
+        assert not any(is_inside for _, is_inside in begun), rank
+        steps = np.array_split(np.array([str(sizes) for sizes, _ in begun]), 3)
+        assert (steps[0] == steps[1]).all() and (steps[0] == steps[2]).all()
+        assert len(steps[0]) > 1 or rank > 1, "each chunk has one bucket at least"
+        assert [sizes for sizes, _ in begun] == [sizes for sizes, _ in found[rank // 2 * 2][0]]

@@ -58,7 +58,7 @@ def counted(cases):
     for arguments in cases:
         parallel.set_seeds(1)
         gpt = building.build_gpt(arguments, VOCABULARY)
-        executor = setup.build_executor(arguments, gpt, Timeline())
+        executor = setup.build_executor(arguments, [gpt], Timeline())
         num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
         found.append((executor.activation_bytes_per_token(), num_parameters))
     return found

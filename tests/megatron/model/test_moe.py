@@ -41,6 +41,11 @@ def check(run_ranks, ranks, cases):
 
 
 # ranks, of them in the HDP dimension, layout
+VIRTUAL = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
 LAYOUTS = {
     "every-expert-on-every-rank": (3, 3, {}),
     "across-all-ranks": (2, 2, {"expert_model_parallel_size": 2}),
@@ -64,10 +69,18 @@ LAYOUTS = {
         2,
         {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
     ),
+    "virtual-stages": (4, 2, VIRTUAL),
+    "virtual-stages-across-ranks": (4, 2, VIRTUAL | {"expert_model_parallel_size": 2}),
 }
 
 
-SLOW = ("an-expert-a-rank", "shared-by-tensor-ranks", "all-gathered-within-tensor-ranks")
+SLOW = (
+    "virtual-stages",
+    "virtual-stages-across-ranks",
+    "an-expert-a-rank",
+    "shared-by-tensor-ranks",
+    "all-gathered-within-tensor-ranks",
+)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +219,7 @@ def parameters_of(runs):
     for run in runs:
         parallel.initialise(run)
         parallel.set_seeds(1)
-        counts.append(parallel.num_parameters(building.build_gpt(run, VOCABULARY)))
+        counts.append(parallel.num_parameters(building.build_chunks(run, VOCABULARY)))
         parallel.finish()
     return counts
 

@@ -13,6 +13,7 @@ from megatron_hdp.megatron.options import (
     TrainingArguments,
     build_parser,
     markdown_tables,
+    num_model_chunks,
     parse_arguments,
 )
 from megatron_hdp.options import (
@@ -237,6 +238,20 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
     assert parse_arguments([*REQUIRED, *_yaml(tmp_path, "")]).num_layers == 2
 
 
+WITH_HDP = " ".join(HDP)
+STAGES = "--num-layers 8 --pipeline-model-parallel-size 2"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", 1), (VIRTUAL, 2), ("--num-layers-per-virtual-pipeline-stage 1", 4)],
+)
+def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None:
+    arguments = parse_arguments([*REQUIRED, *f"{STAGES} {WITH_HDP} {flags}".split()])
+    assert num_model_chunks(arguments) == expected
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -278,6 +293,21 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
             "--hdp-offload auto --num-layers 4 --pipeline-model-parallel-size 2",
             "--hdp-offload auto has no effect with 2 layers on a rank",
         ),
+        ("--num-virtual-stages-per-pipeline-rank 2", "rank 2 without pipeline stages: leave it"),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 "
+            "--num-virtual-stages-per-pipeline-rank 4",
+            "found both --num-layers-per-virtual-pipeline-stage and --num-virtual",
+        ),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline",
+        ),
+        (
+            f"{STAGES} --num-layers-per-virtual-pipeline-stage 4",
+            "makes one virtual stage of the 4 layers",
+        ),
+        (f"{STAGES} {VIRTUAL}", "rank 2 goes with --hybrid-data-parallel in this command"),
     ],
 )
 def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:

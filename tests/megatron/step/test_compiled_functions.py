@@ -15,7 +15,7 @@ def limits_of_a_run(arguments):
     parallel.initialise(arguments)
     gpt = building.build_gpt(arguments, VOCABULARY)
     before = torch._dynamo.config.recompile_limit
-    setup.build_executor(arguments, gpt, Timeline())
+    setup.build_executor(arguments, [gpt], Timeline())
     return before, torch._dynamo.config.recompile_limit
 
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_hdp.data.steps import read_micro_batch
 from megatron_hdp.megatron.execution.executor import HdpExecutor
+from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from tests.support.drawn import first_rows
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 from tests.support.random_plans import random_plan
+from tests.support.ranks import RankError
 
 TOLERANCE = 1e-10
 MODELS = {
@@ -207,6 +209,82 @@ def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
     cases.append(random_case(tiny_arguments(prefix, **common), replicas))
     errors = run_ranks(ranks, errors_of, cases, timeout_s=570)[0]
     assert max(errors) <= TOLERANCE, errors
+
+
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
+VIRTUAL = {  # ranks, virtual stages on a rank, the rest
+    "pp2-v2": (
+        4,
+        2,
+        TWO_STAGES
+        | SHARDED_BUCKETS
+        | MODELS["mha-tied-layernorm"]
+        | {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "pp2-v3": (4, 3, TWO_STAGES),
+    "pp2-v2-tp2-sp": (
+        4,
+        2,
+        TWO_STAGES | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "pp4-v2": (4, 2, {"pipeline_model_parallel_size": 4}),
+    "pp4-v2-rings": (8, 2, {"pipeline_model_parallel_size": 4}),
+    "pp2-v2-tp2-sp-rings": (
+        8,
+        2,
+        TWO_STAGES | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in ("pp2-v2", "pp2-v3") else pytest.mark.slow)
+        for name in VIRTUAL
+    ],
+)
+def test_gradients_of_virtual_stages(run_ranks, tmp_path, layout):
+    ranks, chunks, overrides = VIRTUAL[layout]
+    stages = overrides["pipeline_model_parallel_size"]
+    prefix = write_corpus(tmp_path, LENGTHS)
+    common = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+    common |= overrides | {
+        "num_layers": stages * chunks,
+        "num_virtual_stages_per_pipeline_rank": chunks,
+    }
+    replicas = ranks // stages // overrides.get("tensor_model_parallel_size", 1)
+    if replicas == 1:
+        common["hdp_tokens_per_rank"] = 200
+    cases = [
+        (tiny_arguments(prefix, hdp_strategy=strategy, **common), None)
+        for strategy in ("static", "naive", "pp-balance")
+    ]
+    cases.append(random_case(tiny_arguments(prefix, **common), replicas))
+    errors = run_ranks(ranks, errors_of, cases, timeout_s=570)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+def shapes_of_plain_1f1b(self, shapes, table):
+    """Takes every micro-batch through one chunk before the next."""
+    BEGIN(self, shapes, sorted(table, key=lambda entry: entry[1]))
+
+
+BEGIN = InterleavedComm.begin
+
+
+def test_shapes_in_another_order_fail(run_ranks, tmp_path):
+    fault = ("megatron_hdp.runtime.interleaved_comm.InterleavedComm.begin", shapes_of_plain_1f1b)
+    virtual = TWO_STAGES | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}
+    case = tiny_arguments(
+        write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, seq_length=200, **virtual
+    )
+    with pytest.raises(RankError):
+        run_ranks(2, errors_of, [(case, None)], fault)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

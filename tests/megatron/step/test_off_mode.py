@@ -255,10 +255,11 @@ def our_run(arguments):
     models = []
 
     def build_and_keep(*args):
-        models.append(hdp_model.build_gpt(*args))
-        return models[-1]
+        chunks = hdp_model.build_chunks(*args)
+        models.extend(chunks)
+        return chunks
 
-    with mock.patch.object(job, "build_gpt", build_and_keep):
+    with mock.patch.object(job, "build_chunks", build_and_keep):
         losses = [metrics.loss for metrics in loop.pretrain(arguments)]
     (model,) = models
     return losses, weights_of(model), model

@@ -41,6 +41,7 @@ SHARDED_BUCKETS = {
     "overlap_grad_reduce": True,
     "ddp_bucket_size": 1000,
 }
+VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 LAYOUTS = {  # HDP ranks, layout
     "plain": (3, {}),
     "distributed-optimizer": (3, SHARDED_BUCKETS),
@@ -48,6 +49,11 @@ LAYOUTS = {  # HDP ranks, layout
     "full-recompute": (2, FULL_RECOMPUTE),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2-virtual": (2, {"pipeline_model_parallel_size": 2} | VIRTUAL),
+    "pp2-virtual-full-recompute": (
+        2,
+        {"pipeline_model_parallel_size": 2} | VIRTUAL | FULL_RECOMPUTE,
+    ),
     "pp2-full-recompute": (2, {"pipeline_model_parallel_size": 2} | FULL_RECOMPUTE),
 }
 
@@ -85,7 +91,7 @@ def check(run_ranks, arguments, hdp_ranks, world):
     assert offloaded_bytes > 1000
 
 
-QUICK = ("plain", "selective-recompute", "full-recompute", "tp2-sp", "pp2")
+QUICK = ("plain", "selective-recompute", "full-recompute", "tp2-sp", "pp2", "pp2-virtual")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +132,8 @@ def planned_offload(arguments):
     return report.offloaded_bytes, report.micro_batches_max, askers
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, stages):
+@pytest.mark.parametrize("stages, virtual", [(1, {}), (2, {}), (2, VIRTUAL)])
+def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, stages, virtual):
     """A sequence of twice the capacity of both ranks fits only with offload."""
     prefix = write_corpus(tmp_path, [300, 20, 30])
     settings = {
@@ -136,7 +142,7 @@ def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, st
         "max_position_embeddings": 300,
         "hdp_tokens_per_rank": 80,
         "pipeline_model_parallel_size": stages,
-    }
+    } | virtual
     cost = CostModel(
         a=1e-3, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1.0, num_layers=6
     )
@@ -193,7 +199,7 @@ def peaks(arguments, cases):
     """What a layer keeps of a token, and the peak of a micro-batch of each (tokens, ratio)."""
     parallel.initialise(arguments)
     gpt = building.build_gpt(arguments, VOCABULARY)
-    executor = setup.build_executor(arguments, gpt, Timeline())
+    executor = setup.build_executor(arguments, [gpt], Timeline())
     there = [executor.offload.pool.take(1 << 20).slab.memory, *gpt.parameters()]
     there += [parameter.main_grad for parameter in gpt.parameters()]
     found = []

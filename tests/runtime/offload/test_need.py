@@ -30,6 +30,12 @@ def test_by_hand(loads, most_alive, expected):
     assert need.of(loads, most_alive) == expected
 
 
+def test_each_part_may_send_a_storage_more():
+    need = HostNeed(num_layers=4, num_parts=2)
+    need.expect(SAVED, 10)
+    assert need.of([(40, 0.5)], 1) == (40 * (100 + 2 * 30) * 9 // 8, 1200)
+
+
 def test_two_layers_want_nothing():
     need = HostNeed(num_layers=2)
     need.expect(SAVED, 10)

@@ -1,0 +1,60 @@
+"""How many micro-batches a stage holds between forward and backward, against the schedules."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_hdp.planner.memory import Job, stage_memory
+from tests.planner.test_execution import one_forward_one_backward
+from tests.planner.test_interleaved_execution import interleaved
+
+JOB = Job(
+    num_layers=24,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    ffn_hidden_size=256,
+    gated=True,
+    vocab_size=1000,
+    tied_embeddings=False,
+    num_gpus=8,
+    tokens_per_rank=1024,
+)
+
+
+def most_alive(order):
+    """Passes whose backward has not ended, at the fullest moment."""
+    alive = fullest = 0
+    for kind, *_ in order:
+        alive += 1 if kind == "F" else -1
+        fullest = max(fullest, alive)
+    return fullest
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_it_is_what_the_schedule_holds(stages, chunks):
+    job = replace(JOB, stages=stages, model_chunks=chunks)
+    many = list(range(8 * stages))
+    for stage in range(stages):
+        if chunks == 1:
+            order = one_forward_one_backward(many, stage, stages)
+        else:
+            order = interleaved(many, stage, stages, chunks, stages)
+        assert job.alive(stage) == pytest.approx(most_alive(order) / chunks)
+        assert job.alive(0) == pytest.approx(stages + (stages - 1) / chunks * (chunks > 1))
+
+
+def test_the_first_stage_needs_that_much_more_for_activations():
+    plain = stage_memory(replace(JOB, stages=4), 0)
+    virtual = stage_memory(replace(JOB, stages=4, model_chunks=2), 0)
+    assert virtual.activations / plain.activations == pytest.approx(1 + 3 / 8)
+    assert virtual.weights == plain.weights
+
+
+def test_layers_are_recomputed_by_part():
+    """Three of a stage's six layers, and with two parts three of the three of each."""
+    job = replace(JOB, stages=4, recompute="full", recompute_method="block", recompute_num_layers=3)
+    assert job.recomputed_share == 0.5
+    assert replace(job, model_chunks=2).recomputed_share == 1.0

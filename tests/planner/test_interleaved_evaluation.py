@@ -1,0 +1,93 @@
+"""The interleaved schedule's times: against a plain replay of lists, and the ramp by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from megatron_hdp.planner import evaluate, plan
+from megatron_hdp.planner.evaluation import replay
+from megatron_hdp.planner.lockstep import group_size, slots
+from megatron_hdp.simulator.lanes import lanes_of
+from tests.planner.problems import COST_MODELS
+from tests.planner.test_interleaved_execution import (
+    BATCH,
+    fed_by,
+    interleaved,
+    made_of,
+    slowly,
+    with_paddings_named,
+)
+
+
+def replayed(made, duration_s, stages, chunks):
+    """Starts of every operation, one operation after another; padding takes no time."""
+    lists = slots(made, aligned=True, group_size=group_size(stages, chunks))
+    queues, rings = with_paddings_named(made, lists)
+    waiting = {
+        (rank, stage): interleaved(queue, stage, stages, chunks, stages)
+        for rank, queue in enumerate(queues)
+        for stage in range(stages)
+    }
+    free, ends, starts = dict.fromkeys(waiting, 0.0), {}, {}
+    while any(waiting.values()):
+        for (_, stage), operations in waiting.items():
+            if not operations:
+                continue
+            kind, m, chunk = operations[0]
+            at = chunk * stages + stage
+            needed = fed_by(kind, m, at, stages * chunks - 1)
+            members = [(rank, stage) for rank in rings[m]]
+            if needed is not None and needed not in ends:
+                continue
+            if not all(waiting[one] and waiting[one][0] == (kind, m, chunk) for one in members):
+                continue
+            whole_s = duration_s[m] if m < len(duration_s) else 0.0
+            share = {"F": 1, "B": 2}[kind] / (3 * stages * chunks)
+            start = max([free[one] for one in members] + [ends.get(needed, 0.0)])
+            starts[kind, m, at] = start
+            ends[kind, m, at] = start + whole_s * share
+            for one in members:
+                waiting[one].pop(0)
+                free[one] = ends[kind, m, at]
+    return starts, max(ends.values())
+
+
+@pytest.mark.parametrize("stages, chunks", [(2, 2), (4, 2), (2, 3)])
+@slowly
+@given(**BATCH)
+def test_the_times_of_random_plans(stages, chunks, lengths, ranks, seed):
+    made = made_of(lengths, ranks, seed)
+    duration_s = np.random.default_rng(seed).uniform(1, 9, made.num_micro_batches)
+    found = replay(made, duration_s, stages, chunks)
+    starts, makespan_s = replayed(made, duration_s, stages, chunks)
+    assert found.makespan_s == pytest.approx(makespan_s)
+    for (kind, m, at), start_s in starts.items():
+        if m < len(duration_s):
+            of_pass = found.forward_start_s if kind == "F" else found.backward_start_s
+            assert of_pass[at, m] == pytest.approx(start_s)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_ramp_shrinks_by_the_chunks(stages, chunks):
+    """Micro-batches of equal times t: M t / P of work, and (P - 1) / V of one at the ends."""
+    made = plan([8] * 4 * stages, ranks=1, tokens_per_rank=8)
+    found = replay(made, np.full(4 * stages, 6.0), stages, chunks)
+    assert found.makespan_s == pytest.approx((4 * stages + (stages - 1) / chunks) * 6 / stages)
+
+
+def test_lanes_hold_the_bars_of_every_chunk():
+    made = plan([30, 30, 5, 5], ranks=2, tokens_per_rank=16, pipeline_stages=2)
+    plain, virtual = (evaluate(made, COST_MODELS["record"], 2, chunks) for chunks in (1, 2))
+    assert virtual.total_compute_s / 4 == virtual.lower_bound_s <= virtual.makespan_s
+    for stage in range(2):
+        bars, of_chunks = lanes_of(made, plain, stage), lanes_of(made, virtual, stage)
+        assert of_chunks.num_bars == 2 * bars.num_bars
+        assert of_chunks.backward.sum() == of_chunks.num_bars // 2
+        busy_s = (bars.own_end_s - bars.start_s).sum()
+        assert (of_chunks.own_end_s - of_chunks.start_s).sum() == pytest.approx(busy_s)
+        for rank in range(2):  # a rank does one thing at a time
+            mine = of_chunks.rank == rank
+            order = np.argsort(of_chunks.start_s[mine])
+            starts_s, ends_s = of_chunks.start_s[mine][order], of_chunks.own_end_s[mine][order]
+            assert (starts_s[1:] >= ends_s[:-1] - 1e-12).all()
