@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "planner/online": {"planner"},
+    "planner/experts": {"planner"},
     "data": {"planner"},
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
@@ -101,6 +102,7 @@ FACES = {
     *{
         "planner/memory",
         "planner/online",
+        "planner/experts",
         "runtime/cuda",
         "runtime/health",
         "runtime/kernels",

@@ -36,7 +36,8 @@ def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDA
 
     Args:
         plan: the plan.
-        aligned: put each micro-batch at one position in the lists of all its ranks.
+        aligned: put each micro-batch at one position in the lists of all its ranks: the plan's,
+            if it has positions.
         lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
             ``aligned``.
 
@@ -48,7 +49,9 @@ def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDA
     if plan.num_ranks % lockstep_ranks:
         raise ValueError(f"{plan.num_ranks} ranks are no multiple of {lockstep_ranks} in lockstep")
     lists = [plan.micro_batches_of(rank) for rank in range(plan.num_ranks)]
-    if aligned and not _are_aligned(plan, lists):
+    if aligned and plan.positions is not None:
+        lists = [_placed(one, plan.positions[one]) for one in lists]
+    elif aligned and not _are_aligned(plan, lists):
         lists = _aligned(plan)
     counts = np.array([max(len(one), 1) for one in lists])
     wanted = counts.reshape(-1, lockstep_ranks).max(axis=1).repeat(lockstep_ranks)
@@ -56,6 +59,15 @@ def slots(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> list[npt.NDA
         np.concatenate([one, np.full(count - len(one), PADDING)]).astype(np.int64)
         for one, count in zip(lists, wanted.tolist(), strict=True)
     ]
+
+
+def _placed(
+    micro_batches: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """A rank's list with padding in front of what stands at a later position."""
+    found = np.full(int(positions.max(initial=-1)) + 1, PADDING, dtype=np.int64)
+    found[positions] = micro_batches
+    return found
 
 
 def _are_aligned(plan: Plan, lists: list[npt.NDArray[np.int64]]) -> bool:
