@@ -117,7 +117,10 @@ FACES = {
 }
 
 # The same for the C++ planner: each room may include those before it.
-CPP_ROOMS = ("base", "bounds", "schedule", "baselines", "rings", "dp_balance", "pp_balance", "")
+CPP_ROOMS = (
+    *("base", "bounds", "schedule", "baselines", "rings"),
+    *("dp_balance", "pp_balance", "ep_balance", ""),
+)
 
 
 def _room(module: str) -> str:

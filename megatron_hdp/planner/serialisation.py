@@ -46,6 +46,12 @@ SUMMARY_KEYS = {
 }
 """What the figures of a summary mean."""
 
+LOCKSTEP_KEYS = {
+    "num_positions": "Places in the longest list of a rank.",
+    "padding_share": "Share of the places in all ranks' lists that hold no micro-batch.",
+}
+"""What a summary says besides where HDP ranks share experts; times are those of lockstep then."""
+
 _OPTIONAL = {"slice_multiple", "summary", "local", "position"}
 
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.bounds import fixed_s, speeds_of, total_compute_s
+from megatron_hdp.planner.bounds import fixed_s, lockstep_bound_s, speeds_of, total_compute_s
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.evaluation import Figures, evaluate
-from megatron_hdp.planner.experts.bounds import lockstep_bound_s
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.types import Plan
 
