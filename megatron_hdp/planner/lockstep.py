@@ -17,9 +17,16 @@ PADDING = -1
 _OF_PIPELINES = ("static", "dynamic-cp", "pp-balance")
 
 
-def strategy_for(strategy: str, *, aligned: bool) -> str:
-    """The strategy to plan with: "auto" is pp-balance where positions must agree."""
-    return "pp-balance" if strategy == "auto" and aligned else strategy
+def strategy_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> str:
+    """The strategy to plan with: "auto" is pp-balance with stages, else ep-balance in lockstep."""
+    if strategy != "auto" or (num_stages == 1 and lockstep_ranks == 1):
+        return strategy
+    return "pp-balance" if num_stages > 1 else "ep-balance"
+
+
+def lockstep_for(num_stages: int, lockstep_ranks: int) -> int:
+    """The ranks in lockstep to plan with: one with pipeline stages, which plans count alone."""
+    return lockstep_ranks if num_stages == 1 else 1
 
 
 def stages_for(strategy: str, num_stages: int) -> int:
