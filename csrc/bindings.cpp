@@ -95,11 +95,15 @@ py::dict to_dict(hdp::Answer& answer) {
   result["local_sequences"] = widened(plan.locals.sequences);
   result["local_ranks"] = to_numpy(plan.locals.ranks);
   result["offload_ratios"] = widened<double>(plan.offload_ratios, num_micro_batches, 0.0);
+  result["positions"] = py::none();
+  if (!plan.positions.empty()) result["positions"] = widened(plan.positions);
   result["makespan_s"] = answer.schedule.makespan_s;
   result["lower_bound_s"] = answer.lower_bound_s;
   result["perfect_s"] = answer.perfect_s;
   result["ring_tokens"] = answer.schedule.ring_tokens;
   result["max_tokens_on_a_rank"] = answer.schedule.max_tokens_on_a_rank;
+  result["num_positions"] = answer.schedule.num_positions;
+  result["padding_share"] = answer.schedule.padding_share;
   return result;
 }
 
@@ -112,7 +116,7 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         double intra_node_hop_s, double inter_node_hop_s, double merge_b,
                         const py::array& attention_lengths, const py::array& attention_seconds,
                         const py::array& rank_speeds, int64_t pipeline_stages, bool offload,
-                        int64_t effort) {
+                        int64_t effort, double b_experts, int64_t expert_ranks) {
   hdp::Problem problem;
   problem.lengths = to_lengths("lengths", lengths);
   problem.num_ranks = num_ranks;
@@ -138,7 +142,9 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                   block_s,
                   intra_node_hop_s,
                   inter_node_hop_s,
-                  merge_b};
+                  merge_b,
+                  b_experts};
+  problem.expert_ranks = expert_ranks;
   return problem;
 }
 
@@ -165,7 +171,7 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
            py::arg("merge_b"), py::arg("attention_lengths"), py::arg("attention_seconds"),
            py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("offload"),
-           py::arg("effort"));
+           py::arg("effort"), py::arg("b_experts"), py::arg("expert_ranks"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
              py::call_guard<py::gil_scoped_release>());

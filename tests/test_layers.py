@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": set(),
     "planner/memory": set(),
     "planner/online": {"planner"},
+    "planner/experts": {"planner"},
     "data": {"planner"},
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
@@ -101,6 +102,7 @@ FACES = {
     *{
         "planner/memory",
         "planner/online",
+        "planner/experts",
         "runtime/cuda",
         "runtime/health",
         "runtime/kernels",
@@ -115,7 +117,10 @@ FACES = {
 }
 
 # The same for the C++ planner: each room may include those before it.
-CPP_ROOMS = ("base", "bounds", "schedule", "baselines", "rings", "dp_balance", "pp_balance", "")
+CPP_ROOMS = (
+    *("base", "bounds", "schedule", "baselines", "rings"),
+    *("dp_balance", "pp_balance", "ep_balance", ""),
+)
 
 
 def _room(module: str) -> str:

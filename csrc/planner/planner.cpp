@@ -8,7 +8,9 @@
 #include "planner/baselines/baselines.hpp"
 #include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
+#include "planner/ep_balance/ep_balance.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
+#include "planner/schedule/lockstep.hpp"
 
 namespace hdp {
 namespace {
@@ -20,8 +22,10 @@ Scheduled run(const Problem& problem, const std::string& strategy) {
   if (strategy == "dynamic-cp") return scheduled(problem, dynamic_cp(problem));
   if (strategy == "dp-balance") return dp_balance(problem);
   if (strategy == "pp-balance") return scheduled(problem, pp_balance(problem));
+  if (strategy == "ep-balance") return scheduled(problem, ep_balance(problem));
   throw std::invalid_argument("strategy is '" + strategy +
-                              "'; expected static, naive, bytescale, dynamic-cp, dp-balance or pp-balance");
+                              "'; expected static, naive, bytescale, dynamic-cp, dp-balance, "
+                              "pp-balance or ep-balance");
 }
 
 }  // namespace
@@ -31,9 +35,11 @@ Answer make_plan(const Problem& problem, const std::string& strategy) {
   Answer answer;
   Scheduled made = run(problem, strategy);
   answer.plan = std::move(made.plan);
-  answer.schedule = made.schedule;
+  answer.schedule =
+      problem.expert_ranks > 1 ? simulate_lockstep(problem, answer.plan) : made.schedule;
   answer.perfect_s = total_compute_s(problem) / total_speed(problem);
-  answer.lower_bound_s = lower_bound_s(problem);
+  // a sequence's own time is less where others compute its experts
+  answer.lower_bound_s = problem.expert_ranks > 1 ? answer.perfect_s : lower_bound_s(problem);
   return answer;
 }
 

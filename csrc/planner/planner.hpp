@@ -15,7 +15,8 @@ struct Answer {
   double lower_bound_s = 0;
 };
 
-// Strategy is "static", "naive", "bytescale", "dynamic-cp", "dp-balance" or "pp-balance".
+// Strategy is "static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance" or
+// "ep-balance". With problem.expert_ranks > 1 the schedule is that of lockstep.
 // Throws std::invalid_argument for a problem that has no plan, an unknown strategy, and a plan that
 // pipeline stages could block.
 Answer make_plan(const Problem& problem, const std::string& strategy);

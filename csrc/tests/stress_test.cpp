@@ -1,5 +1,6 @@
 // Every strategy on a few hundred random problems: the plans cover the batch and fit the ranks.
 #include <cstdio>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -187,5 +188,11 @@ void test_stress() {
     for (const char* strategy : {"naive", "bytescale"}) stress(strategy, seed, true);
     stress_dynamic_cp(seed);
     if (seed % 4 == 0) stress("dp-balance", seed, seed % 8 == 0);  // its search takes long
+    if (seed % 2 == 0) {
+      hdp::Problem shared = random_problem(seed, seed % 8 == 0);
+      shared.expert_ranks = std::gcd(shared.num_ranks, int64_t{12});
+      shared.cost.b_experts = shared.cost.b / 2;
+      stress("ep-balance", seed, shared);
+    }
   }
 }

@@ -169,6 +169,7 @@ def plan_keys() -> str:
         ("", of.PLAN_KEYS),
         ("A micro-batch:\n\n", of.MICRO_BATCH_KEYS),
         ("The summary:\n\n", of.SUMMARY_KEYS),
+        ("The summary where HDP ranks share experts, besides:\n\n", of.LOCKSTEP_KEYS),
     ]
     return "\n".join(f"{before}{_key_table(keys)}" for before, keys in parts)
 

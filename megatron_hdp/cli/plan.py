@@ -15,6 +15,7 @@ STRATEGIES = (
     "auto",
     "dp-balance",
     "pp-balance",
+    "ep-balance",
     "naive",
     "static",
     "bytescale",
@@ -27,7 +28,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="plan a global batch and print its efficiency")
     _add_batch(parser.add_argument_group("the global batch"))
-    add_ranks(parser.add_argument_group("the ranks and what they cost"), required=True)
+    ranks = parser.add_argument_group("the ranks and what they cost")
+    add_ranks(ranks, required=True)
+    _add_experts(ranks)
     _add_planning(parser.add_argument_group("how to plan"))
     _add_results(parser.add_argument_group("results"))
     parser.set_defaults(run=_run)
@@ -60,13 +63,33 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def _add_experts(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--expert-parallel-size",
+        type=whole(1, 2**20),
+        default=1,
+        metavar="E",
+        help="HDP ranks beside each other that share experts, and wait for each other in every "
+        "layer (default: 1)",
+    )
+    add(
+        "--expert-share",
+        type=float,
+        metavar="X",
+        help="experts' share of the cost model's seconds per token, 0 to 1, attention left out "
+        "(default: the cost model's)",
+    )
+
+
 def _add_planning(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--strategy",
         choices=STRATEGIES,
         default="auto",
-        help="auto is dp-balance, or pp-balance with pipeline stages; static is a fixed DP x CP "
+        help="auto is dp-balance, pp-balance with pipeline stages, or ep-balance with "
+        "--expert-parallel-size; static is a fixed DP x CP "
         "mesh, naive and bytescale are the paper's algorithms 1 and 2, dynamic-cp is Megatron-LM's "
         "dynamic context parallelism (default: auto)",
     )
@@ -96,6 +119,7 @@ def _add_results(group: "argparse._ArgumentGroup") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import plan_report, planning
     from megatron_hdp.cli.lengths import batch_of
+    from megatron_hdp.cli.shared.ranks import with_expert_share
 
     _check_files(arguments)
     batch = batch_of(
@@ -107,6 +131,8 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     cost_model, costs_of = cost_model_of(arguments)
+    if arguments.expert_share is not None:
+        cost_model = with_expert_share(cost_model, arguments.expert_share)
     request = planning.Request(
         lengths=batch.lengths,
         ranks=arguments.ranks,
@@ -114,6 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
         cost_model=cost_model,
         max_length=batch.max_length,
         pipeline_stages=arguments.pipeline_stages,
+        expert_parallel_size=arguments.expert_parallel_size,
         offload=arguments.offload,
         effort=arguments.effort,
     )
@@ -133,6 +160,13 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse to write one file over another, or over what is read."""
     written = {"--output": arguments.output, "--plot": arguments.plot, "--trace": arguments.trace}
+    drawn = [flag for flag in ("--plot", "--trace") if written[flag]]
+    if drawn and arguments.expert_parallel_size > 1:
+        raise ValueError(
+            f"found {drawn[0]} with --expert-parallel-size {arguments.expert_parallel_size}; "
+            "expected one of them: what it draws are ranks that do not wait for each other's "
+            "experts. Leave it out, or run the plan with megatron-hdp simulate"
+        )
     read = {
         "--lengths": arguments.lengths,
         "--model": arguments.model,

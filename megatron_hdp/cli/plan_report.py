@@ -48,6 +48,7 @@ def summary(outcome: Outcome, costs_of: str) -> str:
         ("makespan", seconds(evaluation.makespan_s)),
         ("idle", f"{evaluation.idle_share:.1%} of the ranks' time"),
         ("micro-batches", f"{made.num_micro_batches:,}  (a rank runs {_micro_batch_span(made)})"),
+        *_lockstep_rows(made),
         ("ring degrees", _degree_counts(made)),
         ("ring traffic", num_bytes(evaluation.ring_bytes)),
         ("fullest rank", f"{int(made.summary['max_tokens_on_a_rank']):,} tokens in a micro-batch"),
@@ -106,6 +107,13 @@ def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
         target_s = evaluation.pipeline_bound_s
         rows.append(row("target/makespan", target_s, "equal micro-batches of full ranks take"))
     return rows
+
+
+def _lockstep_rows(made: Plan) -> list[tuple[str, str]]:
+    if "num_positions" not in made.summary:
+        return []
+    padding = f"padding in {made.summary['padding_share']:.1%} of all places"
+    return [("positions", f"{int(made.summary['num_positions']):,} at most, {padding}")]
 
 
 def _offload_rows(made: Plan) -> list[tuple[str, str]]:

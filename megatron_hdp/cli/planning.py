@@ -19,10 +19,12 @@ from megatron_hdp.planner import (
     tight_bound_s,
     told_as,
 )
+from megatron_hdp.planner.experts import figures_in_lockstep
 
 HYBRID_CP = "megatron-hybrid-cp"
 COMPARED = ("static", "naive", "bytescale", "dynamic-cp", HYBRID_CP, "dp-balance", "pp-balance")
-"""Strategies in the order of a comparison: baselines first."""
+"""Strategies in the order of a comparison: baselines first. Ranks that share experts have one more,
+ep-balance."""
 
 MAX_HYBRID_CP_SEQUENCES = 20_000
 """Up to which a comparison runs Megatron's scheduler: half a minute, growing as the square."""
@@ -31,6 +33,7 @@ _MAX_REASON = 300  # characters
 _FLAGS = {
     "tokens_per_rank": "--tokens-per-rank",
     "max_length": "--max-length",
+    "expert parallel size": "--expert-parallel-size",
     'offload="auto"': "--offload auto",
 }
 
@@ -45,6 +48,7 @@ class Request:
     cost_model: CostModel
     max_length: int | None = None
     pipeline_stages: int = 1
+    expert_parallel_size: int = 1
     offload: str = "off"
     effort: int = 1
 
@@ -56,8 +60,14 @@ class Request:
 
     @cached_property
     def tight_bound_s(self) -> float:
-        """Proven for ranks without stages: no plan is faster."""
+        """Proven for ranks without stages that share no experts: no plan is faster."""
         return tight_bound_s(self.lengths, **self.arguments)
+
+    def figures_of(self, made: Plan) -> Figures:
+        """Replay a plan; in lockstep where ranks share experts."""
+        if self.expert_parallel_size > 1:
+            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size)
+        return figures(made, self.cost_model, self.pipeline_stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +125,9 @@ def evaluated(made: Plan, request: Request) -> Outcome:
             hint = f"with {stages} pipeline stages use pp-balance" if stages > 1 else "a defect"
             raise ValueError(f"{made.strategy} cannot run: {reason}: {hint}") from error
         problem = f"does not fit: {reason}"
-    evaluation = figures(made, request.cost_model, request.pipeline_stages)
-    bound_s = evaluation.lower_bound_s if stages > 1 else request.tight_bound_s
+    evaluation = request.figures_of(made)
+    alone = stages == 1 and request.expert_parallel_size == 1
+    bound_s = request.tight_bound_s if alone else evaluation.lower_bound_s
     return Outcome(made.strategy, made, evaluation, bound_s, problem)
 
 
@@ -137,7 +148,8 @@ def outcome_of(
 
 def compare(request: Request, known: Outcome) -> list[Outcome]:
     """Return the outcome of every strategy; ``known`` is not planned again."""
-    return [known if name == known.strategy else outcome_of(name, request) for name in COMPARED]
+    names = [*COMPARED, *(["ep-balance"] if request.expert_parallel_size > 1 else [])]
+    return [known if name == known.strategy else outcome_of(name, request) for name in names]
 
 
 def _too_large(request: Request, limit: int) -> str | None:

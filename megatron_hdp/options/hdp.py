@@ -39,10 +39,13 @@ class HdpOptions:
     )
     hdp_strategy: str = option(
         "auto",
-        choices=("auto", "static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance"),
+        choices=(
+            *("auto", "static", "naive", "bytescale", "dynamic-cp"),
+            *("dp-balance", "pp-balance", "ep-balance"),
+        ),
         help="How to plan: static is the fixed DP x CP mesh, the baseline; dynamic-cp is "
-        "Megatron-LM's dynamic context parallelism; auto is pp-balance with pipeline stages, else "
-        "dp-balance.",
+        "Megatron-LM's dynamic context parallelism; auto is pp-balance with pipeline stages, "
+        "ep-balance where experts span HDP ranks, else dp-balance.",
     )
     hdp_offload: str = option(
         "off",

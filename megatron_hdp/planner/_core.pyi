@@ -17,6 +17,9 @@ class _Answer(TypedDict):
     perfect_s: float
     ring_tokens: float
     max_tokens_on_a_rank: int
+    positions: NDArray[np.int64] | None
+    num_positions: int
+    padding_share: float
 
 class Problem:
     def __init__(
@@ -48,6 +51,8 @@ class Problem:
         pipeline_stages: int,
         offload: bool,
         effort: int,
+        b_experts: float,
+        expert_ranks: int,
     ) -> None: ...
 
 def plan(problem: Problem, strategy: str) -> _Answer: ...

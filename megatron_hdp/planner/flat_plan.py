@@ -121,12 +121,17 @@ class FlatPlan:
     """One ratio in [0, 1] a micro-batch."""
     slice_multiple: int = 1
     """A chunk of a sequence is padded to a multiple of this."""
+    positions: NDArray[np.int64] | None = None
+    """Place of each micro-batch in the lists of all its ranks, from 0; places between are padding.
+    None: it is the next one of each rank."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """Figures for people, by the names of ``serialisation.SUMMARY_KEYS``."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
             object.__setattr__(self, name, frozen(getattr(self, name), dtype))
+        if self.positions is not None:
+            object.__setattr__(self, "positions", frozen(self.positions, np.int64))
         object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     @property
@@ -174,7 +179,8 @@ class FlatPlan:
         digest = hashlib.blake2b(digest_size=8)
         scalars = [self.num_ranks, self.tokens_per_rank, self.slice_multiple]
         digest.update(" ".join([*map(str, scalars), self.strategy]).encode())
-        for name, dtype in _ARRAYS.items():
+        given = {} if self.positions is None else {"positions": np.int64}
+        for name, dtype in (_ARRAYS | given).items():
             array = getattr(self, name)
             digest.update(f"\n{name} {array.size} ".encode())
             digest.update(array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).data)

@@ -18,9 +18,16 @@ PADDING = -1
 _OF_PIPELINES = ("static", "dynamic-cp", "pp-balance")
 
 
-def strategy_for(strategy: str, *, aligned: bool) -> str:
-    """The strategy to plan with: "auto" is pp-balance where positions must agree."""
-    return "pp-balance" if strategy == "auto" and aligned else strategy
+def strategy_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> str:
+    """The strategy to plan with: "auto" is pp-balance with stages, else ep-balance in lockstep."""
+    if strategy != "auto" or (num_stages == 1 and lockstep_ranks == 1):
+        return strategy
+    return "pp-balance" if num_stages > 1 else "ep-balance"
+
+
+def lockstep_for(num_stages: int, lockstep_ranks: int) -> int:
+    """The ranks in lockstep to plan with: one with pipeline stages, which plans count alone."""
+    return lockstep_ranks if num_stages == 1 else 1
 
 
 def stages_for(strategy: str, num_stages: int) -> int:
@@ -50,7 +57,8 @@ def slots(
 
     Args:
         plan: the plan.
-        aligned: put each micro-batch at one position in the lists of all its ranks.
+        aligned: put each micro-batch at one position in the lists of all its ranks: the plan's,
+            if it has positions.
         lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
             ``aligned``.
         group_size: each rank's count is a multiple of it, see the function of that name.
@@ -63,7 +71,9 @@ def slots(
     if plan.num_ranks % lockstep_ranks:
         raise ValueError(f"{plan.num_ranks} ranks are no multiple of {lockstep_ranks} in lockstep")
     lists = [plan.micro_batches_of(rank) for rank in range(plan.num_ranks)]
-    if aligned and not _are_aligned(plan, lists):
+    if aligned and plan.positions is not None:
+        lists = [_placed(one, plan.positions[one]) for one in lists]
+    elif aligned and not _are_aligned(plan, lists):
         lists = _aligned(plan)
     counts = np.array([max(len(one), 1) for one in lists])
     counts = -(-counts // group_size) * group_size
@@ -72,6 +82,15 @@ def slots(
         np.concatenate([one, np.full(count - len(one), PADDING)]).astype(np.int64)
         for one, count in zip(lists, wanted.tolist(), strict=True)
     ]
+
+
+def _placed(
+    micro_batches: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """A rank's list with padding in front of what stands at a later position."""
+    found = np.full(int(positions.max(initial=-1)) + 1, PADDING, dtype=np.int64)
+    found[positions] = micro_batches
+    return found
 
 
 def _are_aligned(plan: Plan, lists: list[npt.NDArray[np.int64]]) -> bool:

@@ -25,6 +25,7 @@ class Problem:
     tokens_per_rank: int
     slice_multiple: int
     pipeline_stages: int
+    expert_parallel_size: int
     cost_model: CostModel
     core: Any
     """The same for the C++ planner."""
@@ -42,6 +43,7 @@ class Problem:
         ranks_per_node: int | None = None,
         rank_speeds: Sequence[float] | None = None,
         pipeline_stages: int = 1,
+        expert_parallel_size: int = 1,
         offload: str = "off",
         effort: int = 1,
     ) -> Self:
@@ -67,13 +69,14 @@ class Problem:
         coefficients = {
             field.name: getattr(cost_model, field.name)
             for field in dataclasses.fields(cost_model)
-            if field.name not in ("attention_points", "rank_speeds", "b_experts")
+            if field.name not in ("attention_points", "rank_speeds")
         } | {
             "b": cost_model.linear_s_per_token,
             "block_s": 2 * layers * cost_model.block_s,
             "intra_node_hop_s": layers * cost_model.intra_node_hop_s,
             "inter_node_hop_s": layers * cost_model.inter_node_hop_s,
         }
+        expert_ranks = _integer("expert_parallel_size", expert_parallel_size)
         core = _core.Problem(
             array,
             num_ranks=num_ranks,
@@ -83,12 +86,13 @@ class Problem:
             pipeline_stages=stages,
             offload=offload == "auto",
             effort=_integer("effort", effort),
+            expert_ranks=expert_ranks,
             attention_lengths=table.lengths,
             attention_seconds=table.seconds,
             rank_speeds=np.array(cost_model.rank_speeds, dtype=np.float64),
             **coefficients,
         )
-        return cls(array, num_ranks, capacity, multiple, stages, cost_model, core)
+        return cls(array, num_ranks, capacity, multiple, stages, expert_ranks, cost_model, core)
 
 
 def _changed(cost_model: CostModel, changes: dict[str, Any]) -> CostModel:

@@ -30,6 +30,8 @@ MICRO_BATCH_KEYS = {
     "sequences": "Numbers of the sequences that are sharded over all of these ranks.",
     "local": "Whole sequences on one member: their numbers, by its rank; may be left out.",
     "offload_ratio": "Share of the activations that goes to host memory, 0 to 1.",
+    "position": "Its place in the lists of all its ranks, from 0, in plans for experts across HDP "
+    "ranks: places without a micro-batch are padding. Left out: it is the next one of each rank.",
 }
 """What the keys of a micro-batch mean."""
 
@@ -44,7 +46,13 @@ SUMMARY_KEYS = {
 }
 """What the figures of a summary mean."""
 
-_OPTIONAL = {"slice_multiple", "summary", "local"}
+LOCKSTEP_KEYS = {
+    "num_positions": "Places in the longest list of a rank.",
+    "padding_share": "Share of the places in all ranks' lists that hold no micro-batch.",
+}
+"""What a summary says besides where HDP ranks share experts; times are those of lockstep then."""
+
+_OPTIONAL = {"slice_multiple", "summary", "local", "position"}
 
 
 def to_json(plan: FlatPlan) -> bytes:
@@ -69,6 +77,8 @@ def _micro_batch_to_json(plan: FlatPlan, m: int) -> dict[str, Any]:
     if micro_batch.local:
         data["local"] = {str(rank): ids for rank, ids in micro_batch.local.items()}
     data["offload_ratio"] = micro_batch.offload_ratio
+    if plan.positions is not None:
+        data["position"] = int(plan.positions[m])
     return data
 
 
@@ -123,7 +133,26 @@ def _micro_batches(items: Any) -> dict[str, Any]:
         "local_ranks": list(itertools.chain.from_iterable(local_ranks)),
         "local_sequences": list(itertools.chain.from_iterable(local_sequences)),
         "offload_ratios": ratios,
+        "positions": _positions(items),
     }
+
+
+def _positions(items: list[Any]) -> list[int] | None:
+    given = ["position" in item for item in items]
+    if not any(given):
+        return None
+    if not all(given):
+        raise ValueError(
+            f"plan: micro_batches[{given.index(False)}] lacks the key 'position', which "
+            f"micro_batches[{given.index(True)}] has: all of them have it, or none"
+        )
+    for m, item in enumerate(items):
+        if type(item["position"]) is not int or not 0 <= item["position"] < 2**62:
+            raise ValueError(
+                f"plan: micro_batches[{m}].position is {item['position']!r}; expected an integer "
+                ">= 0"
+            )
+    return [item["position"] for item in items]
 
 
 def _local_pairs(where: str, local: Any) -> list[tuple[int, int]]:

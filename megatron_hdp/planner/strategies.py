@@ -7,13 +7,17 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from megatron_hdp.planner.bounds import pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
+from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
 from megatron_hdp.planner.types import Plan
 
-STRATEGIES = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance", "auto")
+STRATEGIES = (
+    *("static", "naive", "bytescale", "dynamic-cp"),
+    *("dp-balance", "pp-balance", "ep-balance", "auto"),
+)
 
 
 def plan(
@@ -28,6 +32,7 @@ def plan(
     ranks_per_node: int | None = None,
     rank_speeds: Sequence[float] | None = None,
     pipeline_stages: int = 1,
+    expert_parallel_size: int = 1,
     offload: str = "off",
     effort: int = 1,
 ) -> Plan:
@@ -38,8 +43,9 @@ def plan(
         ranks: HDP ranks.
         tokens_per_rank: Capacity C: padded tokens that a rank can hold in one micro-batch.
         strategy: "static", "naive", "bytescale" (the paper's algorithm 2), "dynamic-cp"
-            (Megatron-LM's dynamic context parallelism), "dp-balance", "pp-balance" or "auto"
-            (pp-balance if there are several pipeline stages, else dp-balance).
+            (Megatron-LM's dynamic context parallelism), "dp-balance", "pp-balance",
+            "ep-balance" or "auto" (pp-balance if there are several pipeline stages, ep-balance if
+            ranks share experts, else dp-balance).
         max_length: The context length, for which "static" chooses its fixed degree and which
             "dynamic-cp" refuses where no power of two of ranks holds it; the longest sequence if
             not given. No sequence may be longer.
@@ -48,6 +54,10 @@ def plan(
         ranks_per_node: Replaces the cost model's.
         rank_speeds: Speed of each rank; replaces the cost model's.
         pipeline_stages: Stages of the pipeline that each HDP rank is.
+        expert_parallel_size: HDP ranks that share experts, which wait for each other at every
+            position; ranks k x this to (k + 1) x this - 1 are such a domain. A divisor of the
+            ranks; above 1 there must be one stage. The figures are those of
+            `planner.experts.figures_in_lockstep` then.
         offload: "auto" lets activations go to host memory where that saves ranks and no time.
         effort: Scales the iterations of local search; the planning time grows with it.
 
@@ -65,10 +75,11 @@ def plan(
         ranks_per_node=ranks_per_node,
         rank_speeds=rank_speeds,
         pipeline_stages=pipeline_stages,
+        expert_parallel_size=expert_parallel_size,
         offload=offload,
         effort=effort,
     )
-    resolved = _resolve(strategy, problem.pipeline_stages)
+    resolved = _resolve(strategy, problem)
     answer = _core.plan(problem.core, resolved)
     planning_ms = (time.perf_counter() - started) * 1e3
     makespan_s = answer["makespan_s"]
@@ -81,6 +92,14 @@ def plan(
             problem.cost_model,
             stages,
             problem.tokens_per_rank,
+        )
+    shares_experts = problem.expert_parallel_size > 1
+    if shares_experts:
+        lower_bound_s = lockstep_bound_s(
+            problem.lengths,
+            problem.num_ranks,
+            problem.cost_model,
+            problem.expert_parallel_size,
         )
     return Plan(
         num_ranks=problem.num_ranks,
@@ -96,6 +115,7 @@ def plan(
         local_sequences=answer["local_sequences"],
         local_ranks=answer["local_ranks"],
         offload_ratios=answer["offload_ratios"],
+        positions=answer["positions"],
         summary={
             "makespan_s": makespan_s,
             "lower_bound_s": lower_bound_s,
@@ -103,8 +123,13 @@ def plan(
             "planning_ms": planning_ms,
             "ring_tokens": answer["ring_tokens"],
             "max_tokens_on_a_rank": answer["max_tokens_on_a_rank"],
-        },
+        }
+        | (_lockstep_figures(answer) if shares_experts else {}),
     )
+
+
+def _lockstep_figures(answer: Any) -> dict[str, float]:
+    return {name: answer[name] for name in LOCKSTEP_KEYS}
 
 
 def tight_bound_s(lengths: ArrayLike, **problem: Any) -> float:
@@ -124,11 +149,13 @@ def tight_bound_s(lengths: ArrayLike, **problem: Any) -> float:
     return float(_core.tight_bound_s(Problem.of(lengths, **problem).core))
 
 
-def _resolve(strategy: str, pipeline_stages: int) -> str:
+def _resolve(strategy: str, problem: Problem) -> str:
     if not isinstance(strategy, str):
         raise ValueError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if strategy == "auto":
-        return "dp-balance" if pipeline_stages == 1 else "pp-balance"
+        if problem.pipeline_stages > 1:
+            return "pp-balance"
+        return "ep-balance" if problem.expert_parallel_size > 1 else "dp-balance"
     if strategy in STRATEGIES:
         return strategy
     nearest = difflib.get_close_matches(strategy, STRATEGIES, n=1, cutoff=0.0)[0]

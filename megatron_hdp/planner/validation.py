@@ -28,7 +28,9 @@ def validate(plan: FlatPlan, *, pipeline_stages: int = 1, num_layers: int | None
     _check_cover(plan)
     _check_order(plan)
     _check_fit(plan, num_layers)
-    if pipeline_stages > 1:
+    if plan.positions is not None:
+        _check_places(plan, plan.positions)
+    elif pipeline_stages > 1:
         _check_positions(plan)
 
 
@@ -166,6 +168,28 @@ def _check_members(plan: FlatPlan, run: slice) -> None:
             "order",
             f"micro-batch {run.start + local_owner[at]} gives local sequence "
             f"{plan.local_sequences[there][at]} to rank {ranks[at]}, which is not in its ring",
+        )
+
+
+def _check_places(plan: FlatPlan, places: NDArray[np.int64]) -> None:
+    """The places that a plan gives its micro-batches ascend in the list of every rank."""
+    if places.shape != (plan.num_micro_batches,):
+        raise PlanError(
+            "shape", f"positions has {places.size} entries; expected {plan.num_micro_batches}"
+        )
+    if (places < 0).any():
+        m = _first(places < 0)
+        raise PlanError("shape", f"position of micro-batch {m} is {places[m]}; expected 0 or more")
+    by_rank = np.argsort(plan.ranks, kind="stable")
+    owner = _owners(plan.rank_offsets)[by_rank]
+    ranks, there = plan.ranks[by_rank], places[owner]
+    falls = (np.diff(there) <= 0) & (np.diff(ranks) == 0)
+    if falls.any():
+        at = _first(falls)
+        raise PlanError(
+            "order",
+            f"rank {ranks[at]} runs micro-batch {owner[at + 1]} at position {there[at + 1]}, after "
+            f"micro-batch {owner[at]} at position {there[at]}; expected a later one",
         )
 
 

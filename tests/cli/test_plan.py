@@ -382,3 +382,50 @@ def test_seconds(value, text):
 )
 def test_num_bytes(value, text):
     assert num_bytes(value) == text
+
+
+EXPERTS = ("--expert-parallel-size", 4, "--expert-share", 0.5)
+
+
+def test_ranks_that_share_experts(lengths, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
+    assert run(*ranks, *EXPERTS, "--output", output) == 0
+    found = figures(capsys.readouterr().out)
+    assert found["strategy"] == "ep-balance"
+    made = Plan.load(output)
+    number = int(made.summary["num_positions"])
+    assert found["positions"].startswith(f"{number} at most, padding in ")
+    assert made.positions.max() + 1 == number
+    assert all("position" in one for one in json.loads(output.read_bytes())["micro_batches"])
+
+
+def test_strategies_are_compared_in_lockstep(lengths, capsys):
+    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
+    assert run(*ranks, "--compare") == 0
+    alone = capsys.readouterr().out
+    assert run(*ranks, *EXPERTS, "--compare") == 0
+    together = capsys.readouterr().out
+    shares = {
+        name: [
+            float(line.split()[1]) for line in text.splitlines() if line.startswith(f"  {name} ")
+        ]
+        for text in (alone, together)
+        for name in ("dp-balance", "ep-balance")
+    }
+    assert "ep-balance" not in alone
+    assert shares["ep-balance"][0] >= shares["dp-balance"][0]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--expert-parallel-size", 3), "--expert-parallel-size is 3; expected a divisor of the 8"),
+        (("--expert-share", 1.5), "--expert-share is 1.5; expected 0 to 1"),
+        ((*EXPERTS, "--plot", "plan.png"), "found --plot with --expert-parallel-size 4"),
+        ((*EXPERTS, "--pipeline-stages", 2), "4 with 2 pipeline stages"),
+    ],
+)
+def test_experts_that_cannot_be_planned(lengths, capsys, flags, message):
+    assert run("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096, *flags) == 2
+    assert message in capsys.readouterr().err

@@ -15,7 +15,12 @@ from megatron_hdp.megatron.lm.options import REFUSED
 from megatron_hdp.megatron.options import parsing
 from megatron_hdp.options import flag_of, option
 from megatron_hdp.planner import CostModel, Plan, plan
-from megatron_hdp.planner.serialisation import MICRO_BATCH_KEYS, PLAN_KEYS, SUMMARY_KEYS
+from megatron_hdp.planner.serialisation import (
+    LOCKSTEP_KEYS,
+    MICRO_BATCH_KEYS,
+    PLAN_KEYS,
+    SUMMARY_KEYS,
+)
 from megatron_hdp.training.metrics import StepMetrics
 from tests.docs.pages import ROOT
 
@@ -64,7 +69,7 @@ def test_every_flag_has_its_row(page, monkeypatch):
 
 
 def test_every_key_has_its_row(page):
-    keys = {*PLAN_KEYS, *MICRO_BATCH_KEYS, *SUMMARY_KEYS}
+    keys = {*PLAN_KEYS, *MICRO_BATCH_KEYS, *SUMMARY_KEYS, *LOCKSTEP_KEYS}
     keys |= {item.name for cls in (StepMetrics, CostModel) for item in dataclasses.fields(cls)}
     keys |= {str(code.value) for code in ExitCode}
     keys |= {flag_of(name) for name in REFUSED}
@@ -79,6 +84,8 @@ def test_the_keys_of_a_plan_are_those_that_it_has():
     assert list(written) == list(PLAN_KEYS)
     assert {key for one in written["micro_batches"] for key in one} <= set(MICRO_BATCH_KEYS)
     assert list(written["summary"]) == list(SUMMARY_KEYS)
+    shared = plan([5, 3, 8], ranks=2, tokens_per_rank=8, expert_parallel_size=2)
+    assert list(shared.summary) == [*SUMMARY_KEYS, *LOCKSTEP_KEYS]
     assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
 
 

@@ -22,6 +22,8 @@ ARGUMENTS = {
     "pipeline_stages": 1,
     "offload": False,
     "effort": 1,
+    "b_experts": 0.0,
+    "expert_ranks": 1,
     "lengths": np.array([20, 5, 5]),
     "strategy": "dp-balance",
     "num_ranks": 2,
@@ -90,8 +92,8 @@ def call(**changes: object) -> dict[str, object]:
         ),
         (
             {"strategy": "auto"},
-            "strategy is 'auto'; expected static, naive, bytescale, dynamic-cp, dp-balance or "
-            "pp-balance",
+            "strategy is 'auto'; expected static, naive, bytescale, dynamic-cp, dp-balance, "
+            "pp-balance or ep-balance",
         ),
     ],
 )

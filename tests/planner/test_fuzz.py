@@ -19,10 +19,17 @@ fuzzily = settings(
 )
 
 INTEGERS = ("num_ranks", "tokens_per_rank", "slice_multiple", "max_length", "ranks_per_node")
-INTEGERS += ("num_layers", "pipeline_stages", "effort")
+INTEGERS += ("num_layers", "pipeline_stages", "effort", "expert_ranks")
 NUMBERS = ("a", "b", "g", "kv_bytes_per_token", "intra_node_bytes_per_s")
 NUMBERS += ("inter_node_bytes_per_s", "activation_bytes_per_token", "host_bytes_per_s")
-NUMBERS += ("attention_b", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b")
+NUMBERS += (
+    "attention_b",
+    "block_s",
+    "intra_node_hop_s",
+    "inter_node_hop_s",
+    "merge_b",
+    "b_experts",
+)
 
 around_a_limit = st.builds(
     lambda power, off, sign: max(-(2**63), min(2**63 - 1, sign * (2**power + off))),
@@ -87,6 +94,7 @@ WRONG_TYPES += [object(), 1j, np.array([1, 2]), 2**64, -(2**64), 10**400, -1, 0]
 
 
 INTEGER_ARGUMENTS = ("ranks", "tokens_per_rank", "slice_multiple", "pipeline_stages", "effort")
+INTEGER_ARGUMENTS += ("expert_parallel_size",)
 OTHER_ARGUMENTS = ("strategy", "offload", "max_length", "ranks_per_node", "cost_model")
 WRONG = [(name, value) for name in INTEGER_ARGUMENTS + OTHER_ARGUMENTS for value in WRONG_TYPES]
 WRONG += [

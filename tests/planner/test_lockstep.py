@@ -75,13 +75,20 @@ def test_the_check_fails_without_alignment():
 
 
 @pytest.mark.parametrize(
-    "strategy, aligned, expected",
-    [("auto", True, "pp-balance"), ("auto", False, "auto"), ("naive", True, "naive")],
+    "strategy, stages, lockstep_ranks, expected",
+    [
+        ("auto", 2, 1, "pp-balance"),
+        ("auto", 2, 4, "pp-balance"),
+        ("auto", 1, 4, "ep-balance"),
+        ("auto", 1, 1, "auto"),
+        ("naive", 2, 4, "naive"),
+    ],
 )
 def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
-    strategy, aligned, expected
+    strategy, stages, lockstep_ranks, expected
 ):
-    assert strategy_for(strategy, aligned=aligned) == expected
+    found = strategy_for(strategy, num_stages=stages, lockstep_ranks=lockstep_ranks)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

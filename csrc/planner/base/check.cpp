@@ -82,6 +82,7 @@ void check_cost_model(const CostModel& cost) {
   check_number("cost model: intra_node_hop_s", cost.intra_node_hop_s, true);
   check_number("cost model: inter_node_hop_s", cost.inter_node_hop_s, true);
   check_number("cost model: merge_b", cost.merge_b, true);
+  check_number("cost model: b_experts", cost.b_experts, true);
   check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
   check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
   check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);
@@ -102,6 +103,22 @@ void check_speeds(const Problem& problem) {
   }
   for (std::size_t rank = 0; rank < problem.speeds.size(); ++rank) {
     check_number("speed of rank " + std::to_string(rank), problem.speeds[rank], false);
+  }
+}
+
+void check_expert_ranks(const Problem& problem) {
+  check_range("expert parallel size", problem.expert_ranks, problem.num_ranks);
+  if (problem.num_ranks % problem.expert_ranks != 0) {
+    throw std::invalid_argument("expert parallel size is " + with_commas(problem.expert_ranks) +
+                                "; expected a divisor of the " + with_commas(problem.num_ranks) +
+                                " ranks");
+  }
+  if (problem.expert_ranks > 1 && problem.pipeline_stages > 1) {
+    throw std::invalid_argument(
+        "expert parallel size is " + with_commas(problem.expert_ranks) + " with " +
+        with_commas(problem.pipeline_stages) +
+        " pipeline stages; expected one of them to be 1: plans count experts that ranks share "
+        "without stages only");
   }
 }
 
@@ -147,6 +164,7 @@ void check(const Problem& problem) {
   check_range("slice multiple", problem.slice_multiple, kMostTokens);
   check_range("pipeline stages", problem.pipeline_stages, kMostStages);
   check_range("effort", problem.effort, kMostEffort);
+  check_expert_ranks(problem);
   check_cost_model(problem.cost);
   check_speeds(problem);
   if (problem.lengths.empty()) {

@@ -28,6 +28,7 @@ struct CostModel {
   double intra_node_hop_s = 0;  // s of a hop of a ring in one node whatever it carries, one pass
   double inter_node_hop_s = 0;  // the same of a ring that leaves its node
   double merge_b = 0;           // s per token of a member for each further step of its ring
+  double b_experts = 0;         // the part of b that is experts'
 };
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.
@@ -42,6 +43,7 @@ struct Problem {
   int64_t pipeline_stages = 1;  // ranks are pipelines of this many stages
   bool offload = false;         // activations may go to host memory
   int64_t effort = 1;           // scales the number of iterations of local search
+  int64_t expert_ranks = 1;     // so many neighbouring ranks share experts, and run in lockstep
   std::vector<double> speeds;   // by rank; 1 is what the cost model describes; empty: all 1
   CostModel cost;
 
@@ -65,6 +67,7 @@ struct Plan {
   std::vector<int32_t> local_offsets{0};  // up to the last micro-batch with locals
   Locals locals;
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
+  std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
 

@@ -12,6 +12,9 @@ struct Schedule {
   double makespan_s = 0;
   double ring_tokens = 0;  // tokens that cross from one rank to the next, forward
   int64_t max_tokens_on_a_rank = 0;
+  // In lockstep:
+  int64_t num_positions = 0;  // of the longest list
+  double padding_share = 0;   // of the places in all lists
 };
 
 // One micro-batch by itself.

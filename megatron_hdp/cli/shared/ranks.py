@@ -50,6 +50,18 @@ def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
     add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
 
 
+def with_expert_share(cost_model: "CostModel", share: float) -> "CostModel":
+    """Return the cost model with this share of its linear time in experts.
+
+    Raises:
+        ValueError: the share is not within 0 and 1.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"--expert-share is {share:g}; expected 0 to 1")
+    linear = cost_model.linear_s_per_token
+    return dataclasses.replace(cost_model, b=(1 - share) * linear, b_experts=share * linear)
+
+
 def cost_model_of(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
     """Return the cost model with the ranks' speeds and nodes, and what it stands for, in words.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.bounds import speeds_of
-from megatron_hdp.planner.lockstep import stages_for, strategy_for
+from megatron_hdp.planner.lockstep import lockstep_for, stages_for, strategy_for
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts
@@ -76,7 +76,9 @@ class Setting:
         Raises:
             ValueError: this strategy has no plan for it.
         """
-        resolved = strategy_for(strategy, aligned=self.aligned)
+        resolved = strategy_for(
+            strategy, num_stages=self.pipeline_stages, lockstep_ranks=self.lockstep_ranks
+        )
         with told_as(self.flags):
             made = plan(
                 lengths,
@@ -87,6 +89,7 @@ class Setting:
                 slice_multiple=self.slice_multiple,
                 cost_model=self.cost_model,
                 pipeline_stages=stages_for(resolved, self.pipeline_stages),
+                expert_parallel_size=lockstep_for(self.pipeline_stages, self.lockstep_ranks),
                 offload=self.offload,
             )
         made.validate(num_layers=self.cost_model.num_layers)
@@ -124,7 +127,7 @@ class Outcome:
     strategy: str
     """As it was asked for."""
     planned_by: str | None = None
-    """What it came to: "auto" is dp-balance or pp-balance."""
+    """What it came to: "auto" is dp-balance, pp-balance or ep-balance."""
     steps: tuple[StepRecord, ...] = ()
     mfu: float | None = None
     """Median of the steps, as are the others."""

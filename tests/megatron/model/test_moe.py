@@ -10,6 +10,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.moe import HdpRouter
+from megatron_hdp.planner import plan
 from tests.support.drawn import first_rows
 from tests.support.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
 from tests.support.random_plans import random_plan
@@ -72,6 +73,22 @@ LAYOUTS = {
     "virtual-stages": (4, 2, VIRTUAL),
     "virtual-stages-across-ranks": (4, 2, VIRTUAL | {"expert_model_parallel_size": 2}),
 }
+
+
+def test_gradients_of_plans_for_experts(run_ranks, tmp_path):
+    """Two domains of two ranks: rings inside a domain and over both, whole ones beside, padding."""
+    arguments = moe_arguments(
+        write_corpus(tmp_path, LENGTHS),
+        **ROOM | {"hdp_tokens_per_rank": 64, "expert_model_parallel_size": 2},
+    )
+    lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
+    made = plan(lengths, ranks=4, tokens_per_rank=64, expert_parallel_size=2)
+    assert made.strategy == "ep-balance"
+    assert {2, 4} <= {len(made.micro_batch(m).ranks) for m in range(made.num_micro_batches)}
+    apart = replace(made, positions=2 * made.positions)  # every second position is padding
+    auto = replace(arguments, hdp_strategy="auto")
+    by_name = replace(arguments, hdp_strategy="ep-balance")
+    check(run_ranks, 4, [(auto, None), (by_name, None), (auto, made), (auto, apart)])
 
 
 SLOW = (

@@ -84,7 +84,7 @@ def test_plans_are_those_of_training() -> None:
         expected = plan(lengths, **given, **others)
         assert setting.planned(lengths, name).fingerprint() == expected.fingerprint()
     experts = replace(SETTING, lockstep_ranks=4)
-    assert experts.planned(lengths, "auto").strategy == "pp-balance"
+    assert experts.planned(lengths, "auto").strategy == "ep-balance"
     assert SETTING.planned(lengths, "auto").strategy == "dp-balance"
 
 

@@ -1,0 +1,185 @@
+#include "planner/schedule/lockstep.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "planner/base/cost_model.hpp"
+
+namespace hdp {
+namespace {
+
+std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+
+// Positions of every domain, row by row.
+class Grid {
+ public:
+  Grid(const Problem& problem, const Plan& plan, const std::vector<int32_t>& positions)
+      : problem_(problem),
+        plan_(plan),
+        positions_(positions),
+        num_domains_(problem.num_ranks / problem.expert_ranks) {
+    for (const int32_t position : positions) num_ = std::max<int64_t>(num_, position + 1);
+    num_ = std::max<int64_t>(num_, 1);
+    dense_s_.assign(index(num_ * num_domains_), 0);
+    tokens_.assign(dense_s_.size(), 0);
+    members_.assign(dense_s_.size(), 0);
+    runs_.assign(index(num_ * problem.num_ranks), false);
+    counts_.assign(index(num_domains_), 1);
+    parents_.resize(dense_s_.size());
+    std::iota(parents_.begin(), parents_.end(), std::size_t{0});
+  }
+
+  Schedule run() {
+    Schedule schedule;
+    const Problem dense = without_experts(problem_);
+    for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
+      const MicroBatchLoad load = micro_batch_load(dense, plan_, m);
+      add(m, load.seconds);
+      schedule.ring_tokens += load.ring_tokens;
+      schedule.max_tokens_on_a_rank =
+          std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
+    }
+    schedule.makespan_s = makespan_s();
+    schedule.num_positions = num_;
+    double places = 0;
+    for (const int64_t count : counts_) places += static_cast<double>(count * problem_.expert_ranks);
+    schedule.padding_share = 1 - static_cast<double>(plan_.ranks.size()) / places;
+    return schedule;
+  }
+
+ private:
+  std::size_t cell(int64_t m, int32_t rank) const {
+    return index(positions_[index(m)] * num_domains_ + rank / problem_.expert_ranks);
+  }
+
+  void add(int64_t m, double seconds) {
+    double tokens = 0;
+    for (auto i = plan_.sequence_offsets[index(m)]; i < plan_.sequence_offsets[index(m) + 1]; ++i) {
+      tokens += static_cast<double>(problem_.lengths[index(plan_.sequences[index(i)])]);
+    }
+    const auto first = plan_.rank_offsets[index(m)];
+    const auto last = plan_.rank_offsets[index(m) + 1];
+    const std::size_t begin = cell(m, plan_.ranks[index(first)]);
+    for (auto i = first; i < last; ++i) {
+      const int32_t rank = plan_.ranks[index(i)];
+      const std::size_t here = cell(m, rank);
+      dense_s_[here] = std::max(dense_s_[here], seconds);
+      tokens_[here] += tokens / static_cast<double>(last - first);
+      ++members_[here];
+      runs_[index(positions_[index(m)] * problem_.num_ranks + rank)] = true;
+      int64_t& count = counts_[index(rank / problem_.expert_ranks)];
+      count = std::max<int64_t>(count, positions_[index(m)] + 1);
+      if (here != begin) join(here, begin);
+    }
+    for (int32_t i = plan_.local_offset(m); i < plan_.local_offset(m + 1); ++i) {
+      const SequenceId id = plan_.locals.sequences[index(i)];
+      tokens_[cell(m, plan_.locals.ranks[index(i)])] +=
+          static_cast<double>(problem_.lengths[index(id)]);
+    }
+  }
+
+  std::size_t root(std::size_t cell) {
+    while (parents_[cell] != cell) cell = parents_[cell] = parents_[parents_[cell]];
+    return cell;
+  }
+
+  void join(std::size_t left, std::size_t right) {
+    left = root(left);
+    right = root(right);
+    parents_[std::max(left, right)] = std::min(left, right);
+  }
+
+  // Seconds of a domain at a position.
+  double seconds(int64_t position, int64_t domain) const {
+    if (position >= counts_[index(domain)]) return 0;
+    const std::size_t here = index(position * num_domains_ + domain);
+    const auto first = static_cast<int32_t>(domain * problem_.expert_ranks);
+    double slowest = problem_.speed(first);
+    for (int32_t rank = first; rank < first + problem_.expert_ranks; ++rank) {
+      slowest = std::min(slowest, problem_.speed(rank));
+    }
+    double dense_s = dense_s_[here];
+    if (members_[here] < problem_.expert_ranks) {
+      dense_s = std::max(dense_s, padding_s(position, first));
+    }
+    return dense_s + problem_.cost.b_experts * tokens_[here] /
+                         static_cast<double>(problem_.expert_ranks) / slowest;
+  }
+
+  // Of the slowest rank that runs padding, of the domain that begins with this rank.
+  double padding_s(int64_t position, int32_t first) const {
+    double longest_s = 0;
+    for (int32_t rank = first; rank < first + problem_.expert_ranks; ++rank) {
+      if (runs_[index(position * problem_.num_ranks + rank)]) continue;
+      longest_s = std::max(longest_s, fixed_s(problem_.cost, 1) / problem_.speed(rank));
+    }
+    return longest_s;
+  }
+
+  double makespan_s() {
+    std::vector<double> clocks(index(num_domains_), 0);
+    std::vector<double> starts(index(num_domains_));
+    std::vector<double> longest(index(num_domains_));
+    for (int64_t position = 0; position < num_; ++position) {
+      const std::size_t begin = index(position * num_domains_);
+      std::fill(starts.begin(), starts.end(), 0.0);
+      std::fill(longest.begin(), longest.end(), 0.0);
+      for (int64_t domain = 0; domain < num_domains_; ++domain) {
+        const std::size_t group = root(begin + index(domain)) - begin;
+        starts[group] = std::max(starts[group], clocks[index(domain)]);
+        longest[group] = std::max(longest[group], seconds(position, domain));
+      }
+      for (int64_t domain = 0; domain < num_domains_; ++domain) {
+        const std::size_t group = root(begin + index(domain)) - begin;
+        clocks[index(domain)] = starts[group] + longest[group];
+      }
+    }
+    return *std::max_element(clocks.begin(), clocks.end());
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  const std::vector<int32_t>& positions_;
+  int64_t num_domains_;
+  int64_t num_ = 0;  // positions
+  std::vector<double> dense_s_;
+  std::vector<double> tokens_;
+  std::vector<int64_t> members_;
+  std::vector<bool> runs_;        // whether a rank has a micro-batch at a position
+  std::vector<int64_t> counts_;  // positions of each domain
+  std::vector<std::size_t> parents_;
+};
+
+}  // namespace
+
+std::vector<int32_t> aligned_positions(const Problem& problem, const Plan& plan) {
+  if (!plan.positions.empty()) return plan.positions;
+  std::vector<int32_t> counts(index(problem.num_ranks), 0);
+  std::vector<int32_t> positions;
+  positions.reserve(index(plan.num_micro_batches()));
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
+    int32_t position = 0;
+    std::for_each(first, last, [&](int32_t rank) {
+      position = std::max(position, counts[index(rank)]);
+    });
+    std::for_each(first, last, [&](int32_t rank) { counts[index(rank)] = position + 1; });
+    positions.push_back(position);
+  }
+  return positions;
+}
+
+Schedule simulate_lockstep(const Problem& problem, const Plan& plan) {
+  const std::vector<int32_t> positions = aligned_positions(problem, plan);
+  return Grid(problem, plan, positions).run();
+}
+
+Problem without_experts(const Problem& problem) {
+  Problem dense = problem;
+  dense.cost.b = std::max(0.0, problem.cost.b - problem.cost.b_experts);
+  dense.cost.b_experts = 0;
+  return dense;
+}
+
+}  // namespace hdp

@@ -1,0 +1,220 @@
+"""ep-balance: rules, figures, bounds, no deadlock, and how near to the bound it comes."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_hdp.cli.lengths import batch_of
+from megatron_hdp.planner import LLAMA_7B, Plan, plan
+from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner.lockstep import PADDING, end_together, slots
+from tests.planner.launch_model import Step, hangs
+from tests.planner.problems import Problem, problems
+
+quickly = settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@st.composite
+def domains(draw: st.DrawFn, *, offload: bool = False) -> tuple[Problem, int, float]:
+    """A problem, the ranks of a domain (a divisor of its ranks) and the experts' share of b."""
+    problem = draw(problems(offload=offload))
+    sizes = [size for size in range(1, problem.ranks + 1) if problem.ranks % size == 0]
+    return problem, draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+
+
+def costs_of(problem: Problem, share: float):
+    """The problem's cost model with this share of what is linear in experts."""
+    model = problem.model
+    linear = model.b + model.b_experts
+    return dataclasses.replace(model, b=linear * (1 - share), b_experts=linear * share)
+
+
+def planned(problem: Problem, size: int, costs, strategy: str = "ep-balance") -> Plan:
+    return plan(
+        problem.lengths,
+        ranks=problem.ranks,
+        tokens_per_rank=problem.tokens_per_rank,
+        slice_multiple=problem.slice_multiple,
+        cost_model=costs,
+        effort=problem.effort,
+        offload=problem.offload,
+        strategy=strategy,
+        expert_parallel_size=size,
+    )
+
+
+def check(problem: Problem, size: int, share: float, strategy: str = "ep-balance") -> None:
+    costs = costs_of(problem, share)
+    made = planned(problem, size, costs, strategy)
+    made.validate(num_layers=costs.num_layers)
+    found = figures_in_lockstep(made, costs, size)
+    if size > 1:
+        assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
+        assert made.summary["lower_bound_s"] == pytest.approx(found.lower_bound_s, rel=1e-9)
+        assert made.summary["efficiency"] == pytest.approx(found.efficiency, rel=1e-9)
+        assert made.summary["num_positions"] == found.num_positions
+        assert made.summary["padding_share"] == pytest.approx(found.padding_share, abs=1e-12)
+        assert (made.positions is not None) == (strategy == "ep-balance")
+    assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
+    assert planned(problem, size, costs, strategy).fingerprint() == made.fingerprint()
+    assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
+
+
+@quickly
+@given(found=domains())
+def test_rules_hold_and_figures_agree_with_the_evaluator(found) -> None:
+    check(*found)
+
+
+@quickly
+@given(found=domains(offload=True))
+def test_rules_hold_with_offload(found) -> None:
+    check(*found)
+
+
+@pytest.mark.slow
+@settings(quickly, max_examples=3000)
+@given(found=domains() | domains(offload=True))
+def test_rules_hold_on_many_problems(found) -> None:
+    check(*found)
+
+
+@pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "dp-balance", "pp-balance"])
+@settings(quickly, max_examples=25)
+@given(found=domains())
+def test_figures_of_the_other_strategies_are_those_of_lockstep(strategy, found) -> None:
+    check(*found, strategy)
+
+
+@settings(quickly, max_examples=40)
+@given(found=domains())
+def test_plans_run_to_their_end_however_drivers_wait(found) -> None:
+    """With streams that run in order, and drivers that wait at every launch."""
+    problem, size, share = found
+    if problem.ranks > 16 or size == 1:
+        return
+    made = planned(problem, size, costs_of(problem, share))
+    lists = slots(made, aligned=True, lockstep_ranks=size)
+    step = Step(made, lists, 1, 2, size)
+    assert not hangs(step, end_together(made, lists, lockstep_ranks=size).tolist(), lambda: True)
+
+
+def ends(made: Plan, lists: list[list[int]], size: int) -> bool:
+    """Whether threads that block in rings and exchanges of experts all come to their end."""
+    rings = {
+        m: threading.Barrier(len(made.micro_batch(m).ranks))
+        for m in set(sum(lists, []))
+        if m != PADDING
+    }
+    exchanges = {
+        (domain, place): threading.Barrier(size)
+        for domain in range(len(lists) // size)
+        for place in range(max(map(len, lists)))
+    }
+    done = []
+
+    def run(rank: int) -> None:
+        for place, m in enumerate(lists[rank]):
+            try:
+                if m != PADDING:
+                    rings[m].wait(0.5)
+                exchanges[rank // size, place].wait(0.5)
+            except threading.BrokenBarrierError:
+                return
+        done.append(rank)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(lists))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(done) == len(lists)
+
+
+LENGTHS = [1 + (i * i * 7919) % 701 for i in range(60)] + [900, 1500, 380]
+
+
+def of_twelve(size: int) -> Plan:
+    return plan(
+        LENGTHS, ranks=12, tokens_per_rank=128, strategy="ep-balance", expert_parallel_size=size
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_blocking_ranks_end(size) -> None:
+    made = of_twelve(size)
+    rings = [made.micro_batch(m).ranks for m in range(made.num_micro_batches)]
+    assert any(len({rank // size for rank in ring}) > 1 for ring in rings)
+    lists = slots(made, aligned=True, lockstep_ranks=size)
+    assert ends(made, [one.tolist() for one in lists], size)
+
+
+def test_the_check_fails_without_padding() -> None:
+    whole = {"ranks": 4, "tokens_per_rank": 6, "slice_multiple": 6}  # no slice is as small
+    made = plan([6, 6, 6], **whole, strategy="ep-balance", expert_parallel_size=2)
+    lists = [one.tolist() for one in slots(made, aligned=True, lockstep_ranks=2)]
+    assert made.summary["padding_share"] > 0
+    assert ends(made, lists, 2)
+    assert not ends(made, [[m for m in one if m != PADDING] for one in lists], 2)
+
+
+@pytest.mark.parametrize("size", [8, 32, 64])
+@pytest.mark.parametrize("data", ["github", "byted"])
+def test_near_the_bound(data, size) -> None:
+    costs = dataclasses.replace(LLAMA_7B, b=LLAMA_7B.b / 2, b_experts=LLAMA_7B.b / 2)
+    for seed in range(2):
+        lengths = batch_of(
+            f"preset:{data}", ranks=64, tokens_per_rank=8192, num_tokens=None, seed=seed
+        ).lengths
+        made = plan(
+            lengths, ranks=64, tokens_per_rank=8192, cost_model=costs, expert_parallel_size=size
+        )
+        assert made.strategy == "ep-balance"
+        assert made.summary["efficiency"] >= 0.97
+
+
+def test_a_domain_of_one_rank_is_dp_balance() -> None:
+    one = plan(LENGTHS, ranks=12, tokens_per_rank=128, strategy="ep-balance")
+    other = plan(LENGTHS, ranks=12, tokens_per_rank=128, strategy="dp-balance")
+    assert dataclasses.replace(one, strategy="dp-balance").fingerprint() == other.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"expert_parallel_size": 5}, "expert parallel size is 5; expected a divisor of the 12"),
+        ({"expert_parallel_size": 24}, "expert parallel size is 24; expected"),
+        ({"expert_parallel_size": 4, "pipeline_stages": 2}, "4 with 2 pipeline stages"),
+        ({"expert_parallel_size": 0}, "expert_parallel_size is 0; expected at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan([3, 5], ranks=12, tokens_per_rank=8, **changes)
+
+
+def test_offload_where_only_that_makes_a_sequence_fit() -> None:
+    costs = dataclasses.replace(LLAMA_7B, num_layers=32, host_bytes_per_s=1e15)
+    made = plan(
+        [300, 20, 20, 9],
+        ranks=4,
+        tokens_per_rank=64,
+        cost_model=costs,
+        offload="auto",
+        expert_parallel_size=2,
+        strategy="ep-balance",
+    )
+    made.validate(num_layers=32)
+    assert (made.offload_ratios > 0).sum() == 1
+
+
+def test_every_sequence_has_one_place() -> None:
+    made = of_twelve(4)
+    ids = np.concatenate([made.sequences, made.local_sequences])
+    assert sorted(ids.tolist()) == list(range(len(LENGTHS)))
