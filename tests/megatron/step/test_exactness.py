@@ -269,6 +269,27 @@ def test_gradients_of_virtual_stages(run_ranks, tmp_path, layout):
     assert max(errors) <= TOLERANCE, errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_gradients_of_many_plans_under_virtual_stages(run_ranks, tmp_path, chunks):
+    """Rings across both pipelines at any position, counts that differ."""
+    virtual = {"num_layers": 2 * chunks, "num_virtual_stages_per_pipeline_rank": chunks}
+    arguments = tiny_arguments(
+        write_corpus(tmp_path, LENGTHS * 2),
+        hdp_tokens_per_rank=128,
+        seq_length=200,
+        max_position_embeddings=200,
+        **TWO_STAGES | virtual,
+    )
+    lengths = drawn_lengths(arguments, LENGTHS * 2)
+    cases = [
+        (arguments, random_plan(lengths, ranks=2, tokens_per_rank=128, seed=seed))
+        for seed in range(10)
+    ]
+    errors = run_ranks(4, errors_of, cases, timeout_s=570)[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
 def shapes_of_plain_1f1b(self, shapes, table):
     """Takes every micro-batch through one chunk before the next."""
     BEGIN(self, shapes, sorted(table, key=lambda entry: entry[1]))

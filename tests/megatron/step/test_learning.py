@@ -107,6 +107,7 @@ def planned(found):
     ]
 
 
+@pytest.mark.slow  # by the clock: other work on the cores is noise
 @pytest.mark.parametrize("capacity", [200, 60])  # with 60 nearly all micro-batches are rings
 def test_a_slow_rank_is_found_and_its_work_moves(run_ranks, prefix, capacity):
     arguments = run(prefix, hdp_tokens_per_rank=capacity)
