@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from planner_bench.lengths import python_lengths, tailed_lengths
 
 from megatron_hdp.cli.lengths import batch_of
 from megatron_hdp.cli.plan_report import share
@@ -40,8 +40,9 @@ from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, replay
 from megatron_hdp.planner import STRATEGIES as PLANNER_STRATEGIES
 
 STRATEGIES = ("static", "naive", "bytescale", HYBRID_CP, "auto")
-"""``auto`` is ours: dp-balance, or pp-balance with pipeline stages."""
+"""``auto`` is ours: dp-balance, pp-balance with pipeline stages, ep-balance with shared experts."""
 
+_EXPERT_SHARE = 0.5  # of what is linear in the tokens, where ranks share experts
 _NOISY_STEPS = 3  # for each batch and strength
 _SLOW_PLANNING_MS = 500.0  # measured once
 _NOT_RUN = "-"
@@ -53,7 +54,8 @@ class Case:
     """One row of the tables."""
 
     data: str
-    """A preset, or ``python``: the files of the standard library, a byte being a token."""
+    """A preset; ``python``: the files of the standard library, a byte being a token; or ``tailed``:
+    four of five sequences have 300 to 2,000 tokens, the others a Pareto tail from 3,000 on."""
     ranks: int
     tokens_per_rank: int
     goal: str
@@ -61,6 +63,8 @@ class Case:
     num_tokens: int | None = None
     """Of the global batch; 4 x ranks x tokens per rank if not given."""
     pipeline_stages: int = 1
+    expert_parallel_size: int = 1
+    """Ranks that share experts: half of what is linear in the tokens is theirs then."""
     half_speed: bool = False
     """Rank 0 runs at half speed."""
     offload: bool = False
@@ -70,32 +74,40 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What ``--cases`` matches: data-N64-C8K, with -P4, -slow, -offload or the tokens."""
+        """What ``--cases`` matches: data-N64-C8K, with -P4, -E8, -slow, -offload or the tokens."""
         name = f"{self.data}-N{self.ranks}-C{self.tokens_per_rank // 1024}K"
         name += f"-{self.num_tokens // 2**20}M" if self.num_tokens else ""
         name += f"-P{self.pipeline_stages}" if self.pipeline_stages > 1 else ""
+        name += f"-E{self.expert_parallel_size}" if self.expert_parallel_size > 1 else ""
         return name + ("-slow" if self.half_speed else "") + ("-offload" if self.offload else "")
 
     def request(self, seed: int) -> Request:
         """Return what to plan."""
         speeds = (0.5, *[1.0] * (self.ranks - 1)) if self.half_speed else ()
+        share = _EXPERT_SHARE if self.expert_parallel_size > 1 else 0.0
+        linear = self.cost_model.linear_s_per_token
         return Request(
             lengths=self._lengths(seed),
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
             cost_model=dataclasses.replace(
                 self.cost_model,
+                b=(1 - share) * linear,
+                b_experts=share * linear,
                 rank_speeds=speeds,
                 num_layers=self.cost_model.num_layers // self.pipeline_stages,
             ),
             max_length=min(LONGEST, self.ranks * self.tokens_per_rank),
             pipeline_stages=self.pipeline_stages,
+            expert_parallel_size=self.expert_parallel_size,
             offload="auto" if self.offload else "off",
         )
 
     def _lengths(self, seed: int) -> npt.NDArray[np.int64]:
         if self.data == "python":
-            return _python_lengths(self.ranks * self.tokens_per_rank, seed)
+            return python_lengths(self.ranks * self.tokens_per_rank, seed)
+        if self.data == "tailed":
+            return tailed_lengths(self.ranks * self.tokens_per_rank, seed)
         return batch_of(
             f"preset:{self.data}",
             ranks=self.ranks,
@@ -144,13 +156,15 @@ def pipeline_cases() -> list[Case]:
     ]
 
 
-def _python_lengths(room: int, seed: int) -> npt.NDArray[np.int64]:
-    """Lengths of the standard library's files in a random order, up to 4 x ``room`` tokens."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
-    sizes = np.array([size for path in files if (size := path.stat().st_size)], dtype=np.int64)
-    lengths = np.random.default_rng(seed).permutation(sizes).clip(max=min(LONGEST, room))
-    return lengths[: int(np.searchsorted(np.cumsum(lengths), 4 * room, side="right"))]
+def expert_cases() -> list[Case]:
+    """Return the cases of the table of ranks that share experts."""
+    return [
+        Case(data, ranks, capacity, "mean 0.97, worst 0.94", expert_parallel_size=size)
+        for ranks in (64, 256, 1024)
+        for capacity in (8192, 32768)
+        for data in ("github", "byted", "python", "tailed")
+        for size in (8, 32, 64)
+    ]
 
 
 @dataclass(frozen=True)
@@ -394,6 +408,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--pipelines", action="store_true", help="the cases with pipeline stages, 16 to 1,024 ranks"
     )
+    add("--experts", action="store_true", help="the cases with ranks that share experts")
     add("--quick", action="store_true", help="up to 256 ranks, one seed")
     add(
         "--hybrid-cp-limit",
@@ -408,6 +423,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for flag in ("seeds", "repeats"):
         if getattr(arguments, flag) < 1:
             parser.error(f"--{flag} is {getattr(arguments, flag)}; expected at least 1")
+    if arguments.experts and (arguments.pipelines or arguments.noise):
+        other = "--pipelines" if arguments.pipelines else "--noise"
+        parser.error(f"found --experts and {other}; expected one of them")
     for flag in ("latency", "noise"):
         if not all(0 <= value < math.inf for value in getattr(arguments, flag)):
             values = " ".join(f"{value:g}" for value in getattr(arguments, flag))
@@ -425,9 +443,10 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     cost_model = dataclasses.replace(
         LLAMA_7B, intra_node_hop_s=intra_node, inter_node_hop_s=inter_node, block_s=block
     )
+    of_kind = pipeline_cases if arguments.pipelines else all_cases
     cases = [
         dataclasses.replace(case, cost_model=cost_model)
-        for case in (pipeline_cases() if arguments.pipelines else all_cases())
+        for case in (expert_cases if arguments.experts else of_kind)()
         if not arguments.quick or case.ranks <= 256
     ]
     for pattern in arguments.cases:

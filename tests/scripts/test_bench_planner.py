@@ -18,9 +18,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_planner.py"
 def bench():
     spec = importlib.util.spec_from_file_location("bench_planner", SCRIPT)
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a script
     sys.modules[spec.name] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
     yield module
+    sys.path.remove(str(SCRIPT.parent))
     del sys.modules[spec.name]
 
 
@@ -177,3 +179,16 @@ def test_cases_of_pipelines_show_the_greater_of_target_and_bound(bench):
     title = "Greater of target and proven bound / makespan"
     assert title in bench.tables([case], ["auto"], [result])
     assert title not in bench.tables([bench.Case("github", 8, 1024, "")], ["auto"], [])
+
+
+def test_cases_of_experts_are_judged_in_lockstep(bench):
+    arguments = bench.parse(["--experts", "--cases", "tailed-N64-C8K-E32"])
+    (case,) = bench.chosen_cases(arguments)
+    request = case.request(0)
+    costs = request.cost_model
+    assert request.expert_parallel_size == 32 and costs.b == costs.b_experts
+    apart, ours = bench.measure(case, 0, ["dp-balance", "auto"], 1, 0)
+    assert apart.bound_share < 0.9 < 0.96 < ours.bound_share <= 1
+    assert ours.proven_share == ours.bound_share
+    with pytest.raises(SystemExit):
+        bench.parse(["--experts", "--noise", "5"])

@@ -25,6 +25,9 @@ constexpr double kTallest = 1.35;
 constexpr double kLowest = 0.5;
 constexpr int64_t kMostHeights = 5;
 
+// The most of them that are worked out.
+constexpr std::size_t kMostRows = 3;
+
 // A row that wastes no more of its time is good enough; the last one may waste more, since what it
 // leaves would need another.
 constexpr double kLittle = 0.008;
@@ -97,26 +100,34 @@ class Dealer {
     return {std::max(least_s, work_s / size()), true};
   }
 
+  // Other heights are tried if the greatest loses more than a little; of the most promising ones,
+  // what is really lost decides.
   Row next_row() {
     const Aim found = aim();
-    Row best;
-    double least_waste = 0;
-    const auto attempt = [&](const Aim& aim) {
-      const Row row = filled(aim);
-      const double waste = wasted(row);
-      for (const Cell& cell : row) give_back(cell);
-      if (best.empty() || waste < least_waste) {
-        best = row;
+    Trial first = trial(found);
+    Row best = shared(first.cells);
+    double least_waste = wasted(best);
+    if (least_waste > (found.is_last ? kLittleAtLast : kLittle)) {
+      std::vector<Trial> trials;
+      for (const double height_s : heights(found.height_s)) {
+        trials.push_back(trial({height_s, false}));
+      }
+      std::stable_sort(trials.begin(), trials.end(), [](const Trial& left, const Trial& right) {
+        return left.waste < right.waste;
+      });
+      for (std::size_t i = 0; i < trials.size() && i < kMostRows; ++i) {
+        if (least_waste <= std::max(kLittle, trials[i].waste)) break;
+        Row row = shared(trials[i].cells);
+        const double waste = wasted(row);
+        if (waste >= least_waste) continue;
+        best = std::move(row);
         least_waste = waste;
       }
-      return least_waste <= (aim.is_last ? kLittleAtLast : kLittle);
-    };
-    if (!attempt(found)) {
-      for (const double height_s : heights(found.height_s)) {
-        if (attempt({height_s, false})) break;
-      }
     }
-    for (const Cell& cell : best) take(cell);
+    for (const Cell& cell : best) {
+      for (const std::size_t place : cell.sharded) left_.erase(place);
+      for (const auto& local : cell.locals) left_.erase(local.second);
+    }
     return best;
   }
 
@@ -138,6 +149,57 @@ class Dealer {
     return result;
   }
 
+  // Cells of a row that are being filled.
+  struct Open {
+    int64_t first = 0;  // rank of the domain
+    int64_t num_ranks = 0;
+    double work_s = 0;    // that is missing
+    double done_s = 0;    // work of its sequences
+    int64_t tokens = 0;   // that have room
+    double hidden_s = 0;  // attention beyond what hides the ring's traffic
+    Places places;
+  };
+
+  struct Trial {
+    double waste = 0;  // if the ranks of each cell take the same time
+    std::vector<Open> cells;
+  };
+
+  Trial trial(const Aim& aim) {
+    std::vector<Open> cells = filled(aim);
+    for (const Open& cell : cells) {
+      for (const std::size_t place : cell.places) left_.insert(place);
+    }
+    const double waste = wasted(cells);
+    return {waste, std::move(cells)};
+  }
+
+  // The cells' sequences are taken.
+  std::vector<Open> filled(const Aim& aim) {
+    std::vector<Open> opened;
+    for (int64_t first = 0; first < rows_.size_;) {
+      Open next = open(aim, first);
+      first += next.num_ranks;
+      if (next.places.empty()) continue;
+      if (!aim.is_last) fill(next, aim);
+      opened.push_back(std::move(next));
+    }
+    if (aim.is_last) level(opened);
+    return opened;
+  }
+
+  // The part of the row's time that is lost if the ranks of each cell take the same time.
+  double wasted(const std::vector<Open>& cells) const {
+    double longest_s = 0;
+    double work_s = 0;
+    for (const Open& cell : cells) {
+      const double own_s = cell.done_s / static_cast<double>(cell.num_ranks);
+      longest_s = std::max(longest_s, own_s + std::max(0.0, -cell.hidden_s));
+      work_s += cell.done_s;
+    }
+    return 1 - work_s / (size() * longest_s);
+  }
+
   double wasted(const Row& row) const {
     double longest_s = 0;
     double work_s = 0;
@@ -148,43 +210,13 @@ class Dealer {
     return work_s > 0 ? 1 - work_s / (size() * longest_s) : 1;
   }
 
-  void give_back(const Cell& cell) {
-    for (const std::size_t place : cell.sharded) left_.insert(place);
-    for (const auto& local : cell.locals) left_.insert(local.second);
-  }
-
-  void take(const Cell& cell) {
-    for (const std::size_t place : cell.sharded) left_.erase(place);
-    for (const auto& local : cell.locals) left_.erase(local.second);
-  }
-
-  // Cells of a row that are being filled.
-  struct Open {
-    int64_t first = 0;  // rank of the domain
-    int64_t num_ranks = 0;
-    double work_s = 0;    // that is missing
-    int64_t tokens = 0;   // that have room
-    double hidden_s = 0;  // attention beyond what hides the ring's traffic
-    Places places;
-  };
-
-  // The row's sequences are taken.
-  Row filled(const Aim& aim) {
-    std::vector<Open> opened;
-    for (int64_t first = 0; first < rows_.size_;) {
-      Open next = open(aim, first);
-      first += next.num_ranks;
-      if (next.places.empty()) continue;
-      if (!aim.is_last) fill(next, aim);
-      opened.push_back(std::move(next));
-    }
-    if (aim.is_last) level(opened);
+  // The cells as ranks run them; what finds no room stays for later rows.
+  Row shared(std::vector<Open>& cells) {
     Row row;
-    for (Open& cell : opened) {
+    for (Open& cell : cells) {
       std::sort(cell.places.begin(), cell.places.end());
       row.push_back(shared_cell(problem_, items_, rows_.first_ + static_cast<int32_t>(cell.first),
                                 cell.num_ranks, cell.places));
-      for (const std::size_t place : row.back().left) left_.insert(place);
     }
     return row;
   }
@@ -194,7 +226,7 @@ class Dealer {
   Open open(const Aim& aim, int64_t first) {
     const int64_t ranks_left = rows_.size_ - first;
     const int64_t rest = rows_.cell_size_ - first % rows_.cell_size_;
-    Open cell{first, rest, 0, 0, 0, {}};
+    Open cell{first, rest, 0, 0, 0, 0, {}};
     std::size_t place = left_.next(first_within(
         aim.height_s * (1 + kOver) * static_cast<double>(ranks_left)));
     while (place < items_.size()) {
@@ -225,6 +257,7 @@ class Dealer {
   void add(Open& cell, std::size_t place) {
     const Item& item = items_[place];
     cell.work_s -= item.dense_s;
+    cell.done_s += item.dense_s;
     cell.tokens -= slice_tokens(item.length, 1, problem_.slice_multiple);
     if (!is_whole(item)) cell.hidden_s += hidden_s(item, cell.num_ranks);
     cell.places.push_back(place);
