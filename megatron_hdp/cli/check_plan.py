@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hdp.megatron.options import expert_domain_size
 from megatron_hdp.planner import CostModel, Plan, plan
-from megatron_hdp.planner.lockstep import lockstep_for, strategy_for
+from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.models import active_parameters
 
@@ -155,18 +155,19 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
-    lockstep_ranks = expert_domain_size(arguments)
+    planned = planned_for(
+        arguments.hdp_strategy,
+        num_stages=job.stages,
+        lockstep_ranks=expert_domain_size(arguments),
+    )
+    planned["pipeline_stages"] = job.stages  # a promise that counts no ramp is refused
     return plan(
         lengths,  # type: ignore[arg-type]
         ranks=job.hdp_ranks,
         tokens_per_rank=job.tokens_per_rank,
-        strategy=strategy_for(
-            arguments.hdp_strategy, num_stages=job.stages, lockstep_ranks=lockstep_ranks
-        ),
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
         cost_model=cost_model,
-        pipeline_stages=job.stages,
-        expert_parallel_size=lockstep_for(job.stages, lockstep_ranks),
         offload=arguments.hdp_offload,
+        **planned,
     )

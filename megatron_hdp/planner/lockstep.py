@@ -7,6 +7,7 @@ schedule) take micro-batches in groups of as many as there are stages; padding f
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +19,34 @@ PADDING = -1
 _OF_PIPELINES = ("static", "dynamic-cp", "pp-balance")
 
 
-def strategy_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> str:
-    """The strategy to plan with: "auto" is pp-balance with stages, else ep-balance in lockstep."""
-    if strategy != "auto" or (num_stages == 1 and lockstep_ranks == 1):
-        return strategy
-    return "pp-balance" if num_stages > 1 else "ep-balance"
+class PlannedFor(TypedDict):
+    """Arguments of ``planner.plan`` of these names."""
+
+    strategy: str
+    pipeline_stages: int
+    expert_parallel_size: int
 
 
-def lockstep_for(num_stages: int, lockstep_ranks: int) -> int:
-    """The ranks in lockstep to plan with: one with pipeline stages, which plans count alone."""
-    return lockstep_ranks if num_stages == 1 else 1
+def planned_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> PlannedFor:
+    """What a run's plans are made for; one for check, simulator and training.
 
+    "auto" is pp-balance with stages, else ep-balance where ranks run in lockstep. A strategy that
+    knows nothing of positions plans for one stage: with more the planner would refuse most of its
+    plans, which `slots` aligns; what such a plan promises counts no pipeline's ramp. With stages
+    plans do not count the ranks in lockstep.
 
-def stages_for(strategy: str, num_stages: int) -> int:
-    """The pipeline stages to plan with, by a strategy of `strategy_for`.
-
-    One for a strategy that knows nothing of positions: with more the planner would refuse most of
-    its plans, which `slots` aligns. What such a plan promises counts no pipeline's ramp.
+    Args:
+        strategy: as the run names it.
+        num_stages: pipeline stages of the run.
+        lockstep_ranks: HDP ranks beside each other that share experts.
     """
-    return num_stages if strategy in _OF_PIPELINES else 1
+    if strategy == "auto" and (num_stages > 1 or lockstep_ranks > 1):
+        strategy = "pp-balance" if num_stages > 1 else "ep-balance"
+    return {
+        "strategy": strategy,
+        "pipeline_stages": num_stages if strategy in _OF_PIPELINES else 1,
+        "expert_parallel_size": lockstep_ranks if num_stages == 1 else 1,
+    }
 
 
 def group_size(num_stages: int, num_model_chunks: int) -> int:

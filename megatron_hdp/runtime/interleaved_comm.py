@@ -15,22 +15,20 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.pipeline_comm import Shape, wait_for_stage
+from megatron_hdp.runtime.pipeline_comm import Shape, Stages, wait_for_stage
 from megatron_hdp.runtime.timeline import PIPELINE_WAIT, Timeline
 
 Table: TypeAlias = Sequence[tuple[int, int]]
 """Micro-batch and model chunk of each forward of a stage, in order: places of a rank's list."""
 
 
-class InterleavedComm:
+class InterleavedComm(Stages):
     """Point-to-point traffic of one pipeline whose stages hold several model chunks.
 
     Activations and gradients have a communicator each: with two stages both go to the same
     neighbour, and what comes first depends on the stage.
 
     Attributes:
-        pp_group: the stages of this rank's pipeline, in order; carries activations.
-        config: Megatron's model configuration, which its schedule asks for here.
         virtual_pipeline_model_parallel_size: model chunks of a stage.
     """
 
@@ -44,33 +42,12 @@ class InterleavedComm:
         device: torch.device,
         timeline: Timeline,
     ) -> None:
-        self.pp_group = pp_group
-        self.config = config
+        super().__init__(pp_group, config)
         self.virtual_pipeline_model_parallel_size = num_model_chunks
         self._timeline = timeline
         like = torch.empty(0, dtype=dtype, device=device)
         self._activations = _Circle(pp_group, 1, like, timeline)
         self._gradients = _Circle(gradient_group, -1, like, timeline)
-
-    @property
-    def total_stages(self) -> int:
-        """Stages of this rank's pipeline."""
-        return int(self.pp_group.size())
-
-    @property
-    def current_stage(self) -> int:
-        """This rank's stage, from 0."""
-        return int(self.pp_group.rank())
-
-    @property
-    def is_pp_first_stage(self) -> bool:
-        """Whether tokens enter the model on this rank."""
-        return self.current_stage == 0
-
-    @property
-    def is_pp_last_stage(self) -> bool:
-        """Whether the loss is computed on this rank."""
-        return self.current_stage == self.total_stages - 1
 
     def begin(self, shapes: Sequence[Shape], table: Table) -> None:
         """Starts a step.

@@ -20,33 +20,17 @@ One: TypeAlias = list[torch.Tensor | None]
 none."""
 
 
-class PipelineComm:
-    """Point-to-point traffic of one pipeline, over the communicator of its stages.
-
-    A send is waited for when the next one starts, so that two stages that send to each other do not
-    block each other.
+class Stages:
+    """A rank's place among the stages of its pipeline, as Megatron's schedules ask for it.
 
     Attributes:
         pp_group: the stages of this rank's pipeline, in order.
-        config: Megatron's model configuration, which its schedule asks for here.
+        config: Megatron's model configuration, which its schedules ask for here.
     """
 
-    def __init__(
-        self,
-        pp_group: dist.ProcessGroup,
-        config: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         self.pp_group = pp_group
         self.config = config
-        self._dtype = dtype
-        self._device = device
-        self._timeline = timeline
-        self._forward_shapes: Iterator[Shape] = iter(())
-        self._backward_shapes: Iterator[Shape] = iter(())
-        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
     @property
     def total_stages(self) -> int:
@@ -60,13 +44,37 @@ class PipelineComm:
 
     @property
     def is_pp_first_stage(self) -> bool:
-        """Whether this rank receives no activations."""
+        """Whether tokens enter the model on this rank."""
         return self.current_stage == 0
 
     @property
     def is_pp_last_stage(self) -> bool:
-        """Whether this rank sends none on."""
+        """Whether the loss is computed on this rank."""
         return self.current_stage == self.total_stages - 1
+
+
+class PipelineComm(Stages):
+    """Point-to-point traffic of one pipeline, over the communicator of its stages.
+
+    A send is waited for when the next one starts, so that two stages that send to each other do not
+    block each other.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(pp_group, config)
+        self._dtype = dtype
+        self._device = device
+        self._timeline = timeline
+        self._forward_shapes: Iterator[Shape] = iter(())
+        self._backward_shapes: Iterator[Shape] = iter(())
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
 
     def begin(self, shapes: Sequence[Shape]) -> None:
         """Starts a step whose micro-batches, in order, have activations of these shapes."""

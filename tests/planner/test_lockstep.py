@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import plan
-from megatron_hdp.planner.lockstep import PADDING, slots, stages_for, strategy_for
+from megatron_hdp.planner.lockstep import PADDING, planned_for, slots
 from tests.support.random_plans import random_plan
 
 
@@ -87,8 +87,12 @@ def test_the_check_fails_without_alignment():
 def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
     strategy, stages, lockstep_ranks, expected
 ):
-    found = strategy_for(strategy, num_stages=stages, lockstep_ranks=lockstep_ranks)
-    assert found == expected
+    found = planned_for(strategy, num_stages=stages, lockstep_ranks=lockstep_ranks)
+    assert found == {
+        "strategy": expected,
+        "pipeline_stages": stages if expected == "pp-balance" else 1,
+        "expert_parallel_size": lockstep_ranks if stages == 1 else 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,12 +102,12 @@ def test_every_strategy_plans_for_pipelines(strategy):
     rng = np.random.default_rng(0)
     refused = 0
     for _ in range(40):
-        problem = {"ranks": 4, "tokens_per_rank": 20, "strategy": strategy, "max_length": 60}
+        problem = {"ranks": 4, "tokens_per_rank": 20, "max_length": 60}
         lengths = rng.integers(1, 60, 5)
-        made = plan(lengths, **problem, pipeline_stages=stages_for(strategy, 2))
+        made = plan(lengths, **problem, **planned_for(strategy, num_stages=2, lockstep_ranks=1))
         check(made, slots(made, aligned=True), aligned=True, lockstep_ranks=1)
         try:
-            plan(lengths, **problem, pipeline_stages=2)
+            plan(lengths, **problem, strategy=strategy, pipeline_stages=2)
         except ValueError as error:
             assert "use strategy pp-balance" in str(error)
             refused += 1

@@ -16,7 +16,7 @@ from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import Plan, compute_s, plan, told_as
-from megatron_hdp.planner.lockstep import group_size, lockstep_for, stages_for, strategy_for
+from megatron_hdp.planner.lockstep import group_size, planned_for
 
 
 class StepPlanner:
@@ -83,23 +83,22 @@ class StepPlanner:
         settings = settings or self.settings
         if self._users.balance is not None and strategy is None:
             return balanced(self._users.balance, lengths, settings)
-        stages, lockstep_ranks = settings.num_stages, settings.lockstep_ranks
-        strategy = strategy_for(
-            strategy or settings.strategy, num_stages=stages, lockstep_ranks=lockstep_ranks
+        planned = planned_for(
+            strategy or settings.strategy,
+            num_stages=settings.num_stages,
+            lockstep_ranks=settings.lockstep_ranks,
         )
         with told_as(PLANNER_FLAGS):
             return plan(
                 lengths,
                 ranks=settings.num_ranks,
                 tokens_per_rank=settings.tokens_per_rank,
-                strategy=strategy,
                 max_length=settings.max_length,
                 slice_multiple=settings.slice_multiple,
                 cost_model=settings.cost_model,
                 ranks_per_node=settings.cost_model.ranks_per_node,
-                pipeline_stages=stages_for(strategy, stages),
-                expert_parallel_size=lockstep_for(stages, lockstep_ranks),
                 offload=settings.offload,
+                **planned,
             )
 
     def distribute(self, made: Plan, position: Position) -> Plan:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.bounds import speeds_of
-from megatron_hdp.planner.lockstep import lockstep_for, stages_for, strategy_for
+from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts
@@ -76,7 +76,7 @@ class Setting:
         Raises:
             ValueError: this strategy has no plan for it.
         """
-        resolved = strategy_for(
+        planned = planned_for(
             strategy, num_stages=self.pipeline_stages, lockstep_ranks=self.lockstep_ranks
         )
         with told_as(self.flags):
@@ -84,13 +84,11 @@ class Setting:
                 lengths,
                 ranks=self.ranks,
                 tokens_per_rank=self.tokens_per_rank,
-                strategy=resolved,
                 max_length=self.max_length,
                 slice_multiple=self.slice_multiple,
                 cost_model=self.cost_model,
-                pipeline_stages=stages_for(resolved, self.pipeline_stages),
-                expert_parallel_size=lockstep_for(self.pipeline_stages, self.lockstep_ranks),
                 offload=self.offload,
+                **planned,
             )
         made.validate(num_layers=self.cost_model.num_layers)
         return made
