@@ -115,8 +115,9 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         int64_t num_layers, double attention_b, double block_s,
                         double intra_node_hop_s, double inter_node_hop_s, double merge_b,
                         const py::array& attention_lengths, const py::array& attention_seconds,
-                        const py::array& rank_speeds, int64_t pipeline_stages, bool offload,
-                        int64_t effort, double b_experts, int64_t expert_ranks) {
+                        const py::array& rank_speeds, int64_t pipeline_stages, int64_t model_chunks,
+                        const py::array& row_weights, bool offload, int64_t effort,
+                        double b_experts, int64_t expert_ranks) {
   hdp::Problem problem;
   problem.lengths = to_lengths("lengths", lengths);
   problem.num_ranks = num_ranks;
@@ -124,6 +125,8 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
   problem.slice_multiple = slice_multiple;
   problem.max_length = max_length;
   problem.pipeline_stages = pipeline_stages;
+  problem.model_chunks = model_chunks;
+  problem.row_weights = to_numbers("row_weights", row_weights);
   problem.offload = offload;
   problem.effort = effort;
   problem.speeds = to_numbers("rank_speeds", rank_speeds);
@@ -170,8 +173,8 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("attention_b"),
            py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
            py::arg("merge_b"), py::arg("attention_lengths"), py::arg("attention_seconds"),
-           py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("offload"),
-           py::arg("effort"), py::arg("b_experts"), py::arg("expert_ranks"));
+           py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("model_chunks"),
+           py::arg("row_weights"), py::arg("offload"), py::arg("effort"), py::arg("b_experts"), py::arg("expert_ranks"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
              py::call_guard<py::gil_scoped_release>());

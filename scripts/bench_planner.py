@@ -38,6 +38,7 @@ from megatron_hdp.cli.planning import (
 from megatron_hdp.data.presets import LONGEST
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, replay
 from megatron_hdp.planner import STRATEGIES as PLANNER_STRATEGIES
+from megatron_hdp.planner.pipeline import Pipeline
 
 STRATEGIES = ("static", "naive", "bytescale", HYBRID_CP, "auto")
 """``auto`` is ours: dp-balance, pp-balance with pipeline stages, ep-balance with shared experts."""
@@ -225,7 +226,7 @@ def _lost_to_noise(made: Plan, request: Request, strength: float) -> float:
         rng = np.random.default_rng(step)
         factors = rng.lognormal(-(deviation**2) / 2, deviation, len(made.ranks))
         duration_s = np.maximum.reduceat(quiet.own_s * factors, made.rank_offsets[:-1])
-        makespans.append(replay(made, duration_s, request.pipeline_stages).makespan_s)
+        makespans.append(replay(made, duration_s, Pipeline(request.pipeline_stages)).makespan_s)
     return fmean(makespans) / quiet.makespan_s - 1
 
 

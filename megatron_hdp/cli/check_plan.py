@@ -13,6 +13,7 @@ from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.models import active_parameters
+from megatron_hdp.planner.pipeline import Pipeline
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,12 +156,14 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
+    pipeline = Pipeline(job.stages, job.model_chunks)
     planned = planned_for(
         arguments.hdp_strategy,
-        num_stages=job.stages,
+        pipeline=pipeline,
         lockstep_ranks=expert_domain_size(arguments),
     )
-    planned["pipeline_stages"] = job.stages  # a promise that counts no ramp is refused
+    # a promise that counts no ramp is refused
+    planned["pipeline_stages"], planned["virtual_stages"] = pipeline.stages, pipeline.chunks
     return plan(
         lengths,  # type: ignore[arg-type]
         ranks=job.hdp_ranks,

@@ -140,6 +140,8 @@ def _run(arguments: argparse.Namespace) -> int:
         cost_model=cost_model,
         max_length=batch.max_length,
         pipeline_stages=arguments.pipeline_stages,
+        virtual_stages=arguments.virtual_stages,
+        stage_weights=arguments.stage_weights,
         expert_parallel_size=arguments.expert_parallel_size,
         offload=arguments.offload,
         effort=arguments.effort,
@@ -195,7 +197,13 @@ def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request")
         print(f"plan written to {arguments.output}")
     if not (arguments.plot or arguments.trace):
         return
-    evaluation = evaluate(made, request.cost_model, request.pipeline_stages)
+    evaluation = evaluate(
+        made,
+        request.cost_model,
+        request.pipeline_stages,
+        request.virtual_stages,
+        request.stage_weights or (),
+    )
     if arguments.plot:
         if arguments.plot.endswith(".html"):
             from megatron_hdp.simulator.page import write_page as draw

@@ -33,6 +33,8 @@ _MAX_REASON = 300  # characters
 _FLAGS = {
     "tokens_per_rank": "--tokens-per-rank",
     "max_length": "--max-length",
+    "virtual_stages": "--virtual-stages",
+    "stage_weights": "--stage-weights",
     "expert parallel size": "--expert-parallel-size",
     'offload="auto"': "--offload auto",
 }
@@ -48,6 +50,8 @@ class Request:
     cost_model: CostModel
     max_length: int | None = None
     pipeline_stages: int = 1
+    virtual_stages: int = 1
+    stage_weights: tuple[float, ...] | None = None
     expert_parallel_size: int = 1
     offload: str = "off"
     effort: int = 1
@@ -67,7 +71,13 @@ class Request:
         """Replay a plan; in lockstep where ranks share experts."""
         if self.expert_parallel_size > 1:
             return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size)
-        return figures(made, self.cost_model, self.pipeline_stages)
+        return figures(
+            made,
+            self.cost_model,
+            self.pipeline_stages,
+            self.virtual_stages,
+            self.stage_weights or (),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,8 @@ class Problem:
         attention_seconds: NDArray[np.float64],
         rank_speeds: NDArray[np.float64],
         pipeline_stages: int,
+        model_chunks: int,
+        row_weights: NDArray[np.float64],
         offload: bool,
         effort: int,
         b_experts: float,

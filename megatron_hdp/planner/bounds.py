@@ -1,13 +1,15 @@
 """What no plan can beat: without pipeline stages, with them, and with experts that ranks share."""
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import PIECE
+from megatron_hdp.planner.pipeline import Pipeline
 
 Float64Array = NDArray[np.float64]
 
@@ -196,40 +198,49 @@ def lockstep_bound_s(
 
 
 def pipeline_target_s(
-    bound_s: float, tokens_per_rank: int, cost_model: CostModel, pipeline_stages: int
+    bound_s: float, tokens_per_rank: int, cost_model: CostModel, pipeline: Pipeline
 ) -> float:
-    """The bound / P + (P - 1) / P x the time of a micro-batch of one sequence that fills one rank.
+    """Bound / P + (P - 1) / (P V) x the time of a micro-batch of one sequence that fills a rank.
 
-    What a pipeline of P stages takes for equal micro-batches of that time: a figure to compare
-    with, neither always reachable (see ``pipeline_lower_bound_s``) nor a bound.
+    What a pipeline of P stages with V chunks takes for equal micro-batches of that time: a figure
+    to compare with, neither always reachable (see ``pipeline_lower_bound_s``) nor a bound. Of
+    uneven stages the slowest one's share is in the place of 1 / P.
     """
     one = float(compute_s(np.array([tokens_per_rank]), cost_model)[0])
-    one += cost_model.g + block_s(cost_model, pipeline_stages)
-    return (bound_s + (pipeline_stages - 1) * one) / pipeline_stages
+    one += cost_model.g + block_s(cost_model, pipeline.stages)
+    shares, weights = pipeline.stage_weights, pipeline.row_weights
+    slowest = int(shares.argmax())
+    others = float(weights[: pipeline.stages].sum() - weights[slowest])
+    return bound_s * float(shares[slowest]) + others * one
 
 
 def pipeline_lower_bound_s(
     lengths: NDArray[np.int64],
     num_ranks: int,
     cost_model: CostModel,
-    pipeline_stages: int,
+    pipeline_stages: int | Pipeline,
     tokens_per_rank: int,
 ) -> float:
     """No 1F1B schedule with at most C tokens on a rank is faster than the greatest of these four.
 
-    1. Work. Each stage of a rank of speed v does v units of 1/P of the compute a second: the
-       makespan M is at least total compute / (P x sum of speeds).
+    Row r takes the share w(r) of a micro-batch's time, a third of it forward; V chunks on each of P
+    stages are P V rows, stage s being the rows s, s + P and so on, and W(s) the sum of theirs. All
+    alike, w = 1 / (P V) and W = 1 / P. With V = 1 the schedule is plain 1F1B.
+
+    1. Work. A stage of a rank of speed v does v units of its share of the compute a second: the
+       makespan M is at least W x total compute / sum of speeds, W being the greatest W(s).
 
     2. The longest sequence h. Its micro-batch takes t >= own(D) on some degree D that fits. On the
-       first stage of each of the D members, forwards of earlier micro-batches end before forward h
+       first row of each of the D members, forwards of earlier micro-batches end before forward h
        starts, backwards of later ones start after backward h ends, and forward h starts at least t
-       before backward h ends (it passes all stages twice). Earlier micro-batches have 1/3 of their
-       time in forwards, later ones 2/3 in backwards: M >= t + (their time) / (3 P). So a member of
-       speed v does at most 3 P v (M - t) of other compute. (Other sequences inside h's own
-       micro-batch lengthen t by their whole time, which is worse.) It does at most v (P M - t) as
-       well, for the reason of 1, and any other rank at most v P M; since a member can do less, the
-       sum over all ranks is greatest if the slowest ranks are the members. All of it must be at
-       least the compute of the other sequences: solved for M, the least over D.
+       before backward h ends (it passes all rows twice). Earlier micro-batches have w(0) / 3 of
+       their time in these forwards, later ones 2 w(0) / 3 in backwards: M >= t + w(0) / 3 x (their
+       time). So a member of speed v does at most 3 v (M - t) / w(0) of other compute. (Other
+       sequences inside h's own micro-batch lengthen t by their whole time, which is worse.) It does
+       at most v (M / W - t) as well, for the reason of 1, and any other rank at most v M / W; since
+       a member can do less, the sum over all ranks is greatest if the slowest ranks are the
+       members. All of it must be at least the compute of the other sequences: solved for M, the
+       least over D.
        The parenthesis needs members of one speed, or a fast one has time for sequences of its own
        while h's slices keep a slow one busy; attention per token that never falls with the length,
        or a short sequence hides h's exposed traffic; and hops without latency, which any sequence
@@ -237,34 +248,40 @@ def pipeline_lower_bound_s(
        included: at most v t - compute of h / D is other compute.
 
     3. Sequences longer than N C / 2. Two of them are more than all ranks hold, so that on no stage
-       their micro-batches run together: the last stage is busy with them for sum(t) / P. Before
-       the first of these the forward of its micro-batch takes (P - 1) / P x t / 3 on the other
-       stages, after the last one its backward takes (P - 1) / P x 2 t / 3:
-       M >= sum(t) / P + (P - 1) / P x min(t).
+       their micro-batches run together: stage s is busy with them for W(s) x sum(t). The forward of
+       each of them first passes the rows before s, in all R(s) of its time / 3, and its backward
+       passes them last: M >= W(s) x sum(t) + R(s) x min(t), for every s.
 
     4. The k longest sequences, for every k. Let u be the least own time of the k-th, so that the
        micro-batch of each of the k takes at least u, and T the time of all such micro-batches of
-       one rank. On its last stage they take T / P; the forward of the first of them takes
-       (P - 1) / P x u / 3 before, the backward of the last one (P - 1) / P x 2 u / 3 after. The
-       rank's other micro-batches stand before (their forwards on the first stage come on top), in
-       between or behind (backwards): M >= (T + (P - 1) u) / P + (their time) / (3 P). So a rank
-       that takes part, with T >= u, works for at most T + min(P M - T, 3 (P M - T - (P - 1) u));
-       any other for P M. On average over the ranks, by speed, T is at least the compute of the k
-       sequences over the sum of speeds, and the work at least total compute over it: this point
-       must lie under the concave hull of what a rank can do. Solved for M by bisection.
+       one rank. On stage s they take W(s) T; the forward of the first of them takes R(s) u / 3
+       before, the backward of the last one 2 R(s) u / 3 after. The rank's other micro-batches stand
+       before (their forwards on the first row come on top), in between (all they take on stage s
+       does) or behind (backwards): M >= W(s) T + R(s) u + w(0) / 3 x (their time). So a rank that
+       takes part, with T >= u, works for at most T + min(M / W(s) - T, 3 (M - W(s) T - R(s) u) /
+       w(0)); any other for M / W(s). On average over the ranks, by speed, T is at least the compute
+       of the k sequences over the sum of speeds, and the work at least total compute over it: this
+       point must lie under the concave hull of what a rank can do. Solved for M by bisection, for
+       every s.
 
     Args:
         lengths: Tokens of each sequence.
         num_ranks: HDP ranks N.
         cost_model: With the ranks' speeds.
-        pipeline_stages: Stages P of each rank.
+        pipeline_stages: Stages P of each rank, or the whole pipeline that it is.
         tokens_per_rank: C; where activations are offloaded, the most that a rank may hold then.
     """
     if len(lengths) == 0:
         return 0.0
+    pipeline = pipeline_stages
+    if not isinstance(pipeline, Pipeline):
+        pipeline = Pipeline(pipeline)
+    stages = pipeline.stages
     speeds = speeds_of(cost_model, num_ranks)
     compute = compute_s(lengths, cost_model)
-    work_s = float(compute.sum() / speeds.sum()) / pipeline_stages
+    shares = pipeline.stage_weights
+    before = np.cumsum(pipeline.row_weights[:stages]) - pipeline.row_weights[:stages]
+    work_s = float(compute.sum() / speeds.sum() * shares.max())
 
     def fitting(length: int) -> slice:
         """Indices of the degrees at which a rank holds the sequence's share."""
@@ -273,22 +290,25 @@ def pipeline_lower_bound_s(
     h = int(np.argmax(lengths))
     degrees = fitting(int(lengths[h]))
     longest_s = _beside_the_longest_s(
-        own_times_s(int(lengths[h]), num_ranks, cost_model, pipeline_stages)[degrees],
+        own_times_s(int(lengths[h]), num_ranks, cost_model, stages)[degrees],
         np.cumsum(np.sort(speeds))[degrees],
         float(speeds.sum()),
         float(compute.sum() - compute[h]),
-        pipeline_stages,
+        pipeline,
         None if _nothing_fits_beside(cost_model) else float(compute[h]),
     )
     exclusive_s = [
-        float(own_times_s(length, num_ranks, cost_model, pipeline_stages)[fitting(length)].min())
+        float(own_times_s(length, num_ranks, cost_model, stages)[fitting(length)].min())
         for length in lengths[2 * lengths > num_ranks * tokens_per_rank].tolist()
     ]
-    ramps_s = (pipeline_stages - 1) * min(exclusive_s, default=0.0)
-    several_s = _beside_the_longest_ones_s(
-        lengths, compute, num_ranks, cost_model, tokens_per_rank, pipeline_stages
+    in_turn_s = float((shares * sum(exclusive_s) + before * min(exclusive_s, default=0.0)).max())
+    longest_ones = _LongestOnes.of(lengths, compute, num_ranks, cost_model, tokens_per_rank, stages)
+    several_s = max(
+        longest_ones.beside_them_s(share, ramp, float(pipeline.row_weights[0]))
+        for share, ramp in set(zip(shares.tolist(), before.tolist(), strict=True))
+        if share > 0
     )
-    return max(work_s, longest_s, (sum(exclusive_s) + ramps_s) / pipeline_stages, several_s)
+    return max(work_s, longest_s, in_turn_s, several_s)
 
 
 def _nothing_fits_beside(cost_model: CostModel) -> bool:
@@ -303,7 +323,7 @@ def _beside_the_longest_s(
     members: Float64Array,
     all_ranks: float,
     rest: float,
-    stages: int,
+    pipeline: Pipeline,
     compute_s: float | None,
 ) -> float:
     """Point 2 of ``pipeline_lower_bound_s``; the arrays have one entry a degree.
@@ -313,54 +333,86 @@ def _beside_the_longest_s(
         members: Sum of the speeds of its members.
         all_ranks: Sum of all speeds.
         rest: Compute of the other sequences.
-        stages: Pipeline stages P.
+        pipeline: That each rank is.
         compute_s: Compute of the longest sequence; None if nothing fits beside it.
     """
-    # rest <= members x 3 P (M - t) + (all - members) x P M, and the same with P M - t; where
+    # rest <= members x 3 (M - t) / w + (all - members) x M / W, and the same with M / W - t; where
     # something fits beside it, members x t - compute of it more
     beside = 0.0 if compute_s is None else members * own_s - compute_s
-    latency = (rest - beside + 3 * stages * members * own_s) / (stages * (2 * members + all_ranks))
-    work = (rest - beside + members * own_s) / (stages * all_ranks)
+    whole, first = 1 / float(pipeline.stage_weights.max()), float(pipeline.row_weights[0]) / 3
+    slopes = members + first * whole * (all_ranks - members)  # of first x the work in M
+    latency = (first * (rest - beside) + members * own_s) / slopes
+    work = (rest - beside + members * own_s) / (whole * all_ranks)
     return float(np.maximum(own_s, np.maximum(latency, work)).min())
 
 
-def _beside_the_longest_ones_s(
-    lengths: NDArray[np.int64],
-    compute: Float64Array,
-    num_ranks: int,
-    cost_model: CostModel,
-    tokens_per_rank: int,
-    stages: int,
-) -> float:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LongestOnes:
     """Point 4 of ``pipeline_lower_bound_s``; arrays have one entry for each k."""
-    speed = float(speeds_of(cost_model, num_ranks).sum())
-    order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
-    least_s = np.array(
-        [
-            own_times_s(length, num_ranks, cost_model, stages)[
-                min(num_ranks, -(-length // tokens_per_rank)) - 1 :
-            ].min()
-            for length in lengths[order].tolist()
-        ]
-    )
-    of_them = np.cumsum(compute[order]) / speed
-    of_all = float(compute.sum()) / speed
-    low, high = np.zeros(len(order)), np.full(len(order), of_all + float(least_s.max()))
-    for _ in range(50):
-        makespan = (low + high) / 2
-        fits = _work_beside(of_them, stages * makespan, (stages - 1) * least_s, least_s) >= of_all
-        low, high = np.where(fits, low, makespan), np.where(fits, makespan, high)
-    return float(low.max())
+
+    least_s: Float64Array
+    """u, the least own time of the k-th."""
+    of_them: Float64Array
+    """Compute of the k, over the sum of speeds."""
+    of_all: float
+
+    @classmethod
+    def of(
+        cls,
+        lengths: NDArray[np.int64],
+        compute: Float64Array,
+        num_ranks: int,
+        cost_model: CostModel,
+        tokens_per_rank: int,
+        stages: int,
+    ) -> Self:
+        speed = float(speeds_of(cost_model, num_ranks).sum())
+        order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
+        least_s = np.array(
+            [
+                own_times_s(length, num_ranks, cost_model, stages)[
+                    min(num_ranks, -(-length // tokens_per_rank)) - 1 :
+                ].min()
+                for length in lengths[order].tolist()
+            ]
+        )
+        return cls(least_s, np.cumsum(compute[order]) / speed, float(compute.sum()) / speed)
+
+    def beside_them_s(self, share: float, ramp: float, first: float) -> float:
+        """The least makespan that a stage allows.
+
+        Args:
+            share: W of the stage.
+            ramp: R of it.
+            first: w of the first row.
+        """
+        low = np.zeros(len(self.least_s))
+        high = np.full(len(low), self.of_all + float(self.least_s.max()))
+        slope = 3 * share / first if first > 0 else np.inf
+        for _ in range(50):
+            makespan = (low + high) / 2
+            ramps = ramp / share * self.least_s
+            work = _work_beside(self.of_them, makespan / share, ramps, self.least_s, slope)
+            fits = work >= self.of_all
+            low, high = np.where(fits, low, makespan), np.where(fits, makespan, high)
+        return float(low.max())
 
 
 def _work_beside(
-    at: Float64Array, whole: Float64Array, ramps: Float64Array, least: Float64Array
+    at: Float64Array, whole: Float64Array, ramps: Float64Array, least: Float64Array, slope: float
 ) -> Float64Array:
-    """Concave hull at T = ``at`` of a rank's work: whole at T = 0, less from T = ``least`` on."""
+    """Concave hull at T = ``at`` of a rank's work: whole at T = 0, less from T = ``least`` on.
+
+    Other work is at most whole - T, and at most ``slope`` x (whole - ramps - T).
+    """
     full = whole - ramps  # the greatest T, with no other work
-    untouched = whole - 1.5 * ramps  # up to this T nothing is lost
-    corner = np.maximum(least, untouched)
-    at_corner = corner + np.minimum(whole - corner, 3 * (full - corner))
+    corner = least
+    if slope > 1:  # up to some T nothing is lost
+        lost = 1.0 if math.isinf(slope) else slope / (slope - 1)
+        corner = np.maximum(least, whole - lost * ramps)
+    at_corner = whole
+    if not math.isinf(slope):
+        at_corner = corner + np.minimum(whole - corner, slope * (full - corner))
 
     def chord(x0: Float64Array, y0: Float64Array, x1: Float64Array, y1: Float64Array) -> Any:
         slope = (y1 - y0) / np.where(x1 > x0, x1 - x0, 1.0)

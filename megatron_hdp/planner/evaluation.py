@@ -4,7 +4,7 @@ Written apart from the C++ planner, so that each can be checked against the othe
 the micro-batches in runs, so that the figures of millions need the memory of one run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,10 +27,13 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
 
 Float64Array = NDArray[np.float64]
+
+_ONE_STAGE = Pipeline()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,7 +41,7 @@ class Figures:
     """What a plan takes, in all."""
 
     busy_s: Float64Array
-    """Time of each rank's own work on one stage, waiting for others left out."""
+    """Time of each rank's own work on a stage, the mean of them, waiting for others left out."""
     makespan_s: float
     """From the start of the step to the last rank's end."""
     total_compute_s: float
@@ -51,8 +54,18 @@ class Figures:
     """What a good plan takes: ``bounds.pipeline_target_s``; without stages the lower bound."""
     ring_bytes: float
     """Bytes that all ranks send in rings, forward and backward."""
-    pipeline_stages: int
-    """Stages of each rank."""
+    pipeline: Pipeline
+    """That each rank is."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of each rank."""
+        return self.pipeline.stages
+
+    @property
+    def model_chunks(self) -> int:
+        """Parts of the model on each stage (virtual stages)."""
+        return self.pipeline.chunks
 
     @property
     def efficiency(self) -> float:
@@ -87,8 +100,6 @@ class Evaluation(Figures):
     """The part of it for the member's own local sequences."""
     exposed_s: Float64Array
     """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
-    model_chunks: int = 1
-    """Parts of the model on each stage (virtual stages)."""
 
     @property
     def start_s(self) -> Float64Array:
@@ -98,29 +109,36 @@ class Evaluation(Figures):
 
 
 def evaluate(
-    plan: Plan, cost_model: CostModel, pipeline_stages: int = 1, model_chunks: int = 1
+    plan: Plan,
+    cost_model: CostModel,
+    pipeline_stages: int = 1,
+    model_chunks: int = 1,
+    stage_weights: Sequence[float] = (),
 ) -> Evaluation:
     """Replays a valid plan; the formulas are those of ``megatron_hdp.planner.cost_model``.
 
-    With several model chunks on a stage the bound is the work alone, and ``pipeline_bound_s`` that
-    of the plain schedule.
+    Args:
+        plan: what to replay.
+        cost_model: of a rank, all stages.
+        pipeline_stages: stages P of each rank.
+        model_chunks: parts V of the model on each stage; above 1 the schedule is interleaved, and
+            counts are padded to multiples of P.
+        stage_weights: relative time of each part in the model's order (chunk c of stage s is part
+            c P + s), ``[P V]``; empty: all alike.
 
     Raises:
         ValueError: the cost model has speeds, but not one for each rank; there is no stage; or
             the plan's order makes pipelines wait for each other for ever.
     """
-    totals = _Totals(plan, cost_model, pipeline_stages)
+    pipeline = Pipeline(pipeline_stages, model_chunks, tuple(stage_weights))
+    totals = _Totals(plan, cost_model, pipeline)
     own_s, local_s = np.empty(len(plan.ranks)), np.zeros(len(plan.ranks))
     exposed, duration_s = np.zeros(plan.num_micro_batches), np.empty(plan.num_micro_batches)
     for times in _times_of_runs(plan, cost_model, pipeline_stages):
         totals.add(times)
         own_s[times.members], local_s[times.members] = times.own_s, times.local_s
         exposed[times.run], duration_s[times.run] = times.exposed_s, times.duration_s
-    schedule = replay(plan, duration_s, pipeline_stages, model_chunks)
-    of_plan = totals.figures()
-    if model_chunks > 1:
-        speed = of_plan["total_speed"] * pipeline_stages
-        of_plan["lower_bound_s"] = of_plan["total_compute_s"] / speed
+    schedule = replay(plan, duration_s, pipeline)
     evaluation = Evaluation(
         forward_start_s=schedule.forward_start_s,
         backward_start_s=schedule.backward_start_s,
@@ -129,8 +147,7 @@ def evaluate(
         local_s=local_s,
         exposed_s=exposed,
         makespan_s=schedule.makespan_s,
-        model_chunks=model_chunks,
-        **of_plan,
+        **totals.figures(),
     )
     for value in vars(evaluation).values():
         if isinstance(value, np.ndarray):
@@ -139,27 +156,35 @@ def evaluate(
 
 
 def replay(
-    plan: Plan, duration_s: Float64Array, pipeline_stages: int = 1, model_chunks: int = 1
+    plan: Plan, duration_s: Float64Array, pipeline: Pipeline = _ONE_STAGE
 ) -> PipelineSchedule:
     """Runs a plan whose micro-batches take so long: all stages, forward and backward.
 
     Raises:
         ValueError: the plan's order makes pipelines wait for each other for ever.
     """
-    if pipeline_stages == 1:
+    if pipeline.stages == 1:
         return _schedule(plan, duration_s)
-    return pipeline_schedule(plan, duration_s, pipeline_stages, model_chunks)
+    return pipeline_schedule(plan, duration_s, pipeline)
 
 
-def figures(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Figures:
+def figures(
+    plan: Plan,
+    cost_model: CostModel,
+    pipeline_stages: int = 1,
+    model_chunks: int = 1,
+    stage_weights: Sequence[float] = (),
+) -> Figures:
     """The figures of ``evaluate``, to the bit, in a fraction of its memory without stages.
+
+    The arguments are those of ``evaluate``.
 
     Raises:
         ValueError: as ``evaluate``.
     """
     if pipeline_stages > 1:
-        return evaluate(plan, cost_model, pipeline_stages)
-    totals = _Totals(plan, cost_model, pipeline_stages)
+        return evaluate(plan, cost_model, pipeline_stages, model_chunks, stage_weights)
+    totals = _Totals(plan, cost_model, Pipeline(pipeline_stages, model_chunks))
     clocks = np.zeros(plan.num_ranks)
     for times in _times_of_runs(plan, cost_model, pipeline_stages):
         totals.add(times)
@@ -185,45 +210,44 @@ class _Times(NamedTuple):
 class _Totals:
     """Sums over the runs, and what a plan has whatever its order."""
 
-    def __init__(self, plan: Plan, cost_model: CostModel, stages: int) -> None:
-        if stages < 1:
-            raise ValueError(f"pipeline_stages is {stages}; expected at least 1")
-        self._plan, self._cost_model, self._stages = plan, cost_model, stages
+    def __init__(self, plan: Plan, cost_model: CostModel, pipeline: Pipeline) -> None:
+        self._plan, self._cost_model, self._pipeline = plan, cost_model, pipeline
         self._total_speed = float(speeds_of(cost_model, plan.num_ranks).sum())
         self._busy_s = np.zeros(plan.num_ranks)
         self._ring_bytes = np.zeros(plan.num_micro_batches)  # no memory where there are no rings
 
     def add(self, times: _Times) -> None:
         """Add the next run."""
-        np.add.at(self._busy_s, self._plan.ranks[times.members], times.own_s / self._stages)
+        per_stage_s = times.own_s / self._pipeline.stages
+        np.add.at(self._busy_s, self._plan.ranks[times.members], per_stage_s)
         if times.ring_bytes.any():
             self._ring_bytes[times.run] = times.ring_bytes
 
     def figures(self) -> dict[str, Any]:
         """The fields of ``Figures`` but for the makespan."""
-        plan, cost_model, stages = self._plan, self._cost_model, self._stages
-        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, stages)
+        plan, cost_model, pipeline = self._plan, self._cost_model, self._pipeline
+        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline.stages)
         self._busy_s.setflags(write=False)
         return {
             "busy_s": self._busy_s,
             "total_compute_s": total_compute_s(plan.lengths, cost_model),
             "total_speed": self._total_speed,
-            "lower_bound_s": _lower_bound_s(plan, cost_model, stages, bound_s),
+            "lower_bound_s": _lower_bound_s(plan, cost_model, pipeline, bound_s),
             "pipeline_bound_s": pipeline_target_s(
-                bound_s, plan.tokens_per_rank, cost_model, stages
+                bound_s, plan.tokens_per_rank, cost_model, pipeline
             ),
             "ring_bytes": float(self._ring_bytes.sum()),
-            "pipeline_stages": stages,
+            "pipeline": pipeline,
         }
 
 
-def _lower_bound_s(plan: Plan, cost_model: CostModel, stages: int, bound_s: float) -> float:
-    if stages == 1:
+def _lower_bound_s(plan: Plan, cost_model: CostModel, pipeline: Pipeline, bound_s: float) -> float:
+    if pipeline.stages == 1:
         return bound_s
     capacity = plan.tokens_per_rank
     if plan.offload_ratios.any():  # at ratio 1 only two layers stay resident
         capacity = -(-capacity * cost_model.num_layers // min(2, cost_model.num_layers))
-    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, stages, capacity)
+    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, capacity)
 
 
 def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:

@@ -12,6 +12,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 PADDING = -1
@@ -24,10 +25,12 @@ class PlannedFor(TypedDict):
 
     strategy: str
     pipeline_stages: int
+    virtual_stages: int
+    stage_weights: tuple[float, ...] | None
     expert_parallel_size: int
 
 
-def planned_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> PlannedFor:
+def planned_for(strategy: str, *, pipeline: Pipeline, lockstep_ranks: int) -> PlannedFor:
     """What a run's plans are made for; one for check, simulator and training.
 
     "auto" is pp-balance with stages, else ep-balance where ranks run in lockstep. A strategy that
@@ -37,27 +40,19 @@ def planned_for(strategy: str, *, num_stages: int, lockstep_ranks: int) -> Plann
 
     Args:
         strategy: as the run names it.
-        num_stages: pipeline stages of the run.
+        pipeline: that each HDP rank of the run is.
         lockstep_ranks: HDP ranks beside each other that share experts.
     """
-    if strategy == "auto" and (num_stages > 1 or lockstep_ranks > 1):
-        strategy = "pp-balance" if num_stages > 1 else "ep-balance"
+    if strategy == "auto" and (pipeline.stages > 1 or lockstep_ranks > 1):
+        strategy = "pp-balance" if pipeline.stages > 1 else "ep-balance"
+    planned = pipeline if strategy in _OF_PIPELINES else Pipeline()
     return {
         "strategy": strategy,
-        "pipeline_stages": num_stages if strategy in _OF_PIPELINES else 1,
-        "expert_parallel_size": lockstep_ranks if num_stages == 1 else 1,
+        "pipeline_stages": planned.stages,
+        "virtual_stages": planned.chunks,
+        "stage_weights": planned.weights or None,
+        "expert_parallel_size": lockstep_ranks if pipeline.stages == 1 else 1,
     }
-
-
-def group_size(num_stages: int, num_model_chunks: int) -> int:
-    """Micro-batches that a stage runs through one model chunk before the next; 1 without chunks.
-
-    A pipeline's count must be a multiple of it. On stage ``s`` of ``P`` with ``V`` chunks,
-    operations being counted over all chunks, forward ``i`` then comes before backward ``j`` exactly
-    when ``i <= j + 2 (P - 1 - s) + (V - 1) P``, whatever the count: pipelines agree on the order of
-    what they share. With groups that are cut short they would not.
-    """
-    return num_stages if num_model_chunks > 1 else 1
 
 
 def slots(
@@ -71,7 +66,7 @@ def slots(
             if it has positions.
         lockstep_ranks: this many consecutive ranks each run equally many positions; above 1 needs
             ``aligned``.
-        group_size: each rank's count is a multiple of it, see the function of that name.
+        group_size: each rank's count is a multiple of it, see `Pipeline.group_size`.
 
     Returns:
         One ``int64`` array a rank: micro-batches of the plan in its order, or `PADDING`.

@@ -7,7 +7,8 @@ when i <= j + w: min(k, w) forwards, then pairs, then the remaining backwards.
 
 With V model chunks on a stage (the interleaved schedule) micro-batches pass in groups of P through
 one chunk after the other, backward from the last to the first; i and j count passes through a
-chunk, and w = 2 (P - 1 - stage) + (V - 1) P. Chunk c of a stage is row c P + stage.
+chunk, and w = 2 (P - 1 - stage) + (V - 1) P. Chunk c of a stage is row c P + stage; each row takes
+its share of a micro-batch's time.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.lockstep import PADDING, group_size, slots
+from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 Float64Array = NDArray[np.float64]
@@ -51,9 +53,7 @@ class Waits(NamedTuple):
     """Whether the second takes from another stage what the first has made."""
 
 
-def pipeline_schedule(
-    plan: Plan, duration_s: Float64Array, stages: int, chunks: int = 1
-) -> PipelineSchedule:
+def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) -> PipelineSchedule:
     """Runs the plan; ``duration_s`` is a micro-batch's time over all stages, both passes.
 
     With several model chunks it runs in its slots (`planner.lockstep`), whose padding takes no
@@ -63,18 +63,17 @@ def pipeline_schedule(
         ValueError: the ranks wait for each other for ever; names the micro-batches.
     """
     num_micro_batches = plan.num_micro_batches
-    lists = lists_of(plan) if chunks == 1 else _lists_of_slots(plan, stages, chunks)
+    lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
     num = max(num_micro_batches, int(lists.micro_batches.max(initial=-1)) + 1)
-    rows = stages * chunks
     padded_s = np.zeros(num)
     padded_s[:num_micro_batches] = duration_s
-    seconds = np.multiply.outer(np.array([1.0, 2.0]), padded_s / (3 * rows)).ravel()
-    seconds = np.tile(seconds, rows)
-    waits = waits_of(lists, num, stages, chunks)
+    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, padded_s).ravel()
+    seconds = np.multiply.outer(pipeline.row_weights, passes).ravel()
+    waits = waits_of(lists, num, pipeline)
     starts, finished = longest_paths(waits, seconds)
     if not finished.all():
-        raise ValueError(_deadlock(plan, stages, waits.first, waits.then, finished))
-    shaped = starts.reshape(rows, 2, num)[:, :, :num_micro_batches]
+        raise ValueError(_deadlock(plan, pipeline.stages, waits.first, waits.then, finished))
+    shaped = starts.reshape(pipeline.rows, 2, num)[:, :, :num_micro_batches]
     makespan_s = float((starts + seconds).max()) if num_micro_batches else 0.0
     return PipelineSchedule(shaped[:, 0].copy(), shaped[:, 1].copy(), makespan_s)
 
@@ -87,18 +86,16 @@ def lists_of(plan: Plan) -> RankLists:
     return RankLists(owners[by_rank], counts)
 
 
-def _lists_of_slots(plan: Plan, stages: int, chunks: int) -> RankLists:
+def _lists_of_slots(plan: Plan, pipeline: Pipeline) -> RankLists:
     """Each rank's slots; numbers from the plan's micro-batches on are padding."""
-    of_ranks = slots(plan, aligned=True, group_size=group_size(stages, chunks))
+    of_ranks = slots(plan, aligned=True, group_size=pipeline.group_size)
     flat = np.concatenate(of_ranks)
     is_padding = flat == PADDING
     flat[is_padding] = plan.num_micro_batches + np.arange(int(is_padding.sum()))
     return RankLists(flat, np.array([len(one) for one in of_ranks], dtype=np.int64))
 
 
-def order_on_stage(
-    lists: RankLists, num: int, stages: int, stage: int, chunks: int = 1
-) -> Int64Array:
+def order_on_stage(lists: RankLists, num: int, pipeline: Pipeline, stage: int) -> Int64Array:
     """Every rank's forwards ``m`` and backwards ``num + m`` in the order in which it runs them.
 
     Those through chunk ``c`` are ``2 num stages c`` more.
@@ -106,23 +103,21 @@ def order_on_stage(
     Args:
         lists: of all ranks.
         num: micro-batches.
-        stages: of the pipeline.
+        pipeline: with several chunks, counts are multiples of the stages.
         stage: 0 is the first.
-        chunks: parts of the model on each stage; with several, counts are multiples of the stages.
 
     Returns:
         Twice as many entries a chunk as the lists have, the first rank's first.
     """
+    chunks = pipeline.chunks
     count = chunks * np.repeat(lists.counts, lists.counts)
     begin = np.repeat(np.cumsum(lists.counts) - lists.counts, lists.counts)
     position = np.arange(len(count)) - begin
     begin = chunks * begin
-    behind_it = stages - 1 - stage
-    warm_up = behind_it if chunks == 1 else 2 * behind_it + (chunks - 1) * stages
-    group = group_size(stages, chunks)
+    warm_up, group = pipeline.warm_up(stage), pipeline.group_size
     order = np.empty(2 * chunks * len(count), dtype=np.int64)
     for chunk in range(chunks):
-        numbers = 2 * num * stages * chunk + lists.micro_batches
+        numbers = 2 * num * pipeline.stages * chunk + lists.micro_batches
         i = _pass(position, chunk, chunks, group)
         behind = np.maximum(0, i - warm_up)  # backwards before forward i
         order[2 * begin + i + behind] = numbers
@@ -138,20 +133,20 @@ def _pass(position: Int64Array, turn: int, chunks: int, group: int) -> Int64Arra
     return before * chunks + turn * group + position - before
 
 
-def waits_of(lists: RankLists, num: int, stages: int, chunks: int = 1) -> Waits:
-    """What waits for what when ``num`` micro-batches run on pipelines of so many stages."""
-    ranks = np.repeat(np.arange(len(lists.counts)), 2 * chunks * lists.counts)
+def waits_of(lists: RankLists, num: int, pipeline: Pipeline) -> Waits:
+    """What waits for what when ``num`` micro-batches run on such pipelines."""
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * pipeline.chunks * lists.counts)
     same_rank = ranks[1:] == ranks[:-1]
     all_of_them = np.arange(num)
     first, then, is_message = [], [], []
-    for stage in range(stages):
-        order = 2 * stage * num + order_on_stage(lists, num, stages, stage, chunks)
+    for stage in range(pipeline.stages):
+        order = 2 * stage * num + order_on_stage(lists, num, pipeline, stage)
         first.append(order[:-1][same_rank])
         then.append(order[1:][same_rank])
         is_message.append(np.zeros(len(first[-1]), dtype=np.bool_))
-        for row in range(stage, stages * chunks, stages):
+        for row in range(stage, pipeline.rows, pipeline.stages):
             forward, backward = 2 * row * num, (2 * row + 1) * num
-            sends_on = row + 1 < stages * chunks
+            sends_on = row + 1 < pipeline.rows
             if sends_on:
                 first += [forward + all_of_them, backward + 2 * num + all_of_them]
                 then += [forward + 2 * num + all_of_them, backward + all_of_them]

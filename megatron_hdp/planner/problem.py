@@ -1,8 +1,10 @@
-"""What the user asks of the planner, checked and handed to C++."""
+"""What the user asks of the planner, checked and handed to C++; refusals in the user's words."""
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,7 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.extension import _core
-from megatron_hdp.planner.flat_plan import frozen
+from megatron_hdp.planner.flat_plan import PlanError, frozen
+from megatron_hdp.planner.pipeline import Pipeline
 
 OFFLOAD = ("auto", "off")
 
@@ -24,7 +27,7 @@ class Problem:
     num_ranks: int
     tokens_per_rank: int
     slice_multiple: int
-    pipeline_stages: int
+    pipeline: Pipeline
     expert_parallel_size: int
     cost_model: CostModel
     core: Any
@@ -43,6 +46,8 @@ class Problem:
         ranks_per_node: int | None = None,
         rank_speeds: Sequence[float] | None = None,
         pipeline_stages: int = 1,
+        virtual_stages: int = 1,
+        stage_weights: Sequence[float] | None = None,
         expert_parallel_size: int = 1,
         offload: str = "off",
         effort: int = 1,
@@ -63,6 +68,8 @@ class Problem:
         capacity = _integer("tokens_per_rank", tokens_per_rank)
         multiple = _integer("slice_multiple", slice_multiple)
         stages = _integer("pipeline_stages", pipeline_stages)
+        weights = [] if stage_weights is None else _list("stage_weights", stage_weights)
+        pipeline = Pipeline(stages, _integer("virtual_stages", virtual_stages), tuple(weights))
         longest = int(array.max()) if max_length is None else _integer("max_length", max_length)
         table = cost_model.attention_table
         layers = cost_model.num_layers * stages
@@ -84,6 +91,8 @@ class Problem:
             slice_multiple=multiple,
             max_length=longest,
             pipeline_stages=stages,
+            model_chunks=pipeline.chunks,
+            row_weights=pipeline.row_weights,
             offload=offload == "auto",
             effort=_integer("effort", effort),
             expert_ranks=expert_ranks,
@@ -92,7 +101,7 @@ class Problem:
             rank_speeds=np.array(cost_model.rank_speeds, dtype=np.float64),
             **coefficients,
         )
-        return cls(array, num_ranks, capacity, multiple, stages, expert_ranks, cost_model, core)
+        return cls(array, num_ranks, capacity, multiple, pipeline, expert_ranks, cost_model, core)
 
 
 def _changed(cost_model: CostModel, changes: dict[str, Any]) -> CostModel:
@@ -138,3 +147,23 @@ def _integer(name: str, value: int) -> int:
     if not 1 <= number <= np.iinfo(np.int64).max:
         raise ValueError(f"{name} is {number:,}; expected at least 1 and at most 2^63 - 1")
     return number
+
+
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, what the planner raises names the caller's flags.
+
+    Args:
+        names: by the planner's arguments, as its messages write them: ``tokens_per_rank``,
+            ``max_length``, ``offload="auto"``.
+    """
+    try:
+        yield
+    except PlanError:
+        raise
+    except ValueError as error:
+        if not names:
+            raise
+        arguments = "|".join(map(re.escape, names))
+        message = re.sub(arguments, lambda found: names[found[0]], str(error))
+        raise ValueError(message) from error

@@ -32,6 +32,8 @@ def plan(
     ranks_per_node: int | None = None,
     rank_speeds: Sequence[float] | None = None,
     pipeline_stages: int = 1,
+    virtual_stages: int = 1,
+    stage_weights: Sequence[float] | None = None,
     expert_parallel_size: int = 1,
     offload: str = "off",
     effort: int = 1,
@@ -53,7 +55,11 @@ def plan(
         cost_model: LLaMA-7B at 400 TFLOP/s a rank if not given.
         ranks_per_node: Replaces the cost model's.
         rank_speeds: Speed of each rank; replaces the cost model's.
-        pipeline_stages: Stages of the pipeline that each HDP rank is.
+        pipeline_stages: Stages P of the pipeline that each HDP rank is.
+        virtual_stages: Parts V of the model on each stage; above 1 the schedule is interleaved, and
+            counts are padded to multiples of P.
+        stage_weights: Relative time of each part in the model's order (part c P + s is chunk c of
+            stage s), ``[P V]``; all alike if not given.
         expert_parallel_size: HDP ranks that share experts, which wait for each other at every
             position; ranks k x this to (k + 1) x this - 1 are such a domain. A divisor of the
             ranks; above 1 there must be one stage. The figures are those of
@@ -75,6 +81,8 @@ def plan(
         ranks_per_node=ranks_per_node,
         rank_speeds=rank_speeds,
         pipeline_stages=pipeline_stages,
+        virtual_stages=virtual_stages,
+        stage_weights=stage_weights,
         expert_parallel_size=expert_parallel_size,
         offload=offload,
         effort=effort,
@@ -84,13 +92,13 @@ def plan(
     planning_ms = (time.perf_counter() - started) * 1e3
     makespan_s = answer["makespan_s"]
     lower_bound_s = answer["lower_bound_s"]
-    stages = problem.pipeline_stages
+    stages = problem.pipeline.stages
     if stages > 1:
         lower_bound_s = pipeline_lower_bound_s(
             problem.lengths,
             problem.num_ranks,
             problem.cost_model,
-            stages,
+            problem.pipeline,
             problem.tokens_per_rank,
         )
     shares_experts = problem.expert_parallel_size > 1
@@ -153,7 +161,7 @@ def _resolve(strategy: str, problem: Problem) -> str:
     if not isinstance(strategy, str):
         raise ValueError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if strategy == "auto":
-        if problem.pipeline_stages > 1:
+        if problem.pipeline.stages > 1:
             return "pp-balance"
         return "ep-balance" if problem.expert_parallel_size > 1 else "dp-balance"
     if strategy in STRATEGIES:

@@ -20,6 +20,8 @@ ARGUMENTS = {
     "attention_seconds": np.array([], dtype=np.float64),
     "rank_speeds": np.array([], dtype=np.float64),
     "pipeline_stages": 1,
+    "model_chunks": 1,
+    "row_weights": np.ones(1),
     "offload": False,
     "effort": 1,
     "b_experts": 0.0,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.planner.lockstep import PADDING, group_size, slots
+from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from tests.support.random_plans import random_plan
 
 slowly = settings(
@@ -101,7 +102,7 @@ BATCH = {
 @slowly
 @given(**BATCH)
 def test_slots_in_whole_groups_never_deadlock(stages, chunks, lengths, ranks, seed):
-    made, group = made_of(lengths, ranks, seed), group_size(stages, chunks)
+    made, group = made_of(lengths, ranks, seed), Pipeline(stages, chunks).group_size
     lists = slots(made, aligned=True, group_size=group)
     assert all(len(one) % stages == 0 for one in lists)
     assert run_blocking(*with_paddings_named(made, lists), stages, chunks, group)
@@ -136,7 +137,7 @@ def allowed_padding(count, stages, group):
 
 def test_one_chunk_needs_no_groups():
     made = made_of([3, 40, 90], 3, 0)
-    assert group_size(4, 1) == 1
+    assert Pipeline(4).group_size == 1
     for one, other in zip(
         slots(made, aligned=True), slots(made, aligned=True, group_size=1), strict=True
     ):

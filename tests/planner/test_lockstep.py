@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_hdp.planner import plan
 from megatron_hdp.planner.lockstep import PADDING, planned_for, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from tests.support.random_plans import random_plan
 
 
@@ -87,10 +88,12 @@ def test_the_check_fails_without_alignment():
 def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
     strategy, stages, lockstep_ranks, expected
 ):
-    found = planned_for(strategy, num_stages=stages, lockstep_ranks=lockstep_ranks)
+    found = planned_for(strategy, pipeline=Pipeline(stages), lockstep_ranks=lockstep_ranks)
     assert found == {
         "strategy": expected,
         "pipeline_stages": stages if expected == "pp-balance" else 1,
+        "virtual_stages": 1,
+        "stage_weights": None,
         "expert_parallel_size": lockstep_ranks if stages == 1 else 1,
     }
 
@@ -104,7 +107,8 @@ def test_every_strategy_plans_for_pipelines(strategy):
     for _ in range(40):
         problem = {"ranks": 4, "tokens_per_rank": 20, "max_length": 60}
         lengths = rng.integers(1, 60, 5)
-        made = plan(lengths, **problem, **planned_for(strategy, num_stages=2, lockstep_ranks=1))
+        planned = planned_for(strategy, pipeline=Pipeline(2), lockstep_ranks=1)
+        made = plan(lengths, **problem, **planned)
         check(made, slots(made, aligned=True), aligned=True, lockstep_ranks=1)
         try:
             plan(lengths, **problem, strategy=strategy, pipeline_stages=2)

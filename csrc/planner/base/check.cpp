@@ -106,6 +106,20 @@ void check_speeds(const Problem& problem) {
   }
 }
 
+void check_row_weights(const Problem& problem) {
+  check_range("virtual stages", problem.model_chunks, kMostStages);
+  if (problem.row_weights.empty()) return;
+  const auto found = static_cast<int64_t>(problem.row_weights.size());
+  const int64_t expected = problem.pipeline_stages * problem.model_chunks;
+  if (found != expected) {
+    throw std::invalid_argument("stage weights has " + with_commas(found) + " entries; expected " +
+                                with_commas(expected) + ", one for each virtual stage");
+  }
+  for (std::size_t row = 0; row < problem.row_weights.size(); ++row) {
+    check_number("weight of virtual stage " + std::to_string(row), problem.row_weights[row], true);
+  }
+}
+
 void check_expert_ranks(const Problem& problem) {
   check_range("expert parallel size", problem.expert_ranks, problem.num_ranks);
   if (problem.num_ranks % problem.expert_ranks != 0) {
@@ -163,6 +177,7 @@ void check(const Problem& problem) {
   check_range("tokens per rank", problem.tokens_per_rank, kMostTokens);
   check_range("slice multiple", problem.slice_multiple, kMostTokens);
   check_range("pipeline stages", problem.pipeline_stages, kMostStages);
+  check_row_weights(problem);
   check_range("effort", problem.effort, kMostEffort);
   check_expert_ranks(problem);
   check_cost_model(problem.cost);

@@ -40,7 +40,11 @@ struct Problem {
   int64_t tokens_per_rank = 1;  // capacity C
   int64_t slice_multiple = 1;   // a chunk is padded to a multiple of this
   int64_t max_length = 1;       // the context length; only the static mesh depends on it
-  int64_t pipeline_stages = 1;  // ranks are pipelines of this many stages
+  int64_t pipeline_stages = 1;  // ranks are pipelines of this many stages P
+  int64_t model_chunks = 1;     // parts of the model on each stage, V
+  // Share of a micro-batch's time of each part, of sum 1; part c P + s is chunk c of stage s. Empty:
+  // all alike.
+  std::vector<double> row_weights;
   bool offload = false;         // activations may go to host memory
   int64_t effort = 1;           // scales the number of iterations of local search
   int64_t expert_ranks = 1;     // so many neighbouring ranks share experts, and run in lockstep

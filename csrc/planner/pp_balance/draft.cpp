@@ -97,8 +97,8 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
           order.add(lane, (time_s + fixed_s(problem.cost, 1)) / seating.speed[lane]);
         });
     const std::vector<double> ends =
-        pipeline_ends(order.offsets, order.lanes, order.seconds,
-                      static_cast<int64_t>(needed.size()), problem.pipeline_stages);
+        pipeline_ends(problem, order.offsets, order.lanes, order.seconds,
+                      static_cast<int64_t>(needed.size()));
     const double makespan_s = *std::max_element(ends.begin(), ends.end());
     if (makespan_s < best.makespan_s) best = {shares, makespan_s};
     if (makespan_s > hopeless_s) break;
@@ -116,8 +116,8 @@ PipelineDraft pipeline_draft(const Problem& problem, const Seating& seating, con
     if (!shorts.fill(needed, shares, arrangement.own_s, filling)) return best;
     Plan plan = plan_of(problem, seating, arrangement.rows, filling);
     const std::vector<double> ends =
-        pipeline_ends(plan.rank_offsets, plan.ranks, seconds_of(problem, plan), problem.num_ranks,
-                      problem.pipeline_stages);
+        pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds_of(problem, plan),
+                      problem.num_ranks);
     const double makespan_s = *std::max_element(ends.begin(), ends.end());
     if (makespan_s < best.makespan_s) best = {std::move(plan), makespan_s};
     shares = next_shares(seating, filling.seconds, ends, problem.pipeline_stages, shorts.total_s());

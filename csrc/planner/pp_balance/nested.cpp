@@ -54,8 +54,8 @@ class Nested {
       for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
         seconds.push_back(micro_batch_load(problem_, plan, m).seconds);
       }
-      const std::vector<double> ends = pipeline_ends(plan.rank_offsets, plan.ranks, seconds,
-                                                     problem_.num_ranks, problem_.pipeline_stages);
+      const std::vector<double> ends = pipeline_ends(problem_, plan.rank_offsets, plan.ranks,
+                                                     seconds, problem_.num_ranks);
       const double makespan_s = *std::max_element(ends.begin(), ends.end());
       if (makespan_s < best_.makespan_s) {
         best_ = {std::move(plan), makespan_s};

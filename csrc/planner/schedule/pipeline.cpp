@@ -7,80 +7,130 @@ namespace {
 
 std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
-// Runs operations in waves. Wave t: every forward t, from the first stage to the last; then, on
-// each stage, backward t - (P - 1 - stage), which is the one that 1F1B puts behind forward t. What
-// an operation waits for is in an earlier wave or earlier in its own.
-class Waves {
+// Runs operations tick by tick. Micro-batches pass in groups through one chunk after the other;
+// passes through a chunk are counted, backward from the last chunk to the first. Stage s runs
+// forward i in tick i + s and backward j, which comes behind forward j + w(s), in tick j + w(s) + s:
+// forwards first, then backwards from the last stage to the first. So what an operation waits for is
+// in an earlier tick or earlier in its own.
+class Ticks {
  public:
-  Waves(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
-        const std::vector<double>& seconds, int64_t num_ranks, int64_t stages)
-      : rank_offsets_(rank_offsets),
+  Ticks(const Problem& problem, const std::vector<int32_t>& rank_offsets,
+        const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks)
+      : stages_(index(problem.pipeline_stages)),
+        chunks_(index(problem.model_chunks)),
+        group_(index(group_size(problem))),
+        num_ranks_(index(num_ranks)),
+        rank_offsets_(rank_offsets),
         ranks_(ranks),
-        seconds_(seconds),
-        stages_(index(stages)),
-        clocks_(index(num_ranks) * stages_, 0.0),
-        ends_(seconds.size(), 0.0) {
-    std::vector<std::size_t> counts(index(num_ranks), 0);
-    for (std::size_t m = 0; m < seconds.size(); ++m) {
-      const std::size_t position = counts[index(ranks[index(rank_offsets[m])])];
-      if (position == at_position_.size()) at_position_.emplace_back();
-      at_position_[position].push_back(m);
-      for (auto i = rank_offsets[m]; i < rank_offsets[m + 1]; ++i) ++counts[index(ranks[index(i)])];
-    }
+        weights_(problem.row_weights),
+        clocks_(num_ranks_ * stages_, 0.0),
+        ends_(seconds.size(), 0.0),
+        forward_s_(seconds) {
+    const auto rows = static_cast<double>(stages_ * chunks_);
+    if (weights_.empty()) weights_.assign(stages_ * chunks_, 1 / rows);
+    for (double& one : forward_s_) one /= 3;
+    line_up();
   }
 
   std::vector<double> run() {
-    const std::size_t longest_list = at_position_.size();
-    for (std::size_t wave = 0; wave < longest_list + stages_ - 1; ++wave) {
-      if (wave < longest_list) {
-        for (const std::size_t m : at_position_[wave]) forward(m);
+    const std::size_t passes = chunks_ * positions_.size();
+    const std::size_t ticks = passes == 0 ? 0 : passes + warm_up(0);
+    for (std::size_t tick = 0; tick < ticks; ++tick) {
+      for (std::size_t stage = 0; stage < stages_ && stage <= tick; ++stage) {
+        if (tick - stage < passes) forward(tick - stage, stage);
       }
-      for (std::size_t stage = 0; stage < stages_; ++stage) {
-        const std::size_t warm_up = stages_ - 1 - stage;
-        if (wave < warm_up || wave - warm_up >= longest_list) continue;
-        for (const std::size_t m : at_position_[wave - warm_up]) backward(m, stage);
+      for (std::size_t stage = stages_; stage-- > 0;) {
+        const std::size_t first = warm_up(stage) + stage;
+        if (tick >= first && tick - first < passes) backward(tick - first, stage);
       }
     }
-    std::vector<double> rank_ends;
-    for (std::size_t clock = 0; clock < clocks_.size(); clock += stages_) {
-      rank_ends.push_back(clocks_[clock]);  // the last backward ends on the first stage
-    }
-    return rank_ends;
+    return {clocks_.begin(), clocks_.begin() + static_cast<std::ptrdiff_t>(num_ranks_)};
   }
 
  private:
-  void forward(std::size_t m) {
-    const double duration = seconds_[m] / (3 * static_cast<double>(stages_));
-    double end = 0;
-    for (std::size_t stage = 0; stage < stages_; ++stage) {
-      end = run_on(m, stage, end, duration);
+  struct Pass {
+    std::size_t position = 0;
+    std::size_t turn = 0;  // of its group: the chunk, backward counted from the last one
+  };
+
+  // What stands at a position: micro-batches, and ranks with padding.
+  struct Position {
+    std::vector<std::size_t> micro_batches;
+    std::vector<std::size_t> padded;
+  };
+
+  void line_up() {
+    std::vector<std::size_t> counts(num_ranks_, 0);
+    for (std::size_t m = 0; m < ends_.size(); ++m) {
+      const std::size_t position = counts[index(ranks_[index(rank_offsets_[m])])];
+      if (position == positions_.size()) positions_.emplace_back();
+      positions_[position].micro_batches.push_back(m);
+      for (auto i = rank_offsets_[m]; i < rank_offsets_[m + 1]; ++i) {
+        ++counts[index(ranks_[index(i)])];
+      }
     }
-    ends_[m] = end;
+    if (group_ == 1) return;
+    padding_.assign(num_ranks_ * group_, 0.0);
+    positions_.resize((positions_.size() + group_ - 1) / group_ * group_);
+    for (std::size_t rank = 0; rank < num_ranks_; ++rank) {
+      for (std::size_t at = counts[rank]; at % group_ != 0; ++at) {
+        positions_[at].padded.push_back(rank);
+      }
+    }
   }
 
-  // Waves put the next stage's backward of m into an earlier wave.
-  void backward(std::size_t m, std::size_t stage) {
-    ends_[m] = run_on(m, stage, ends_[m], 2 * seconds_[m] / (3 * static_cast<double>(stages_)));
+  std::size_t warm_up(std::size_t stage) const {
+    const std::size_t behind = stages_ - 1 - stage;
+    return chunks_ == 1 ? behind : 2 * behind + (chunks_ - 1) * stages_;
   }
 
-  double run_on(std::size_t m, std::size_t stage, double ready, double duration) {
-    const auto first = ranks_.begin() + rank_offsets_[m];
-    const auto last = ranks_.begin() + rank_offsets_[m + 1];
-    double start = ready;
-    for (auto rank = first; rank != last; ++rank) start = std::max(start, clock(*rank, stage));
-    for (auto rank = first; rank != last; ++rank) clock(*rank, stage) = start + duration;
-    return start + duration;
+  Pass pass(std::size_t i) const {
+    const std::size_t of_group = group_ * chunks_;
+    const std::size_t within = i % of_group;
+    return {i / of_group * group_ + within % group_, within / group_};
   }
 
-  double& clock(int32_t rank, std::size_t stage) { return clocks_[index(rank) * stages_ + stage]; }
+  void forward(std::size_t i, std::size_t stage) {
+    const Pass now = pass(i);
+    run_position(now.position, stage, weights_[now.turn * stages_ + stage]);
+  }
 
+  void backward(std::size_t j, std::size_t stage) {
+    const Pass now = pass(j);
+    const std::size_t row = (chunks_ - 1 - now.turn) * stages_ + stage;
+    run_position(now.position, stage, 2 * weights_[row]);
+  }
+
+  // Every micro-batch takes `passes` x its forward of all rows.
+  void run_position(std::size_t position, std::size_t stage, double passes) {
+    double* clocks = clocks_.data() + stage * num_ranks_;
+    for (const std::size_t m : positions_[position].micro_batches) {
+      const int32_t* rank = ranks_.data() + rank_offsets_[m];
+      const int32_t* last = ranks_.data() + rank_offsets_[m + 1];
+      double end = ends_[m];
+      for (const int32_t* one = rank; one != last; ++one) end = std::max(end, clocks[*one]);
+      end += passes * forward_s_[m];
+      for (const int32_t* one = rank; one != last; ++one) clocks[*one] = end;
+      ends_[m] = end;
+    }
+    for (const std::size_t rank : positions_[position].padded) {
+      double& end = padding_[rank * group_ + position % group_];
+      end = clocks[rank] = std::max(clocks[rank], end);
+    }
+  }
+
+  std::size_t stages_;
+  std::size_t chunks_;
+  std::size_t group_;
+  std::size_t num_ranks_;
   const std::vector<int32_t>& rank_offsets_;
   const std::vector<int32_t>& ranks_;
-  const std::vector<double>& seconds_;
-  std::size_t stages_;
-  std::vector<double> clocks_;  // by rank, then stage
-  std::vector<double> ends_;    // of each micro-batch's latest operation
-  std::vector<std::vector<std::size_t>> at_position_;
+  std::vector<double> weights_;    // by row
+  std::vector<double> clocks_;     // by stage, then rank
+  std::vector<double> ends_;       // of each micro-batch's latest operation
+  std::vector<double> forward_s_;  // of each micro-batch, all rows
+  std::vector<double> padding_;    // the same by rank, then place in its last group
+  std::vector<Position> positions_;
 };
 
 }  // namespace
@@ -99,11 +149,14 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan) {
   return -1;
 }
 
-std::vector<double> pipeline_ends(const std::vector<int32_t>& rank_offsets,
+int64_t group_size(const Problem& problem) {
+  return problem.model_chunks > 1 ? problem.pipeline_stages : 1;
+}
+
+std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
-                                  const std::vector<double>& seconds, int64_t num_ranks,
-                                  int64_t stages) {
-  return Waves(rank_offsets, ranks, seconds, num_ranks, stages).run();
+                                  const std::vector<double>& seconds, int64_t num_ranks) {
+  return Ticks(problem, rank_offsets, ranks, seconds, num_ranks).run();
 }
 
 }  // namespace hdp

@@ -155,8 +155,8 @@ Schedule simulate_pipeline(const Problem& problem, const Plan& plan) {
     schedule.ring_tokens += load.ring_tokens;
     schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
   }
-  const std::vector<double> ends = pipeline_ends(plan.rank_offsets, plan.ranks, seconds,
-                                                 problem.num_ranks, problem.pipeline_stages);
+  const std::vector<double> ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks,
+                                                 seconds, problem.num_ranks);
   schedule.makespan_s = *std::max_element(ends.begin(), ends.end());
   return schedule;
 }

@@ -12,6 +12,7 @@ from megatron_hdp.cli.data_commands.forecast import PhaseSums
 from megatron_hdp.cli.shared.ranks import cost_model_of
 from megatron_hdp.data.mixture import Corpus, Mixture
 from megatron_hdp.planner import CostModel, Figures, figures, plan, told_as
+from megatron_hdp.planner.pipeline import Pipeline
 
 _FLAGS = {"tokens_per_rank": "--tokens-per-rank", "max_length": "--seq-length"}
 
@@ -32,7 +33,7 @@ class Ranks:
 
     ranks: int
     tokens_per_rank: int
-    pipeline_stages: int
+    pipeline: Pipeline
     seq_length: int
     cost_model: CostModel
     costs_of: str
@@ -57,7 +58,10 @@ class Ranks:
             _require_unused(arguments)
             return None
         cost_model, costs_of = cost_model_of(arguments)
-        return cls(ranks, tokens, arguments.pipeline_stages, seq_length, cost_model, costs_of)
+        pipeline = Pipeline(
+            arguments.pipeline_stages, arguments.virtual_stages, arguments.stage_weights or ()
+        )
+        return cls(ranks, tokens, pipeline, seq_length, cost_model, costs_of)
 
     def require_room(self, corpus: Corpus) -> None:
         """Refuse a longest sequence that fits on no number of ranks, as a run does at its start.
@@ -84,9 +88,12 @@ class Ranks:
                 tokens_per_rank=self.tokens_per_rank,
                 max_length=self.seq_length,
                 cost_model=self.cost_model,
-                pipeline_stages=self.pipeline_stages,
+                pipeline_stages=self.pipeline.stages,
+                virtual_stages=self.pipeline.chunks,
+                stage_weights=self.pipeline.weights or None,
             )
-        return figures(made, self.cost_model, self.pipeline_stages)
+        pipeline = self.pipeline
+        return figures(made, self.cost_model, pipeline.stages, pipeline.chunks, pipeline.weights)
 
 
 def _require_unused(arguments: argparse.Namespace) -> None:
@@ -97,6 +104,8 @@ def _require_unused(arguments: argparse.Namespace) -> None:
         "--ranks-per-node": arguments.ranks_per_node,
         "--rank-speeds": arguments.rank_speeds,
         "--pipeline-stages": arguments.pipeline_stages != 1,
+        "--virtual-stages": arguments.virtual_stages != 1,
+        "--stage-weights": arguments.stage_weights,
     }
     if found := [flag for flag, value in given.items() if value]:
         raise ValueError(

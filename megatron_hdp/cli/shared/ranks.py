@@ -36,6 +36,20 @@ def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
         help="stages of a rank (default: 1)",
     )
     add(
+        "--virtual-stages",
+        type=whole(1, 1024),
+        default=1,
+        metavar="V",
+        help="parts of the model on each stage; above 1 the schedule is interleaved (default: 1)",
+    )
+    add(
+        "--stage-weights",
+        type=_weights,
+        default=None,
+        metavar="W,W,...",
+        help="relative time of each of the P x V parts in the model's order (default: all alike)",
+    )
+    add(
         "--model",
         metavar="NAME|FILE.yaml",
         help=f"{_MODELS}, or a file of Megatron's flags that gives the shape (default: llama-7b)",
@@ -48,6 +62,16 @@ def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
         help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
     )
     add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected numbers with commas between them, as 1,1,1,0.8"
+        ) from None
 
 
 def with_expert_share(cost_model: "CostModel", share: float) -> "CostModel":

@@ -16,7 +16,7 @@ from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import Plan, compute_s, plan, told_as
-from megatron_hdp.planner.lockstep import group_size, planned_for
+from megatron_hdp.planner.lockstep import planned_for
 
 
 class StepPlanner:
@@ -85,7 +85,7 @@ class StepPlanner:
             return balanced(self._users.balance, lengths, settings)
         planned = planned_for(
             strategy or settings.strategy,
-            num_stages=settings.num_stages,
+            pipeline=settings.pipeline,
             lockstep_ranks=settings.lockstep_ranks,
         )
         with told_as(PLANNER_FLAGS):
@@ -147,7 +147,7 @@ class StepPlanner:
             planned.plan,
             is_aligned=settings.is_aligned,
             lockstep_ranks=settings.lockstep_ranks,
-            group_size=group_size(settings.num_stages, settings.num_model_chunks),
+            group_size=settings.pipeline.group_size,
         )
 
     def is_over(self, position: Position) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hdp.data.mixture import BatchSize, Step
 from megatron_hdp.planner import CostModel, Plan
+from megatron_hdp.planner.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,11 @@ class PlanSettings:
     cost_model: CostModel
     num_model_chunks: int = 1
     """Parts of the model on each pipeline stage (virtual stages)."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """That each HDP rank is."""
+        return Pipeline(self.num_stages, self.num_model_chunks)
 
     @property
     def is_aligned(self) -> bool:

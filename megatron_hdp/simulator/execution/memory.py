@@ -18,6 +18,7 @@ from megatron_hdp.planner.memory import (
     second_stream_kept_bytes,
     stage_memory,
 )
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
 
 Float64Array = NDArray[np.float64]
@@ -159,7 +160,7 @@ def trace_of(
 
 def _order(lists: RankLists, num: int, stages: int, stage: int) -> tuple[Int64Array, Int64Array]:
     """Operations of all ranks in their order, and the entry of the lists of each."""
-    order = order_on_stage(lists, num, stages, stage)
+    order = order_on_stage(lists, num, Pipeline(stages), stage)
     size = len(lists.micro_batches)
-    places = order_on_stage(RankLists(np.arange(size), lists.counts), size, stages, stage)
+    places = order_on_stage(RankLists(np.arange(size), lists.counts), size, Pipeline(stages), stage)
     return order, places % size if size else places

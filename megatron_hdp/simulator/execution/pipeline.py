@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner import Plan, replay
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import longest_paths, waits_of
 from megatron_hdp.simulator.execution.launches import Launches
 
@@ -47,7 +48,7 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, stages: int) -> S
     lists = launches.grouped
     forward, backward, message = (launches.longest(one) for one in times)
     num = len(forward)
-    waits = waits_of(lists, num, stages)
+    waits = waits_of(lists, num, Pipeline(stages))
     lag_s = np.where(waits.is_message, message[waits.then % num], 0.0)
     seconds = np.tile(np.concatenate([forward, backward]), stages)
     starts, finished = longest_paths(waits, seconds, lag_s)

@@ -13,6 +13,7 @@ from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.bounds import speeds_of
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts
 from megatron_hdp.simulator.execution.noise import Disturbance
@@ -77,7 +78,7 @@ class Setting:
             ValueError: this strategy has no plan for it.
         """
         planned = planned_for(
-            strategy, num_stages=self.pipeline_stages, lockstep_ranks=self.lockstep_ranks
+            strategy, pipeline=Pipeline(self.pipeline_stages), lockstep_ranks=self.lockstep_ranks
         )
         with told_as(self.flags):
             made = plan(
