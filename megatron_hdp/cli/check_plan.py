@@ -12,7 +12,7 @@ from megatron_hdp.megatron.options import expert_domain_size
 from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
-from megatron_hdp.planner.models import active_parameters
+from megatron_hdp.planner.models import active_parameters, expert_parameters
 from megatron_hdp.planner.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
         num_layers=job.num_layers,
         hidden_size=job.query_size,
         num_parameters=parameters_of_a_token(job),
+        expert_parameters=_expert_parameters(job),
         kv_bytes_per_token=job.num_layers * 2 * job.kv_size * job.value_bytes,
         flops_per_s=GPU_FLOPS_PER_S,
         activation_bytes_per_token=kept_after_forward(job) * job.num_layers * job.tensor_ranks,
@@ -65,7 +66,11 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     again = _FORWARD / _PASSES * job.recomputed_share
     attention = _FORWARD / _PASSES if job.recompute == "selective" else again
     return replace(
-        model, a=model.a * (1 + attention), b=model.b * (1 + again), num_layers=job.layers_per_stage
+        model,
+        a=model.a * (1 + attention),
+        b=model.b * (1 + again),
+        b_experts=model.b_experts * (1 + again),
+        num_layers=job.layers_per_stage,
     )
 
 
@@ -98,6 +103,19 @@ def parameters_of_a_token(job: Job) -> int:
         experts_per_token=job.experts_per_token,
         num_experts=job.num_experts,
         vocab_size=job.vocab_size,
+    )
+
+
+def _expert_parameters(job: Job) -> int:
+    """Those of them that are experts'."""
+    if not job.num_experts:
+        return 0
+    return expert_parameters(
+        num_layers=job.num_layers,
+        hidden_size=job.hidden_size,
+        ffn_hidden_size=job.ffn_hidden_size,
+        gated=job.gated,
+        experts_per_token=job.experts_per_token,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.cli.check import memory_bytes
+from megatron_hdp.cli.check_plan import cost_model_of, parameters_of_a_token
 from megatron_hdp.cli.check_report import as_text
 from megatron_hdp.cli.checking import check, job_of
 from megatron_hdp.cli.main import main
@@ -194,6 +195,22 @@ def test_the_capacity_that_fits_is_the_greatest(tmp_path):
     for tokens, fits in ((fitting, True), (fitting + 2, False)):
         memory = fullest_stage(replace(job, tokens_per_rank=tokens))
         assert (memory.total <= 40e9) is fits
+
+
+def test_experts_are_costed_apart(tmp_path):
+    lines = ["num-experts: 8", "moe-ffn-hidden-size: 1408", "moe-token-dispatcher-type: alltoall"]
+    recomputed = ["recompute-granularity: full", "recompute-method: uniform"]
+    for more, factor in (([], 1), ([*recomputed, "recompute-num-layers: 1"], 4 / 3)):
+        path = with_lines(tmp_path, *lines, *more)
+        options = parse_arguments(
+            ["--config", str(path), "--hybrid-data-parallel", "--data-path=x"]
+        )
+        job = job_of(options, 8)
+        costs = cost_model_of(options, job)
+        experts = 8 * 2 * 3 * 1024 * 1408
+        assert costs.b_experts == pytest.approx(factor * 6 * experts / 400e12)
+        linear = factor * 6 * parameters_of_a_token(job) / 400e12
+        assert costs.linear_s_per_token == pytest.approx(linear)
 
 
 def test_virtual_stages_hold_more_and_are_not_counted_on(tmp_path):
