@@ -70,7 +70,9 @@ class Request:
     def figures_of(self, made: Plan) -> Figures:
         """Replay a plan; in lockstep where ranks share experts."""
         if self.expert_parallel_size > 1:
-            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size)
+            return figures_in_lockstep(
+                made, self.cost_model, self.expert_parallel_size, self.pipeline
+            )
         return figures(
             made,
             self.cost_model,

@@ -164,6 +164,7 @@ def lockstep_bound_s(
     num_ranks: int,
     cost_model: CostModel,
     expert_parallel_size: int,
+    pipeline_stages: int = 1,
 ) -> float:
     """No plan of ranks that share experts takes less than the greater of these two.
 
@@ -172,25 +173,28 @@ def lockstep_bound_s(
        members' dense work at i is at most (sum of v) x (T(i) - x), and experts' work
        ``b_experts`` x tokens = E x (least v) x x at most (sum of v) x x. Together at most
        (sum of v) x T(i): summed over positions and domains, total compute is at most the sum of
-       all speeds x the makespan.
+       all speeds x the makespan. With P stages, each of which runs 1/P of every position, it is at
+       most P times that.
 
     2. The longest sequence. On D ranks its members take their dense time as without experts
        (`own_times_s`), and one of the N / E domains has at least k = ceil(D E / N) of them, with
        1 / D of the sequence's tokens each, so that its experts take b_experts x s x k / (D E) on
-       top, at the greatest speed. The least over D.
+       top, at the greatest speed. The least over D. It passes all stages, there and back.
 
     Args:
         lengths: Tokens of each sequence.
         num_ranks: HDP ranks N.
         cost_model: With the ranks' speeds.
         expert_parallel_size: HDP ranks E of a domain.
+        pipeline_stages: Stages P of each rank.
     """
     if len(lengths) == 0:
         return 0.0
     speeds = speeds_of(cost_model, num_ranks)
-    work_s = total_compute_s(lengths, cost_model) / float(speeds.sum())
+    work_s = total_compute_s(lengths, cost_model) / float(speeds.sum()) / pipeline_stages
     longest = int(lengths.max())
-    own_s = own_times_s(longest, num_ranks, dataclasses.replace(cost_model, b_experts=0.0))
+    dense = dataclasses.replace(cost_model, b_experts=0.0)
+    own_s = own_times_s(longest, num_ranks, dense, pipeline_stages)
     degrees = np.arange(1, num_ranks + 1)
     beside = -(-degrees * expert_parallel_size // num_ranks)
     shared_s = cost_model.b_experts * longest * beside / (degrees * expert_parallel_size)

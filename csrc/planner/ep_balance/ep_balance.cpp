@@ -11,6 +11,7 @@
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/domains.hpp"
 #include "planner/ep_balance/rows.hpp"
+#include "planner/pp_balance/pp_balance.hpp"
 #include "planner/schedule/lockstep.hpp"
 
 namespace hdp {
@@ -44,6 +45,7 @@ class Builder {
       if (part.domains.size() == 1) {
         Places& pool = pools_[index(part.domains[0])];
         pool.insert(pool.end(), part.sequences.begin(), part.sequences.end());
+        if (problem_.pipeline_stages > 1) empty(part.domains[0]);
       } else {
         for (const int32_t domain : part.domains) empty(domain);
         add_ring(ranks_of(part.domains), part.sequences, 0);
@@ -165,7 +167,9 @@ class Builder {
 }  // namespace
 
 Plan ep_balance(const Problem& problem) {
-  if (problem.expert_ranks == 1) return dp_balance(problem).plan;
+  if (problem.expert_ranks == 1) {
+    return problem.pipeline_stages > 1 ? pp_balance(problem) : dp_balance(problem).plan;
+  }
   return Builder(problem).run();
 }
 
