@@ -22,10 +22,7 @@ Scheduled run(const Problem& problem, const std::string& strategy) {
   if (strategy == "dynamic-cp") return scheduled(problem, dynamic_cp(problem));
   if (strategy == "dp-balance") return dp_balance(problem);
   if (strategy == "pp-balance") return scheduled(problem, pp_balance(problem));
-  if (strategy == "ep-balance") {
-    if (problem.expert_ranks == 1) return scheduled(problem, ep_balance(problem));
-    return {ep_balance(problem), {}};  // its positions say where padding stands
-  }
+  if (strategy == "ep-balance") return scheduled(problem, ep_balance(problem));
   throw std::invalid_argument("strategy is '" + strategy +
                               "'; expected static, naive, bytescale, dynamic-cp, dp-balance, "
                               "pp-balance or ep-balance");

@@ -7,7 +7,6 @@
 #include "planner/base/slices.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/cells.hpp"
-#include "planner/pp_balance/pp_balance.hpp"
 
 namespace hdp {
 namespace {
@@ -15,8 +14,7 @@ namespace {
 std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
 // A domain computes as its ranks together, but each of them receives all that a ring sends.
-// What rows take besides is known once they are dealt: g is left out, but a pipeline has few rows.
-CostModel cost_of_domain(const CostModel& rank, int64_t size, bool counts_g) {
+CostModel cost_of_domain(const CostModel& rank, int64_t size) {
   const auto ranks = static_cast<double>(size);
   CostModel cost = rank;
   cost.a /= ranks;
@@ -27,7 +25,7 @@ CostModel cost_of_domain(const CostModel& rank, int64_t size, bool counts_g) {
     for (AttentionPoint& point : points) point.seconds /= ranks;
     cost.attention = AttentionTable(std::move(points));
   }
-  if (!counts_g) cost.g = 0;
+  cost.g = 0;
   cost.b_experts = 0;
   cost.block_s *= ranks;
   cost.intra_node_hop_s *= ranks;
@@ -68,8 +66,7 @@ DomainPlan plan_domains(const Problem& problem) {
     }
   }
   if (ids.empty()) return result;
-  const bool are_pipelines = problem.pipeline_stages > 1;
-  if (num_domains == 1 && !are_pipelines) {
+  if (num_domains == 1) {
     result.parts.push_back({{0}, std::move(ids)});
     return result;
   }
@@ -83,9 +80,8 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.num_ranks = num_domains;
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
-  domains.pipeline_stages = problem.pipeline_stages;
-  domains.cost = cost_of_domain(problem.cost, size, are_pipelines);
-  const Plan plan = are_pipelines ? pp_balance(domains) : dp_balance(domains).plan;
+  domains.cost = cost_of_domain(problem.cost, size);
+  const Plan plan = dp_balance(domains).plan;
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
     DomainPlan::Part part;
     part.domains.assign(plan.ranks.begin() + plan.rank_offsets[index(m)],

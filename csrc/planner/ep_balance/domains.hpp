@@ -19,9 +19,8 @@ struct DomainPlan {
   std::vector<SequenceId> too_long;  // that fit on no ring of whole domains without offload
 };
 
-// The problem whose ranks are the domains, planned by dp-balance, or pp-balance if they are
-// pipelines: capacity and speed of all of its ranks. Without stages g is not counted: domains fill
-// their positions afterwards.
+// The problem whose ranks are the domains, planned by dp-balance: capacity and speed of all of its
+// ranks. g is not counted: domains fill their positions afterwards.
 DomainPlan plan_domains(const Problem& problem);
 
 }  // namespace hdp

@@ -45,7 +45,6 @@ class Builder {
       if (part.domains.size() == 1) {
         Places& pool = pools_[index(part.domains[0])];
         pool.insert(pool.end(), part.sequences.begin(), part.sequences.end());
-        if (problem_.pipeline_stages > 1) empty(part.domains[0]);
       } else {
         for (const int32_t domain : part.domains) empty(domain);
         add_ring(ranks_of(part.domains), part.sequences, 0);
@@ -164,12 +163,17 @@ class Builder {
   std::vector<MicroBatch> made_;
 };
 
+Plan of_pipelines(const Problem& problem) {
+  Plan plan = pp_balance(problem);
+  if (problem.expert_ranks > 1) plan.positions = aligned_positions(problem, plan);
+  return plan;
+}
+
 }  // namespace
 
 Plan ep_balance(const Problem& problem) {
-  if (problem.expert_ranks == 1) {
-    return problem.pipeline_stages > 1 ? pp_balance(problem) : dp_balance(problem).plan;
-  }
+  if (problem.pipeline_stages > 1) return of_pipelines(problem);
+  if (problem.expert_ranks == 1) return dp_balance(problem).plan;
   return Builder(problem).run();
 }
 

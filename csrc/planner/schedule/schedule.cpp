@@ -7,6 +7,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/schedule/lockstep.hpp"
 #include "planner/schedule/pipeline.hpp"
 
 namespace hdp {
@@ -147,6 +148,7 @@ Schedule simulate_pipeline(const Problem& problem, const Plan& plan) {
         " stands at different positions in its ranks' lists and may run into a deadlock with " +
         std::to_string(problem.pipeline_stages) + " pipeline stages: use strategy pp-balance");
   }
+  if (problem.expert_ranks > 1) return simulate_lockstep(problem, plan);
   Schedule schedule;
   std::vector<double> seconds;
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {

@@ -33,8 +33,8 @@ Schedule simulate(const Problem& problem, const Plan& plan);
 // When each rank is free then, without pipeline stages.
 std::vector<double> rank_ends(const Problem& problem, const Plan& plan);
 
-// As simulate(), for problem.pipeline_stages > 1. Throws std::invalid_argument for a plan with a
-// misplaced micro-batch, which may run into a deadlock.
+// As simulate(), for problem.pipeline_stages > 1; in lockstep where ranks share experts. Throws
+// std::invalid_argument for a plan with a misplaced micro-batch, which may run into a deadlock.
 Schedule simulate_pipeline(const Problem& problem, const Plan& plan);
 
 struct Scheduled {

@@ -41,8 +41,8 @@ Int64Array = NDArray[np.int64]
 class LockstepFigures(Evaluation):
     """What a plan takes in lockstep. ``busy_s`` counts experts on those that compute them.
 
-    A micro-batch takes ``duration_s`` with all that stands at its position, experts included;
-    ``own_s`` is what each member does besides experts.
+    A micro-batch takes ``duration_s``, as all that stands at its position; ``own_s`` counts each
+    member's share of what experts compute there.
     """
 
     num_positions: int
@@ -91,12 +91,13 @@ def figures_in_lockstep(
     domains = _Domains.of(plan, lists, position_s, size)
     schedule = replay(domains.plan, domains.duration_s, stages, model_chunks)
     of_micro_batch = domains.of_micro_batch
+    owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
+    places = domains.plan.positions[of_micro_batch[owners]]
     bound_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size, stages)
     target_s = bound_s
     if stages > 1:
         one_stage_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
         target_s = pipeline_target_s(one_stage_s, plan.tokens_per_rank, cost_model, stages)
-    places = int((~is_behind).sum())
     values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Evaluation)}
     found = LockstepFigures(
         **values
@@ -111,9 +112,10 @@ def figures_in_lockstep(
             "forward_start_s": schedule.forward_start_s[:, of_micro_batch],
             "backward_start_s": schedule.backward_start_s[:, of_micro_batch],
             "duration_s": domains.duration_s[of_micro_batch],
+            "own_s": dense.own_s + experts_s[places, plan.ranks // size],
         },
         num_positions=lists.shape[1],
-        padding_share=float((lists == PADDING).sum() / places),
+        padding_share=float((lists == PADDING).sum() / (~is_behind).sum()),
         position_s=position_s,
     )
     for value in vars(found).values():
