@@ -154,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         print(plan_report.comparison(planning.compare(request, chosen)))
     else:
-        print(plan_report.summary(chosen, costs_of))
+        print(plan_report.summary(chosen, costs_of, planning.exchanged_bytes(arguments, request)))
     _write(arguments, chosen, request)
     return ExitCode.DONE
 

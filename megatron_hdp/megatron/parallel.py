@@ -6,8 +6,8 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch

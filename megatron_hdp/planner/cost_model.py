@@ -221,7 +221,7 @@ class CostModel:
         expert_parameters: float = 0.0,
         **others: Any,
     ) -> Self:
-        """Derives a, b and b_experts from a model's shape at ``flops_per_s`` FLOP a second and rank.
+        """Derives a, b and b_experts from a shape at ``flops_per_s`` FLOP a second and rank.
 
         Args:
             num_layers: Transformer layers L.

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from megatron_hdp.planner.cost_model import CostModel
 
-_BYTES_PER_VALUE = 2  # K and V travel in BF16
+BYTES_PER_VALUE = 2
+"""What travels is in BF16."""
 
 _MIXTRAL_8X7B = {"hidden_size": 4096, "ffn_hidden_size": 14336, "experts_per_token": 2}
 _MIXTRAL_8X22B = {"hidden_size": 6144, "ffn_hidden_size": 16384, "experts_per_token": 2}
@@ -32,12 +33,14 @@ class Model:
     """Parameters that take part in a token's forward pass P."""
     expert_parameters: float = 0.0
     """Those of them that are experts'."""
+    expert_values_per_token: int = 0
+    """Values of a token that go to its experts in a forward pass, of all layers."""
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
         kv_size = 2 * self.num_query_groups * self.kv_channels
-        return self.num_layers * kv_size * _BYTES_PER_VALUE
+        return self.num_layers * kv_size * BYTES_PER_VALUE
 
     def cost_model(self) -> CostModel:
         """The cost model at 400 TFLOP/s a rank; attention is as wide as all heads together."""
@@ -98,7 +101,10 @@ def _named(
     parameters: float,
     experts: Mapping[str, int] | None = None,
 ) -> Model:
-    in_experts = expert_parameters(num_layers=layers, gated=True, **experts) if experts else 0
+    in_experts = sent = 0
+    if experts:
+        in_experts = expert_parameters(num_layers=layers, gated=True, **experts)
+        sent = layers * experts["hidden_size"] * experts["experts_per_token"]
     return Model(
         num_layers=layers,
         num_attention_heads=heads,
@@ -106,6 +112,7 @@ def _named(
         kv_channels=128,
         active_parameters=parameters,
         expert_parameters=in_experts,
+        expert_values_per_token=sent,
     )
 
 

@@ -122,8 +122,16 @@ def _model_of_shape(shape: ShapeOptions, path: str) -> Model:
     parameters = active_parameters(
         **sizes, **mlp, num_experts=shape.num_experts or 0, vocab_size=shape.vocab_size
     )
-    experts = expert_parameters(num_layers=shape.num_layers, **mlp) if shape.num_experts else 0
-    return Model(**sizes, active_parameters=parameters, expert_parameters=experts)
+    experts = sent = 0
+    if shape.num_experts:
+        experts = expert_parameters(num_layers=shape.num_layers, **mlp)
+        sent = shape.num_layers * hidden * mlp["experts_per_token"]
+    return Model(
+        **sizes,
+        active_parameters=parameters,
+        expert_parameters=experts,
+        expert_values_per_token=sent,
+    )
 
 
 def _default_ffn_size(hidden_size: int, gated: bool) -> int:
