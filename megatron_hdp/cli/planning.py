@@ -20,6 +20,7 @@ from megatron_hdp.planner import (
     told_as,
 )
 from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner.pipeline import Pipeline
 
 HYBRID_CP = "megatron-hybrid-cp"
 COMPARED = ("static", "naive", "bytescale", "dynamic-cp", HYBRID_CP, "dp-balance", "pp-balance")
@@ -70,9 +71,9 @@ class Request:
     def figures_of(self, made: Plan) -> Figures:
         """Replay a plan; in lockstep where ranks share experts."""
         if self.expert_parallel_size > 1:
-            return figures_in_lockstep(
-                made, self.cost_model, self.expert_parallel_size, self.pipeline
-            )
+            weights = tuple(self.stage_weights or ())
+            pipeline = Pipeline(self.pipeline_stages, self.virtual_stages, weights)
+            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size, pipeline)
         return figures(
             made,
             self.cost_model,

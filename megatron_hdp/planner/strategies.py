@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import held_tokens, lockstep_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
@@ -93,23 +93,18 @@ def plan(
     makespan_s = answer["makespan_s"]
     lower_bound_s = answer["lower_bound_s"]
     stages = problem.pipeline.stages
-    if stages > 1:
-        lower_bound_s = pipeline_lower_bound_s(
-            problem.lengths,
-            problem.num_ranks,
-            problem.cost_model,
-            problem.pipeline,
-            problem.tokens_per_rank,
-        )
     shares_experts = problem.expert_parallel_size > 1
-    if shares_experts:
-        lower_bound_s = lockstep_bound_s(
-            problem.lengths,
-            problem.num_ranks,
-            problem.cost_model,
-            problem.expert_parallel_size,
-            stages,
+    given = problem.lengths, problem.num_ranks, problem.cost_model
+    if stages > 1:
+        offloads = bool(answer["offload_ratios"].any())
+        held = held_tokens(
+            problem.tokens_per_rank, problem.cost_model.num_layers, offloads=offloads
         )
+        lower_bound_s = pipeline_lower_bound_s(
+            *given, problem.pipeline, held, problem.expert_parallel_size
+        )
+    elif shares_experts:
+        lower_bound_s = lockstep_bound_s(*given, problem.expert_parallel_size)
     return Plan(
         num_ranks=problem.num_ranks,
         tokens_per_rank=problem.tokens_per_rank,

@@ -142,7 +142,7 @@ class Grid {
       }
     }
     const std::vector<double> ends =
-        pipeline_ends(offsets, domains, durations, num_domains_, problem_.pipeline_stages);
+        pipeline_ends(problem_, offsets, domains, durations, num_domains_);
     return *std::max_element(ends.begin(), ends.end());
   }
 

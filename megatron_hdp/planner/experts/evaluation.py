@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner.bounds import (
     fixed_s,
+    held_tokens,
     lockstep_bound_s,
+    pipeline_lower_bound_s,
     pipeline_target_s,
     speeds_of,
     total_compute_s,
@@ -31,10 +33,13 @@ from megatron_hdp.planner.bounds import (
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.evaluation import Evaluation, evaluate, replay
 from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
+
+_ONE_STAGE = Pipeline()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,8 +62,7 @@ def figures_in_lockstep(
     plan: Plan,
     cost_model: CostModel,
     expert_parallel_size: int,
-    pipeline_stages: int = 1,
-    model_chunks: int = 1,
+    pipeline: Pipeline = _ONE_STAGE,
 ) -> LockstepFigures:
     """The figures of a plan whose ranks share experts.
 
@@ -66,13 +70,12 @@ def figures_in_lockstep(
         plan: its positions are taken, or those that `slots` gives it.
         cost_model: ``b`` and ``b_experts`` apart.
         expert_parallel_size: consecutive HDP ranks E of a domain; 1: every rank has all experts.
-        pipeline_stages: stages P of each rank.
-        model_chunks: parts of the model on each stage (virtual stages).
+        pipeline: that each rank is.
 
     Raises:
         ValueError: the ranks are no multiple of E, or the cost model has other ranks' speeds.
     """
-    size, stages = expert_parallel_size, pipeline_stages
+    size, stages = expert_parallel_size, pipeline.stages
     lists = _places(plan, size)
     # a rank takes as long with P stages as with one that has all layers
     whole = dataclasses.replace(cost_model, num_layers=cost_model.num_layers * stages)
@@ -89,15 +92,14 @@ def figures_in_lockstep(
     member_s[is_behind] = 0.0
     position_s = member_s.reshape(-1, size, lists.shape[1]).max(axis=1).T + experts_s
     domains = _Domains.of(plan, lists, position_s, size)
-    schedule = replay(domains.plan, domains.duration_s, stages, model_chunks)
+    schedule = replay(domains.plan, domains.duration_s, pipeline)
     of_micro_batch = domains.of_micro_batch
     owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
     places = domains.plan.positions[of_micro_batch[owners]]
-    bound_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size, stages)
-    target_s = bound_s
+    bound_s = target_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
     if stages > 1:
-        one_stage_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
-        target_s = pipeline_target_s(one_stage_s, plan.tokens_per_rank, cost_model, stages)
+        target_s = pipeline_target_s(bound_s, plan.tokens_per_rank, cost_model, pipeline)
+        bound_s = _pipeline_bound_s(plan, cost_model, size, pipeline)
     values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Evaluation)}
     found = LockstepFigures(
         **values
@@ -107,8 +109,7 @@ def figures_in_lockstep(
             "total_compute_s": total_compute_s(plan.lengths, cost_model),
             "lower_bound_s": bound_s,
             "pipeline_bound_s": target_s,
-            "pipeline_stages": stages,
-            "model_chunks": model_chunks,
+            "pipeline": pipeline,
             "forward_start_s": schedule.forward_start_s[:, of_micro_batch],
             "backward_start_s": schedule.backward_start_s[:, of_micro_batch],
             "duration_s": domains.duration_s[of_micro_batch],
@@ -157,6 +158,12 @@ def _experts_s(
     slowest: Float64Array = speeds.reshape(-1, size).min(axis=1)
     seconds: Float64Array = cost_model.b_experts * tokens / size / slowest
     return seconds
+
+
+def _pipeline_bound_s(plan: Plan, cost_model: CostModel, size: int, pipeline: Pipeline) -> float:
+    offloads = bool(plan.offload_ratios.any())
+    held = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
+    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, held, size)
 
 
 class _Domains(NamedTuple):

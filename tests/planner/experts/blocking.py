@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_hdp.planner import Plan
-from megatron_hdp.planner.lockstep import PADDING, group_size
+from megatron_hdp.planner.lockstep import PADDING
+from megatron_hdp.planner.pipeline import Pipeline
 from tests.planner.test_execution import one_forward_one_backward
 from tests.planner.test_interleaved_execution import fed_by, interleaved
 
@@ -22,7 +23,7 @@ def operations_of(count: int, stage: int, stages: int, chunks: int) -> list[Oper
     places = list(range(count))
     if chunks == 1:
         return [(kind, i, 0) for kind, i in one_forward_one_backward(places, stage, stages)]
-    return interleaved(places, stage, stages, chunks, group_size(stages, chunks))
+    return interleaved(places, stage, stages, chunks, Pipeline(stages, chunks).group_size)
 
 
 def company(plan: Plan, lists: Sequence[np.ndarray], size: int) -> dict[Cell, set[Cell]]:
@@ -45,8 +46,7 @@ def run_blocking(
     plan: Plan,
     lists: Sequence[np.ndarray],
     size: int,
-    stages: int,
-    chunks: int,
+    pipeline: Pipeline,
     seconds: Mapping[tuple[int, int], float],
 ) -> float | None:
     """When the last rank ends; None: they wait for each other for ever.
@@ -55,11 +55,10 @@ def run_blocking(
         plan: its micro-batches.
         lists: what each rank runs, by position.
         size: ranks of a domain.
-        stages: of each rank.
-        chunks: of each stage.
+        pipeline: that each rank is.
         seconds: by domain and position, all stages; what is missing takes no time.
     """
-    group = group_size(stages, chunks)
+    stages, chunks, group = pipeline.stages, pipeline.chunks, pipeline.group_size
     lists = [np.append(one, np.full(-len(one) % group, PADDING)) for one in lists]
     together = company(plan, lists, size)
     waiting = {
@@ -88,7 +87,8 @@ def run_blocking(
                     continue
                 ready += [ended[one] for one in before]
             whole = max(seconds.get((r // size, i), 0.0) for r, i in cells)
-            end = max(ready) + whole * (1 if kind == "F" else 2) / (3 * stages * chunks)
+            own = whole * pipeline.row_weights[at] / 3
+            end = max(ready) + (own if kind == "F" else 2 * own)
             for r, i in cells:
                 waiting[r, stage].pop(0)
                 clocks[r, stage] = ended[r, kind, i, at] = end

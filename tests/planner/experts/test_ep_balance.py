@@ -12,6 +12,7 @@ from megatron_hdp.cli.lengths import batch_of
 from megatron_hdp.planner import LLAMA_7B, Plan, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.lockstep import PADDING, end_together, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from tests.planner.experts.blocking import run_blocking
 from tests.planner.launch_model import Step, hangs
 from tests.planner.problems import Problem, problems
@@ -37,7 +38,7 @@ def costs_of(problem: Problem, share: float):
 
 
 def planned(
-    problem: Problem, size: int, costs, strategy: str = "ep-balance", stages: int = 1
+    problem: Problem, size: int, costs, strategy: str = "ep-balance", stages=1, chunks=1
 ) -> Plan:
     return plan(
         problem.lengths,
@@ -50,16 +51,17 @@ def planned(
         strategy=strategy,
         expert_parallel_size=size,
         pipeline_stages=stages,
+        virtual_stages=chunks,
     )
 
 
 def check(
-    problem: Problem, size: int, share: float, strategy: str = "ep-balance", stages: int = 1
+    problem: Problem, size: int, share: float, strategy="ep-balance", stages=1, chunks=1
 ) -> None:
     costs = costs_of(problem, share)
-    made = planned(problem, size, costs, strategy, stages)
+    made = planned(problem, size, costs, strategy, stages, chunks)
     made.validate(num_layers=costs.num_layers, pipeline_stages=stages)
-    found = figures_in_lockstep(made, costs, size, stages)
+    found = figures_in_lockstep(made, costs, size, Pipeline(stages, chunks))
     if size > 1:
         assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
         assert made.summary["lower_bound_s"] == pytest.approx(found.lower_bound_s, rel=1e-9)
@@ -68,7 +70,7 @@ def check(
         assert made.summary["padding_share"] == pytest.approx(found.padding_share, abs=1e-12)
         assert (made.positions is not None) == (strategy == "ep-balance")
     assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
-    again = planned(problem, size, costs, strategy, stages)
+    again = planned(problem, size, costs, strategy, stages, chunks)
     assert again.fingerprint() == made.fingerprint()
     assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
 
@@ -101,18 +103,22 @@ def test_figures_of_the_other_strategies_are_those_of_lockstep(strategy, found) 
 
 @pytest.mark.parametrize("strategy", ["static", "pp-balance", "ep-balance"])
 @settings(quickly, max_examples=50)
-@given(found=domains() | domains(offload=True), stages=st.sampled_from([2, 3, 4, 8]))
-def test_rules_hold_with_stages(strategy, found, stages) -> None:
-    check(*found, strategy, stages)
+@given(
+    found=domains() | domains(offload=True),
+    stages=st.sampled_from([2, 3, 4, 8]),
+    chunks=st.integers(1, 3),
+)
+def test_rules_hold_with_stages(strategy, found, stages, chunks) -> None:
+    check(*found, strategy, stages, chunks)
 
 
 @settings(quickly, max_examples=60)
 @given(found=domains(), stages=st.sampled_from([2, 4]), chunks=st.sampled_from([1, 2, 3]))
 def test_pipelines_that_share_experts_never_deadlock(found, stages, chunks) -> None:
     problem, size, share = found
-    made = planned(problem, size, costs_of(problem, share), stages=stages)
+    made = planned(problem, size, costs_of(problem, share), stages=stages, chunks=chunks)
     lists = slots(made, aligned=True, lockstep_ranks=size)
-    assert run_blocking(made, lists, size, stages, chunks, {}) == 0
+    assert run_blocking(made, lists, size, Pipeline(stages, chunks), {}) == 0
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["a rank", "a domain"])
@@ -120,9 +126,9 @@ def test_pipelines_that_share_experts_deadlock_at_other_positions(late) -> None:
     rings = {"ranks": 4, "tokens_per_rank": 128, "pipeline_stages": 2}
     made = plan([512, 512], **rings, expert_parallel_size=2)
     lists = [one.tolist() for one in slots(made, aligned=True, lockstep_ranks=2)]
-    assert run_blocking(made, lists, 2, 2, 1, {}) == 0
+    assert run_blocking(made, lists, 2, Pipeline(2), {}) == 0
     wrong = [[first, PADDING, second] for first, second in lists[:late]] + lists[late:]
-    assert run_blocking(made, wrong, 2, 2, 1, {}) is None
+    assert run_blocking(made, wrong, 2, Pipeline(2), {}) is None
 
 
 @settings(quickly, max_examples=40)
