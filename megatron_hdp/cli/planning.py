@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from megatron_hdp.planner import (
     CostModel,
+    Evaluation,
     Figures,
     Plan,
     PlanError,
+    evaluate,
     figures,
     plan,
     tight_bound_s,
@@ -71,16 +73,19 @@ class Request:
     def figures_of(self, made: Plan) -> Figures:
         """Replay a plan; in lockstep where ranks share experts."""
         if self.expert_parallel_size > 1:
-            weights = tuple(self.stage_weights or ())
-            pipeline = Pipeline(self.pipeline_stages, self.virtual_stages, weights)
+            return self.evaluation_of(made)
+        return figures(made, self.cost_model, *self._pipeline)
+
+    def evaluation_of(self, made: Plan) -> Evaluation:
+        """The same with the times of every micro-batch, to draw them."""
+        if self.expert_parallel_size > 1:
+            pipeline = Pipeline(*self._pipeline)
             return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size, pipeline)
-        return figures(
-            made,
-            self.cost_model,
-            self.pipeline_stages,
-            self.virtual_stages,
-            self.stage_weights or (),
-        )
+        return evaluate(made, self.cost_model, *self._pipeline)
+
+    @property
+    def _pipeline(self) -> tuple[int, int, tuple[float, ...]]:
+        return self.pipeline_stages, self.virtual_stages, self.stage_weights or ()
 
 
 @dataclass(frozen=True, eq=False)

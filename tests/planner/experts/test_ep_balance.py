@@ -218,18 +218,30 @@ def test_near_the_bound(data, size) -> None:
         assert made.summary["efficiency"] >= 0.97
 
 
-@pytest.mark.parametrize("data", ["github", "byted"])
-@pytest.mark.parametrize("capacity", [8192, 32768])
-def test_pipelines_lose_little_to_lockstep(data, capacity) -> None:
+@pytest.mark.parametrize(
+    "data, ranks, capacity, sizes",
+    [
+        ("github", 64, 8192, (8, 32, 64)),
+        ("github", 64, 32768, (8, 32, 64)),
+        ("byted", 64, 8192, (8, 32, 64)),
+        ("byted", 64, 32768, (8, 32, 64)),
+        ("github", 1024, 8192, (64,)),  # nested rings would lose a quarter in lockstep
+    ],
+)
+def test_pipelines_lose_little_to_lockstep(data, ranks, capacity, sizes) -> None:
     """Of what pp-balance reaches with experts on the ranks that own the tokens."""
     costs = dataclasses.replace(LLAMA_7B, b=LLAMA_7B.b / 2, b_experts=LLAMA_7B.b / 2, num_layers=8)
     lengths = batch_of(
-        f"preset:{data}", ranks=64, tokens_per_rank=capacity, num_tokens=512 * capacity, seed=3
+        f"preset:{data}",
+        ranks=ranks,
+        tokens_per_rank=capacity,
+        num_tokens=8 * ranks * capacity,
+        seed=5,
     ).lengths
-    given_ = {"ranks": 64, "tokens_per_rank": capacity, "cost_model": costs, "pipeline_stages": 4}
-    alone = plan(lengths, **given_)
-    for size in (8, 32, 64):
-        made = plan(lengths, **given_, expert_parallel_size=size)
+    problem = {"tokens_per_rank": capacity, "cost_model": costs, "pipeline_stages": 4}
+    alone = plan(lengths, ranks=ranks, **problem)
+    for size in sizes:
+        made = plan(lengths, ranks=ranks, **problem, expert_parallel_size=size)
         assert (alone.strategy, made.strategy) == ("pp-balance", "ep-balance")
         assert made.summary["efficiency"] >= 0.97 * alone.summary["efficiency"]
 

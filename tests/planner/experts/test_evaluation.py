@@ -139,6 +139,15 @@ def test_no_plan_of_pipelines_is_below_the_bound(found, name, pipeline):
         assert figures.lower_bound_s >= work_s * (1 - 1e-9)
 
 
+def test_a_domain_computes_beside_its_longest_sequence():
+    # a ring would take for ever: rank 1 has 10 tokens of its own while rank 0 has as many
+    made = plan_of([[0], [1]], [10, 10], ranks=2)
+    costs = CostModel(a=0.0, b=1.0, kv_bytes_per_token=1e12, intra_node_bytes_per_s=1.0)
+    found = figures_in_lockstep(made, costs, 2, Pipeline(2))
+    assert found.makespan_s == pytest.approx(10.0)
+    assert found.lower_bound_s == pytest.approx(10.0)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(found=random_plans(), name=st.sampled_from(sorted(COST_MODELS)))
 def test_no_plan_is_below_the_bound(found, name):
