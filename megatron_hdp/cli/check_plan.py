@@ -1,8 +1,8 @@
 """A job's global batch planned on lengths of a preset: what a step takes and how many tokens meet.
 
 The cost model is that of the job's shape on GPUs that reach 400 TFLOP/s, or the one measured. It
-knows ring traffic, pipelines and recomputation; it does not know the traffic inside tensor-parallel
-ranks and experts, nor gradient sync.
+knows ring traffic, pipelines, recomputation and ranks that wait for each other's experts; it does
+not know the traffic inside tensor-parallel ranks and to experts, nor gradient sync.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hdp.megatron.options import expert_domain_size
 from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.models import active_parameters, expert_parameters
@@ -39,6 +40,12 @@ class PlannedStep:
     flops_per_s: float
     """The model's FLOP a second and GPU, causal attention, no recomputation."""
     planning_ms: float
+    num_positions: int | None
+    """Places in the longest list of a rank; None where no rank waits for others' experts."""
+    padding_share: float | None
+    """Share of the places in all ranks' lists that hold no micro-batch; likewise."""
+    exchanged_bytes: float
+    """What all GPUs send each other for experts, forward and backward."""
     most_tokens: int
     """Of a micro-batch on one HDP rank; above the capacity only where activations are offloaded."""
 
@@ -119,6 +126,17 @@ def _expert_parameters(job: Job) -> int:
     )
 
 
+def _exchanged_bytes_per_token(job: Job) -> float:
+    """Of a token that goes to its experts in all layers, and comes back."""
+    if not job.num_experts:
+        return 0.0
+    return exchanged_bytes_per_token(
+        values_per_token=job.num_layers * job.experts_per_token * job.hidden_size,
+        value_bytes=job.value_bytes,
+        expert_ranks=job.expert_ranks,
+    )
+
+
 def flops_of(job: Job) -> tuple[float, float]:
     """The model's FLOP forward and backward: of a token, and of causal attention by length^2."""
     return 6.0 * parameters_of_a_token(job), 6.0 * job.num_layers * job.query_size
@@ -158,7 +176,7 @@ def plan_step(
     tokens = lengths.astype(np.float64)
     per_token, per_token2 = flops_of(job)
     flops = per_token * tokens.sum() + per_token2 * (tokens**2).sum()
-    step_s = made.summary["makespan_s"]
+    step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
     return PlannedStep(
         preset=preset,
         num_sequences=len(lengths),
@@ -169,6 +187,9 @@ def plan_step(
         step_s=step_s,
         flops_per_s=float(flops) / step_s / job.num_gpus,
         planning_ms=made.summary["planning_ms"],
+        num_positions=None if positions is None else int(positions),
+        padding_share=made.summary.get("padding_share"),
+        exchanged_bytes=float(tokens.sum()) * _exchanged_bytes_per_token(job),
         most_tokens=int(made.summary["max_tokens_on_a_rank"]),
     )
 
