@@ -36,7 +36,7 @@ from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.patience import Patience
-from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
+from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settings, reader_of
 from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
@@ -323,6 +323,8 @@ class HdpSteps:
                     "sync_s": outcome.sync_s,
                     "ring_bytes": outcome.ring_bytes,
                     "offloaded_bytes": outcome.offloaded_bytes,
+                    "places": step.share.num_slots,
+                    "padding": step.share.num_padding,
                     **dict(zip(_loss_keys(self.corpus), outcome.source_losses, strict=True)),
                 },
                 maxima={
@@ -332,6 +334,7 @@ class HdpSteps:
                     "loaders": self._loaders.num_loaders or 0,
                     "minus_steps_ahead": -(self._loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
+                    "positions": step.share.num_slots,
                 },
                 device=compute_device(),
             )
@@ -346,6 +349,9 @@ class HdpSteps:
             position_after=totals.after,
             micro_batches_min=totals.micro_batches_min,
             micro_batches_max=totals.micro_batches_max,
+            num_positions=int(job["positions"]),
+            padding_share=job["padding"] / job["places"],
+            all_to_all_bytes=all_to_all_bytes(self.arguments, amounts.tokens),
             planned_efficiency=totals.efficiency,
             measured_efficiency=efficiency,
             makespan_s=job["makespan_s"],
