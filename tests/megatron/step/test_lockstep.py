@@ -31,11 +31,12 @@ def reports(run_ranks, num, arguments):
     return found[0][0]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stages):
+@pytest.mark.parametrize("stages, chunks", [(1, 1), (2, 1), (2, 2)])
+def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stages, chunks):
     prefix = write_corpus(tmp_path, LENGTHS)
     settings = {
         "num_layers": 2 * stages,
+        "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
         "hdp_strategy": "auto",
         "hdp_tokens_per_rank": 40,
         "expert_model_parallel_size": 2,
@@ -49,6 +50,13 @@ def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stag
     assert report.padding_share == pytest.approx(1 - runs / places)
     values = 2 * stages * arguments.moe_router_topk * arguments.hidden_size
     assert report.all_to_all_bytes == report.tokens * values * 8 * 2 * 2 / 2  # float64, half away
+
+
+def test_padding_is_counted(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, [30])  # on one of two ranks
+    settings = {"hdp_strategy": "naive", "expert_model_parallel_size": 2}
+    report = reports(run_ranks, 2, moe_arguments(prefix, **settings))
+    assert (report.num_positions, report.padding_share) == (1, 0.5)
 
 
 def test_ranks_with_all_experts_send_nothing(run_ranks, tmp_path):
