@@ -40,6 +40,7 @@ from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settin
 from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
+from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
@@ -434,9 +435,10 @@ class HdpSteps:
         made = self.latest_plan()
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
-        return made, evaluate(
-            made, settings.cost_model, self.place.num_stages, self.place.num_model_chunks
-        )
+        pipeline, cost_model = settings.pipeline, settings.cost_model
+        if settings.lockstep_ranks > 1:
+            return made, figures_in_lockstep(made, cost_model, settings.lockstep_ranks, pipeline)
+        return made, evaluate(made, cost_model, pipeline.stages, pipeline.chunks, pipeline.weights)
 
     def corrections(self) -> dict[str, Any] | None:
         """How the cost model was corrected that the latest step was planned by; None: it is not."""

@@ -1,8 +1,14 @@
 """A step of ranks that share experts: gradients under plans of several stages, and its figures."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.step import HdpSteps
+from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner.experts import LockstepFigures
+from megatron_hdp.planner.pipeline import Pipeline
 from tests.support.gradients import (
     hdp_step,
     largest_error,
@@ -65,3 +71,26 @@ def test_ranks_with_all_experts_send_nothing(run_ranks, tmp_path):
         report = reports(run_ranks, 2, make(prefix, hdp_tokens_per_rank=60))
         assert report.all_to_all_bytes is None
         assert report.num_positions == report.micro_batches_max
+
+
+@pytest.mark.parametrize("size, stages", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_is_drawn_waits_as_ranks_do(size, stages):
+    costs = CostModel(a=1e-6, b=1e-4, b_experts=3e-4, kv_bytes_per_token=1.0)
+    made = plan(
+        LENGTHS,
+        ranks=4,
+        tokens_per_rank=40,
+        cost_model=costs,
+        pipeline_stages=stages,
+        expert_parallel_size=size,
+    )
+    settings = SimpleNamespace(pipeline=Pipeline(stages), lockstep_ranks=size, cost_model=costs)
+    steps = SimpleNamespace(
+        latest=SimpleNamespace(totals=SimpleNamespace(before=None)),
+        latest_plan=lambda: made,
+        planner=SimpleNamespace(settings_at=lambda before: settings),
+    )
+    drawn, times = HdpSteps.planned_times(steps)
+    assert drawn is made
+    assert times.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
+    assert isinstance(times, LockstepFigures) == (size > 1)
