@@ -95,7 +95,7 @@ def figures_in_lockstep(
     schedule = replay(domains.plan, domains.duration_s, pipeline)
     of_micro_batch = domains.of_micro_batch
     owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
-    places = domains.plan.positions[of_micro_batch[owners]]
+    places = domains.position[of_micro_batch[owners]]
     bound_s = target_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
     if stages > 1:
         target_s = pipeline_target_s(bound_s, plan.tokens_per_rank, cost_model, pipeline)
@@ -172,6 +172,7 @@ class _Domains(NamedTuple):
     plan: Plan
     """Of domains in the place of ranks; each of its sequences stands for a position."""
     duration_s: Float64Array
+    position: Int64Array
     of_micro_batch: Int64Array
     """The domains' micro-batch with each micro-batch of the ranks."""
 
@@ -201,21 +202,21 @@ class _Domains(NamedTuple):
         of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
         none = np.zeros(0, dtype=np.int64)
         of_domains = Plan(
-            num_ranks=found.shape[1],
+            num_ranks=len(counts),
             tokens_per_rank=1,
             strategy="positions",
             lengths=np.ones(num, dtype=np.int64),
             rank_offsets=np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num))]),
-            ranks=domains[np.argsort(numbers, kind="stable")],
+            ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
             sequence_offsets=np.arange(num + 1),
             sequences=np.arange(num),
             local_offsets=np.zeros(num + 1, dtype=np.int64),
             local_sequences=none,
-            local_ranks=none,
+            local_ranks=none.astype(np.int32),
             offload_ratios=np.zeros(num),
             positions=positions,
         )
-        return cls(of_domains, duration_s, of_micro_batch)
+        return cls(of_domains, duration_s, positions, of_micro_batch)
 
 
 def _ties(plan: Plan, lists: Int64Array, size: int) -> dict[int, list[set[int]]]:

@@ -67,7 +67,8 @@ class SharedExperts:
         slowest = speeds.reshape(-1, size).min(axis=1)[domain]
         per_token = cost_model.b_experts if size > 1 else 0.0
         seconds = per_token * tokens / size / slowest
-        of_domains = np.bincount(domain, weights=seconds, minlength=plan.num_ranks // size)
+        of_domains = np.zeros(plan.num_ranks // size)
+        np.add.at(of_domains, domain, seconds)
         return cls(
             cell_of=cell_of,
             launch_of=launch_of,
