@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
+from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
 from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
@@ -131,10 +132,18 @@ def execute(
         ValueError: the plan cannot run: its ranks wait for each other for ever.
     """
     machine = machine or Machine()
-    times = times_of(plan, cost_model, pipeline_stages, disturbance, step)
+    own = own_costs(cost_model, lockstep_ranks)
+    times = times_of(plan, own, pipeline_stages, disturbance, step)
     aligned = pipeline_stages > 1 or lockstep_ranks > 1
     launches = launches_of(plan, aligned=aligned, lockstep_ranks=lockstep_ranks)
     passes = _of_stage(plan, launches, times, cost_model, machine, pipeline_stages)
+    speeds = (disturbance or Disturbance()).speeds(speeds_of(cost_model, plan.num_ranks))
+    experts = SharedExperts.of(plan, launches, cost_model, speeds, lockstep_ranks)
+    if lockstep_ranks > 1:
+        passes = passes._replace(
+            forward_s=experts.added(passes.forward_s, launches, 1 / 3 / pipeline_stages),
+            backward_s=experts.added(passes.backward_s, launches, 2 / 3 / pipeline_stages),
+        )
     starts = schedule(plan, launches, passes, pipeline_stages)
     forward_s = launches.longest(passes.forward_s)[launches.group_of]
     backward_s = launches.longest(passes.backward_s)[launches.group_of]
@@ -151,7 +160,7 @@ def execute(
             for stage in range(pipeline_stages)
         ]
     )
-    busy_s = np.zeros(plan.num_ranks)
+    busy_s = experts.rank_s / pipeline_stages
     np.add.at(busy_s, plan.ranks, times.own_s / pipeline_stages)
     trace = None
     if memory is not None:
