@@ -5,6 +5,9 @@ from megatron_hdp.megatron.options.arguments import (
     TrainingArguments,
     expert_domain_size,
     num_model_chunks,
+    planned_layers,
+    planned_weights,
+    stage_split,
     tokenizer_of,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
@@ -25,5 +28,8 @@ __all__ = [
     "markdown_tables",
     "num_model_chunks",
     "parse_arguments",
+    "planned_layers",
+    "planned_weights",
+    "stage_split",
     "tokenizer_of",
 ]
