@@ -222,7 +222,8 @@ class HdpExecutor:
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
 
-        Host memory is reserved by it from then on.
+        Counted in the chunk that has most layers; 0 on a stage without any. Host memory is reserved
+        by it from then on.
 
         All ranks of a model replica, and of an expert domain, must call this together.
         """
@@ -248,7 +249,7 @@ class HdpExecutor:
         )
         of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
         self.offload.need.expect(replace(saved, layers=of_layers), num_tokens)
-        return max(of_layers) / num_tokens
+        return max(of_layers, default=0) / num_tokens
 
     def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""

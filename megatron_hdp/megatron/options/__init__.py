@@ -9,6 +9,7 @@ from megatron_hdp.megatron.options.arguments import (
     planned_weights,
     stage_split,
     tokenizer_of,
+    without_virtual_stages,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
@@ -32,4 +33,5 @@ __all__ = [
     "planned_weights",
     "stage_split",
     "tokenizer_of",
+    "without_virtual_stages",
 ]

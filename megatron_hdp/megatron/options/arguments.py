@@ -89,6 +89,20 @@ def stage_split(args: TrainingArguments) -> StageSplit:
     )
 
 
+def without_virtual_stages(args: TrainingArguments) -> TrainingArguments:
+    """The same run with each stage's layers in one part, under the plain schedule."""
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layers = stage_split(args).of_stages
+        layout = f"E{'|'.join('t' * number for number in layers)}L"
+    return replace(
+        args,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_model_parallel_layout=layout,
+    )
+
+
 def planned_layers(args: TrainingArguments) -> int:
     """Layers of a rank that plans count with: one number on all ranks, however stages differ.
 

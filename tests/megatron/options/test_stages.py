@@ -18,6 +18,7 @@ from megatron_hdp.megatron.options import (
     planned_layers,
     planned_weights,
     stage_split,
+    without_virtual_stages,
 )
 from megatron_hdp.options import OptionError
 from megatron_hdp.planner.stages import StageSplit, parts_of
@@ -131,6 +132,14 @@ def test_flags_cut_the_model(flags: str, layers: tuple[int, ...]) -> None:
     arguments = parsed(flags)
     assert stage_split(arguments).layers == layers
     assert num_model_chunks(arguments) == len(layers) // 2
+
+
+def test_the_same_stages_without_virtual_ones() -> None:
+    plain = without_virtual_stages(parsed(f"{LAYOUT} E|t|t*4|ttL"))
+    assert stage_split(plain).layers == (4, 3)
+    ends = "--decoder-first-pipeline-num-layers 4 --num-layers 10"
+    plain = without_virtual_stages(parsed(f"{ends} --num-virtual-stages-per-pipeline-rank 2"))
+    assert stage_split(plain).layers == (4, 6)
 
 
 def test_all_ranks_plan_with_one_number_of_layers() -> None:
