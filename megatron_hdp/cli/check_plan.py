@@ -8,7 +8,11 @@ ranks and experts, nor gradient sync.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.options import expert_domain_size, planned_layers
+from megatron_hdp.megatron.options import (
+    expert_domain_size,
+    planned_layers,
+    planned_weights,
+)
 from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
@@ -161,7 +165,8 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
-    pipeline = Pipeline(job.stages, job.model_chunks)
+    weights = planned_weights(arguments, job.vocab_size) or ()
+    pipeline = Pipeline(job.stages, job.model_chunks, weights)
     planned = planned_for(
         arguments.hdp_strategy,
         pipeline=pipeline,
@@ -169,6 +174,7 @@ def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model:
     )
     # a promise that counts no ramp is refused
     planned["pipeline_stages"], planned["virtual_stages"] = pipeline.stages, pipeline.chunks
+    planned["stage_weights"] = weights or None
     return plan(
         lengths,  # type: ignore[arg-type]
         ranks=job.hdp_ranks,

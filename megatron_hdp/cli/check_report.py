@@ -120,8 +120,7 @@ def _step_lines(finding: Finding) -> list[str]:
         f"{job.hdp_ranks * job.tokens_per_rank:,} at a time",
         f"  a step of {step.preset:<10}{step.num_tokens:,} tokens, {step.num_sequences:,} "
         f"sequences, {step.micro_batches:,} micro-batches",
-        f"  efficiency          {step.efficiency:.3f}"
-        f"{' under the plain schedule, without virtual stages' if job.model_chunks > 1 else ''}",
+        f"  efficiency          {step.efficiency:.3f}",
         f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
         "TFLOP/s a GPU (400 while it computes)",
     ]

@@ -96,7 +96,7 @@ class HdpSteps:
         self.place = executor.place
         self.corpus = corpus
         self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
-        settings = plan_settings(arguments, self.place, self.cost_model)
+        settings = plan_settings(arguments, self.place, self.cost_model, vocab_size)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
         self._patience = Patience(arguments.distributed_timeout_minutes)
@@ -119,6 +119,7 @@ class HdpSteps:
                 self.place,
                 self.cost_model,
                 corpus.spec.primitives,
+                settings.pipeline,
                 has_plane=plane is not None,
             )
         # what cannot be planned is refused now, not when it is drawn
@@ -428,8 +429,9 @@ class HdpSteps:
         made = self.latest_plan()
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
+        pipeline = settings.pipeline
         return made, evaluate(
-            made, settings.cost_model, self.place.num_stages, self.place.num_model_chunks
+            made, settings.cost_model, pipeline.stages, pipeline.chunks, pipeline.weights
         )
 
     def corrections(self) -> dict[str, Any] | None:
