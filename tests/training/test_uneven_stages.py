@@ -11,6 +11,7 @@ LAYOUT = "pipeline_model_parallel_layout"
 EMPTY = (2, {"pipeline_model_parallel_size": 2, LAYOUT: "E|t*4L"})
 FIRST = (4, {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1})
 NOTHING = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et||t*3|L"})
+ELSEWHERE = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "E|t||t*3L"})
 VIRTUAL = (4, {"pipeline_model_parallel_size": 2, LAYOUT: "E|t|t*3|L"})
 VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
 
@@ -18,7 +19,8 @@ VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
 @pytest.mark.parametrize(
     "before, after, overrides, tolerance",
     [
-        (NOTHING, VIRTUAL, {}, 1e-10),
+        (NOTHING, ELSEWHERE, SHARDED | BUCKETS, 1e-10),
+        pytest.param(NOTHING, VIRTUAL, {}, 1e-10, marks=pytest.mark.slow),
         pytest.param(FIRST, EMPTY, SHARDED | BUCKETS, 1e-10, marks=pytest.mark.slow),
         pytest.param(VIRTUAL, NOTHING, SHARDED | BUCKETS, 1e-10, marks=pytest.mark.slow),
         pytest.param(VIRTUAL_4, ALONE, SHARDED | BUCKETS, 1e-10, marks=pytest.mark.slow),
@@ -27,7 +29,15 @@ VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
             NOTHING, FIRST, SHARDED | {"fp64": False, "bf16": True}, 2e-3, marks=pytest.mark.slow
         ),
     ],
-    ids=["nothing-virtual", "first-empty", "virtual-nothing", "to-one-rank", "empty", "bfloat16"],
+    ids=[
+        "nothing",
+        "nothing-virtual",
+        "first-empty",
+        "virtual-nothing",
+        "to-one-rank",
+        "empty",
+        "bfloat16",
+    ],
 )
 def test_resumed_on_another_split(run_ranks, tmp_path, before, after, overrides, tolerance):
     """Steps and evaluations; a stage has no layers, or nothing at all."""
