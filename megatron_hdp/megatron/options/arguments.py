@@ -107,10 +107,11 @@ def planned_layers(args: TrainingArguments) -> int:
     """Layers of a rank that plans count with: one number on all ranks, however stages differ.
 
     The most that a stage has. With offload the fewest: equation 3 keeps two layers' activations on
-    the device, the greatest share where layers are few, so what fits there fits everywhere.
+    the device, the greatest share where layers are few, so what fits there fits everywhere. (Two
+    or fewer are refused; a profile, which offloads nothing, may have a stage of none.)
     """
     split = stage_split(args)
-    return split.most if args.hdp_offload == "off" else split.fewest
+    return split.most if args.hdp_offload == "off" else max(1, split.fewest)
 
 
 def planned_weights(args: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
