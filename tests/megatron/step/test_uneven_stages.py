@@ -3,8 +3,13 @@
 from unittest import mock
 
 import pytest
+from megatron.core import parallel_state
 
-from megatron_hdp.planner import CostModel
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import planned_weights, stage_split
+from megatron_hdp.megatron.step import setup
+from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.stages import StageSplit
 from tests.megatron.step import test_offload
 from tests.megatron.step.test_exactness import (
@@ -14,7 +19,14 @@ from tests.megatron.step.test_exactness import (
     TOLERANCE,
     random_case,
 )
-from tests.support.gradients import EXPERTS, errors_of, tiny_arguments, write_corpus
+from tests.support.gradients import (
+    EXPERTS,
+    VOCABULARY,
+    errors_of,
+    hdp_step,
+    tiny_arguments,
+    write_corpus,
+)
 from tests.support.ranks import RankError
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -23,6 +35,7 @@ RECOMPUTE = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+FIRST = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}
 BLOCK = RECOMPUTE | {"recompute_method": "block"}
 CASES = {  # ranks, stages, layers, the rest
     "first": (4, 2, 3, {"decoder_first_pipeline_num_layers": 1}),
@@ -102,12 +115,58 @@ def errors_with_layers_elsewhere(case):
 
 
 def test_layers_on_the_wrong_stage_fail(run_ranks, tmp_path):
-    uneven = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}
     case = tiny_arguments(
-        write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, num_layers=3, **uneven
+        write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, num_layers=3, **FIRST
     )
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(2, errors_with_layers_elsewhere, case)
+
+
+def what_is_planned(arguments):
+    """Body of a rank: layers and stages that a step's plan is made for."""
+    parallel.initialise(arguments)
+    seen = []
+
+    def noting(*lengths, **options):
+        seen.append(options)
+        return plan(*lengths, **options)
+
+    hdp_step(arguments, ("megatron_hdp.data.steps.planning.plan", noting))
+    names = "pipeline_stages", "virtual_stages", "stage_weights"
+    return seen[-1]["cost_model"].num_layers, *(seen[-1][name] for name in names)
+
+
+def test_all_ranks_plan_for_the_same_stages(run_ranks, tmp_path):
+    arguments = tiny_arguments(
+        write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, num_layers=3, **FIRST
+    )
+    first, last = run_ranks(2, what_is_planned, arguments)
+    assert first == last
+    layers, stages, chunks, weights = first
+    assert (layers, stages, chunks) == (2, 2, 1)
+    vocabulary = building.padded_vocab_size(VOCABULARY, arguments)
+    assert weights == planned_weights(arguments, vocabulary)
+    assert weights[1] > 2 * weights[0]  # two layers, and the output layer
+
+
+def own_layers(arguments):
+    """Only those of this rank's stage, as if each rank had to count its own."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return stage_split(arguments).of_stages[stage]
+
+
+def with_own_layers(arguments):
+    """Body of a rank."""
+    with mock.patch.object(setup, "planned_layers", own_layers):
+        return what_is_planned(arguments)
+
+
+def test_ranks_that_count_their_own_layers_are_stopped(run_ranks, tmp_path):
+    arguments = tiny_arguments(
+        write_corpus(tmp_path, LENGTHS), hdp_tokens_per_rank=200, num_layers=3, **FIRST
+    )
+    with pytest.raises(RankError, match="DisagreementError"):
+        run_ranks(2, with_own_layers, arguments)
 
 
 @pytest.mark.parametrize(
