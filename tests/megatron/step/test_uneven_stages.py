@@ -211,6 +211,13 @@ def test_a_step_with_offload_has_the_bits_of_one_without(run_ranks, tmp_path, ov
     test_offload.check(run_ranks, arguments, 2, 4)
 
 
+def planned_offload(arguments):
+    """Body of a rank: what offload came to, and the layers that the plan counted with."""
+    with mock.patch("megatron_hdp.data.steps.planning.plan", wraps=plan) as planned:
+        offloaded_bytes, _, askers = test_offload.planned_offload(arguments)
+    return offloaded_bytes, askers, planned.call_args.kwargs["cost_model"].num_layers
+
+
 @pytest.mark.parametrize("layout", ["Et*3|t*4L", "E|t|t*3|t*3,L"], ids=["plain", "virtual"])
 def test_offload_is_planned_for_the_stage_of_the_fewest_layers(run_ranks, tmp_path, layout):
     """A sequence beyond the two ranks' capacity, with a cost model of the stage that has most."""
@@ -223,6 +230,7 @@ def test_offload_is_planned_for_the_stage_of_the_fewest_layers(run_ranks, tmp_pa
     path.write_bytes(cost.to_json())
     prefix = write_corpus(tmp_path, [180, 20, 30])
     arguments = tiny_arguments(prefix, hdp_offload="auto", hdp_cost_model=path, **settings)
-    for offloaded_bytes, _, askers in run_ranks(4, test_offload.planned_offload, arguments):
+    for offloaded_bytes, askers, layers in run_ranks(4, planned_offload, arguments):
+        assert layers == 3
         assert offloaded_bytes > 0
         assert set(askers) == {"reserve"}, "host memory was asked for inside of a forward"
