@@ -21,6 +21,7 @@ from megatron_hdp.megatron.options import (
     expert_domain_size,
     num_model_chunks,
     parse_arguments,
+    stage_split,
     tokenizer_of,
 )
 from megatron_hdp.options import PLANNER_FLAGS
@@ -50,6 +51,13 @@ def options_of(arguments: argparse.Namespace) -> "TrainingArguments":
             "found virtual stages (--num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank), expected none: what is simulated is the "
             "plain schedule, leave them out"
+        )
+    if not stage_split(options).is_even:
+        refusals.append(
+            f"found pipeline stages of {', '.join(map(str, stage_split(options).layers))} layers, "
+            "expected equally many on each: what is simulated are equal stages, leave out what "
+            "cuts the model otherwise (--pipeline-model-parallel-layout, --decoder-..., "
+            "--account-for-...)"
         )
     if refusals:
         raise ValueError("; ".join(refusals))

@@ -39,6 +39,11 @@ VIRTUAL_STAGES = [
     "--num-virtual-stages-per-pipeline-rank",
     "2",
 ]
+UNEVEN_STAGES = [
+    *VIRTUAL_STAGES[:2],
+    "--decoder-first-pipeline-num-layers",
+    "1",
+]
 TENSOR = ("--tensor-model-parallel-size", "4")
 
 
@@ -173,6 +178,7 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
+        (("--", *UNEVEN_STAGES), "layers, expected equally many on each"),
         (("--", *VIRTUAL_STAGES), "found virtual stages (--num-layers-per-virtual-pipeline-stage"),
     ],
 )

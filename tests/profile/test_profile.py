@@ -128,6 +128,19 @@ def test_ranks_find_the_same_and_a_degree_between(run_ranks):
     assert any(note.startswith("one node: ") for note in first.notes)
 
 
+def test_stages_of_unequal_layers(run_ranks):
+    """The first stage of two holds no layer, the second all three in two parts."""
+    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "3", "--hidden-size", "16")
+    flags += ("--pipeline-model-parallel-size", "2")
+    flags += ("--pipeline-model-parallel-layout", "E|t*2||tL")
+    first, second = run_ranks(2, profiled, 1.0, *flags)
+    assert first.cost_model == second.cost_model
+    model = first.cost_model
+    assert model.num_layers == 3  # of the stage that has most, all its parts
+    assert model.kv_bytes_per_token == 3 * 2 * 8 * 4
+    assert model.activation_bytes_per_token > 0
+
+
 SLEEPS = """
 import os, sys, time
 from megatron_hdp.profile import __main__ as command

@@ -6,7 +6,9 @@ from megatron_hdp.planner.memory.gpu import (
     StageMemory,
     fullest_stage,
     most_tokens_per_rank,
+    stage_memories,
     stage_memory,
+    waiting_activations,
 )
 from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
@@ -20,5 +22,7 @@ __all__ = [
     "kept_after_forward",
     "most_tokens_per_rank",
     "second_stream_kept_bytes",
+    "stage_memories",
     "stage_memory",
+    "waiting_activations",
 ]

@@ -48,7 +48,8 @@ class MemoryCosts:
             job: what is trained, and how.
             most_tokens: of any micro-batch on an HDP rank.
         """
-        stages = range(job.stages)
+        stages, split = range(job.stages), job.split
+        assert split.is_even, "a stage's layers are those of every stage here"
         # the fused loss has a chunk of logits at most: linear on both sides of where it is full
         full = 2**30 / (job.value_bytes * job.vocab_size / job.tensor_ranks)
         sizes = sorted({1, int(full), int(full) + 1, max(2, most_tokens)} - {0})
@@ -59,12 +60,12 @@ class MemoryCosts:
             state = of_sizes[0]
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
-        beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
+        beside = MemoryModel(split.most, second_stream_kept_bytes(job))
         held = [(job.stages - s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
         return cls(
             fixed_bytes=tuple(fixed),
             activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
-            num_layers=job.layers_per_stage,
+            num_layers=split.most,
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
