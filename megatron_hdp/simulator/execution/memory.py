@@ -2,11 +2,12 @@
 
 The figures are those of `planner.memory`: state whatever is run, activations of every micro-batch
 between forward and backward by its tokens and offload ratio, and working memory of the one that
-runs.
+runs. With several model chunks on a stage (virtual stages) a pass through one holds the activations
+of its layers.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from megatron_hdp.planner.memory import (
 )
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
+from megatron_hdp.simulator.execution import lanes
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
@@ -60,7 +62,7 @@ class MemoryCosts:
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
         beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
-        held = [(job.stages - s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
+        held = [job.alive(s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
         return cls(
             fixed_bytes=tuple(fixed),
             activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
@@ -72,10 +74,21 @@ class MemoryCosts:
             ),
         )
 
-    def resident_bytes(self, tokens: Int64Array, ratios: Float64Array) -> Float64Array:
-        """Activations of micro-batches between forward and backward, on the device."""
-        kept = min(2, self.num_layers)
-        layers = kept + (1 - ratios) * (self.num_layers - kept)
+    def resident_bytes(
+        self, tokens: Int64Array, ratios: Float64Array, chunks: int = 1
+    ) -> Float64Array:
+        """Activations of micro-batches between forward and backward, on the device.
+
+        Args:
+            tokens: of micro-batches.
+            ratios: of their offload.
+            chunks: of the model on a stage.
+
+        Returns:
+            Those of each chunk's layers; shape (chunks, micro-batches).
+        """
+        of_chunks, leaving = lanes.layers_of_chunks(self.num_layers, chunks)
+        layers = of_chunks[:, None] - np.outer(leaving, ratios)
         resident: Float64Array = tokens * layers * self.activation_bytes_per_token
         return resident
 
@@ -111,6 +124,7 @@ def trace_of(
     ratios: Float64Array,
     starts_s: tuple[Float64Array, Float64Array],
     ends_s: tuple[Float64Array, Float64Array],
+    pipeline: Pipeline,
 ) -> MemoryTrace:
     """Memory of the fullest rank and stage, the first of several that are alike.
 
@@ -119,33 +133,42 @@ def trace_of(
         lists: what each rank runs.
         tokens: of each entry of the lists.
         ratios: offload ratio of each micro-batch, of padding too.
-        starts_s: of forwards and of backwards, ``[stages, micro-batches]``.
+        starts_s: of forwards and of backwards, ``[rows, micro-batches]``.
         ends_s: likewise.
+        pipeline: stages of each rank.
     """
-    num, stages = len(ratios), len(starts_s[0])
-    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches])
-    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
-    first = 2 * (np.cumsum(lists.counts) - lists.counts)
+    counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
+    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline.chunks)
+    ranks = np.repeat(np.arange(len(counts)), 2 * counts)
+    first = 2 * (np.cumsum(counts) - counts)
     best = None
-    for stage in range(stages):
-        order, entry = _order(lists, num, stages, stage)
-        change = np.where(order < num, resident[entry], -resident[entry])
+    for stage in range(pipeline.stages):
+        passes = _passes(lists, len(ratios), pipeline, stage)
+        bytes_of_pass = resident[passes.chunk, passes.entry]
+        change = np.where(passes.backward, -bytes_of_pass, bytes_of_pass)
         held = np.cumsum(change)
         before = np.concatenate([[0.0], held])[first]
-        after = held - np.repeat(before, 2 * lists.counts)
-        during = after + np.where(order < num, 0.0, resident[entry])
-        during += costs.working_bytes(stage, tokens[entry]) + costs.fixed_bytes[stage]
+        after = held - np.repeat(before, 2 * counts)
+        during = after + np.where(passes.backward, bytes_of_pass, 0.0)
+        during += costs.working_bytes(stage, tokens[passes.entry]) + costs.fixed_bytes[stage]
         at = int(np.argmax(during)) if len(during) else -1
         if at >= 0 and (best is None or during[at] > best[0]):
             rank = int(ranks[at])
-            mine = slice(int(first[rank]), int(first[rank] + 2 * lists.counts[rank]))
-            best = during[at], stage, rank, order[mine], during[mine], after[mine]
+            mine = slice(int(first[rank]), int(first[rank] + 2 * counts[rank]))
+            own = _Passes(*(one[mine] for one in passes))
+            best = during[at], stage, rank, own, during[mine], after[mine]
     if best is None:
         raise ValueError("found no micro-batch; expected at least one to run")
-    _, stage, rank, order, during, after = best
-    is_backward, micro_batch = np.divmod(order, num)
-    begin = np.where(is_backward, starts_s[1][stage][micro_batch], starts_s[0][stage][micro_batch])
-    end = np.where(is_backward, ends_s[1][stage][micro_batch], ends_s[0][stage][micro_batch])
+    _, stage, rank, chosen, during, after = best
+    row = chosen.chunk * pipeline.stages + stage
+    begin, end = (
+        np.where(
+            chosen.backward,
+            of_passes[1][row, chosen.micro_batch],
+            of_passes[0][row, chosen.micro_batch],
+        )
+        for of_passes in (starts_s, ends_s)
+    )
     fixed = costs.fixed_bytes[stage]
     times = np.stack([begin, end], axis=1).ravel()
     levels = np.stack([during, after + fixed], axis=1).ravel()
@@ -158,9 +181,21 @@ def trace_of(
     )
 
 
-def _order(lists: RankLists, num: int, stages: int, stage: int) -> tuple[Int64Array, Int64Array]:
-    """Operations of all ranks in their order, and the entry of the lists of each."""
-    order = order_on_stage(lists, num, Pipeline(stages), stage)
+class _Passes(NamedTuple):
+    """What ranks run on a stage, each in its order, one rank behind the other."""
+
+    micro_batch: Int64Array
+    entry: Int64Array
+    """Of the lists."""
+    chunk: Int64Array
+    backward: NDArray[np.bool_]
+
+
+def _passes(lists: RankLists, num: int, pipeline: Pipeline, stage: int) -> _Passes:
+    order = order_on_stage(lists, num, pipeline, stage)
     size = len(lists.micro_batches)
-    places = order_on_stage(RankLists(np.arange(size), lists.counts), size, Pipeline(stages), stage)
-    return order, places % size if size else places
+    places = RankLists(np.arange(size), lists.counts)
+    entry = order_on_stage(places, size, pipeline, stage) % max(1, size)
+    chunk, of_chunk = np.divmod(order, 2 * num * pipeline.stages)
+    backward, micro_batch = np.divmod(of_chunk, num)
+    return _Passes(micro_batch, entry, chunk, backward > 0)

@@ -50,7 +50,8 @@ class Setting:
     cost_model: CostModel
     """Of one HDP rank, with the speeds that the planner knows."""
     num_gpus: int = 1
-    pipeline_stages: int = 1
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """Stages of each HDP rank."""
     lockstep_ranks: int = 1
     max_length: int | None = None
     slice_multiple: int = 1
@@ -69,7 +70,7 @@ class Setting:
     @property
     def aligned(self) -> bool:
         """Whether a micro-batch stands at one position in the lists of all its ranks."""
-        return self.pipeline_stages > 1 or self.lockstep_ranks > 1
+        return self.pipeline.stages > 1 or self.lockstep_ranks > 1
 
     def planned(self, lengths: Int64Array, strategy: str) -> Plan:
         """Plan a global batch as training does (`data.steps.planning`).
@@ -78,7 +79,7 @@ class Setting:
             ValueError: this strategy has no plan for it.
         """
         planned = planned_for(
-            strategy, pipeline=Pipeline(self.pipeline_stages), lockstep_ranks=self.lockstep_ranks
+            strategy, pipeline=self.pipeline, lockstep_ranks=self.lockstep_ranks
         )
         with told_as(self.flags):
             made = plan(
@@ -102,7 +103,7 @@ class Setting:
         return execute(
             made,
             self.cost_model,
-            pipeline_stages=self.pipeline_stages,
+            pipeline=self.pipeline,
             machine=self.machine,
             memory=memory,
             lockstep_ranks=self.lockstep_ranks,

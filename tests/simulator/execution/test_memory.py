@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner.memory import Job, fullest_stage, stage_memory
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import MemoryCosts, execute
 from tests.simulator.execution.plans import COSTS, plan_of
 
@@ -12,7 +13,7 @@ BYTES = MemoryCosts(fixed_bytes=(100.0, 50.0), activation_bytes_per_token=1.0, n
 
 def test_one_forward_one_backward_over_time() -> None:
     plan = plan_of([[0], [0], [0]], lengths=[10, 20, 5])
-    run = execute(plan, COSTS, pipeline_stages=2, memory=BYTES)
+    run = execute(plan, COSTS, pipeline=Pipeline(2), memory=BYTES)
     trace = run.memory
     assert trace is not None and (trace.rank, trace.stage) == (0, 0)
     # order of stage 0: forwards 0 and 1, backward 0, forward 2, backwards 1 and 2; 4 layers each
@@ -64,7 +65,7 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int) -> None:
     costs = MemoryCosts.of_job(JOB, 8192)
     for stage in (0, 1):
         alive = JOB.stages - stage
-        one = costs.resident_bytes(np.array([8192]), np.array([0.0]))[0]
+        one = costs.resident_bytes(np.array([8192]), np.array([0.0]))[0, 0]
         found = costs.fixed_bytes[stage] + alive * one
         found += costs.working_bytes(stage, np.array([tokens]))[0]
         assert found == pytest.approx(stage_memory(JOB, stage, tokens).total, rel=1e-9)
@@ -73,6 +74,6 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int) -> None:
 def test_full_micro_batches_take_what_check_says() -> None:
     plan = plan_of([[rank] for _ in range(3) for rank in range(4)], lengths=[8192] * 12)
     run = execute(
-        plan, COSTS, pipeline_stages=2, memory=MemoryCosts.of_job(JOB, 8192), lockstep_ranks=1
+        plan, COSTS, pipeline=Pipeline(2), memory=MemoryCosts.of_job(JOB, 8192), lockstep_ranks=1
     )
     assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(JOB).total, rel=1e-9)

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, plan
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import (
     REPORT_KEYS,
     Disturbance,
@@ -67,7 +68,7 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
 
 def test_plans_are_those_of_training() -> None:
     (lengths,) = batches(1)
-    setting = replace(SETTING, pipeline_stages=4, offload="auto", slice_multiple=16)
+    setting = replace(SETTING, pipeline=Pipeline(4), offload="auto", slice_multiple=16)
     given = {
         "ranks": 16,
         "tokens_per_rank": 4096,
@@ -135,7 +136,7 @@ def _is_quick(ranks: int, stages: int, strategy: str, limit_s: float) -> None:
         ranks=ranks,
         tokens_per_rank=8192,
         cost_model=LLAMA_7B,
-        pipeline_stages=stages,
+        pipeline=Pipeline(stages),
         max_length=2**21,
         machine=Machine(gradient_bytes=(1e9,), overlaps_sync=True, gradient_buckets=7),
         disturbance=Disturbance(noise=0.05),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, evaluate
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, execute
 from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
 from tests.simulator.execution.plans import COSTS, plan_of
@@ -56,7 +57,7 @@ def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stage
         assert strategy == "dynamic-cp"  # it needs room on powers of two
         return
     expected = evaluate(plan, problem.model, stages)
-    run = execute(plan, problem.model, pipeline_stages=stages)
+    run = execute(plan, problem.model, pipeline=Pipeline(stages))
     num = plan.num_micro_batches
     assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
     for found, known in (
@@ -95,8 +96,8 @@ def test_the_host_is_the_bottleneck() -> None:
         num_layers=6,
     )
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs)
-    assert run.forward_s.tolist() == [13.0, 6.0]  # the last layer begins when all has left
-    assert run.backward_s.tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
+    assert run.forward_s[0].tolist() == [13.0, 6.0]  # the last layer begins when all has left
+    assert run.backward_s[0].tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
     assert run.record.copies_s == pytest.approx(7.0 + 4.0)
     assert run.makespan_s == 47.0
 
@@ -139,12 +140,12 @@ def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> Non
 
 def test_each_stage_has_its_own_gradients() -> None:
     machine = dataclasses.replace(MACHINE, gradient_bytes=(80.0, 20.0), parameter_bytes=(8.0, 40.0))
-    run = execute(plan_of([[0], [1]]), COSTS, pipeline_stages=2, machine=machine)
+    run = execute(plan_of([[0], [1]]), COSTS, pipeline=Pipeline(2), machine=machine)
     assert run.end_s.tolist() == [[6.0, 6.0], [4.0, 4.0]]
     assert run.reduced_s.tolist() == [10.0, 5.0]
     assert (run.record.sync_s, run.record.gather_s) == (4.0, 2.0)
     with pytest.raises(ValueError, match="found bytes of 2 stages; expected those of stage 2"):
-        execute(plan_of([[0], [1]]), COSTS, pipeline_stages=3, machine=machine)
+        execute(plan_of([[0], [1]]), COSTS, pipeline=Pipeline(3), machine=machine)
 
 
 def test_in_one_node_nothing_takes_the_network() -> None:
@@ -162,7 +163,7 @@ def test_loading_hides_behind_the_step_before() -> None:
 def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
     def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
         disturbed = Disturbance(noise=0.2, seed=seed)
-        return execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s.tolist()
+        return execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3
@@ -181,14 +182,14 @@ def test_blocks_and_hops_take_as_long_backward_as_forward() -> None:
         a=0.0, b=3.0, kv_bytes_per_token=0.0, num_layers=3, block_s=1.0, intra_node_hop_s=0.5
     )
     run = execute(plan_of([[0], [0, 1]], lengths=[1, 2]), costs)
-    assert run.forward_s.tolist() == [3.0 + 1.0, 3.0 * 2 + 1.0 + 3 * 0.5]
-    assert run.backward_s.tolist() == [3.0 + 2.0, 3.0 * 2 + 2.0 + 3 * 0.5]
+    assert run.forward_s[0].tolist() == [3.0 + 1.0, 3.0 * 2 + 1.0 + 3 * 0.5]
+    assert run.backward_s[0].tolist() == [3.0 + 2.0, 3.0 * 2 + 2.0 + 3 * 0.5]
     assert run.record.ring_exposed_s == pytest.approx(3.0)
 
 
 def test_slow_ranks_slow_their_rings() -> None:
     run = execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={1: 0.5}))
-    assert run.forward_s.tolist() == [4.0, 2.0]
+    assert run.forward_s[0].tolist() == [4.0, 2.0]
     assert run.busy_s.tolist() == [6.0, 12.0, 6.0]
     with pytest.raises(ValueError, match="slow rank is 3; expected 0 to 2"):
         execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={3: 0.5}))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, StepExecution
 from megatron_hdp.simulator.report import bars
 from tests.simulator.report.runs import run_of
@@ -17,7 +18,7 @@ def step_of(strategy: str = "auto", **changes: object) -> StepExecution:
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("strategy", ["static", "naive", "auto"])
 def test_bars_are_the_work_of_each_rank(strategy: str, stages: int) -> None:
-    step = step_of(strategy, pipeline_stages=stages)
+    step = step_of(strategy, pipeline=Pipeline(stages))
     gantt = bars.gantt_of(step)
     assert gantt.ranks == tuple(range(8 if stages == 3 else 16)) or len(gantt.ranks) <= 16
     for row in range(len(gantt.ranks) * stages):
@@ -41,7 +42,7 @@ def test_parts_behind_the_last_backward_end_with_the_step() -> None:
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_share_that_computes_adds_up(stages: int) -> None:
-    step = step_of(pipeline_stages=stages)
+    step = step_of(pipeline=Pipeline(stages))
     for edges in (np.linspace(0, step.step_s, 50), np.array([0, 0.1, 0.35, 1.0]) * step.step_s):
         share = bars.computing_share(step, edges)
         assert share.min() >= -1e-9 and share.max() <= 1 + 1e-9
