@@ -1,5 +1,7 @@
 """Memory over time: micro-batches between forward and backward, what works, what left."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -60,20 +62,34 @@ JOB = Job(
 )
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [1, 100, 4096, 8192])
-def test_of_a_job_it_is_the_memory_of_check(tokens: int) -> None:
-    costs = MemoryCosts.of_job(JOB, 8192)
+def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
+    job = dataclasses.replace(JOB, model_chunks=chunks)
+    costs = MemoryCosts.of_job(job, 8192)
     for stage in (0, 1):
-        alive = JOB.stages - stage
+        alive = job.alive(stage)
         one = costs.resident_bytes(np.array([8192]), np.array([0.0]))[0, 0]
         found = costs.fixed_bytes[stage] + alive * one
         found += costs.working_bytes(stage, np.array([tokens]))[0]
-        assert found == pytest.approx(stage_memory(JOB, stage, tokens).total, rel=1e-9)
+        assert found == pytest.approx(stage_memory(job, stage, tokens).total, rel=1e-9)
 
 
-def test_full_micro_batches_take_what_check_says() -> None:
-    plan = plan_of([[rank] for _ in range(3) for rank in range(4)], lengths=[8192] * 12)
-    run = execute(
-        plan, COSTS, pipeline=Pipeline(2), memory=MemoryCosts.of_job(JOB, 8192), lockstep_ranks=1
-    )
-    assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(JOB).total, rel=1e-9)
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
+    job = dataclasses.replace(JOB, model_chunks=chunks)
+    plan = plan_of([[rank] for _ in range(4) for rank in range(4)], lengths=[8192] * 16)
+    pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
+    run = execute(plan, COSTS, pipeline=pipeline, memory=memory, lockstep_ranks=1)
+    assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
+
+
+def test_a_pass_holds_the_layers_of_its_chunk() -> None:
+    plan = plan_of([[0], [0]], lengths=[10, 20], ratios=[0.5, 0.0])
+    trace = execute(plan, COSTS, pipeline=Pipeline(2, 2), memory=BYTES).memory
+    assert trace is not None and (trace.rank, trace.stage) == (0, 0)
+    levels = dict(zip(trace.time_s.tolist(), trace.num_bytes.tolist(), strict=True))
+    # of the first chunk half of its two layers leaves, of the second none: 10 and 20 bytes
+    assert [levels[time_s] for time_s in (0.0, 0.5, 1.0, 1.5)] == [110.0, 150.0, 170.0, 210.0]
+    # backwards of the second chunk, then of the first
+    assert [levels[time_s] for time_s in (4.0, 5.5, 6.5, 7.5)] == [190.0, 150.0, 140.0, 100.0]

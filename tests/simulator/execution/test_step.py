@@ -45,9 +45,16 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(problems(), st.sampled_from(["pp-balance", "static", "dynamic-cp"]), st.integers(2, 4))
-def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stages: int) -> None:
+@settings(max_examples=80, deadline=None)
+@given(
+    problems(),
+    st.sampled_from(["pp-balance", "static", "dynamic-cp"]),
+    st.integers(2, 4),
+    st.integers(1, 3),
+)
+def test_with_stages_it_is_the_evaluation(
+    problem: Problem, strategy: str, stages: int, chunks: int
+) -> None:
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="attention")
     problem = dataclasses.replace(problem, speeds=())
@@ -56,8 +63,11 @@ def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stage
     except ValueError:
         assert strategy == "dynamic-cp"  # it needs room on powers of two
         return
-    expected = evaluate(plan, problem.model, stages)
-    run = execute(plan, problem.model, pipeline=Pipeline(stages))
+    model = problem.model
+    if chunks > 1:
+        model = dataclasses.replace(model, g=0.0)  # the evaluation's padding takes no time
+    expected = evaluate(plan, model, stages, chunks)
+    run = execute(plan, model, pipeline=Pipeline(stages, chunks))
     num = plan.num_micro_batches
     assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
     for found, known in (
@@ -65,6 +75,21 @@ def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stage
         (run.backward_start_s, expected.backward_start_s),
     ):
         np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
+def test_padding_of_virtual_stages_costs_time(
+    problem: Problem, strategy: str, chunks: int
+) -> None:
+    if problem.cost_model not in THIRDS:
+        problem = dataclasses.replace(problem, cost_model="launch-bound")
+    plan = problem.plan(strategy, pipeline_stages=2)
+    expected = evaluate(plan, problem.model, 2, chunks)
+    run = execute(plan, problem.model, pipeline=Pipeline(2, chunks))
+    assert run.makespan_s >= expected.makespan_s * (1 - 1e-9)
+    counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
+    assert len(run.padding_ranks) >= (counts % 2).sum()
 
 
 @settings(max_examples=30, deadline=None)
@@ -102,6 +127,27 @@ def test_the_host_is_the_bottleneck() -> None:
     assert run.makespan_s == 47.0
 
 
+def test_each_chunk_sends_its_share_to_the_host() -> None:
+    # 6 layers in 2 chunks: 3 leave of the first, 1 of the second; 3 s of copies a layer
+    costs = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=0.0,
+        g=36.0,
+        activation_bytes_per_token=36.0,
+        host_bytes_per_s=1.0,
+        num_layers=6,
+    )
+    pipeline = Pipeline(2, 2)
+    run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs, pipeline=pipeline)
+    # on a row 3 s forward and 6 s backward, 1 and 2 s a layer
+    assert run.forward_s.tolist() == [[9.0, 3.0], [9.0, 3.0], [4.0, 3.0], [4.0, 3.0]]
+    # the last layer of the first chunk waits 3 s for its own, two more 1 s each
+    assert run.backward_s.tolist() == [[11.0, 6.0], [11.0, 6.0], [7.0, 6.0], [7.0, 6.0]]
+    assert run.record.copies_s == pytest.approx(6.0 + 5.0 + 1.0 + 1.0)
+    assert run.busy_s.tolist() == [36.0 + 13.0]
+
+
 MACHINE = Machine(
     gradient_bytes=(80.0,),
     parameter_bytes=(40.0,),
@@ -130,6 +176,15 @@ def test_reductions_inside_of_the_last_backward() -> None:
     slow = dataclasses.replace(overlapping, network_bytes_per_s=1.0)
     run = execute(plan_of([[0, 1], [1]]), COSTS, machine=slow)  # parts from 6 on, on rank 0
     assert run.record.sync_s == pytest.approx(9 + 40 - 12)
+
+
+def test_with_virtual_stages_reductions_begin_behind_the_last_backward() -> None:
+    overlapping = dataclasses.replace(MACHINE, overlaps_sync=True)
+    plan = plan_of([[0], [1], [0], [1]])
+    plain = execute(plan, COSTS, pipeline=Pipeline(2), machine=overlapping)
+    virtual = execute(plan, COSTS, pipeline=Pipeline(2, 2), machine=overlapping)
+    assert (plain.record.sync_s, virtual.record.sync_s) == (2.5, 4.0)
+    assert virtual.reduced_s.tolist() == [7.5 + 4.0, 6.5 + 4.0]
 
 
 def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> None:
