@@ -27,6 +27,8 @@ class Gantt:
     ranks: tuple[int, ...]
     num_ranks: int
     stages: int
+    chunks: int
+    """Of the model on each stage (virtual stages)."""
     row: Int64Array
     start_s: Float64Array
     busy_s: Float64Array
@@ -40,6 +42,8 @@ class Gantt:
     joined: Int64Array
     """Bars in this one."""
     backward: npt.NDArray[np.bool_]
+    chunk: Int64Array
+    """The model chunk that it runs through, likewise the first one's."""
     behind: tuple[tuple[str, float, float], ...]
     """Parts of the step behind the last backward: name, start, seconds."""
     makespan_s: float
@@ -67,15 +71,15 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
     ]
     starts = execution.forward_start_s[:, :num], execution.backward_start_s[:, :num]
     if _is_at_once(execution):
-        passes = [(starts[0][0], shares[0][0] + shares[1][0], False)]
+        passes = [(starts[0][0], shares[0][0] + shares[1][0], False, 0)]
     else:
         passes = [
-            (starts[backward][row], shares[backward][row], bool(backward))
+            (starts[backward][row], shares[backward][row], bool(backward), row // pipeline.stages)
             for backward in (0, 1)
             for row in range(stage, pipeline.rows, pipeline.stages)
         ]
-    start_s = np.concatenate([start[member_of] for start, _, _ in passes])
-    end_s = start_s + np.concatenate([times.own_s * share[member_of] for _, share, _ in passes])
+    start_s = np.concatenate([start[member_of] for start, *_ in passes])
+    end_s = start_s + np.concatenate([times.own_s * share[member_of] for _, share, *_ in passes])
     return Lanes(
         rank=np.tile(plan.ranks.astype(np.int64), len(passes)),
         micro_batch=np.tile(member_of, len(passes)),
@@ -83,7 +87,8 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
         start_s=start_s,
         ring_end_s=end_s,
         own_end_s=end_s,
-        backward=np.repeat([backward for _, _, backward in passes], len(member_of)),
+        backward=np.repeat([backward for *_, backward, _ in passes], len(member_of)),
+        chunk=np.repeat([chunk for *_, chunk in passes], len(member_of)),
     )
 
 
@@ -130,6 +135,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
             "degree": lanes.degree[mine],
             "tokens": tokens,
             "backward": lanes.backward[mine],
+            "chunk": lanes.chunk[mine],
         }.items():
             found.setdefault(name, []).append(values)
     bars = {name: np.concatenate(values) for name, values in found.items()}
@@ -143,6 +149,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
         ranks=ranks,
         num_ranks=execution.plan.num_ranks,
         stages=stages,
+        chunks=execution.pipeline.chunks,
         behind=_behind(execution),
         makespan_s=execution.makespan_s,
         step_s=execution.step_s,
