@@ -41,7 +41,7 @@ class Lanes:
 
 
 def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
-    """Lay out a plan's bars on one pipeline stage.
+    """Lay out a plan's bars on one pipeline stage, all of its model chunks.
 
     Raises:
         ValueError: ``evaluation`` was not made from this plan, or has no such stage.
@@ -57,8 +57,9 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
     if stages == 1:
         return _bars(plan, evaluation, evaluation.start_s, 1.0)
     rows = evaluation.forward_start_s[stage::stages], evaluation.backward_start_s[stage::stages]
+    weights = evaluation.pipeline.row_weights[stage::stages]
     parts = [
-        _bars(plan, evaluation, starts_s, share / (3 * stages * evaluation.model_chunks), chunk)
+        _bars(plan, evaluation, starts_s, share / 3 * weights[chunk], chunk)
         for share, of_chunks in zip((1, 2), rows, strict=True)
         for chunk, starts_s in enumerate(of_chunks)
     ]

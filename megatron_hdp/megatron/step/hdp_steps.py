@@ -428,8 +428,9 @@ class HdpSteps:
         made = self.latest_plan()
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
+        pipeline = settings.pipeline
         return made, evaluate(
-            made, settings.cost_model, self.place.num_stages, self.place.num_model_chunks
+            made, settings.cost_model, pipeline.stages, pipeline.chunks, pipeline.weights
         )
 
     def corrections(self) -> dict[str, Any] | None:

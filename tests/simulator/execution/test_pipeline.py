@@ -178,7 +178,8 @@ def test_any_plan_on_pipelines(problem: Problem, strategy: str, data: Any) -> No
     machine = Machine(
         message_latency_s=latency_s, message_bytes_per_token=token_s, network_bytes_per_s=1.0
     )
-    plan = problem.plan(strategy, **({"pipeline_stages": stages} if "pp" in strategy else {}))
+    planned = {"pipeline_stages": stages, "virtual_stages": chunks} if "pp" in strategy else {}
+    plan = problem.plan(strategy, **planned)
     run = execute(plan, problem.model, pipeline=pipeline, machine=machine)
     tokens = [*run.times.most_tokens.tolist(), *[0] * len(run.padding_ranks)]
     expected = slowly(run, [latency_s + token_s * one for one in tokens])

@@ -84,6 +84,12 @@ def test_plans_are_those_of_training() -> None:
     ):
         expected = plan(lengths, **given, **others)
         assert setting.planned(lengths, name).fingerprint() == expected.fingerprint()
+    virtual = replace(setting, pipeline=Pipeline(4, 2))
+    others = {"strategy": "pp-balance", "pipeline_stages": 4, "virtual_stages": 2}
+    expected = plan(lengths, **given, **others)
+    assert virtual.planned(lengths, "auto").fingerprint() == expected.fingerprint()
+    run = virtual.executed(expected)
+    assert run.pipeline.chunks == 2 and len(run.forward_start_s) == 8
     experts = replace(SETTING, lockstep_ranks=4)
     assert experts.planned(lengths, "auto").strategy == "ep-balance"
     assert SETTING.planned(lengths, "auto").strategy == "dp-balance"

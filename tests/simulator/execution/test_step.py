@@ -51,23 +51,25 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     st.sampled_from(["pp-balance", "static", "dynamic-cp"]),
     st.integers(2, 4),
     st.integers(1, 3),
+    st.booleans(),
 )
 def test_with_stages_it_is_the_evaluation(
-    problem: Problem, strategy: str, stages: int, chunks: int
+    problem: Problem, strategy: str, stages: int, chunks: int, is_even: bool
 ) -> None:
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="attention")
     problem = dataclasses.replace(problem, speeds=())
     try:
-        plan = problem.plan(strategy, pipeline_stages=stages)
+        plan = problem.plan(strategy, pipeline_stages=stages, virtual_stages=chunks)
     except ValueError:
         assert strategy == "dynamic-cp"  # it needs room on powers of two
         return
     model = problem.model
     if chunks > 1:
         model = dataclasses.replace(model, g=0.0)  # the evaluation's padding takes no time
-    expected = evaluate(plan, model, stages, chunks)
-    run = execute(plan, model, pipeline=Pipeline(stages, chunks))
+    weights = () if is_even else tuple(range(stages * chunks, 0, -1))
+    expected = evaluate(plan, model, stages, chunks, weights)
+    run = execute(plan, model, pipeline=Pipeline(stages, chunks, weights))
     num = plan.num_micro_batches
     assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
     for found, known in (
@@ -75,6 +77,7 @@ def test_with_stages_it_is_the_evaluation(
         (run.backward_start_s, expected.backward_start_s),
     ):
         np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -84,7 +87,7 @@ def test_padding_of_virtual_stages_costs_time(
 ) -> None:
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="launch-bound")
-    plan = problem.plan(strategy, pipeline_stages=2)
+    plan = problem.plan(strategy, pipeline_stages=2, virtual_stages=chunks)
     expected = evaluate(plan, problem.model, 2, chunks)
     run = execute(plan, problem.model, pipeline=Pipeline(2, chunks))
     assert run.makespan_s >= expected.makespan_s * (1 - 1e-9)
