@@ -1,8 +1,8 @@
 """Draws a configuration's plan without and with virtual stages, one above the other.
 
-``python scripts/plot_pipelines.py configs/llama-70b-2m.yaml --gpus 8192 --virtual-stages 1,5 --output
-docs/pipeline-virtual.png`` made the picture of docs/concepts.md. Lengths are a preset's, times those
-of the planner's evaluation; of many ranks some are shown, evenly spaced.
+``python scripts/plot_pipelines.py configs/llama-70b-2m.yaml --gpus 8192 --output
+docs/pipeline-virtual.png`` made the picture of docs/concepts.md. Lengths are a preset's, times
+those of the planner's evaluation; of many ranks some are shown, evenly spaced.
 """
 
 import argparse
@@ -107,7 +107,9 @@ def _draw(axes: Any, one: Pictured, palette: Palette) -> None:
                 ends = bars.start_s[mine], bars.own_end_s[mine]
                 add_rectangles(axes, row, *ends, shade, separate=True)
     axes.set_ylim(len(every_row) - 0.5, -0.5)
-    axes.set_yticks(np.arange(len(ranks)) * stages + (stages - 1) / 2, [f"{rank}" for rank in ranks])
+    axes.set_yticks(
+        np.arange(len(ranks)) * stages + (stages - 1) / 2, [f"{rank}" for rank in ranks]
+    )
     axes.set_ylabel(f"HDP rank, {stages} stages each")
     axes.set_title(one.title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)

@@ -174,7 +174,9 @@ def test_names_lanes_and_order(traced):
     assert trace.names["process_name", 1, 1000] == "job"
     for process, hdp_rank, stage in trace.processes():
         suffix = f", stage {stage}" if trace.num_stages > 1 else ""
-        assert trace.names["process_name", process, 1000 * process] == f"HDP rank {hdp_rank}{suffix}"
+        assert (
+            trace.names["process_name", process, 1000 * process] == f"HDP rank {hdp_rank}{suffix}"
+        )
     lanes = [name for (kind, process, _), name in trace.names.items() if process == 3][1:]
     unused = {TO_HOST, TO_DEVICE} | ({PIPELINE_WAIT} if trace.num_stages == 1 else set())
     chunked = [
@@ -198,7 +200,11 @@ def chunks_out_of_order(trace, step):
     for process, _, _ in trace.processes():
         lanes = [
             [
-                (b["name"].split()[0].strip(","), b["args"].get("micro_batch"), b["tid"] // 10 % 100)
+                (
+                    b["name"].split()[0].strip(","),
+                    b["args"].get("micro_batch"),
+                    b["tid"] // 10 % 100,
+                )
                 for b in sorted(trace.lane(step, kind, process), key=lambda b: b["ts"])
                 if "micro_batch" in b["args"]
             ]

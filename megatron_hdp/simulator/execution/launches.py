@@ -43,7 +43,7 @@ class Launches:
     def longest(self, seconds: Float64Array) -> Float64Array:
         """Seconds of each launch, from those of its micro-batches; one row or several."""
         found = np.zeros((*seconds.shape[:-1], int(self.group_of.max(initial=-1)) + 1))
-        np.maximum.at(found, (..., self.group_of), seconds)
+        np.maximum.at(found.T, self.group_of, seconds.T)
         return found
 
 

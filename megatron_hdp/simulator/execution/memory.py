@@ -88,7 +88,7 @@ class MemoryCosts:
             Those of each chunk's layers; shape (chunks, micro-batches).
         """
         of_chunks, leaving = lanes.layers_of_chunks(self.num_layers, chunks)
-        layers = of_chunks[:, None] - np.outer(leaving, ratios)
+        layers: Float64Array = of_chunks[:, None] - leaving[:, None] * ratios
         resident: Float64Array = tokens * layers * self.activation_bytes_per_token
         return resident
 
@@ -137,44 +137,20 @@ def trace_of(
         ends_s: likewise.
         pipeline: stages of each rank.
     """
-    counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
-    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline.chunks)
-    ranks = np.repeat(np.arange(len(counts)), 2 * counts)
-    first = 2 * (np.cumsum(counts) - counts)
-    best = None
-    for stage in range(pipeline.stages):
-        passes = _passes(lists, len(ratios), pipeline, stage)
-        bytes_of_pass = resident[passes.chunk, passes.entry]
-        change = np.where(passes.backward, -bytes_of_pass, bytes_of_pass)
-        held = np.cumsum(change)
-        before = np.concatenate([[0.0], held])[first]
-        after = held - np.repeat(before, 2 * counts)
-        during = after + np.where(passes.backward, bytes_of_pass, 0.0)
-        during += costs.working_bytes(stage, tokens[passes.entry]) + costs.fixed_bytes[stage]
-        at = int(np.argmax(during)) if len(during) else -1
-        if at >= 0 and (best is None or during[at] > best[0]):
-            rank = int(ranks[at])
-            mine = slice(int(first[rank]), int(first[rank] + 2 * counts[rank]))
-            own = _Passes(*(one[mine] for one in passes))
-            best = during[at], stage, rank, own, during[mine], after[mine]
-    if best is None:
-        raise ValueError("found no micro-batch; expected at least one to run")
-    _, stage, rank, chosen, during, after = best
-    row = chosen.chunk * pipeline.stages + stage
+    fullest = _fullest_of(costs, lists, tokens, ratios, pipeline)
+    own, row = fullest.passes, fullest.passes.chunk * pipeline.stages + fullest.stage
     begin, end = (
         np.where(
-            chosen.backward,
-            of_passes[1][row, chosen.micro_batch],
-            of_passes[0][row, chosen.micro_batch],
+            own.backward, of_passes[1][row, own.micro_batch], of_passes[0][row, own.micro_batch]
         )
         for of_passes in (starts_s, ends_s)
     )
-    fixed = costs.fixed_bytes[stage]
+    fixed = costs.fixed_bytes[fullest.stage]
     times = np.stack([begin, end], axis=1).ravel()
-    levels = np.stack([during, after + fixed], axis=1).ravel()
+    levels = np.stack([fullest.during, fullest.after], axis=1).ravel()
     return MemoryTrace(
-        rank=rank,
-        stage=stage,
+        rank=fullest.rank,
+        stage=fullest.stage,
         time_s=np.concatenate([[0.0], times]),
         num_bytes=np.concatenate([[fixed], levels]),
         fixed_bytes=fixed,
@@ -189,6 +165,55 @@ class _Passes(NamedTuple):
     """Of the lists."""
     chunk: Int64Array
     backward: NDArray[np.bool_]
+
+    def of(self, mine: slice) -> "_Passes":
+        """Some of them."""
+        return _Passes(
+            self.micro_batch[mine], self.entry[mine], self.chunk[mine], self.backward[mine]
+        )
+
+
+class _Fullest(NamedTuple):
+    """The rank and stage with the most memory at a time."""
+
+    stage: int
+    rank: int
+    passes: _Passes
+    """That it runs, in its order."""
+    during: Float64Array
+    """Bytes while each runs."""
+    after: Float64Array
+    """Bytes behind it."""
+
+
+def _fullest_of(
+    costs: MemoryCosts,
+    lists: RankLists,
+    tokens: Int64Array,
+    ratios: Float64Array,
+    pipeline: Pipeline,
+) -> _Fullest:
+    counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
+    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline.chunks)
+    ranks = np.repeat(np.arange(len(counts)), 2 * counts)
+    first = 2 * (np.cumsum(counts) - counts)
+    best, most = None, -1.0
+    for stage in range(pipeline.stages):
+        passes = _passes(lists, len(ratios), pipeline, stage)
+        bytes_of_pass = resident[passes.chunk, passes.entry]
+        held = np.cumsum(np.where(passes.backward, -bytes_of_pass, bytes_of_pass))
+        before = np.concatenate([[0.0], held])[first]
+        after = held - np.repeat(before, 2 * counts) + costs.fixed_bytes[stage]
+        during = after + np.where(passes.backward, bytes_of_pass, 0.0)
+        during += costs.working_bytes(stage, tokens[passes.entry])
+        at = int(np.argmax(during)) if len(during) else -1
+        if at >= 0 and during[at] > most:
+            rank, most = int(ranks[at]), float(during[at])
+            mine = slice(int(first[rank]), int(first[rank] + 2 * counts[rank]))
+            best = _Fullest(stage, rank, passes.of(mine), during[mine], after[mine])
+    if best is None:
+        raise ValueError("found no micro-batch; expected at least one to run")
+    return best
 
 
 def _passes(lists: RankLists, num: int, pipeline: Pipeline, stage: int) -> _Passes:

@@ -62,8 +62,8 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
     starts, finished = longest_paths(waits, seconds, lag_s)
     if not finished.all():
         raise ValueError(
-            f"{plan.strategy} cannot run on {pipeline.stages} pipeline stages: micro-batches wait for each "
-            "other for ever; expected each at one position in the lists of its ranks"
+            f"{plan.strategy} cannot run on {pipeline.stages} pipeline stages: micro-batches wait "
+            "for each other for ever; expected each at one position in the lists of its ranks"
         )
     shaped = starts.reshape(rows, 2, num)[:, :, launches.group_of]
     return Schedule(shaped[:, 0].copy(), shaped[:, 1].copy())

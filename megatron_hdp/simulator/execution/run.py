@@ -78,9 +78,7 @@ class Setting:
         Raises:
             ValueError: this strategy has no plan for it.
         """
-        planned = planned_for(
-            strategy, pipeline=self.pipeline, lockstep_ranks=self.lockstep_ranks
-        )
+        planned = planned_for(strategy, pipeline=self.pipeline, lockstep_ranks=self.lockstep_ranks)
         with told_as(self.flags):
             made = plan(
                 lengths,

@@ -66,7 +66,7 @@ class StepExecution:
     padding_ranks: Int64Array
     """The rank of each padding."""
     forward_start_s: Float64Array
-    """``[rows, micro-batches]``; rows are the stages of every model chunk, the first one's first."""
+    """``[rows, micro-batches]``; rows are the stages of every model chunk, the first's first."""
     backward_start_s: Float64Array
     """Likewise."""
     forward_s: Float64Array

@@ -82,9 +82,7 @@ def test_with_stages_it_is_the_evaluation(
 
 @settings(max_examples=20, deadline=None)
 @given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
-def test_padding_of_virtual_stages_costs_time(
-    problem: Problem, strategy: str, chunks: int
-) -> None:
+def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, chunks: int) -> None:
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="launch-bound")
     plan = problem.plan(strategy, pipeline_stages=2, virtual_stages=chunks)
@@ -221,7 +219,9 @@ def test_loading_hides_behind_the_step_before() -> None:
 def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
     def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
         disturbed = Disturbance(noise=0.2, seed=seed)
-        return execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
+        return (
+            execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
+        )
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3
