@@ -107,7 +107,7 @@ def test_curves_are_those_of_the_first_step(tmp_path: Path) -> None:
 
 
 def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
-    run = run_of("auto", pipeline=Pipeline(2), job=None)
+    run = run_of("auto", pipeline=Pipeline(2, 2), job=None)
     for found in data_of(page_of(tmp_path, run))["gantts"]:
         first = run.outcomes[found["name"]].first
         assert first is not None
@@ -115,6 +115,8 @@ def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array_of(found, "start"), expected.start_s)
         np.testing.assert_array_equal(array_of(found, "busy"), expected.busy_s)
         np.testing.assert_array_equal(array_of(found, "row"), expected.row)
+        np.testing.assert_array_equal(array_of(found, "chunk"), expected.chunk)
+        assert (found["stages"], found["chunks"], expected.chunk.max()) == (2, 2, 1)
         assert (found["step"], found["ranks"]) == (first.step_s, list(expected.ranks))
 
 
