@@ -45,7 +45,8 @@ def write_page(
 def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict[str, Any]:
     palette = Palette.of_degrees(chart.bars.degree, plan.num_ranks)
     pipelined = evaluation.pipeline_stages > 1
-    stages = f"{chart.stages_a_rank} stages each"
+    of_chunks = f" of {evaluation.model_chunks} chunks" if evaluation.model_chunks > 1 else ""
+    stages = f"{chart.stages_a_rank} stages{of_chunks} each"
     if chart.stages_a_rank == 1:
         stages = "first stage"
     return {

@@ -16,6 +16,8 @@ Both lanes are empty at the end of a pass, so that no micro-batch waits for anot
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_hdp.planner.pipeline import Pipeline
+
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 
@@ -23,16 +25,24 @@ RESIDENT_LAYERS = 2
 """Those that stay: `runtime.offload.stash`."""
 
 
-def layers_of_chunks(num_layers: int, chunks: int) -> tuple[Int64Array, Int64Array]:
-    """Layers of each model chunk of a stage, and how many of them take part.
+def layers_of_rows(num_layers: int, pipeline: Pipeline) -> Int64Array:
+    """Layers of each row, those of a stage in chunks as alike as they can be.
 
     Args:
-        num_layers: of the stage.
-        chunks: in which it has them, as alike as they can be.
+        num_layers: of every stage.
+        pipeline: its stages.
     """
-    bounds = num_layers * np.arange(chunks + 1) // chunks
-    leaving = np.clip(num_layers - RESIDENT_LAYERS - bounds[:-1], 0, np.diff(bounds))
-    return np.diff(bounds), leaving
+    bounds = num_layers * np.arange(pipeline.chunks + 1) // pipeline.chunks
+    layers: Int64Array = np.repeat(np.diff(bounds), pipeline.stages)
+    return layers
+
+
+def leaving_of_rows(row_layers: Int64Array, pipeline: Pipeline) -> Int64Array:
+    """How many layers of each row take part: all but the last two of its stage."""
+    of_stages = row_layers.reshape(pipeline.chunks, pipeline.stages)
+    behind = of_stages[::-1].cumsum(axis=0)[::-1] - of_stages  # in later chunks of the stage
+    leaving: Int64Array = np.clip(of_stages + np.minimum(0, behind - RESIDENT_LAYERS), 0, None)
+    return leaving.ravel()
 
 
 def forward_s(

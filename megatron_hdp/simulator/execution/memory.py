@@ -35,8 +35,6 @@ class MemoryCosts:
     """Weights, gradients, optimizer state, libraries; one entry a stage."""
     activation_bytes_per_token: float
     """Between forward and backward, of one layer."""
-    num_layers: int
-    """Of a stage."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -66,7 +64,6 @@ class MemoryCosts:
         return cls(
             fixed_bytes=tuple(fixed),
             activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
-            num_layers=job.layers_per_stage,
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
@@ -75,20 +72,21 @@ class MemoryCosts:
         )
 
     def resident_bytes(
-        self, tokens: Int64Array, ratios: Float64Array, chunks: int = 1
+        self, tokens: Int64Array, ratios: Float64Array, pipeline: Pipeline, row_layers: Int64Array
     ) -> Float64Array:
         """Activations of micro-batches between forward and backward, on the device.
 
         Args:
             tokens: of micro-batches.
             ratios: of their offload.
-            chunks: of the model on a stage.
+            pipeline: stages of each rank.
+            row_layers: layers of each of its rows.
 
         Returns:
-            Those of each chunk's layers; shape (chunks, micro-batches).
+            Those of each row; shape (rows, micro-batches).
         """
-        of_chunks, leaving = lanes.layers_of_chunks(self.num_layers, chunks)
-        layers: Float64Array = of_chunks[:, None] - leaving[:, None] * ratios
+        leaving = lanes.leaving_of_rows(row_layers, pipeline)
+        layers: Float64Array = row_layers[:, None] - leaving[:, None] * ratios
         resident: Float64Array = tokens * layers * self.activation_bytes_per_token
         return resident
 
@@ -125,6 +123,7 @@ def trace_of(
     starts_s: tuple[Float64Array, Float64Array],
     ends_s: tuple[Float64Array, Float64Array],
     pipeline: Pipeline,
+    row_layers: Int64Array,
 ) -> MemoryTrace:
     """Memory of the fullest rank and stage, the first of several that are alike.
 
@@ -136,8 +135,10 @@ def trace_of(
         starts_s: of forwards and of backwards, ``[rows, micro-batches]``.
         ends_s: likewise.
         pipeline: stages of each rank.
+        row_layers: layers of each of its rows.
     """
-    fullest = _fullest_of(costs, lists, tokens, ratios, pipeline)
+    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline, row_layers)
+    fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)
     own, row = fullest.passes, fullest.passes.chunk * pipeline.stages + fullest.stage
     begin, end = (
         np.where(
@@ -190,17 +191,17 @@ def _fullest_of(
     costs: MemoryCosts,
     lists: RankLists,
     tokens: Int64Array,
-    ratios: Float64Array,
+    num: int,
+    resident: Float64Array,
     pipeline: Pipeline,
 ) -> _Fullest:
     counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
-    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline.chunks)
     ranks = np.repeat(np.arange(len(counts)), 2 * counts)
     first = 2 * (np.cumsum(counts) - counts)
     best, most = None, -1.0
     for stage in range(pipeline.stages):
-        passes = _passes(lists, len(ratios), pipeline, stage)
-        bytes_of_pass = resident[passes.chunk, passes.entry]
+        passes = _passes(lists, num, pipeline, stage)
+        bytes_of_pass = resident[passes.chunk * pipeline.stages + stage, passes.entry]
         held = np.cumsum(np.where(passes.backward, -bytes_of_pass, bytes_of_pass))
         before = np.concatenate([[0.0], held])[first]
         after = held - np.repeat(before, 2 * counts) + costs.fixed_bytes[stage]

@@ -95,13 +95,16 @@ class Setting:
 
     def executed(self, made: Plan, step: int = 0) -> StepExecution:
         """Run a plan; `step` is its number, for the noise."""
-        memory = None
+        memory: MemoryCosts | None = None
+        row_layers: tuple[int, ...] = ()
         if self.job is not None:
             memory = MemoryCosts.of_job(self.job, most_tokens_of(made))
+            row_layers = (self.job.layers_per_chunk,) * self.pipeline.rows
         return execute(
             made,
             self.cost_model,
             pipeline=self.pipeline,
+            row_layers=row_layers,
             machine=self.machine,
             memory=memory,
             lockstep_ranks=self.lockstep_ranks,

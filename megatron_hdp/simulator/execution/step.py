@@ -1,5 +1,6 @@
 """One step of one plan, executed: from the first forward to the parameters of the next step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.simulator.execution import lanes
 from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
@@ -111,6 +113,7 @@ def execute(
     cost_model: CostModel,
     *,
     pipeline: Pipeline | None = None,
+    row_layers: Sequence[int] = (),
     machine: Machine | None = None,
     memory: MemoryCosts | None = None,
     lockstep_ranks: int = 1,
@@ -123,6 +126,7 @@ def execute(
         plan: with stages or lockstep it is laid out as `planner.lockstep.slots` does.
         cost_model: of one HDP rank, with the speeds that are known.
         pipeline: stages of each rank; by default one.
+        row_layers: layers of each of its rows; by default those of the cost model on every stage.
         machine: what a step takes besides; by default nothing.
         memory: of a GPU; None: it is not looked at.
         lockstep_ranks: ranks beside each other that share experts.
@@ -133,7 +137,12 @@ def execute(
         ValueError: the plan cannot run: its ranks wait for each other for ever.
     """
     machine, pipeline = machine or Machine(), pipeline or Pipeline()
-    times = times_of(plan, cost_model, pipeline, disturbance, step)
+    layers = (
+        np.array(row_layers)
+        if row_layers
+        else lanes.layers_of_rows(cost_model.num_layers, pipeline)
+    )
+    times = times_of(plan, cost_model, pipeline, layers, disturbance, step)
     launches = launches_of(
         plan,
         aligned=pipeline.stages > 1 or lockstep_ranks > 1,
@@ -171,6 +180,7 @@ def execute(
             (starts.forward_start_s, starts.backward_start_s),
             (starts.forward_start_s + forward_s, starts.backward_start_s + backward_s),
             pipeline,
+            layers,
         )
     execution = StepExecution(
         plan=plan,

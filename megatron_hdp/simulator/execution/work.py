@@ -47,6 +47,7 @@ def times_of(
     plan: Plan,
     cost_model: CostModel,
     pipeline: Pipeline,
+    row_layers: Int64Array,
     disturbance: Disturbance | None = None,
     step: int = 0,
 ) -> MicroBatchTimes:
@@ -56,6 +57,7 @@ def times_of(
         plan: the plan.
         cost_model: with the speeds that the planner knows.
         pipeline: stages of each rank.
+        row_layers: layers of each of its rows.
         disturbance: what it does not know.
         step: number of the step, for the noise.
     """
@@ -79,7 +81,7 @@ def times_of(
         _passes(found, run, work, cost_model, pipeline, factors)
         found.tokens[work.members] = tokens
         found.most_tokens[run] = np.maximum.reduceat(tokens, work.first_members)
-    _add_copies(found, plan, cost_model, pipeline)
+    _add_copies(found, plan, cost_model, pipeline, row_layers)
     return found
 
 
@@ -133,23 +135,24 @@ def _blocks_s(work: MemberWork, cost_model: CostModel, stages: int) -> Float64Ar
 
 
 def _add_copies(
-    found: MicroBatchTimes, plan: Plan, cost_model: CostModel, pipeline: Pipeline
+    found: MicroBatchTimes,
+    plan: Plan,
+    cost_model: CostModel,
+    pipeline: Pipeline,
+    row_layers: Int64Array,
 ) -> None:
-    """What leaves for the host, on the member that has most of it; each chunk sends its share."""
+    """What leaves for the host, on the member that has most of it; each row sends its share."""
     some = np.flatnonzero(plan.offload_ratios)
     if not len(some):
         return
-    layers = cost_model.num_layers
-    of_layer = plan.offload_ratios[some] * found.most_tokens[some] / (layers * pipeline.stages)
+    of_layer = plan.offload_ratios[some] * found.most_tokens[some] / row_layers.sum()
     of_layer *= cost_model.activation_bytes_per_token / cost_model.host_bytes_per_s
-    of_chunks = zip(*lanes.layers_of_chunks(layers, pipeline.chunks), strict=True)
-    for chunk, (num_layers, leaving) in enumerate(of_chunks):
-        copies = leaving * of_layer
-        for row in range(chunk * pipeline.stages, (chunk + 1) * pipeline.stages):
-            forward, backward = found.forward_s[row, some], found.backward_s[row, some]
-            later = lanes.forward_s(forward, copies, num_layers, leaving)
-            back = lanes.backward_s(backward, copies, num_layers, leaving)
-            found.forward_s[row, some], found.backward_s[row, some] = later, back
-            found.copies_s[some] += np.maximum(0.0, later + back - forward - backward)
+    leaving = lanes.leaving_of_rows(row_layers, pipeline)
+    for row, (layers, leave) in enumerate(zip(row_layers, leaving, strict=True)):
+        forward, backward = found.forward_s[row, some], found.backward_s[row, some]
+        later = lanes.forward_s(forward, leave * of_layer, layers, leave)
+        back = lanes.backward_s(backward, leave * of_layer, layers, leave)
+        found.forward_s[row, some], found.backward_s[row, some] = later, back
+        found.copies_s[some] += np.maximum(0.0, later + back - forward - backward)
     counts = np.diff(plan.rank_offsets)
     np.add(found.own_s, np.repeat(found.copies_s, counts), out=found.own_s)

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hdp.simulator.execution.lanes import backward_s, forward_s, layers_of_chunks
+from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.simulator.execution.lanes import (
+    backward_s,
+    forward_s,
+    layers_of_rows,
+    leaving_of_rows,
+)
 
 
 def forward_slowly(compute: float, copy: float, layers: int, leaving: int) -> float:
@@ -91,5 +97,14 @@ def test_any_number_of_layers(layers: int, compute: float, copy: float, stay: bo
 def test_which_layers_of_a_chunk_leave(
     num_layers: int, chunks: int, layers: list[int], leaving: list[int]
 ) -> None:
-    found = layers_of_chunks(num_layers, chunks)
-    assert (found[0].tolist(), found[1].tolist()) == (layers, leaving)
+    pipeline = Pipeline(2, chunks) if chunks > 1 else Pipeline()
+    rows = layers_of_rows(num_layers, pipeline)
+    assert rows.tolist() == np.repeat(layers, pipeline.stages).tolist()
+    found = leaving_of_rows(rows, pipeline)
+    assert found.tolist() == np.repeat(leaving, pipeline.stages).tolist()
+
+
+def test_stages_of_unequal_layers() -> None:
+    # the first stage has 3 + 1, the second 0 + 4
+    found = leaving_of_rows(np.array([3, 0, 1, 4]), Pipeline(2, 2))
+    assert found.tolist() == [2, 0, 0, 2]

@@ -10,12 +10,12 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import MemoryCosts, execute
 from tests.simulator.execution.plans import COSTS, plan_of
 
-BYTES = MemoryCosts(fixed_bytes=(100.0, 50.0), activation_bytes_per_token=1.0, num_layers=4)
+BYTES = MemoryCosts(fixed_bytes=(100.0, 50.0), activation_bytes_per_token=1.0)
 
 
 def test_one_forward_one_backward_over_time() -> None:
     plan = plan_of([[0], [0], [0]], lengths=[10, 20, 5])
-    run = execute(plan, COSTS, pipeline=Pipeline(2), memory=BYTES)
+    run = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=(4, 4), memory=BYTES)
     trace = run.memory
     assert trace is not None and (trace.rank, trace.stage) == (0, 0)
     # order of stage 0: forwards 0 and 1, backward 0, forward 2, backwards 1 and 2; 4 layers each
@@ -31,14 +31,14 @@ def test_one_forward_one_backward_over_time() -> None:
 
 def test_the_fullest_rank_is_found() -> None:
     plan = plan_of([[0], [1], [1], [2, 0]], lengths=[10, 30, 5, 8])
-    trace = execute(plan, COSTS, memory=BYTES).memory
+    trace = execute(plan, COSTS, row_layers=(4,), memory=BYTES).memory
     assert trace is not None
     assert (trace.rank, trace.stage, trace.peak_bytes) == (1, 0, 100.0 + 4 * 30)
 
 
 def test_what_left_for_the_host_is_not_here() -> None:
     plan = plan_of([[0], [0]], lengths=[10, 9], ratios=[0.5, 0.0])
-    trace = execute(plan, COSTS, memory=BYTES).memory
+    trace = execute(plan, COSTS, row_layers=(4,), memory=BYTES).memory
     assert trace is not None
     assert trace.num_bytes.max() == 136.0  # the second; of the first 2 + 0.5 x 2 layers stay
     assert 130.0 in trace.num_bytes.tolist()
@@ -69,7 +69,10 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
     costs = MemoryCosts.of_job(job, 8192)
     for stage in (0, 1):
         alive = job.alive(stage)
-        one = costs.resident_bytes(np.array([8192]), np.array([0.0]))[0, 0]
+        pipeline = Pipeline(2, chunks)
+        layers = np.full(pipeline.rows, JOB.num_layers // pipeline.rows)
+        rows = costs.resident_bytes(np.array([8192]), np.array([0.0]), pipeline, layers)
+        one = rows[stage::2].sum()
         found = costs.fixed_bytes[stage] + alive * one
         found += costs.working_bytes(stage, np.array([tokens]))[0]
         assert found == pytest.approx(stage_memory(job, stage, tokens).total, rel=1e-9)
@@ -80,13 +83,22 @@ def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
     job = dataclasses.replace(JOB, model_chunks=chunks)
     plan = plan_of([[rank] for _ in range(4) for rank in range(4)], lengths=[8192] * 16)
     pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
-    run = execute(plan, COSTS, pipeline=pipeline, memory=memory, lockstep_ranks=1)
+    layers = (JOB.num_layers // pipeline.rows,) * pipeline.rows
+    run = execute(plan, COSTS, pipeline=pipeline, row_layers=layers, memory=memory)
     assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
+
+
+def test_stages_of_unequal_layers_hold_what_they_have() -> None:
+    plan = plan_of([[0]], lengths=[10])
+    costs = MemoryCosts(fixed_bytes=(0.0, 0.0), activation_bytes_per_token=1.0)
+    for layers, stage in (((3, 8), 1), ((5, 4), 0)):
+        trace = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=layers, memory=costs).memory
+        assert trace is not None and (trace.stage, trace.peak_bytes) == (stage, 10 * max(layers))
 
 
 def test_a_pass_holds_the_layers_of_its_chunk() -> None:
     plan = plan_of([[0], [0]], lengths=[10, 20], ratios=[0.5, 0.0])
-    trace = execute(plan, COSTS, pipeline=Pipeline(2, 2), memory=BYTES).memory
+    trace = execute(plan, COSTS, pipeline=Pipeline(2, 2), row_layers=(2,) * 4, memory=BYTES).memory
     assert trace is not None and (trace.rank, trace.stage) == (0, 0)
     levels = dict(zip(trace.time_s.tolist(), trace.num_bytes.tolist(), strict=True))
     # of the first chunk half of its two layers leaves, of the second none: 10 and 20 bytes

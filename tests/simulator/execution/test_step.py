@@ -149,6 +149,22 @@ def test_each_chunk_sends_its_share_to_the_host() -> None:
     assert run.busy_s.tolist() == [36.0 + 13.0]
 
 
+def test_stages_of_unequal_layers_send_their_own() -> None:
+    costs = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=0.0,
+        g=30.0,
+        activation_bytes_per_token=30.0,
+        host_bytes_per_s=1.0,
+    )
+    # 2 layers of 1 s, which stay; 8 of 1 s, of which 6 leave in 3 s each
+    pipeline = Pipeline(2, 1, (2, 8))
+    run = execute(plan_of([[0]], ratios=[1.0]), costs, pipeline=pipeline, row_layers=(2, 8))
+    assert run.forward_s[:, 0].tolist() == pytest.approx([2.0, 8.0 + 11.0])
+    assert run.backward_s[:, 0].tolist() == pytest.approx([4.0, 16.0 + 6 * 1.0])
+
+
 MACHINE = Machine(
     gradient_bytes=(80.0,),
     parameter_bytes=(40.0,),
