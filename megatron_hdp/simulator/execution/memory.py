@@ -33,8 +33,8 @@ class MemoryCosts:
 
     fixed_bytes: tuple[float, ...]
     """Weights, gradients, optimizer state, libraries; one entry a stage."""
-    activation_bytes_per_token: float
-    """Between forward and backward, of one layer."""
+    row_bytes_per_token: tuple[float, ...]
+    """Activations between forward and backward; one entry a row: stages of every model chunk."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -61,9 +61,11 @@ class MemoryCosts:
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
         beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
         held = [job.alive(s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
+        of_layer = kept_after_forward(job) + second_stream_kept_bytes(job)
         return cls(
             fixed_bytes=tuple(fixed),
-            activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
+            row_bytes_per_token=(job.layers_per_chunk * of_layer,)
+            * (job.stages * job.model_chunks),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
@@ -86,8 +88,9 @@ class MemoryCosts:
             Those of each row; shape (rows, micro-batches).
         """
         leaving = lanes.leaving_of_rows(row_layers, pipeline)
-        layers: Float64Array = row_layers[:, None] - leaving[:, None] * ratios
-        resident: Float64Array = tokens * layers * self.activation_bytes_per_token
+        share_leaving = leaving / np.maximum(1, row_layers)
+        whole: Float64Array = np.outer(self.row_bytes_per_token, tokens)
+        resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios))
         return resident
 
     def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:

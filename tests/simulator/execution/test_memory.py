@@ -10,12 +10,16 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import MemoryCosts, execute
 from tests.simulator.execution.plans import COSTS, plan_of
 
-BYTES = MemoryCosts(fixed_bytes=(100.0, 50.0), activation_bytes_per_token=1.0)
+
+def bytes_of(*row_layers: int) -> MemoryCosts:
+    """A byte a layer and token."""
+    rows = tuple(map(float, row_layers))
+    return MemoryCosts(fixed_bytes=(100.0, 50.0), row_bytes_per_token=rows)
 
 
 def test_one_forward_one_backward_over_time() -> None:
     plan = plan_of([[0], [0], [0]], lengths=[10, 20, 5])
-    run = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=(4, 4), memory=BYTES)
+    run = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=(4, 4), memory=bytes_of(4, 4))
     trace = run.memory
     assert trace is not None and (trace.rank, trace.stage) == (0, 0)
     # order of stage 0: forwards 0 and 1, backward 0, forward 2, backwards 1 and 2; 4 layers each
@@ -31,14 +35,14 @@ def test_one_forward_one_backward_over_time() -> None:
 
 def test_the_fullest_rank_is_found() -> None:
     plan = plan_of([[0], [1], [1], [2, 0]], lengths=[10, 30, 5, 8])
-    trace = execute(plan, COSTS, row_layers=(4,), memory=BYTES).memory
+    trace = execute(plan, COSTS, row_layers=(4,), memory=bytes_of(4)).memory
     assert trace is not None
     assert (trace.rank, trace.stage, trace.peak_bytes) == (1, 0, 100.0 + 4 * 30)
 
 
 def test_what_left_for_the_host_is_not_here() -> None:
     plan = plan_of([[0], [0]], lengths=[10, 9], ratios=[0.5, 0.0])
-    trace = execute(plan, COSTS, row_layers=(4,), memory=BYTES).memory
+    trace = execute(plan, COSTS, row_layers=(4,), memory=bytes_of(4)).memory
     assert trace is not None
     assert trace.num_bytes.max() == 136.0  # the second; of the first 2 + 0.5 x 2 layers stay
     assert 130.0 in trace.num_bytes.tolist()
@@ -90,15 +94,17 @@ def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
 
 def test_stages_of_unequal_layers_hold_what_they_have() -> None:
     plan = plan_of([[0]], lengths=[10])
-    costs = MemoryCosts(fixed_bytes=(0.0, 0.0), activation_bytes_per_token=1.0)
-    for layers, stage in (((3, 8), 1), ((5, 4), 0)):
-        trace = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=layers, memory=costs).memory
-        assert trace is not None and (trace.stage, trace.peak_bytes) == (stage, 10 * max(layers))
+    for layers, stage, peak in (((3, 18), 1, 50 + 180.0), ((5, 4), 0, 100 + 50.0)):
+        memory = bytes_of(*layers)
+        trace = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=layers, memory=memory).memory
+        assert trace is not None and (trace.stage, trace.peak_bytes) == (stage, peak)
 
 
 def test_a_pass_holds_the_layers_of_its_chunk() -> None:
     plan = plan_of([[0], [0]], lengths=[10, 20], ratios=[0.5, 0.0])
-    trace = execute(plan, COSTS, pipeline=Pipeline(2, 2), row_layers=(2,) * 4, memory=BYTES).memory
+    rows, memory = (2,) * 4, bytes_of(2, 2, 2, 2)
+    run = execute(plan, COSTS, pipeline=Pipeline(2, 2), row_layers=rows, memory=memory)
+    trace = run.memory
     assert trace is not None and (trace.rank, trace.stage) == (0, 0)
     levels = dict(zip(trace.time_s.tolist(), trace.num_bytes.tolist(), strict=True))
     # of the first chunk half of its two layers leaves, of the second none: 10 and 20 bytes
