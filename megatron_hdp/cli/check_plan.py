@@ -8,7 +8,11 @@ ranks and experts, nor gradient sync.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.options import expert_domain_size
+from megatron_hdp.megatron.options import (
+    expert_domain_size,
+    planned_layers,
+    planned_weights,
+)
 from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
@@ -51,8 +55,7 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     """
     if arguments.cost_model_file is not None:
         measured = CostModel.from_json(arguments.cost_model_file)
-        _check_layers(measured, arguments, job)
-        return measured
+        return _with_layers(measured, arguments, job)
     model = CostModel.of_tensor_ranks(
         job.tensor_ranks,
         num_layers=job.num_layers,
@@ -65,24 +68,30 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     again = _FORWARD / _PASSES * job.recomputed_share
     attention = _FORWARD / _PASSES if job.recompute == "selective" else again
     return replace(
-        model, a=model.a * (1 + attention), b=model.b * (1 + again), num_layers=job.layers_per_stage
+        model,
+        a=model.a * (1 + attention),
+        b=model.b * (1 + again),
+        num_layers=planned_layers(arguments),
     )
 
 
-def _check_layers(measured: CostModel, arguments: "TrainingArguments", job: Job) -> None:
-    """Refuses the figures of another model; a file that says nothing of layers says 1.
+def _with_layers(measured: CostModel, arguments: "TrainingArguments", job: Job) -> CostModel:
+    """What was measured, with the layers that plans count with; a file that says none says 1.
 
     Raises:
         ValueError: they are not of this many layers.
     """
-    layers = job.layers_per_stage
+    layers = job.split.most
     is_told = measured.num_layers != 1 or arguments.hdp_offload != "off"
-    if (is_told or measured.counts_layers) and measured.num_layers != layers:
+    if not is_told and not measured.counts_layers:
+        return measured
+    if measured.num_layers != layers:
         raise ValueError(
             f"--hdp-cost-model {arguments.hdp_cost_model} says num_layers {measured.num_layers}, a "
             f"stage of this model has {layers}: measure the cost model again, or correct "
-            "num_layers (layers of one pipeline stage)"
+            "num_layers (layers of one pipeline stage, the most if they differ)"
         )
+    return replace(measured, num_layers=planned_layers(arguments))
 
 
 def parameters_of_a_token(job: Job) -> int:
@@ -156,7 +165,8 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
-    pipeline = Pipeline(job.stages, job.model_chunks)
+    weights = planned_weights(arguments, job.vocab_size) or ()
+    pipeline = Pipeline(job.stages, job.model_chunks, weights)
     planned = planned_for(
         arguments.hdp_strategy,
         pipeline=pipeline,
@@ -164,6 +174,7 @@ def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model:
     )
     # a promise that counts no ramp is refused
     planned["pipeline_stages"], planned["virtual_stages"] = pipeline.stages, pipeline.chunks
+    planned["stage_weights"] = weights or None
     return plan(
         lengths,  # type: ignore[arg-type]
         ranks=job.hdp_ranks,

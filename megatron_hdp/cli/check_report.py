@@ -38,7 +38,8 @@ def as_text(finding: Finding) -> str:
     """A table of GB, a few lines on the planned step, and the verdict."""
     lines = []
     if finding.job and finding.memory:
-        lines += [_headline(finding, finding.job), *_table(finding, finding.job, finding.memory)]
+        lines += [_headline(finding, finding.job), *_stages(finding, finding.job)]
+        lines += _table(finding, finding.job, finding.memory)
     lines += _step_lines(finding)
     lines += [f"refused: {refusal}" for refusal in finding.refusals] or ["sound"]
     return "\n".join(lines)
@@ -54,14 +55,48 @@ def _headline(finding: Finding, job: Job) -> str:
     )
 
 
+def _stages(finding: Finding, job: Job) -> list[str]:
+    """A line for each pipeline stage: what it holds, and the GB that this takes on a GPU."""
+    if job.stages == 1:
+        return []
+    rows = [(f"{one.stage} ({_holds(job, one.stage)})", one) for one in finding.stages]
+    width = max(len("stage"), *(len(name) for name, _ in rows))
+    lines = [f"  {'stage':<{width}}  GB: state  activations     work      sum"]
+    for name, one in rows:
+        state = one.weights + one.gradients + one.optimizer + one.runtime
+        work = one.total - state - one.activations
+        sizes = [f"{size / 1e9:.2f}" for size in (state, one.activations, work, one.total)]
+        most = "  the most" if one is finding.memory else ""
+        lines.append(
+            f"  {name:<{width}}  {sizes[0]:>9}  {sizes[1]:>11}  {sizes[2]:>7}  {sizes[3]:>7}{most}"
+        )
+    return lines
+
+
+def _holds(job: Job, stage: int) -> str:
+    """The parts of the model on a stage, in words."""
+    parts = ["embedding"] if stage == 0 else []
+    parts.append(_layers(job, stage))
+    parts += ["output layer"] if stage == job.stages - 1 else []
+    return ", ".join(parts)
+
+
+def _layers(job: Job, stage: int) -> str:
+    """How many layers, and of chunks that differ how many in each."""
+    of_chunks = job.split.of_chunks(stage)
+    layers = sum(of_chunks)
+    shown = f"{layers} layer{'' if layers == 1 else 's'}"
+    return shown if len(set(of_chunks)) == 1 else f"{'+'.join(map(str, of_chunks))} layers"
+
+
 def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
+    layers = _layers(job, memory.stage)
     notes = {
         "precision": "bfloat16" if job.bf16 else "float32",
         "optimizer": "sharded over the HDP ranks" if job.distributed_optimizer else "not sharded",
-        "activations": f"{job.alive(memory.stage):,g} full micro-batches of "
-        f"{job.layers_per_stage} layers"
+        "activations": f"{job.alive(memory.stage):,g} full micro-batches of {layers}"
         if job.stages > 1
-        else f"{job.layers_per_stage} layers",
+        else layers,
     }
     head = f"GB on a GPU of stage {memory.stage}" if job.stages > 1 else "GB on a GPU"
     lines = [f"  {head}"]
@@ -85,8 +120,7 @@ def _step_lines(finding: Finding) -> list[str]:
         f"{job.hdp_ranks * job.tokens_per_rank:,} at a time",
         f"  a step of {step.preset:<10}{step.num_tokens:,} tokens, {step.num_sequences:,} "
         f"sequences, {step.micro_batches:,} micro-batches",
-        f"  efficiency          {step.efficiency:.3f}"
-        f"{' under the plain schedule, without virtual stages' if job.model_chunks > 1 else ''}",
+        f"  efficiency          {step.efficiency:.3f}",
         f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
         "TFLOP/s a GPU (400 while it computes)",
     ]

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.check_plan import PlannedStep, cost_model_of, plan_longest, plan_step
-from megatron_hdp.megatron.options import num_model_chunks, parse_arguments
+from megatron_hdp.megatron.options import num_model_chunks, parse_arguments, stage_split
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
 from megatron_hdp.planner import told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
     StageMemory,
-    fullest_stage,
-    kept_after_forward,
     most_tokens_per_rank,
+    stage_memories,
+    waiting_activations,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Finding:
     job: Job | None = None
     context_tokens: int = 0
     memory: StageMemory | None = None
+    """Of the fullest stage."""
+    stages: list[StageMemory] = field(default_factory=list)
     host_bytes: float = 0.0
     """Activations of one GPU that wait in host memory, at most."""
     host_memory_bytes: float | None = None
@@ -131,6 +133,7 @@ def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None
         sequence_parallel=arguments.sequence_parallel,
         stages=arguments.pipeline_model_parallel_size,
         model_chunks=num_model_chunks(arguments),
+        stage_layers=stage_split(arguments).layers,
         expert_ranks=arguments.expert_model_parallel_size,
         expert_tensor_ranks=arguments.expert_tensor_parallel_size if experts else 1,
         bf16=arguments.bf16,
@@ -186,10 +189,11 @@ def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str)
 
 def _add_memory(found: Finding, job: Job) -> None:
     most_tokens = max(job.tokens_per_rank, found.step.most_tokens if found.step else 0)
-    memory = found.memory = fullest_stage(job, most_tokens)
+    found.stages = stage_memories(job, most_tokens)
+    memory = found.memory = max(found.stages, key=lambda one: one.total)
     # what a micro-batch has above a capacity's worth waits on the host (equation 3)
-    waiting = kept_after_forward(job) * job.layers_per_stage * (most_tokens - job.tokens_per_rank)
-    found.host_bytes = waiting * job.stages
+    waiting = max(waiting_activations(job, stage) for stage in range(job.stages))
+    found.host_bytes = waiting * (most_tokens - job.tokens_per_rank)
     _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
     if memory.total <= usable:

@@ -20,6 +20,7 @@ from megatron_hdp.data.presets import PRESETS
 from megatron_hdp.megatron.options import (
     expert_domain_size,
     parse_arguments,
+    planned_weights,
     tokenizer_of,
 )
 from megatron_hdp.options import PLANNER_FLAGS
@@ -76,7 +77,9 @@ def setting_of(
         tokens_per_rank=job.tokens_per_rank,
         cost_model=cost_model,
         num_gpus=arguments.gpus,
-        pipeline=Pipeline(job.stages, job.model_chunks),
+        pipeline=Pipeline(
+            job.stages, job.model_chunks, planned_weights(options, job.vocab_size) or ()
+        ),
         lockstep_ranks=expert_domain_size(options),
         max_length=options.seq_length,
         slice_multiple=options.hdp_slice_multiple,

@@ -26,7 +26,9 @@ def non_finite(
     """
     named = list(named)
     norms = [norm(tensor) for tensor in whole or (tensor for _, tensor in named)]
-    (is_doubtful,) = largest([not torch.stack(norms).isfinite().all()], compute_device())
+    # a pipeline stage may hold no parameters at all
+    mine = bool(norms) and not torch.stack(norms).isfinite().all()
+    (is_doubtful,) = largest([mine], compute_device())
     if not is_doubtful:
         return ()
     # entry by entry: the norm of finite entries may overflow

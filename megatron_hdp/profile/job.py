@@ -12,7 +12,12 @@ from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_gpt
-from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    stage_split,
+    tokenizer_of,
+    without_virtual_stages,
+)
 from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import Case, Room, cases_of
@@ -61,11 +66,7 @@ def run_profile(
         RankFailure: communication failed; names the rank to blame.
     """
     # what a rank computes of a micro-batch is the same in one part
-    arguments = replace(
-        arguments,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-    )
+    arguments = without_virtual_stages(arguments)
     timeline = Timeline()
     heartbeat = Heartbeat.of_job(
         timeline,
@@ -100,8 +101,9 @@ def _profiled(
     plain = replace(
         arguments, hdp_offload="auto", hdp_cost_model=None, hdp_rank_speeds=None, hdp_online=False
     )
-    counted = cost_model_of(plain, executor)
-    layers = len(executor.layers) * executor.place.num_stages
+    # layers of a stage, of the one with most: runs put in what they plan with
+    counted = replace(cost_model_of(plain, executor), num_layers=stage_split(arguments).most)
+    layers = arguments.num_layers
     room = _room_of(arguments, counted, layers)
     measured, left_out = measure(bench, cases_of(room), budget_s, progress)
     found = fit(measured, Shape(layers, counted.kv_bytes_per_token))

@@ -152,11 +152,11 @@ class Bench:
                 out = self._executor.attention(q, k, v, layout, self._executor.comm, scale)
                 torch.autograd.grad(out, inputs, gradient)
 
-        return self._timed(run) * place.num_stages
+        return self._timed(run) * self._whole_model
 
     def _experts_s(self, case: Case) -> float:
         """Routers and experts of all layers, forward and backward, one layer after the other."""
-        own, place = self._executor, self._place
+        own = self._executor
         params = HdpPackedSeqParams(
             qkv_format="sbhd",
             layout=self._layout(case),
@@ -165,7 +165,7 @@ class Bench:
             comm=own.comm,
             attention=own.attention,
         )
-        shape = (case.num_tokens // place.token_multiple, 1, self._arguments.hidden_size)
+        shape = (case.num_tokens // self._place.token_multiple, 1, self._arguments.hidden_size)
         hidden, gradient = (
             torch.randn(shape, dtype=model_dtype(self._arguments), device=self._device)
             for _ in range(2)
@@ -180,7 +180,13 @@ class Bench:
                 wanted = [hidden, *mixture.parameters()]
                 torch.autograd.grad(out, wanted, gradient, allow_unused=True)
 
-        return self._timed(run) * place.num_stages
+        return self._timed(run) * self._whole_model
+
+    @property
+    def _whole_model(self) -> float:
+        """Layers of the model for each one of this rank; 0 on a stage without any."""
+        own = len(self._executor.layers)
+        return self._arguments.num_layers / own if own else 0.0
 
     def _layout(self, case: Case) -> TokenLayout:
         """Whole sequences on this rank."""

@@ -196,16 +196,14 @@ def test_the_capacity_that_fits_is_the_greatest(tmp_path):
         assert (memory.total <= 40e9) is fits
 
 
-def test_virtual_stages_hold_more_and_are_not_counted_on(tmp_path):
+def test_virtual_stages_hold_more_and_are_planned_for(tmp_path):
     stages = ["num-layers: 8", "pipeline-model-parallel-size: 2"]
     plain = finding(with_lines(tmp_path, *stages), 8)
     virtual = finding(with_lines(tmp_path, *stages, "num-virtual-stages-per-pipeline-rank: 2"), 8)
     activations = virtual.memory.activations / plain.memory.activations
     assert activations == pytest.approx(1 + 1 / 4)
-    assert virtual.step.efficiency == plain.step.efficiency
+    assert virtual.step.efficiency > plain.step.efficiency + 0.02
     assert "2.5 full micro-batches of 4 layers" in as_text(virtual)
-    assert "under the plain schedule, without virtual stages" in as_text(virtual)
-    assert "virtual" not in as_text(plain)
 
 
 @pytest.mark.parametrize(

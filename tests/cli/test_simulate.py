@@ -74,6 +74,17 @@ def test_virtual_stages_wait_less_and_hold_more(
     )
 
 
+def test_stages_of_unequal_layers_take_their_weights(config: Path) -> None:
+    flags = ("--steps", "1", "--strategies", "static", "--data", "preset:byted", "--")
+    uneven = ("--decoder-first-pipeline-num-layers", "2")
+    even, other = (
+        report(config, *flags, *TWO_STAGES, *more)["strategies"]["static"] for more in ((), uneven)
+    )
+    even_s, other_s = (one["steps"][0]["makespan_s"] for one in (even, other))
+    assert other_s > 1.05 * even_s  # 6 of 8 layers on the second stage
+    assert other["bubble_share"] > even["bubble_share"]
+
+
 def test_report(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(config, "--steps", "3", "--data", "preset:byted", "--seed", "4")
     assert (found["config"], found["gpus"], found["seed"]) == (str(config), 16, 4)

@@ -46,7 +46,12 @@ def rich(setup):
         spec=spec,
         tokenizer="byte",
         cache_folder="/cache",
-        settings=plan_settings(batch=BatchSize(tokens=2**40), seed=2**31 - 1),
+        settings=plan_settings(
+            batch=BatchSize(tokens=2**40),
+            seed=2**31 - 1,
+            num_stages=2,
+            stage_weights=(0.25, 0.75),
+        ),
     )
 
 

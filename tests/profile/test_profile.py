@@ -140,6 +140,19 @@ def test_virtual_stages_are_profiled_in_one_part(run_ranks):
     assert parted.cost_model.num_layers == 2
 
 
+def test_stages_of_unequal_layers(run_ranks):
+    """The first stage of two holds no layer, the second all three in two parts."""
+    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "3", "--hidden-size", "16")
+    flags += ("--pipeline-model-parallel-size", "2")
+    flags += ("--pipeline-model-parallel-layout", "E|t*2||tL")
+    first, second = run_ranks(2, profiled, 1.0, *flags)
+    assert first.cost_model == second.cost_model
+    model = first.cost_model
+    assert model.num_layers == 3  # of the stage that has most, all its parts
+    assert model.kv_bytes_per_token == 3 * 2 * 8 * 4
+    assert model.activation_bytes_per_token > 0
+
+
 SLEEPS = """
 import os, sys, time
 from megatron_hdp.profile import __main__ as command

@@ -30,11 +30,13 @@ class PlanSettings:
     cost_model: CostModel
     num_model_chunks: int = 1
     """Parts of the model on each pipeline stage (virtual stages)."""
+    stage_weights: tuple[float, ...] = ()
+    """Relative time of every virtual stage in the model's order; empty: all alike."""
 
     @property
     def pipeline(self) -> Pipeline:
         """That each HDP rank is."""
-        return Pipeline(self.num_stages, self.num_model_chunks)
+        return Pipeline(self.num_stages, self.num_model_chunks, self.stage_weights)
 
     @property
     def is_aligned(self) -> bool:

@@ -189,7 +189,8 @@ class TrainingState:
 
     def _load_weights(self, content: dict[str, Any]) -> None:
         for key, chunk in self._chunks_by_key():
-            chunk.module.load_state_dict(content[key])
+            # of a part without parameters nothing was read; in any other they would be missing
+            chunk.module.load_state_dict(content.get(key, {}))
 
     def _chunks_by_key(self) -> Iterator[tuple[str, DistributedDataParallel]]:
         """Megatron's keys."""

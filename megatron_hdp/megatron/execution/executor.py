@@ -223,7 +223,8 @@ class HdpExecutor:
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
 
-        Host memory is reserved by it from then on.
+        Counted in the chunk that has most layers; 0 on a stage without any. Host memory is reserved
+        by it from then on.
 
         All ranks of a model replica, and of an expert domain, must call this together.
         """
@@ -232,22 +233,24 @@ class HdpExecutor:
             padding_micro_batch(self.place.hdp_rank, num_tokens),
             tokens=np.arange(num_tokens) % get_attr_wrapped_model(self.chunks[0], "vocab_size"),
         )
-        if not self.place.is_first_stage:
+        counts = [len(get_attr_wrapped_model(one, "decoder").layers) for one in self.chunks]
+        chunk = counts.index(max(counts))
+        if chunk or not self.place.is_first_stage:
             received = torch.zeros(
                 self._activation_shape(example),
                 dtype=self._config.pipeline_dtype,
                 device=compute_device(),
                 requires_grad=True,
             )
-            get_attr_wrapped_model(self.chunks[0], "set_input_tensor")(received)
+            get_attr_wrapped_model(self.chunks[chunk], "set_input_tensor")(received)
         saved = saved_bytes(
             self.layers,
             self._parameters(),
-            lambda: self._forward_step(self._with_tensors([example]), self.chunks[0]),
+            lambda: self._forward_step(self._with_tensors([example]), self.chunks[chunk]),
         )
         of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
         self.offload.need.expect(replace(saved, layers=of_layers), num_tokens)
-        return max(of_layers) / num_tokens
+        return max(of_layers, default=0) / num_tokens
 
     def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""

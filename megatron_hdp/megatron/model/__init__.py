@@ -1,7 +1,12 @@
 """Megatron's GPT with the parts that HDP replaces: attention, positions, norms, experts, loss."""
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
-from megatron_hdp.megatron.model.building import build_chunks, build_gpt, model_dtype
+from megatron_hdp.megatron.model.building import (
+    build_chunks,
+    build_gpt,
+    model_dtype,
+    padded_vocab_size,
+)
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
@@ -24,4 +29,5 @@ __all__ = [
     "fused_kernel_can_count",
     "fused_kernel_is_there",
     "model_dtype",
+    "padded_vocab_size",
 ]

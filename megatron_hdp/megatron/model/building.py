@@ -26,7 +26,7 @@ from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
     fused_kernel_is_there,
 )
-from megatron_hdp.megatron.options import TrainingArguments, num_model_chunks
+from megatron_hdp.megatron.options import TrainingArguments, num_model_chunks, stage_split
 from megatron_hdp.megatron.parallel import compute_device, say
 
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
@@ -92,6 +92,11 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         sequence_parallel=arguments.sequence_parallel,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers_in_first_pipeline_stage=arguments.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=arguments.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=arguments.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=arguments.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=arguments.pipeline_model_parallel_layout,
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,
@@ -144,8 +149,10 @@ def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
     return spec
 
 
-def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of a stage, or of each of its model chunks, and a last norm like theirs.
+def block_spec(
+    arguments: TrainingArguments, chunk: int = 0
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of this rank's stage, or of one of its model chunks, and a last norm like theirs.
 
     Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
     another class where TransformerEngine is installed, whose extra state the checkpoints of other
@@ -155,8 +162,8 @@ def block_spec(arguments: TrainingArguments) -> ModuleSpec | TransformerBlockSub
     norm = spec.submodules.input_layernorm
     if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
         return spec
-    parts = arguments.pipeline_model_parallel_size * num_model_chunks(arguments)
-    num_layers = arguments.num_layers // parts
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    num_layers = stage_split(arguments).of_chunks(stage)[chunk]
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
@@ -190,7 +197,7 @@ def _chunk(
     fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
     model = (FusedLossModel if fused else GPTModel)(
         config=config,
-        transformer_layer_spec=block_spec(arguments),
+        transformer_layer_spec=block_spec(arguments, chunk),
         vocab_size=padded_vocab_size(vocab_size, arguments),
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=chunk == 0 and parallel_state.is_pipeline_first_stage(),

@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, planned_layers
 from megatron_hdp.megatron.parallel import compute_device
 
 _NUM_INDICES = 2**31  # of a tensor, as the kernel counts values in 32 bits
@@ -40,8 +40,7 @@ def fused_kernel_can_count(arguments: TrainingArguments) -> bool:
     values = heads * arguments.kv_channels // arguments.tensor_model_parallel_size
     tokens = arguments.hdp_tokens_per_rank or arguments.seq_length * arguments.micro_batch_size
     if arguments.hdp_offload != "off":
-        layers = arguments.num_layers // arguments.pipeline_model_parallel_size
-        tokens = max(tokens, tokens * layers // 2)
+        tokens = max(tokens, tokens * planned_layers(arguments) // 2)
     return tokens * values < _NUM_INDICES
 
 

@@ -10,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.optimizer.float64 import keep_float64
+from megatron_hdp.megatron.optimizer.torch_adam import without_parameters
 from megatron_hdp.megatron.optimizer.whole_state import gather_whole_states
 from megatron_hdp.megatron.options import TrainingArguments
 
@@ -36,6 +37,7 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, chunks)
     gather_whole_states(optimizer)
+    without_parameters(optimizer)
     if arguments.fp64:
         keep_float64(optimizer)
     return optimizer

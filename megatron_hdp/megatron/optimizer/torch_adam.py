@@ -1,8 +1,8 @@
-"""Lets the distributed optimizer restore a checkpoint into torch's Adam.
+"""Lets the distributed optimizer save torch's Adam, and restore a checkpoint into it.
 
 Megatron expects apex's or TransformerEngine's Adam there, which have their state from the start and
-keep no `step` tensor; without a GPU, torch's Adam serves. Nothing is patched for good: the two
-methods in the way are overridden on the instance, while a checkpoint is loaded.
+keep no `step` tensor; without a GPU, torch's Adam serves. Methods in the way are overridden on the
+instance: two while a checkpoint is loaded, one for good where a rank holds no parameters.
 """
 
 from __future__ import annotations
@@ -29,6 +29,35 @@ def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
                 stack.enter_context(_keeping_step(part))
                 stack.callback(_separate_steps, part.optimizer)
         yield
+
+
+def without_parameters(optimizer: MegatronOptimizer) -> None:
+    """Lets a rank be saved whose pipeline stage, or shard of it, holds no parameters.
+
+    Megatron asks torch's Adam for its one `step`, and such an Adam has seen none. What is saved of
+    it are settings, and those are the first rank's.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer) or type(part.optimizer) not in _TORCH_ADAMS:
+            continue
+        if not any(group["params"] for group in part.optimizer.param_groups):
+            _add_step(part)
+
+
+def _add_step(optimizer: DistributedOptimizer) -> None:
+    """Overrides `state_dict`, for which Adam then has the state of one parameter, which is left."""
+    adam, original = optimizer.optimizer, optimizer.state_dict
+
+    def state_dict() -> Any:
+        empty = adam.state_dict()
+        of_one = {**empty, "state": {0: {"step": torch.tensor(0.0)}}}
+        adam.state_dict = lambda: of_one
+        try:
+            return original()
+        finally:
+            del adam.state_dict
+
+    optimizer.state_dict = state_dict
 
 
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)

@@ -5,7 +5,11 @@ from megatron_hdp.megatron.options.arguments import (
     TrainingArguments,
     expert_domain_size,
     num_model_chunks,
+    planned_layers,
+    planned_weights,
+    stage_split,
     tokenizer_of,
+    without_virtual_stages,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
@@ -25,5 +29,9 @@ __all__ = [
     "markdown_tables",
     "num_model_chunks",
     "parse_arguments",
+    "planned_layers",
+    "planned_weights",
+    "stage_split",
     "tokenizer_of",
+    "without_virtual_stages",
 ]

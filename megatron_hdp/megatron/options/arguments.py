@@ -13,6 +13,7 @@ from megatron_hdp.megatron.options.groups import (
     RunOptions,
 )
 from megatron_hdp.options import HdpOptions, OptionError
+from megatron_hdp.planner.stages import LayerCosts, StageSplit, parts_of, stage_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,84 @@ def expert_domain_size(args: TrainingArguments) -> int:
 
 def num_model_chunks(args: TrainingArguments) -> int:
     """Parts of the model on each pipeline rank (virtual stages); 1 under the plain schedule."""
+    stages = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        return max(1, len(parts_of(args.pipeline_model_parallel_layout)) // stages)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage is None:
         return 1
-    layers = (args.num_layers or 1) // args.pipeline_model_parallel_size
-    return max(1, layers // args.num_layers_per_virtual_pipeline_stage)
+    counted = args.num_layers or 1
+    counted += args.account_for_embedding_in_pipeline_split
+    counted += args.account_for_loss_in_pipeline_split
+    return max(1, counted // stages // args.num_layers_per_virtual_pipeline_stage)
+
+
+def stage_split(args: TrainingArguments) -> StageSplit:
+    """Layers of every virtual stage.
+
+    Raises:
+        OptionError: the flags describe none.
+    """
+    return StageSplit.of(
+        args.num_layers or 1,
+        args.pipeline_model_parallel_size,
+        num_model_chunks(args),
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        embedding=args.account_for_embedding_in_pipeline_split,
+        loss=args.account_for_loss_in_pipeline_split,
+        layout=args.pipeline_model_parallel_layout,
+    )
+
+
+def without_virtual_stages(args: TrainingArguments) -> TrainingArguments:
+    """The same run with each stage's layers in one part, under the plain schedule."""
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layers = stage_split(args).of_stages
+        layout = f"E{'|'.join('t' * number for number in layers)}L"
+    return replace(
+        args,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_model_parallel_layout=layout,
+    )
+
+
+def planned_layers(args: TrainingArguments) -> int:
+    """Layers of a rank that plans count with: one number on all ranks, however stages differ.
+
+    The most that a stage has. With offload the fewest: equation 3 keeps two layers' activations on
+    the device, the greatest share where layers are few, so what fits there fits everywhere. (Two
+    or fewer are refused; a profile, which offloads nothing, may have a stage of none.)
+    """
+    split = stage_split(args)
+    return split.most if args.hdp_offload == "off" else max(1, split.fewest)
+
+
+def planned_weights(args: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
+    """Relative time of every virtual stage; None where all hold equally many layers.
+
+    Args:
+        args: derived defaults filled in.
+        vocab_size: padded.
+    """
+    experts = args.num_experts or 0
+    costs = LayerCosts.of_shape(
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=(args.moe_ffn_hidden_size if experts else 0) or args.ffn_hidden_size,
+        gated=args.swiglu,
+        experts_per_token=args.moe_router_topk if experts else 1,
+        num_experts=experts,
+        vocab_size=vocab_size,
+        tokens=min(args.hdp_tokens_per_rank, args.seq_length),
+        recompute=args.recompute_granularity,
+    )
+    return stage_weights(stage_split(args), costs)
 
 
 def tokenizer_of(args: TrainingArguments) -> str | None:

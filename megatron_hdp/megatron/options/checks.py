@@ -5,8 +5,14 @@ Every check here raises `OptionError`.
 
 from typing import Any
 
-from megatron_hdp.megatron.options.arguments import TrainingArguments, num_model_chunks
+from megatron_hdp.megatron.options.arguments import (
+    TrainingArguments,
+    num_model_chunks,
+    planned_layers,
+    stage_split,
+)
 from megatron_hdp.options import OptionError, flag_of
+from megatron_hdp.planner.stages import StageSplit
 
 DATA_FLAGS = (
     "data_path",
@@ -52,17 +58,18 @@ def check_model(args: TrainingArguments) -> None:
 
 def check_parallel(args: TrainingArguments) -> None:
     """Checks how the model is laid out over ranks."""
-    stages = args.pipeline_model_parallel_size
-    if (args.num_layers or 1) % stages:
-        raise OptionError(
-            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
-            f"{stages}: every stage holds the same number of layers, change one of them"
-        )
+    _check_layers_of_chunks(args)
+    split = stage_split(args)
     check_virtual_stages(args)
+    _check_units(args, split)
     check_layout(args)
 
 
-_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_VIRTUAL = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
 
 
 def check_virtual_stages(args: TrainingArguments) -> None:
@@ -72,7 +79,8 @@ def check_virtual_stages(args: TrainingArguments) -> None:
         OptionError: says what was found, what was expected and the remedy.
     """
     given = [name for name in _VIRTUAL if getattr(args, name) is not None]
-    if not given:
+    chunks = num_model_chunks(args)
+    if not given or (given == ["pipeline_model_parallel_layout"] and chunks == 1):
         return
     flags = [flag_of(name) for name in given]
     if len(given) > 1:
@@ -84,22 +92,53 @@ def check_virtual_stages(args: TrainingArguments) -> None:
             f"{found} without pipeline stages: leave it out, or raise "
             "--pipeline-model-parallel-size"
         )
-    layers = (args.num_layers or 1) // stages
-    if layers % getattr(args, given[0]):
+    if chunks == 1:
         raise OptionError(
-            f"{found} does not divide the {layers} layers of a pipeline stage "
-            f"(--num-layers {args.num_layers} / --pipeline-model-parallel-size {stages}): every "
-            "virtual stage holds the same number of layers, change one of the numbers"
-        )
-    if num_model_chunks(args) == 1:
-        raise OptionError(
-            f"{found} makes one virtual stage of the {layers} layers of a pipeline stage, which is "
-            "the plain schedule: leave it out, or ask for two at least"
+            f"{found} makes one virtual stage of the {stage_split(args).most} layers of a pipeline "
+            "stage, which is the plain schedule: leave it out, or ask for two at least"
         )
     if not args.hybrid_data_parallel:
         raise OptionError(
             f"{found} goes with --hybrid-data-parallel in this command: add it, or train with "
             "Megatron-LM's script"
+        )
+
+
+def _check_layers_of_chunks(args: TrainingArguments) -> None:
+    """Megatron reads layers of a virtual stage only where all stages have equally many."""
+    of_chunk = args.num_layers_per_virtual_pipeline_stage
+    if of_chunk is None:
+        return
+    found = f"--num-layers-per-virtual-pipeline-stage {of_chunk}"
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        flag = "first" if first is not None else "last"
+        raise OptionError(
+            f"{found} with --decoder-{flag}-pipeline-num-layers, whose stages differ: say "
+            "--num-virtual-stages-per-pipeline-rank instead"
+        )
+    stages = args.pipeline_model_parallel_size
+    counted = (args.num_layers or 1) + args.account_for_embedding_in_pipeline_split
+    counted += args.account_for_loss_in_pipeline_split
+    if stages > 1 and counted // stages % of_chunk:
+        raise OptionError(
+            f"{found} does not divide the {counted // stages} layers of a pipeline stage "
+            f"(--num-layers {args.num_layers} / --pipeline-model-parallel-size {stages}): every "
+            "virtual stage holds the same number of layers, change one of the numbers"
+        )
+
+
+def _check_units(args: TrainingArguments, split: StageSplit) -> None:
+    """Megatron recomputes a part's layers in whole units, and fails on a rest."""
+    unit = args.recompute_num_layers or 1
+    if args.recompute_method != "uniform":
+        return
+    rest = next((layers for layers in split.layers if layers % unit), None)
+    if rest is not None:
+        raise OptionError(
+            f"--recompute-num-layers {unit} does not divide the {rest} layers of a stage, and "
+            "--recompute-method uniform recomputes whole units: choose a divisor of "
+            f"{', '.join(map(str, sorted(set(split.layers))))}, or --recompute-method block"
         )
 
 
@@ -118,7 +157,7 @@ def check_layout(args: TrainingArguments) -> None:
             f"{capacity // tensor_ranks * tensor_ranks or tensor_ranks}"
         )
 
-    layers = (args.num_layers or 1) // stages
+    layers = planned_layers(args)
     if args.hdp_offload != "off" and layers <= 2:
         raise OptionError(
             f"--hdp-offload {args.hdp_offload} has no effect with {layers} layers on a rank: "

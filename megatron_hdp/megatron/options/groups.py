@@ -179,7 +179,25 @@ class ParallelOptions:
         help="Split norms and dropout between tensor-parallel ranks too (no effect without).",
     )
     pipeline_model_parallel_size: int = option(
-        1, minimum=1, help="Pipeline stages; each holds the same number of layers."
+        1, minimum=1, help="Pipeline stages, of equally many layers unless a flag says otherwise."
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, minimum=1, help="Layers of the first stage; the others share the rest."
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, minimum=1, help="Layers of the last stage; the others share the rest."
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, help="The embedding counts as a layer of the first stage."
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, help="Output layer and loss count as a layer of the last stage."
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        metavar="TEXT",
+        help="What each stage holds, virtual stages included, by letters: E (embedding), t (a "
+        "layer), L (loss), | between stages, *n to repeat: Ett|(ttt|)*2,ttL.",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, minimum=1, help="Layers of a virtual stage (interleaved schedule; needs HDP)."

@@ -96,7 +96,7 @@ class HdpSteps:
         self.place = executor.place
         self.corpus = corpus
         self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
-        settings = plan_settings(arguments, self.place, self.cost_model)
+        settings = plan_settings(arguments, self.place, self.cost_model, vocab_size)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
         self._patience = Patience(arguments.distributed_timeout_minutes)
@@ -119,6 +119,7 @@ class HdpSteps:
                 self.place,
                 self.cost_model,
                 corpus.spec.primitives,
+                settings.pipeline,
                 has_plane=plane is not None,
             )
         # what cannot be planned is refused now, not when it is drawn

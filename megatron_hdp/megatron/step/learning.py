@@ -25,6 +25,7 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
+from megatron_hdp.planner.pipeline import Pipeline
 
 BEHIND, BEHIND_WITH_PLANE = 2, 4
 """Steps between a step and the latest one that its plan may depend on: as few as allow one step to
@@ -60,12 +61,18 @@ class Learning:
         place: RankPlace,
         cost_model: CostModel,
         primitives: PrimitivesSpec,
+        pipeline: Pipeline,
         *,
         has_plane: bool,
     ) -> None:
         _require_alone(place)
         _require_followed(primitives)
         self._place = place
+        # of the whole model, for each second of this stage; a stage that computes nothing says 0
+        self._of_all = float(pipeline.stages)
+        if pipeline.weights:
+            share = float(pipeline.stage_weights[place.stage])
+            self._of_all = 1 / share if share else 0.0
         self._base = cost_model
         self._begun = FilterState.begin(cost_model, place.num_hdp_ranks)
         self._behind = BEHIND_WITH_PLANE if has_plane else BEHIND
@@ -149,7 +156,7 @@ class Learning:
 
     def _observation(self, step: RankStep, outcome: RankOutcome) -> list[float]:
         work = work_of(step.share, self._base, self._place.num_stages)
-        return [*work.tolist(), outcome.compute_s * self._place.num_stages]
+        return [*work.tolist(), outcome.compute_s * self._of_all]
 
     def _by_hdp_rank(self, table: Table) -> Table:
         """Of each HDP rank its slowest GPU: all of them wait for that one."""

@@ -6,15 +6,24 @@ from collections.abc import Collection
 
 from megatron_hdp.data.mixture import BatchSize
 from megatron_hdp.data.steps import PlanSettings, Reader
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.model import padded_vocab_size
+from megatron_hdp.megatron.options import TrainingArguments, planned_weights
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import CostModel
 
 
 def plan_settings(
-    arguments: TrainingArguments, place: RankPlace, cost_model: CostModel
+    arguments: TrainingArguments, place: RankPlace, cost_model: CostModel, vocab_size: int
 ) -> PlanSettings:
-    """What decides, beside the data, how steps are drawn and planned: the same on every rank."""
+    """What decides, beside the data, how steps are drawn and planned: the same on every rank.
+
+    Args:
+        arguments: of the run.
+        place: of this rank.
+        cost_model: that the run begins with.
+        vocab_size: entries of the tokenizer.
+    """
+    vocabulary = padded_vocab_size(vocab_size, arguments)
     return PlanSettings(
         batch=BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens),
         seed=arguments.seed,
@@ -28,6 +37,7 @@ def plan_settings(
         offload=arguments.hdp_offload,
         cost_model=cost_model,
         num_model_chunks=place.num_model_chunks,
+        stage_weights=planned_weights(arguments, vocabulary) or (),
     )
 
 

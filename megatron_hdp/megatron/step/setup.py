@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, planned_layers, stage_split
 from megatron_hdp.megatron.parallel import (
     RankPlace,
     compute_device,
@@ -112,20 +112,21 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
 
 
 def _cost_model_at_full_speed(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
-    num_layers = len(executor.layers)
+    planned, most = planned_layers(arguments), stage_split(arguments).most
     counted = executor.activation_bytes_per_token() if arguments.hdp_offload != "off" else None
     if arguments.cost_model_file is None:
         shape = _cost_model_of_shape(arguments, executor, counted)
-        return replace(shape, num_layers=num_layers)
+        return replace(shape, num_layers=planned)
     measured = CostModel.from_json(arguments.cost_model_file)
-    count = arguments.hdp_offload != "off" or measured.counts_layers
-    if count and measured.num_layers != num_layers:
+    if arguments.hdp_offload == "off" and not measured.counts_layers:
+        return measured
+    if measured.num_layers != most:
         raise ValueError(
             f"--hdp-offload {arguments.hdp_offload}: {arguments.cost_model_file} says num_layers "
-            f"{measured.num_layers}, a rank of this run has {num_layers}: measure the cost model "
-            "again, or correct num_layers (layers of one pipeline stage)"
+            f"{measured.num_layers}, a rank of this run has {most}: measure the cost model "
+            "again, or correct num_layers (layers of one pipeline stage, the most if they differ)"
         )
-    return measured
+    return replace(measured, num_layers=planned)
 
 
 def _cost_model_of_shape(
@@ -134,11 +135,12 @@ def _cost_model_of_shape(
     """`counted`: bytes of activations of one token in a layer, if they are to be offloaded."""
     others: dict[str, float] = {}
     if counted is not None:
-        place, ranks = executor.place, dist.get_world_size()
-        total = over_all_ranks({"bytes": counted}, {}, compute_device())
-        # of one of the tensor ranks and stages that make up an HDP rank
-        devices = place.num_tensor_ranks * place.num_stages
-        per_token = total["bytes"] / ranks * len(executor.layers) * devices
+        layers = len(executor.layers)
+        mine = {"bytes": counted * layers, "layers": float(layers)}
+        total = over_all_ranks(mine, {}, compute_device())
+        # a layer of the model lies on the tensor ranks of one stage
+        of_all = arguments.num_layers * executor.place.num_tensor_ranks
+        per_token = total["bytes"] / total["layers"] * of_all
         others = {"activation_bytes_per_token": per_token}
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels

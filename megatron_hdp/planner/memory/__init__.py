@@ -1,12 +1,19 @@
 """What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer."""
 
-from megatron_hdp.planner.memory.activations import kept_after_forward, second_stream_kept_bytes
+from megatron_hdp.planner.memory.activations import (
+    kept_after_forward,
+    kept_of_part,
+    second_stream_kept_bytes,
+    second_stream_kept_of_part,
+)
 from megatron_hdp.planner.memory.gpu import (
     RESERVE,
     StageMemory,
     fullest_stage,
     most_tokens_per_rank,
+    stage_memories,
     stage_memory,
+    waiting_activations,
 )
 from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
@@ -18,7 +25,11 @@ __all__ = [
     "StageMemory",
     "fullest_stage",
     "kept_after_forward",
+    "kept_of_part",
     "most_tokens_per_rank",
     "second_stream_kept_bytes",
+    "second_stream_kept_of_part",
+    "stage_memories",
     "stage_memory",
+    "waiting_activations",
 ]

@@ -59,27 +59,38 @@ def _router_bytes(job: Job) -> float:
 
 
 def kept_after_forward(job: Job) -> float:
-    """Bytes of one token that a layer holds between forward and backward, mean over a stage."""
+    """Bytes of one token that a layer holds between forward and backward, mean over the model."""
+    return sum(kept_of_part(job, layers) for layers in job.split.layers) / job.num_layers
+
+
+def kept_of_part(job: Job, num_layers: int) -> float:
+    """Bytes of one token that a part of the model holds between its forward and backward.
+
+    Args:
+        job: what is trained, and how.
+        num_layers: of the part, which one forward runs through.
+    """
     kept = kept_bytes(job)
     whole = sum(kept.values())
     if job.recompute == "selective":
-        return whole - kept["log-sum-exp"]  # the output is the next layer's input and stays
+        # the output is the next layer's input and stays
+        return num_layers * (whole - kept["log-sum-exp"])
     if job.recompute == "full":
         layer_input = job.value_bytes * job.hidden_size * job.token_share
         if job.recompute_method == "uniform":
-            return layer_input / min(job.recompute_num_layers, job.layers_per_chunk)
-        recomputed = job.recomputed_share
-        return recomputed * layer_input + (1 - recomputed) * whole
-    return whole
+            units = num_layers / max(1, min(job.recompute_num_layers, num_layers))
+            return units * layer_input
+        recomputed = job.recomputed_of(num_layers)
+        return recomputed * layer_input + (num_layers - recomputed) * whole
+    return num_layers * whole
 
 
-def recomputed_layers(job: Job) -> int:
-    """Layers that are whole in memory at a time because backward recomputed them."""
+def recomputed_layers(job: Job, stage: int) -> int:
+    """Layers of a stage that are whole in memory at a time because backward recomputed them."""
     if job.recompute != "full":
         return 0
-    if job.recompute_method == "uniform":
-        return min(job.recompute_num_layers, job.layers_per_chunk)
-    return 1
+    unit = job.recompute_num_layers if job.recompute_method == "uniform" else 1
+    return min(unit, max(job.split.of_chunks(stage)))
 
 
 def backward_bytes(job: Job) -> float:
@@ -145,9 +156,15 @@ def second_stream_kept_bytes(job: Job) -> float:
 
     The K and V that a ring of TransformerEngine's received last, if its degree is odd: they came in
     a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
-    computes, and neither can have the other's. A mean over a stage, as `kept_after_forward`.
+    computes, and neither can have the other's. A mean over the model, as `kept_after_forward`.
     """
+    of_parts = (second_stream_kept_of_part(job, layers) for layers in job.split.layers)
+    return sum(of_parts) / job.num_layers
+
+
+def second_stream_kept_of_part(job: Job, num_layers: int) -> float:
+    """The same of a part of the model, of so many layers."""
     if job.hdp_ranks < 3 or job.recompute == "selective":
         return 0.0
     whole = job.value_bytes * 2 * job.kv_size / job.tensor_ranks
-    return (1 - job.recomputed_share) * whole
+    return (num_layers - job.recomputed_of(num_layers)) * whole

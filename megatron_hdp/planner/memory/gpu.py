@@ -1,7 +1,8 @@
 """Memory of one GPU, summed up before any is booked: state, activations, working memory.
 
 Of a pipeline's stages the fullest decides: the first holds as many micro-batches as there are
-stages (with several model chunks more), the last one the loss. Parts that are not alive at the same
+stages (with several model chunks more), the last one the loss, and stages may have unequal numbers
+of layers. Parts that are not alive at the same
 moment (a layer's backward and the loss) are added all the same, so the sum is an upper bound of
 what is accounted for here.
 """
@@ -10,15 +11,14 @@ from dataclasses import dataclass, replace
 
 from megatron_hdp.planner.memory.activations import (
     backward_bytes,
-    kept_after_forward,
     kept_bytes,
+    kept_of_part,
     recomputed_layers,
     ring_bytes,
     second_stream_bytes,
-    second_stream_kept_bytes,
+    second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.job import Job
-from megatron_hdp.planner.memory.model import MemoryModel
 
 RUNTIME_BYTES = 3e9
 """CUDA's context with all kernels, libraries' workspaces, NCCL's communicators: assumed, not
@@ -62,8 +62,21 @@ class StageMemory:
 
 def fullest_stage(job: Job, most_tokens: int | None = None) -> StageMemory:
     """The stage that needs the most memory; `most_tokens` as for `stage_memory`."""
-    stages = (stage_memory(job, stage, most_tokens) for stage in range(job.stages))
-    return max(stages, key=lambda memory: memory.total)
+    return max(stage_memories(job, most_tokens), key=lambda memory: memory.total)
+
+
+def stage_memories(job: Job, most_tokens: int | None = None) -> list[StageMemory]:
+    """Memory of every stage, the first one first; `most_tokens` as for `stage_memory`."""
+    return [stage_memory(job, stage, most_tokens) for stage in range(job.stages)]
+
+
+def waiting_activations(job: Job, stage: int) -> float:
+    """Bytes a token of what waits on a GPU of a stage for its backward, at most.
+
+    Of as many micro-batches, or passes through a model chunk, as are between forward and backward.
+    """
+    of_chunks = [kept_of_part(job, layers) for layers in job.split.of_chunks(stage)]
+    return job.most_alive(stage, of_chunks)
 
 
 def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageMemory:
@@ -79,29 +92,30 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     first, last = stage == 0, stage == job.stages - 1
     tokens = most_tokens or job.tokens_per_rank
     embedding = job.vocab_size * job.hidden_size / job.tensor_ranks
-    dense = job.layers_per_stage * _dense_layer(job) + (embedding if first else 0)
+    of_chunks = job.split.of_chunks(stage)
+    layers = sum(of_chunks)
+    dense = layers * _dense_layer(job) + (embedding if first else 0)
     if last and not (job.tied_embeddings and job.stages == 1):
         dense += embedding
     if last:
         dense += job.hidden_size  # the last norm
-    experts = job.layers_per_stage * _experts_of_a_layer(job)
+    experts = layers * _experts_of_a_layer(job)
     weights, b = dense + experts, job.value_bytes
-    alive = job.alive(stage)
-    model = MemoryModel(job.layers_per_stage, kept_after_forward(job))
-    beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
+    beside = job.most_alive(stage, [second_stream_kept_of_part(job, one) for one in of_chunks])
+    working = tokens if layers else 0  # without layers none is at work
     whole_layer = sum(kept_bytes(job).values())
     return StageMemory(
         stage=stage,
         weights=b * weights,
         gradients=_GRADIENT * weights,
         optimizer=_optimizer_bytes(job, dense, experts),
-        activations=alive * model.peak_bytes(job.tokens_per_rank),
-        recomputed=recomputed_layers(job) * whole_layer * tokens,
+        activations=waiting_activations(job, stage) * job.tokens_per_rank,
+        recomputed=recomputed_layers(job, stage) * whole_layer * tokens,
         # and the gradient of one weight, before it is added to the others
-        backward=backward_bytes(job) * tokens + b * _largest_matrix(job),
-        ring_buffers=ring_bytes(job) * tokens,
-        second_stream=alive * beside.peak_bytes(job.tokens_per_rank)
-        + second_stream_bytes(job, job.hdp_ranks) * tokens,
+        backward=backward_bytes(job) * working + (b * _largest_matrix(job) if layers else 0.0),
+        ring_buffers=ring_bytes(job) * working,
+        second_stream=beside * job.tokens_per_rank
+        + second_stream_bytes(job, job.hdp_ranks) * working,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
     )
 

@@ -1,6 +1,9 @@
 """What the memory of a GPU depends on: a model's shape, its layout on GPUs and the capacity."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron_hdp.planner.stages import StageSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Job:
     stages: int = 1
     model_chunks: int = 1
     """Parts of the model on each stage (virtual stages)."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of every virtual stage in the model's order; empty: equally many on each."""
     expert_ranks: int = 1
     expert_tensor_ranks: int = 1
 
@@ -50,25 +55,46 @@ class Job:
         return self.num_gpus // (self.tensor_ranks * self.stages)
 
     @property
-    def layers_per_stage(self) -> int:
-        """Layers of one stage."""
-        return self.num_layers // self.stages
-
-    @property
-    def layers_per_chunk(self) -> int:
-        """Layers of one part of the model."""
-        return self.layers_per_stage // self.model_chunks
+    def split(self) -> StageSplit:
+        """Layers of each stage, and of each part of the model on it."""
+        if self.stage_layers:
+            return StageSplit(self.stage_layers, self.stages)
+        parts = self.stages * self.model_chunks
+        return StageSplit((self.num_layers // parts,) * parts, self.stages)
 
     def alive(self, stage: int) -> float:
         """Micro-batches between forward and backward on a stage, at most.
 
         With model chunks that many of a stage's passes are, each through one of them.
         """
+        return self._waiting_passes(stage) / self.model_chunks
+
+    def most_alive(self, stage: int, of_chunks: Sequence[float]) -> float:
+        """What a stage holds at its fullest moment, of passes between forward and backward.
+
+        Args:
+            stage: 0 is the first.
+            of_chunks: what a pass through each of the stage's model chunks holds.
+        """
+        passes = self._waiting_passes(stage)
+        if len(set(of_chunks)) == 1:
+            return passes * of_chunks[0]
+        # groups of as many micro-batches as there are stages go through one chunk and the next
+        group = [chunk for chunk in range(self.model_chunks) for _ in range(self.stages)]
+        held = most = 0.0
+        for number in range(4 * len(group)):
+            held += of_chunks[group[number % len(group)]]
+            most = max(most, held)
+            if number >= passes - 1:  # a backward has room again, of the last chunk first
+                held -= of_chunks[-1 - group[(number - passes + 1) % len(group)]]
+        return most
+
+    def _waiting_passes(self, stage: int) -> int:
+        """Passes through a model chunk whose backward is to come, at most."""
         behind = self.stages - 1 - stage
         if self.model_chunks == 1:
             return behind + 1
-        passes = 2 * behind + (self.model_chunks - 1) * self.stages + 1
-        return passes / self.model_chunks
+        return 2 * behind + (self.model_chunks - 1) * self.stages + 1
 
     @property
     def value_bytes(self) -> int:
@@ -98,8 +124,12 @@ class Job:
     @property
     def recomputed_share(self) -> float:
         """Share of the layers whose forward runs once more in backward."""
+        return sum(map(self.recomputed_of, self.split.layers)) / self.num_layers
+
+    def recomputed_of(self, num_layers: int) -> int:
+        """Layers whose forward runs once more, of so many in one part of the model."""
         if self.recompute != "full":
-            return 0.0
+            return 0
         if self.recompute_method == "uniform":
-            return 1.0
-        return min(self.recompute_num_layers, self.layers_per_chunk) / self.layers_per_chunk
+            return num_layers
+        return min(self.recompute_num_layers, num_layers)

@@ -35,7 +35,7 @@ class HostNeed:
     def learn(self, stash: MicroBatchStash, num_tokens: int) -> None:
         """Takes what a micro-batch saved, or saved in one part, of which few layers may stay."""
         if num_tokens and self._num_leaving:
-            layer_bytes = stash.seen_bytes * self._num_parts / self._num_leaving
+            layer_bytes = stash.seen_bytes / max(1, stash.seen_layers)
             self._raise_to(layer_bytes / num_tokens, stash.largest_bytes / num_tokens)
 
     def _raise_to(self, layer_bytes: float, storage_bytes: float) -> None:

@@ -107,6 +107,7 @@ class MicroBatchStash:
     Attributes:
         offloaded_bytes: what went to the host.
         seen_bytes: what might have gone: storages worth a copy in all but the last two layers.
+        seen_layers: of those, the ones that this forward ran through.
         largest_bytes: the largest of those storages.
     """
 
@@ -116,6 +117,7 @@ class MicroBatchStash:
         self.ratio = ratio
         self.offloaded_bytes = 0
         self.seen_bytes = 0
+        self.seen_layers = 0
         self.largest_bytes = 0
         self._rules = rules
         self._kept = kept
@@ -130,6 +132,7 @@ class MicroBatchStash:
     def enter_layer(self, layer: int, shared: tuple[torch.Tensor, ...] = ()) -> None:
         """The forward of `layer` begins; tensors of `shared` are every layer's, and stay."""
         self._layer = layer
+        self.seen_layers += layer < self._rules.num_layers - RESIDENT_LAYERS
         self._let_go(layer - RESIDENT_LAYERS)
         for tensor in shared:
             storage = tensor.untyped_storage()

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner.memory import (
     Job,
-    MemoryModel,
-    kept_after_forward,
-    second_stream_kept_bytes,
+    kept_of_part,
+    second_stream_kept_of_part,
     stage_memory,
 )
 from megatron_hdp.planner.pipeline import Pipeline
@@ -48,7 +47,7 @@ class MemoryCosts:
             job: what is trained, and how.
             most_tokens: of any micro-batch on an HDP rank.
         """
-        stages = range(job.stages)
+        stages, split = range(job.stages), job.split
         # the fused loss has a chunk of logits at most: linear on both sides of where it is full
         full = 2**30 / (job.value_bytes * job.vocab_size / job.tensor_ranks)
         sizes = sorted({1, int(full), int(full) + 1, max(2, most_tokens)} - {0})
@@ -59,13 +58,15 @@ class MemoryCosts:
             state = of_sizes[0]
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
-        beside = MemoryModel(job.layers_per_stage, second_stream_kept_bytes(job))
-        held = [job.alive(s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
-        of_layer = kept_after_forward(job) + second_stream_kept_bytes(job)
+        beside = [second_stream_kept_of_part(job, layers) for layers in split.layers]
+        held = [
+            job.most_alive(stage, beside[stage :: job.stages]) * job.tokens_per_rank
+            for stage in stages
+        ]
+        rows = zip(split.layers, beside, strict=True)
         return cls(
             fixed_bytes=tuple(fixed),
-            row_bytes_per_token=(job.layers_per_chunk * of_layer,)
-            * (job.stages * job.model_chunks),
+            row_bytes_per_token=tuple(kept_of_part(job, layers) + one for layers, one in rows),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)

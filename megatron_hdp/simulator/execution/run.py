@@ -99,7 +99,7 @@ class Setting:
         row_layers: tuple[int, ...] = ()
         if self.job is not None:
             memory = MemoryCosts.of_job(self.job, most_tokens_of(made))
-            row_layers = (self.job.layers_per_chunk,) * self.pipeline.rows
+            row_layers = self.job.split.layers
         return execute(
             made,
             self.cost_model,

@@ -128,6 +128,6 @@ def test_what_just_fits_is_judged_with_it(stages):
     assert fullest.total <= 20e9 < fullest_stage(replace(job, tokens_per_rank=capacity + 1)).total
     without = replace(fullest, second_stream=0.0)
     assert without.total == pytest.approx(fullest.total - fullest.second_stream)
-    layers, alive = job.layers_per_stage, stages - fullest.stage
+    layers, alive = job.split.most, stages - fullest.stage
     per_token = alive * layers * KV + second_stream_bytes(job, job.hdp_ranks)
     assert fullest.second_stream == capacity * per_token > 0.04 * fullest.total

@@ -92,6 +92,18 @@ def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
     assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
 
 
+UNEVEN = (1, 3, 2, 2)  # two chunks of each stage
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_unequal_stages_take_what_check_says(recompute: str | None) -> None:
+    job = dataclasses.replace(JOB, model_chunks=2, stage_layers=UNEVEN, recompute=recompute)
+    plan = plan_of([[rank] for _ in range(8) for rank in range(4)], lengths=[8192] * 32)
+    pipeline, memory = Pipeline(2, 2), MemoryCosts.of_job(job, 8192)
+    run = execute(plan, COSTS, pipeline=pipeline, row_layers=UNEVEN, memory=memory)
+    assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
+
+
 def test_stages_of_unequal_layers_hold_what_they_have() -> None:
     plan = plan_of([[0]], lengths=[10])
     for layers, stage, peak in (((3, 18), 1, 50 + 180.0), ((5, 4), 0, 100 + 50.0)):

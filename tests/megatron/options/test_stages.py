@@ -1,0 +1,188 @@
+"""Splits and layouts are those that Megatron makes of the same flags."""
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    num_model_chunks,
+    parse_arguments,
+    planned_layers,
+    planned_weights,
+    stage_split,
+    without_virtual_stages,
+)
+from megatron_hdp.options import OptionError
+from megatron_hdp.planner.stages import StageSplit, parts_of
+
+pieces = st.sampled_from(["t", "|", "t*2", "t*0", "|*2", "(t|)*2", "(t*2|t)*3", ",", "(,t)*2"])
+
+
+@given(pieces=st.lists(pieces, max_size=8))
+def test_layouts_are_read_as_by_megatron(pieces: list[str]) -> None:
+    layout = "E" + "".join(pieces) + "L"
+    expected = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    assert [part.layers for part in parts_of(layout)] == [
+        part.count(LayerType.decoder) for part in expected
+    ]
+
+
+def megatron_split(
+    layers: int, stages: int, chunks: int, flags: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of virtual stages and the numbers of their first ones, as Megatron builds them."""
+    names = {
+        "first": "num_layers_in_first_pipeline_stage",
+        "last": "num_layers_in_last_pipeline_stage",
+        "embedding": "account_for_embedding_in_pipeline_split",
+        "loss": "account_for_loss_in_pipeline_split",
+    }
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype="float",
+        overlap_p2p_comm=True,
+        batch_p2p_comm=False,
+        **{names[name]: value for name, value in flags.items()},
+    )
+    places = [(c if chunks > 1 else None, s) for c in range(chunks) for s in range(stages)]
+    return (
+        tuple(get_num_layers_to_build(config, c, s) for c, s in places),
+        tuple(get_transformer_layer_offset(config, c, s) for c, s in places),
+    )
+
+
+@settings(max_examples=400)
+@example(layers=8, stages=2, chunks=2, ends=(4, 4), counted=(False, False))
+@example(layers=1, stages=2, chunks=1, ends=(None, 2), counted=(False, False))
+@given(
+    layers=st.integers(1, 20),
+    stages=st.integers(2, 4),
+    chunks=st.integers(1, 3),
+    ends=st.tuples(*[st.none() | st.integers(1, 8)] * 2),
+    counted=st.tuples(st.booleans(), st.booleans()),
+)
+def test_splits_are_those_of_megatron(
+    layers: int,
+    stages: int,
+    chunks: int,
+    ends: tuple[int | None, int | None],
+    counted: tuple[bool, bool],
+) -> None:
+    flags: dict[str, Any] = {"first": ends[0], "last": ends[1]}
+    flags |= {"embedding": counted[0], "loss": counted[1]}
+    flags = {name: value for name, value in flags.items() if value}
+    try:
+        expected, offsets = megatron_split(layers, stages, chunks, flags)
+    except (ValueError, AssertionError, ZeroDivisionError):
+        expected = (-1,)
+    if min(expected) < 0:  # of a stage that cannot be, Megatron takes some
+        with pytest.raises(OptionError):
+            StageSplit.of(layers, stages, chunks, **flags)
+        return
+    split = StageSplit.of(layers, stages, chunks, **flags)
+    assert split.layers == expected
+    assert offsets == tuple(sum(split.layers[:place]) for place in range(len(offsets)))
+
+
+RUN = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --train-iters 3 --lr 1e-3 "
+    "--data-path prefix --hybrid-data-parallel --hdp-tokens-per-rank 64 --global-batch-size 8 "
+    "--attention-dropout 0 --num-layers 7 --pipeline-model-parallel-size 2"
+)
+FIRST = "--decoder-first-pipeline-num-layers 3"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+def parsed(flags: str) -> TrainingArguments:
+    return parse_arguments([*RUN.split(), *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (FIRST, (3, 4)),
+        ("--decoder-last-pipeline-num-layers 1", (6, 1)),
+        ("--account-for-loss-in-pipeline-split", (4, 3)),
+        (f"{LAYOUT} E|t*7,L", (0, 7)),
+        (f"{LAYOUT} E|t|t*4|ttL", (0, 1, 4, 2)),
+        (
+            "--decoder-first-pipeline-num-layers 4 --num-layers 10 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            (2, 3, 2, 3),
+        ),
+        (
+            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2",
+            (1, 2, 2, 2),
+        ),
+    ],
+)
+def test_flags_cut_the_model(flags: str, layers: tuple[int, ...]) -> None:
+    arguments = parsed(flags)
+    assert stage_split(arguments).layers == layers
+    assert num_model_chunks(arguments) == len(layers) // 2
+
+
+def test_the_same_stages_without_virtual_ones() -> None:
+    plain = without_virtual_stages(parsed(f"{LAYOUT} E|t|t*4|ttL"))
+    assert stage_split(plain).layers == (4, 3)
+    ends = "--decoder-first-pipeline-num-layers 4 --num-layers 10"
+    plain = without_virtual_stages(parsed(f"{ends} --num-virtual-stages-per-pipeline-rank 2"))
+    assert stage_split(plain).layers == (4, 6)
+
+
+def test_all_ranks_plan_with_one_number_of_layers() -> None:
+    assert planned_layers(parsed(FIRST)) == 4
+    assert planned_layers(parsed(f"{FIRST} --hdp-offload auto")) == 3
+
+
+def test_weights_count_what_a_token_meets() -> None:
+    weights = planned_weights(parsed(FIRST), 1000)
+    # parameters of attention and MLP, and of 64 tokens' attention each of the 64 channels
+    layer, output = 4 * 64 * 64 + 2 * 64 * 256 + 64 * 64, 64 * 1000
+    whole = 7 * layer + output
+    assert weights == pytest.approx((3 * layer / whole, (4 * layer + output) / whole))
+    even = planned_weights(parsed("--num-layers 8"), 1000)
+    assert even is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--num-layers 7 is not a multiple of --pipeline-model-parallel-size 2"),
+        (f"{FIRST} {LAYOUT} Et*3|t*4L", "expected one way to cut the model"),
+        (
+            f"{LAYOUT} Et|tt|tt|ttL --num-virtual-stages-per-pipeline-rank 2",
+            "found both --num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-l",
+        ),
+        (
+            f"{LAYOUT} E|t*7L --pipeline-model-parallel-size 1",
+            "t*7L without pipeline stages: leave it out",
+        ),
+        (
+            f"{FIRST} --num-layers-per-virtual-pipeline-stage 1",
+            "whose stages differ: say --num-virtual-stages-per-pipeline-rank instead",
+        ),
+        (f"{LAYOUT} Ett|t*5L --hdp-offload auto", "has no effect with 2 layers on a rank"),
+        (
+            f"{FIRST} --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            "--recompute-num-layers 2 does not divide the 3 layers of a stage",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parsed(flags)
+    assert message in str(error.value)
