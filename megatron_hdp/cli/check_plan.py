@@ -1,8 +1,8 @@
 """A job's global batch planned on lengths of a preset: what a step takes and how many tokens meet.
 
 The cost model is that of the job's shape on GPUs that reach 400 TFLOP/s, or the one measured. It
-knows ring traffic, pipelines and recomputation; it does not know the traffic inside tensor-parallel
-ranks and experts, nor gradient sync.
+knows ring traffic, pipelines, recomputation and ranks that wait for each other's experts; it does
+not know the traffic inside tensor-parallel ranks and to experts, nor gradient sync.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,10 @@ from megatron_hdp.megatron.options import (
     planned_weights,
 )
 from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
-from megatron_hdp.planner.models import active_parameters
+from megatron_hdp.planner.models import active_parameters, expert_parameters
 from megatron_hdp.planner.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class PlannedStep:
     flops_per_s: float
     """The model's FLOP a second and GPU, causal attention, no recomputation."""
     planning_ms: float
+    num_positions: int | None
+    """Places in the longest list of a rank; None where no rank waits for others' experts."""
+    padding_share: float | None
+    """Share of the places in all ranks' lists that hold no micro-batch; likewise."""
+    exchanged_bytes: float
+    """What all GPUs send each other for experts, forward and backward."""
     most_tokens: int
     """Of a micro-batch on one HDP rank; above the capacity only where activations are offloaded."""
 
@@ -61,6 +68,7 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
         num_layers=job.num_layers,
         hidden_size=job.query_size,
         num_parameters=parameters_of_a_token(job),
+        expert_parameters=_expert_parameters(job),
         kv_bytes_per_token=job.num_layers * 2 * job.kv_size * job.value_bytes,
         flops_per_s=GPU_FLOPS_PER_S,
         activation_bytes_per_token=kept_after_forward(job) * job.num_layers * job.tensor_ranks,
@@ -71,6 +79,7 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
         model,
         a=model.a * (1 + attention),
         b=model.b * (1 + again),
+        b_experts=model.b_experts * (1 + again),
         num_layers=planned_layers(arguments),
     )
 
@@ -107,6 +116,30 @@ def parameters_of_a_token(job: Job) -> int:
         experts_per_token=job.experts_per_token,
         num_experts=job.num_experts,
         vocab_size=job.vocab_size,
+    )
+
+
+def _expert_parameters(job: Job) -> int:
+    """Those of them that are experts'."""
+    if not job.num_experts:
+        return 0
+    return expert_parameters(
+        num_layers=job.num_layers,
+        hidden_size=job.hidden_size,
+        ffn_hidden_size=job.ffn_hidden_size,
+        gated=job.gated,
+        experts_per_token=job.experts_per_token,
+    )
+
+
+def _exchanged_bytes_per_token(job: Job) -> float:
+    """Of a token that goes to its experts in all layers, and comes back."""
+    if not job.num_experts:
+        return 0.0
+    return exchanged_bytes_per_token(
+        values_per_token=job.num_layers * job.experts_per_token * job.hidden_size,
+        value_bytes=job.value_bytes,
+        expert_ranks=job.expert_ranks,
     )
 
 
@@ -149,7 +182,7 @@ def plan_step(
     tokens = lengths.astype(np.float64)
     per_token, per_token2 = flops_of(job)
     flops = per_token * tokens.sum() + per_token2 * (tokens**2).sum()
-    step_s = made.summary["makespan_s"]
+    step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
     return PlannedStep(
         preset=preset,
         num_sequences=len(lengths),
@@ -160,6 +193,9 @@ def plan_step(
         step_s=step_s,
         flops_per_s=float(flops) / step_s / job.num_gpus,
         planning_ms=made.summary["planning_ms"],
+        num_positions=None if positions is None else int(positions),
+        padding_share=made.summary.get("padding_share"),
+        exchanged_bytes=float(tokens.sum()) * _exchanged_bytes_per_token(job),
         most_tokens=int(made.summary["max_tokens_on_a_rank"]),
     )
 

@@ -124,6 +124,16 @@ def _step_lines(finding: Finding) -> list[str]:
         f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
         "TFLOP/s a GPU (400 while it computes)",
     ]
+    if step.num_positions is not None and step.padding_share is not None:
+        lines.append(
+            f"  positions           {step.num_positions:,} at most, padding in "
+            f"{step.padding_share:.1%} of all places"
+        )
+    if step.exchanged_bytes:
+        lines.append(
+            f"  all-to-all          {step.exchanged_bytes / job.num_gpus / 1e9:,.1f} GB a GPU "
+            "leave for experts and come back, not in the step time"
+        )
     if finding.host_bytes:
         lines.append(
             f"  host memory         {finding.host_bytes / 1e9:.1f} GB a GPU at most, up to "

@@ -119,7 +119,7 @@ def _add_results(group: "argparse._ArgumentGroup") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import plan_report, planning
     from megatron_hdp.cli.lengths import batch_of
-    from megatron_hdp.cli.shared.ranks import with_expert_share
+    from megatron_hdp.cli.shared.ranks import exchanged_bytes, with_expert_share
 
     _check_files(arguments)
     batch = batch_of(
@@ -154,7 +154,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         print(plan_report.comparison(planning.compare(request, chosen)))
     else:
-        print(plan_report.summary(chosen, costs_of))
+        sent = exchanged_bytes(arguments, int(batch.lengths.sum()))
+        print(plan_report.summary(chosen, costs_of, sent))
     _write(arguments, chosen, request)
     return ExitCode.DONE
 
@@ -162,13 +163,6 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse to write one file over another, or over what is read."""
     written = {"--output": arguments.output, "--plot": arguments.plot, "--trace": arguments.trace}
-    drawn = [flag for flag in ("--plot", "--trace") if written[flag]]
-    if drawn and arguments.expert_parallel_size > 1:
-        raise ValueError(
-            f"found {drawn[0]} with --expert-parallel-size {arguments.expert_parallel_size}; "
-            "expected one of them: what it draws are ranks that do not wait for each other's "
-            "experts. Leave it out, or run the plan with megatron-hdp simulate"
-        )
     read = {
         "--lengths": arguments.lengths,
         "--model": arguments.model,
@@ -186,7 +180,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:
     """Write the files that were asked for."""
-    from megatron_hdp.planner import evaluate
     from megatron_hdp.simulator.files import complete_file
 
     made = chosen.plan
@@ -197,13 +190,7 @@ def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request")
         print(f"plan written to {arguments.output}")
     if not (arguments.plot or arguments.trace):
         return
-    evaluation = evaluate(
-        made,
-        request.cost_model,
-        request.pipeline_stages,
-        request.virtual_stages,
-        request.stage_weights or (),
-    )
+    evaluation = request.evaluation_of(made)
     if arguments.plot:
         if arguments.plot.endswith(".html"):
             from megatron_hdp.simulator.page import write_page as draw

@@ -36,8 +36,14 @@ def batch_line(request: Request) -> str:
     )
 
 
-def summary(outcome: Outcome, costs_of: str) -> str:
-    """Return a few aligned lines on one plan; ``costs_of`` says what the cost model stands for."""
+def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> str:
+    """Return a few aligned lines on one plan.
+
+    Args:
+        outcome: the plan and its times.
+        costs_of: what the cost model stands for.
+        exchanged_bytes: what all ranks send each other for experts; 0 if that is not known.
+    """
     made, evaluation = outcome.plan, outcome.evaluation
     assert made is not None and evaluation is not None
     rows = [
@@ -51,6 +57,7 @@ def summary(outcome: Outcome, costs_of: str) -> str:
         *_lockstep_rows(made),
         ("ring degrees", _degree_counts(made)),
         ("ring traffic", num_bytes(evaluation.ring_bytes)),
+        *([("all-to-all", num_bytes(exchanged_bytes))] if exchanged_bytes else []),
         ("fullest rank", f"{int(made.summary['max_tokens_on_a_rank']):,} tokens in a micro-batch"),
         *_offload_rows(made),
         ("planning", f"{made.summary['planning_ms']:.2f} ms"),

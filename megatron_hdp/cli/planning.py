@@ -11,15 +11,18 @@ import numpy.typing as npt
 
 from megatron_hdp.planner import (
     CostModel,
+    Evaluation,
     Figures,
     Plan,
     PlanError,
+    evaluate,
     figures,
     plan,
     tight_bound_s,
     told_as,
 )
 from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner.pipeline import Pipeline
 
 HYBRID_CP = "megatron-hybrid-cp"
 COMPARED = ("static", "naive", "bytescale", "dynamic-cp", HYBRID_CP, "dp-balance", "pp-balance")
@@ -70,14 +73,19 @@ class Request:
     def figures_of(self, made: Plan) -> Figures:
         """Replay a plan; in lockstep where ranks share experts."""
         if self.expert_parallel_size > 1:
-            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size)
-        return figures(
-            made,
-            self.cost_model,
-            self.pipeline_stages,
-            self.virtual_stages,
-            self.stage_weights or (),
-        )
+            return self.evaluation_of(made)
+        return figures(made, self.cost_model, *self._pipeline)
+
+    def evaluation_of(self, made: Plan) -> Evaluation:
+        """The same with the times of every micro-batch, to draw them."""
+        if self.expert_parallel_size > 1:
+            pipeline = Pipeline(*self._pipeline)
+            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size, pipeline)
+        return evaluate(made, self.cost_model, *self._pipeline)
+
+    @property
+    def _pipeline(self) -> tuple[int, int, tuple[float, ...]]:
+        return self.pipeline_stages, self.virtual_stages, self.stage_weights or ()
 
 
 @dataclass(frozen=True, eq=False)

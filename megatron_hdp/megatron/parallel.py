@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -207,7 +208,15 @@ def num_hdp_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def num_parameters(chunks: Sequence[torch.nn.Module]) -> int:
+class MetParameters(NamedTuple):
+    """Parameters of the whole model that a token meets."""
+
+    dense: int
+    experts: int
+    """Of the experts that it goes to."""
+
+
+def num_parameters(chunks: Sequence[torch.nn.Module]) -> MetParameters:
     """Parameters of the whole model that a token meets: of the experts, only those it goes to.
 
     What tensor-parallel ranks hold alike is counted on each.
@@ -224,11 +233,12 @@ def num_parameters(chunks: Sequence[torch.nn.Module]) -> int:
     dense, experts = map(int, total.tolist())
     config = get_model_config(chunks[0])
     if config.num_moe_experts is None:
-        return dense
+        return MetParameters(dense, 0)
     # one rank of each stage holds all experts divided by these ranks, and tensor ranks were summed
     ranks = int(parallel_state.get_expert_tensor_and_model_parallel_world_size())
     experts = experts * ranks // int(parallel_state.get_tensor_model_parallel_world_size())
-    return dense + experts * int(config.moe_router_topk) // int(config.num_moe_experts)
+    met = experts * int(config.moe_router_topk) // int(config.num_moe_experts)
+    return MetParameters(dense, met)
 
 
 @dataclass(frozen=True)

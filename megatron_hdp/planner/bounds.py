@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -189,12 +190,28 @@ def lockstep_bound_s(
         return 0.0
     speeds = speeds_of(cost_model, num_ranks)
     work_s = total_compute_s(lengths, cost_model) / float(speeds.sum())
-    longest = int(lengths.max())
-    own_s = own_times_s(longest, num_ranks, dataclasses.replace(cost_model, b_experts=0.0))
+    own_s = own_times_in_lockstep_s(int(lengths.max()), num_ranks, cost_model, expert_parallel_size)
+    return max(work_s, float(own_s.min()))
+
+
+def own_times_in_lockstep_s(
+    length: int,
+    num_ranks: int,
+    cost_model: CostModel,
+    expert_parallel_size: int,
+    pipeline_stages: int = 1,
+) -> Float64Array:
+    """`own_times_s` where ranks share experts, as in point 2 of `lockstep_bound_s`."""
+    size = expert_parallel_size
+    if size == 1:
+        return own_times_s(length, num_ranks, cost_model, pipeline_stages)
+    dense = dataclasses.replace(cost_model, b_experts=0.0)
     degrees = np.arange(1, num_ranks + 1)
-    beside = -(-degrees * expert_parallel_size // num_ranks)
-    shared_s = cost_model.b_experts * longest * beside / (degrees * expert_parallel_size)
-    return max(work_s, float((own_s + shared_s / speeds.max()).min()))
+    beside = -(-degrees * size // num_ranks)
+    shared_s = cost_model.b_experts * length * beside / (degrees * size)
+    fastest = speeds_of(cost_model, num_ranks).max()
+    own: Float64Array = own_times_s(length, num_ranks, dense, pipeline_stages) + shared_s / fastest
+    return own
 
 
 def pipeline_target_s(
@@ -214,12 +231,20 @@ def pipeline_target_s(
     return bound_s * float(shares[slowest]) + others * one
 
 
+def held_tokens(tokens_per_rank: int, num_layers: int, *, offloads: bool) -> int:
+    """The most tokens that a rank holds at a time: at offload ratio 1 two layers stay resident."""
+    if not offloads:
+        return tokens_per_rank
+    return -(-tokens_per_rank * num_layers // min(2, num_layers))
+
+
 def pipeline_lower_bound_s(
     lengths: NDArray[np.int64],
     num_ranks: int,
     cost_model: CostModel,
     pipeline_stages: int | Pipeline,
     tokens_per_rank: int,
+    expert_parallel_size: int = 1,
 ) -> float:
     """No 1F1B schedule with at most C tokens on a rank is faster than the greatest of these four.
 
@@ -264,12 +289,19 @@ def pipeline_lower_bound_s(
        point must lie under the concave hull of what a rank can do. Solved for M by bisection, for
        every s.
 
+    Where E ranks share experts, domains are in the place of ranks, positions in that of
+    micro-batches: of speeds v a domain computes at most (sum of v) x T at a position that takes T
+    (`lockstep_bound_s`), whatever stands there, and a position with a sequence takes at least its
+    own time in lockstep. In point 2 the members' ranks are whole domains, whose other ranks compute
+    meanwhile: what is said without the parenthesis holds.
+
     Args:
         lengths: Tokens of each sequence.
         num_ranks: HDP ranks N.
         cost_model: With the ranks' speeds.
         pipeline_stages: Stages P of each rank, or the whole pipeline that it is.
         tokens_per_rank: C; where activations are offloaded, the most that a rank may hold then.
+        expert_parallel_size: HDP ranks E that share experts.
     """
     if len(lengths) == 0:
         return 0.0
@@ -283,26 +315,30 @@ def pipeline_lower_bound_s(
     before = np.cumsum(pipeline.row_weights[:stages]) - pipeline.row_weights[:stages]
     work_s = float(compute.sum() / speeds.sum() * shares.max())
 
-    def fitting(length: int) -> slice:
-        """Indices of the degrees at which a rank holds the sequence's share."""
-        return slice(min(num_ranks, -(-length // tokens_per_rank)) - 1, num_ranks)
+    def own_times_of(length: int) -> Float64Array:
+        """At the degrees at which a rank holds the sequence's share."""
+        own_s = own_times_in_lockstep_s(length, num_ranks, cost_model, expert_parallel_size, stages)
+        return own_s[min(num_ranks, -(-length // tokens_per_rank)) - 1 :]
 
     h = int(np.argmax(lengths))
-    degrees = fitting(int(lengths[h]))
+    own_s = own_times_of(int(lengths[h]))
+    domains = np.sort(speeds.reshape(-1, expert_parallel_size).sum(axis=1))
+    beside = np.arange(num_ranks - len(own_s), num_ranks) // expert_parallel_size
+    is_alone = expert_parallel_size == 1 and _nothing_fits_beside(cost_model)
     longest_s = _beside_the_longest_s(
-        own_times_s(int(lengths[h]), num_ranks, cost_model, stages)[degrees],
-        np.cumsum(np.sort(speeds))[degrees],
+        own_s,
+        np.cumsum(domains)[beside],
         float(speeds.sum()),
         float(compute.sum() - compute[h]),
         pipeline,
-        None if _nothing_fits_beside(cost_model) else float(compute[h]),
+        None if is_alone else float(compute[h]),
     )
     exclusive_s = [
-        float(own_times_s(length, num_ranks, cost_model, stages)[fitting(length)].min())
+        float(own_times_of(length).min())
         for length in lengths[2 * lengths > num_ranks * tokens_per_rank].tolist()
     ]
     in_turn_s = float((shares * sum(exclusive_s) + before * min(exclusive_s, default=0.0)).max())
-    longest_ones = _LongestOnes.of(lengths, compute, num_ranks, cost_model, tokens_per_rank, stages)
+    longest_ones = _LongestOnes.of(lengths, compute, float(speeds.sum()), own_times_of)
     several_s = max(
         longest_ones.beside_them_s(share, ramp, float(pipeline.row_weights[0]))
         for share, ramp in set(zip(shares.tolist(), before.tolist(), strict=True))
@@ -361,21 +397,11 @@ class _LongestOnes:
         cls,
         lengths: NDArray[np.int64],
         compute: Float64Array,
-        num_ranks: int,
-        cost_model: CostModel,
-        tokens_per_rank: int,
-        stages: int,
+        speed: float,
+        own_times_of: Callable[[int], Float64Array],
     ) -> Self:
-        speed = float(speeds_of(cost_model, num_ranks).sum())
         order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
-        least_s = np.array(
-            [
-                own_times_s(length, num_ranks, cost_model, stages)[
-                    min(num_ranks, -(-length // tokens_per_rank)) - 1 :
-                ].min()
-                for length in lengths[order].tolist()
-            ]
-        )
+        least_s = np.array([own_times_of(length).min() for length in lengths[order].tolist()])
         return cls(least_s, np.cumsum(compute[order]) / speed, float(compute.sum()) / speed)
 
     def beside_them_s(self, share: float, ramp: float, first: float) -> float:

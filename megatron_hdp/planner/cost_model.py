@@ -218,9 +218,10 @@ class CostModel:
         num_parameters: float,
         kv_bytes_per_token: float,
         flops_per_s: float = 400e12,
+        expert_parameters: float = 0.0,
         **others: Any,
     ) -> Self:
-        """Derives a and b from a model's shape at ``flops_per_s`` FLOP a second and rank.
+        """Derives a, b and b_experts from a shape at ``flops_per_s`` FLOP a second and rank.
 
         Args:
             num_layers: Transformer layers L.
@@ -228,13 +229,20 @@ class CostModel:
             num_parameters: Parameters that take part in a token's forward pass P.
             kv_bytes_per_token: Bytes of K and V of one token over all layers.
             flops_per_s: FLOP a second that one HDP rank reaches.
+            expert_parameters: Those of P that are experts'.
             others: Further fields by name, such as ``ranks_per_node``.
         """
         if not (math.isfinite(flops_per_s) and flops_per_s > 0):
             raise ValueError(f"flops_per_s is {flops_per_s!r}; expected a finite number > 0")
+        if not 0 <= expert_parameters <= num_parameters:
+            raise ValueError(
+                f"expert_parameters is {expert_parameters!r}; expected 0 to the {num_parameters!r} "
+                "of num_parameters, which they are a part of"
+            )
         fields = {
             "a": 6 * num_layers * hidden_size / flops_per_s,
-            "b": 6 * num_parameters / flops_per_s,
+            "b": 6 * (num_parameters - expert_parameters) / flops_per_s,
+            "b_experts": 6 * expert_parameters / flops_per_s,
             "kv_bytes_per_token": kv_bytes_per_token,
             "activation_bytes_per_token": _ACTIVATION_BYTES * num_layers * hidden_size,
             "num_layers": num_layers,

@@ -18,6 +18,7 @@ from megatron_hdp.planner.bounds import (
     compute_s,
     exposed_s,
     fixed_s,
+    held_tokens,
     lower_bound_s,
     merge_s,
     pipeline_lower_bound_s,
@@ -244,9 +245,8 @@ class _Totals:
 def _lower_bound_s(plan: Plan, cost_model: CostModel, pipeline: Pipeline, bound_s: float) -> float:
     if pipeline.stages == 1:
         return bound_s
-    capacity = plan.tokens_per_rank
-    if plan.offload_ratios.any():  # at ratio 1 only two layers stay resident
-        capacity = -(-capacity * cost_model.num_layers // min(2, cost_model.num_layers))
+    offloads = bool(plan.offload_ratios.any())
+    capacity = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
     return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, capacity)
 
 

@@ -17,7 +17,7 @@ from megatron_hdp.planner.types import Plan
 
 PADDING = -1
 
-_OF_PIPELINES = ("static", "dynamic-cp", "pp-balance")
+_OF_PIPELINES = ("static", "dynamic-cp", "pp-balance", "ep-balance")
 
 
 class PlannedFor(TypedDict):
@@ -33,10 +33,9 @@ class PlannedFor(TypedDict):
 def planned_for(strategy: str, *, pipeline: Pipeline, lockstep_ranks: int) -> PlannedFor:
     """What a run's plans are made for; one for check, simulator and training.
 
-    "auto" is pp-balance with stages, else ep-balance where ranks run in lockstep. A strategy that
+    "auto" is ep-balance where ranks run in lockstep, else pp-balance with stages. A strategy that
     knows nothing of positions plans for one stage: with more the planner would refuse most of its
-    plans, which `slots` aligns; what such a plan promises counts no pipeline's ramp. With stages
-    plans do not count the ranks in lockstep.
+    plans, which `slots` aligns; what such a plan promises counts no pipeline's ramp.
 
     Args:
         strategy: as the run names it.
@@ -44,14 +43,14 @@ def planned_for(strategy: str, *, pipeline: Pipeline, lockstep_ranks: int) -> Pl
         lockstep_ranks: HDP ranks beside each other that share experts.
     """
     if strategy == "auto" and (pipeline.stages > 1 or lockstep_ranks > 1):
-        strategy = "pp-balance" if pipeline.stages > 1 else "ep-balance"
+        strategy = "ep-balance" if lockstep_ranks > 1 else "pp-balance"
     planned = pipeline if strategy in _OF_PIPELINES else Pipeline()
     return {
         "strategy": strategy,
         "pipeline_stages": planned.stages,
         "virtual_stages": planned.chunks,
         "stage_weights": planned.weights or None,
-        "expert_parallel_size": lockstep_ranks if pipeline.stages == 1 else 1,
+        "expert_parallel_size": lockstep_ranks,
     }
 
 

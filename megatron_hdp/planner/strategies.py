@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import held_tokens, lockstep_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
@@ -46,8 +46,8 @@ def plan(
         tokens_per_rank: Capacity C: padded tokens that a rank can hold in one micro-batch.
         strategy: "static", "naive", "bytescale" (the paper's algorithm 2), "dynamic-cp"
             (Megatron-LM's dynamic context parallelism), "dp-balance", "pp-balance",
-            "ep-balance" or "auto" (pp-balance if there are several pipeline stages, ep-balance if
-            ranks share experts, else dp-balance).
+            "ep-balance" or "auto" (ep-balance if ranks share experts, pp-balance if there are
+            several pipeline stages, else dp-balance).
         max_length: The context length, for which "static" chooses its fixed degree and which
             "dynamic-cp" refuses where no power of two of ranks holds it; the longest sequence if
             not given. No sequence may be longer.
@@ -62,7 +62,7 @@ def plan(
             stage s), ``[P V]``; all alike if not given.
         expert_parallel_size: HDP ranks that share experts, which wait for each other at every
             position; ranks k x this to (k + 1) x this - 1 are such a domain. A divisor of the
-            ranks; above 1 there must be one stage. The figures are those of
+            ranks. The figures are those of
             `planner.experts.figures_in_lockstep` then.
         offload: "auto" lets activations go to host memory where that saves ranks and no time.
         effort: Scales the iterations of local search; the planning time grows with it.
@@ -93,22 +93,18 @@ def plan(
     makespan_s = answer["makespan_s"]
     lower_bound_s = answer["lower_bound_s"]
     stages = problem.pipeline.stages
-    if stages > 1:
-        lower_bound_s = pipeline_lower_bound_s(
-            problem.lengths,
-            problem.num_ranks,
-            problem.cost_model,
-            problem.pipeline,
-            problem.tokens_per_rank,
-        )
     shares_experts = problem.expert_parallel_size > 1
-    if shares_experts:
-        lower_bound_s = lockstep_bound_s(
-            problem.lengths,
-            problem.num_ranks,
-            problem.cost_model,
-            problem.expert_parallel_size,
+    given = problem.lengths, problem.num_ranks, problem.cost_model
+    if stages > 1:
+        offloads = bool(answer["offload_ratios"].any())
+        held = held_tokens(
+            problem.tokens_per_rank, problem.cost_model.num_layers, offloads=offloads
         )
+        lower_bound_s = pipeline_lower_bound_s(
+            *given, problem.pipeline, held, problem.expert_parallel_size
+        )
+    elif shares_experts:
+        lower_bound_s = lockstep_bound_s(*given, problem.expert_parallel_size)
     return Plan(
         num_ranks=problem.num_ranks,
         tokens_per_rank=problem.tokens_per_rank,
@@ -161,9 +157,9 @@ def _resolve(strategy: str, problem: Problem) -> str:
     if not isinstance(strategy, str):
         raise ValueError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if strategy == "auto":
-        if problem.pipeline.stages > 1:
-            return "pp-balance"
-        return "ep-balance" if problem.expert_parallel_size > 1 else "dp-balance"
+        if problem.expert_parallel_size > 1:
+            return "ep-balance"
+        return "pp-balance" if problem.pipeline.stages > 1 else "dp-balance"
     if strategy in STRATEGIES:
         return strategy
     nearest = difflib.get_close_matches(strategy, STRATEGIES, n=1, cutoff=0.0)[0]

@@ -203,6 +203,8 @@ def _hdp_figures(metrics: StepMetrics) -> list[tuple[str, float | None, str]]:
         ("pipeline wait (ms)", _scaled(metrics.pipeline_wait_s or None, 1e3), ".1f"),
         ("gradient sync (ms)", _scaled(metrics.sync_s, 1e3), ".1f"),
         ("ring traffic (MB)", _scaled(metrics.ring_bytes, 1e-6), ".1f"),
+        ("all-to-all (MB)", _scaled(metrics.all_to_all_bytes, 1e-6), ".1f"),
+        ("padding (%)", _scaled(metrics.padding_share or None, 100), ".1f"),
         ("offloaded (MB)", _scaled(metrics.offloaded_bytes or None, 1e-6), ".1f"),
         ("host buffers (MB)", _scaled(metrics.host_bytes_max or None, 1e-6), ".1f"),
         ("planning (ms)", metrics.planning_ms, ".2f"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.cli.check import memory_bytes
+from megatron_hdp.cli.check_plan import cost_model_of, parameters_of_a_token
 from megatron_hdp.cli.check_report import as_text
 from megatron_hdp.cli.checking import check, job_of
 from megatron_hdp.cli.main import main
@@ -32,9 +33,11 @@ PAPER_GPUS = {
     "mistral-8x7b": 8192,
     "mistral-8x22b": 12288,
 }
+EXPERTS_ACROSS_RANKS_GPUS = {"mistral-8x7b-ep8": 1024, "moe-30b": 512}
+ALL_GPUS = PAPER_GPUS | EXPERTS_ACROSS_RANKS_GPUS
 CONTEXTS = {"256k": 2**18, "512k": 2**19, "1m": 2**20, "2m": 2**21}
 SHIPPED = {
-    f"{model}-{context}": gpus for model, gpus in PAPER_GPUS.items() for context in CONTEXTS
+    f"{model}-{context}": gpus for model, gpus in ALL_GPUS.items() for context in CONTEXTS
 } | {"small-1gpu": 1, "tiny-cpu": 4}
 
 SOUND = """
@@ -93,11 +96,14 @@ def test_a_shipped_configuration_is_sound_on_80_gb(name):
     assert found.step.efficiency > 0.7
     assert found.host_bytes < 64e9  # a node of eight GPUs: 512 GB
     model, _, context = name.rpartition("-")
-    if model in PAPER_GPUS:
+    if model in ALL_GPUS:
         assert f"{gpus:,} GPUs of 80 GB" in path.read_text()
         assert_row(model, context, found)
         assert found.context_tokens == CONTEXTS[context]
         assert found.step.num_tokens == 2**25
+        assert (found.step.num_positions is not None) == (model in EXPERTS_ACROSS_RANKS_GPUS)
+        assert (found.step.exchanged_bytes > 0) == (found.job.num_experts > 0)
+    if model in PAPER_GPUS:
         shape = MODELS[model]
         assert found.job.num_layers == shape.num_layers
         assert found.job.num_query_groups == shape.num_query_groups
@@ -115,7 +121,10 @@ def test_parts_hold_only_keys_that_training_knows(path):
 
 @pytest.mark.parametrize(
     ("name", "parameters", "vocabulary"),
-    [("llama-70b", 70.6e9, 128_256), ("mistral-8x22b", 140.6e9, 32_768)],
+    [
+        ("llama-70b", 70.6e9, 128_256),
+        ("mistral-8x22b", 140.6e9, 32_768),
+    ],
 )
 def test_sizes_of_published_models(name, parameters, vocabulary):
     """Those of LLaMA 3 70B and Mixtral 8x22B, spread over tensor ranks and stages."""
@@ -194,6 +203,46 @@ def test_the_capacity_that_fits_is_the_greatest(tmp_path):
     for tokens, fits in ((fitting, True), (fitting + 2, False)):
         memory = fullest_stage(replace(job, tokens_per_rank=tokens))
         assert (memory.total <= 40e9) is fits
+
+
+def test_what_lockstep_costs_is_reported():
+    found = finding(CONFIGS / "moe-30b-256k.yaml", 512)
+    text = as_text(found)
+    assert f"  positions           {found.step.num_positions} at most, padding in 0.0%" in text
+    # 65,536 tokens of a GPU: eight experts in 48 layers, 31 of 32 elsewhere, both ways, both passes
+    sent = 65_536 * 48 * 8 * 2048 * 2 * 4 * 31 / 32
+    assert found.step.exchanged_bytes == pytest.approx(512 * sent)
+    assert f"  all-to-all          {sent / 1e9:.1f} GB a GPU leave for experts" in text
+    alone = as_text(finding(CONFIGS / "llama-7b-256k.yaml", 1024))
+    assert "positions" not in alone and "all-to-all" not in alone
+
+
+def test_a_mixture_of_many_experts_has_the_size_of_published_ones():
+    """30.5B parameters, 3.3B of them a token's, with its embedding and the output layer."""
+    arguments = parse_arguments(
+        ["--config", str(CONFIGS / "moe-30b-256k.yaml"), "--data-path", "x"]
+    )
+    job = job_of(arguments, 512, 151_936)
+    whole = replace(job, expert_ranks=1)
+    assert stage_memory(whole, 0).weights == pytest.approx(2 * 30.5e9, rel=0.01)
+    embedding = job.vocab_size * job.hidden_size
+    assert parameters_of_a_token(job) + embedding == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_experts_are_costed_apart(tmp_path):
+    lines = ["num-experts: 8", "moe-ffn-hidden-size: 1408", "moe-token-dispatcher-type: alltoall"]
+    recomputed = ["recompute-granularity: full", "recompute-method: uniform"]
+    for more, factor in (([], 1), ([*recomputed, "recompute-num-layers: 1"], 4 / 3)):
+        path = with_lines(tmp_path, *lines, *more)
+        options = parse_arguments(
+            ["--config", str(path), "--hybrid-data-parallel", "--data-path=x"]
+        )
+        job = job_of(options, 8)
+        costs = cost_model_of(options, job)
+        experts = 8 * 2 * 3 * 1024 * 1408
+        assert costs.b_experts == pytest.approx(factor * 6 * experts / 400e12)
+        linear = factor * 6 * parameters_of_a_token(job) / 400e12
+        assert costs.linear_s_per_token == pytest.approx(linear)
 
 
 def test_virtual_stages_hold_more_and_are_planned_for(tmp_path):

@@ -108,6 +108,8 @@ COMMANDS = {
     f"{SIMULATE} --noise 0.1 --slow 7:0.8": COMMAND,
     "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
     "--steps 2 --noise 0.05 --slow 7:0.5": COMMAND,
+    "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
+    "--model mistral-8x7b --expert-parallel-size 8": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"

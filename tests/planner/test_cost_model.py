@@ -28,6 +28,18 @@ def test_tensor_ranks_compute_send_and_copy_side_by_side():
     assert (some.block_s, some.intra_node_hop_s) == (1.0, 2.0)  # of a layer, however wide
 
 
+def test_experts_are_a_part_of_the_parameters():
+    shape = {"num_layers": 4, "hidden_size": 8, "num_parameters": 100, "kv_bytes_per_token": 64}
+    dense = CostModel.of_tensor_ranks(2, **shape)
+    mixture = CostModel.of_tensor_ranks(2, **shape, expert_parameters=75)
+    assert (mixture.b, mixture.b_experts) == pytest.approx((dense.b / 4, 3 * dense.b / 4))
+    for wrong in (-1, 101):
+        with pytest.raises(
+            ValueError, match=f"expert_parameters is {wrong}; expected 0 to the 100"
+        ):
+            CostModel.from_model_shape(**shape, expert_parameters=wrong)
+
+
 def test_a_file_without_latencies_is_one_with_none(tmp_path: Path):
     path = tmp_path / "cost.json"
     path.write_text('{"a": 1, "b": 2, "kv_bytes_per_token": 3}')

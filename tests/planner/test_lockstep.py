@@ -79,7 +79,8 @@ def test_the_check_fails_without_alignment():
     "strategy, stages, lockstep_ranks, expected",
     [
         ("auto", 2, 1, "pp-balance"),
-        ("auto", 2, 4, "pp-balance"),
+        ("auto", 2, 4, "ep-balance"),
+        ("pp-balance", 2, 4, "pp-balance"),
         ("auto", 1, 4, "ep-balance"),
         ("auto", 1, 1, "auto"),
         ("naive", 2, 4, "naive"),
@@ -91,10 +92,10 @@ def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
     found = planned_for(strategy, pipeline=Pipeline(stages), lockstep_ranks=lockstep_ranks)
     assert found == {
         "strategy": expected,
-        "pipeline_stages": stages if expected == "pp-balance" else 1,
+        "pipeline_stages": 1 if expected == "naive" else stages,
         "virtual_stages": 1,
         "stage_weights": None,
-        "expert_parallel_size": lockstep_ranks if stages == 1 else 1,
+        "expert_parallel_size": lockstep_ranks,
     }
 
 

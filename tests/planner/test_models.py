@@ -3,7 +3,13 @@
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B
-from megatron_hdp.planner.models import MODELS, active_parameters, cost_model_of, model_of
+from megatron_hdp.planner.models import (
+    MODELS,
+    active_parameters,
+    cost_model_of,
+    expert_parameters,
+    model_of,
+)
 
 
 def test_llama_7b_is_the_cost_model_of_record():
@@ -33,9 +39,23 @@ def test_the_papers_table(name, layers, heads, groups, width, parameters):
     assert model.kv_bytes_per_token == 2 * layers * groups * 128 * 2
     cost = cost_model_of(name)
     assert cost.a == pytest.approx(6 * layers * width / 400e12)
-    assert cost.b == pytest.approx(6 * parameters / 400e12)
+    assert cost.linear_s_per_token == pytest.approx(6 * parameters / 400e12)
     assert cost.num_layers == layers
     assert cost.activation_bytes_per_token == 34 * layers * width
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("llama-7b", 0),
+        ("mistral-8x7b", 32 * 3 * 4096 * 14336 * 2),
+        ("mistral-8x22b", 56 * 3 * 6144 * 16384 * 2),
+    ],
+)
+def test_experts_are_apart(name, experts):
+    cost = cost_model_of(name)
+    assert cost.b_experts == pytest.approx(6 * experts / 400e12)
+    assert cost.b == pytest.approx(6 * (MODELS[name].active_parameters - experts) / 400e12)
 
 
 def test_there_are_no_others():
@@ -65,6 +85,9 @@ def test_parameters_counted_by_hand():
     assert active_parameters(**SMALL, gated=False, vocab_size=100) == plain + 800
     experts = active_parameters(**SMALL, gated=False, num_experts=5, experts_per_token=2)
     assert experts == plain + 2 * (2 * 80 + 8 * 5)
+    mlp = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 10, "experts_per_token": 2}
+    assert expert_parameters(**mlp, gated=False) == 2 * 2 * 2 * 80
+    assert expert_parameters(**mlp, gated=True) == 2 * 2 * 3 * 80
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,6 @@ void check_expert_ranks(const Problem& problem) {
                                 "; expected a divisor of the " + with_commas(problem.num_ranks) +
                                 " ranks");
   }
-  if (problem.expert_ranks > 1 && problem.pipeline_stages > 1) {
-    throw std::invalid_argument(
-        "expert parallel size is " + with_commas(problem.expert_ranks) + " with " +
-        with_commas(problem.pipeline_stages) +
-        " pipeline stages; expected one of them to be 1: plans count experts that ranks share "
-        "without stages only");
-  }
 }
 
 // What to add to an error message where offload would help; nothing where it would not.

@@ -11,6 +11,7 @@
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/domains.hpp"
 #include "planner/ep_balance/rows.hpp"
+#include "planner/pp_balance/pp_balance.hpp"
 #include "planner/schedule/lockstep.hpp"
 
 namespace hdp {
@@ -162,9 +163,16 @@ class Builder {
   std::vector<MicroBatch> made_;
 };
 
+Plan of_pipelines(const Problem& problem) {
+  Plan plan = pp_balance(problem);
+  if (problem.expert_ranks > 1) plan.positions = aligned_positions(problem, plan);
+  return plan;
+}
+
 }  // namespace
 
 Plan ep_balance(const Problem& problem) {
+  if (problem.pipeline_stages > 1) return of_pipelines(problem);
   if (problem.expert_ranks == 1) return dp_balance(problem).plan;
   return Builder(problem).run();
 }

@@ -9,7 +9,8 @@ namespace hdp {
 // other at every position. Two levels: dp-balance with a domain in the place of a rank decides
 // which domains run what and which sequences get rings over several domains; then what one domain
 // runs between two such rings is dealt into positions (Rows). With one rank a domain it is
-// dp-balance. The plan has positions.
+// dp-balance. With pipeline stages it is pp-balance, which deals alike times side by side and
+// judges its candidates in lockstep. The plan has positions.
 Plan ep_balance(const Problem& problem);
 
 }  // namespace hdp

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/schedule/pipeline.hpp"
 
 namespace hdp {
 namespace {
@@ -116,25 +117,33 @@ class Grid {
     return longest_s;
   }
 
+  // Domains in the place of ranks: what a ring ties at a position is one micro-batch of theirs.
   double makespan_s() {
-    std::vector<double> clocks(index(num_domains_), 0);
-    std::vector<double> starts(index(num_domains_));
-    std::vector<double> longest(index(num_domains_));
+    std::vector<int32_t> offsets{0};
+    std::vector<int32_t> domains;
+    std::vector<double> durations;
+    std::vector<std::vector<int32_t>> tied(index(num_domains_));
     for (int64_t position = 0; position < num_; ++position) {
       const std::size_t begin = index(position * num_domains_);
-      std::fill(starts.begin(), starts.end(), 0.0);
-      std::fill(longest.begin(), longest.end(), 0.0);
       for (int64_t domain = 0; domain < num_domains_; ++domain) {
-        const std::size_t group = root(begin + index(domain)) - begin;
-        starts[group] = std::max(starts[group], clocks[index(domain)]);
-        longest[group] = std::max(longest[group], seconds(position, domain));
+        if (position >= counts_[index(domain)]) continue;
+        tied[root(begin + index(domain)) - begin].push_back(static_cast<int32_t>(domain));
       }
-      for (int64_t domain = 0; domain < num_domains_; ++domain) {
-        const std::size_t group = root(begin + index(domain)) - begin;
-        clocks[index(domain)] = starts[group] + longest[group];
+      for (std::vector<int32_t>& group : tied) {
+        if (group.empty()) continue;
+        double longest_s = 0;
+        for (const int32_t domain : group) {
+          longest_s = std::max(longest_s, seconds(position, domain));
+        }
+        domains.insert(domains.end(), group.begin(), group.end());
+        offsets.push_back(static_cast<int32_t>(domains.size()));
+        durations.push_back(longest_s);
+        group.clear();
       }
     }
-    return *std::max_element(clocks.begin(), clocks.end());
+    const std::vector<double> ends =
+        pipeline_ends(problem_, offsets, domains, durations, num_domains_);
+    return *std::max_element(ends.begin(), ends.end());
   }
 
   const Problem& problem_;

@@ -14,7 +14,13 @@ from megatron_hdp.options import (
     option,
     yaml_to_argv,
 )
-from megatron_hdp.planner.models import MODELS, Model, active_parameters, model_of
+from megatron_hdp.planner.models import (
+    MODELS,
+    Model,
+    active_parameters,
+    expert_parameters,
+    model_of,
+)
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -55,8 +61,9 @@ def find_model(name: str) -> Model:
 
 def describe(name: str, model: Model) -> str:
     """Return what the model costs, in a few words."""
+    experts = f", {_short(model.expert_parameters)} in experts" if model.expert_parameters else ""
     return (
-        f"{name}  ({_short(model.active_parameters)} parameters a token, "
+        f"{name}  ({_short(model.active_parameters)} parameters a token{experts}, "
         f"{model.kv_bytes_per_token:,} B of K and V a token)"
     )
 
@@ -106,16 +113,25 @@ def _model_of_shape(shape: ShapeOptions, path: str) -> Model:
         "kv_channels": shape.kv_channels or hidden // heads,
     }
     ffn_hidden_size = shape.ffn_hidden_size or _default_ffn_size(hidden, shape.swiglu)
+    mlp: dict[str, Any] = {
+        "hidden_size": hidden,
+        "ffn_hidden_size": (shape.num_experts and shape.moe_ffn_hidden_size) or ffn_hidden_size,
+        "gated": shape.swiglu,
+        "experts_per_token": min(shape.moe_router_topk, shape.num_experts or 1),
+    }
     parameters = active_parameters(
-        **sizes,
-        hidden_size=hidden,
-        ffn_hidden_size=(shape.num_experts and shape.moe_ffn_hidden_size) or ffn_hidden_size,
-        gated=shape.swiglu,
-        num_experts=shape.num_experts or 0,
-        experts_per_token=min(shape.moe_router_topk, shape.num_experts or 1),
-        vocab_size=shape.vocab_size,
+        **sizes, **mlp, num_experts=shape.num_experts or 0, vocab_size=shape.vocab_size
     )
-    return Model(**sizes, active_parameters=parameters)
+    experts = sent = 0
+    if shape.num_experts:
+        experts = expert_parameters(num_layers=shape.num_layers, **mlp)
+        sent = shape.num_layers * hidden * mlp["experts_per_token"]
+    return Model(
+        **sizes,
+        active_parameters=parameters,
+        expert_parameters=experts,
+        expert_values_per_token=sent,
+    )
 
 
 def _default_ffn_size(hidden_size: int, gated: bool) -> int:

@@ -86,6 +86,21 @@ def with_expert_share(cost_model: "CostModel", share: float) -> "CostModel":
     return dataclasses.replace(cost_model, b=(1 - share) * linear, b_experts=share * linear)
 
 
+def exchanged_bytes(arguments: argparse.Namespace, num_tokens: int) -> float:
+    """Return what ranks send each other for experts in a step; 0 where no model says it."""
+    from megatron_hdp.cli.shared.models import find_model
+    from megatron_hdp.planner.experts import exchanged_bytes_per_token
+    from megatron_hdp.planner.models import BYTES_PER_VALUE
+
+    if not arguments.model:
+        return 0.0
+    return num_tokens * exchanged_bytes_per_token(
+        values_per_token=find_model(arguments.model).expert_values_per_token,
+        value_bytes=BYTES_PER_VALUE,
+        expert_ranks=arguments.expert_parallel_size,
+    )
+
+
 def cost_model_of(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
     """Return the cost model with the ranks' speeds and nodes, and what it stands for, in words.
 

@@ -57,6 +57,11 @@ class RankShare:
         return len(self.indices)
 
     @property
+    def num_padding(self) -> int:
+        """Slots that hold no micro-batch."""
+        return int((self.indices == PADDING).sum())
+
+    @property
     def num_bytes(self) -> int:
         """What its arrays take."""
         return sum(getattr(self, one.name).nbytes for one in fields(self)[3:])

@@ -99,7 +99,9 @@ def operations(
 
 
 def _line(iteration: int, report: StepReport) -> str:
-    by_source = ""
+    padding = by_source = ""
+    if report.padding_share:
+        padding = f" padding (%): {100 * report.padding_share:.1f} |"
     if report.sources is not None and len(report.sources) > 1:
         by_source = f" loss (share) by source: {words_by_source(report.sources)} |"
     return (
@@ -108,5 +110,5 @@ def _line(iteration: int, report: StepReport) -> str:
         f"measured efficiency: {report.measured_efficiency:.3f} | micro-batches: "
         f"{report.micro_batches_min}-{report.micro_batches_max} | ring traffic (MB): "
         f"{(report.ring_bytes or 0) / 1e6:.1f} | planning (ms): {report.planning_ms:.2f} | exposed "
-        f"planning (ms): {report.planning_exposed_ms:.2f} |{by_source}"
+        f"planning (ms): {report.planning_exposed_ms:.2f} |{padding}{by_source}"
     )

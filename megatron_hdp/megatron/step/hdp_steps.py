@@ -36,10 +36,11 @@ from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.patience import Patience
-from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
+from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settings, reader_of
 from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
+from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
@@ -324,6 +325,8 @@ class HdpSteps:
                     "sync_s": outcome.sync_s,
                     "ring_bytes": outcome.ring_bytes,
                     "offloaded_bytes": outcome.offloaded_bytes,
+                    "places": step.share.num_slots,
+                    "padding": step.share.num_padding,
                     **dict(zip(_loss_keys(self.corpus), outcome.source_losses, strict=True)),
                 },
                 maxima={
@@ -333,6 +336,7 @@ class HdpSteps:
                     "loaders": self._loaders.num_loaders or 0,
                     "minus_steps_ahead": -(self._loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
+                    "positions": step.share.num_slots,
                 },
                 device=compute_device(),
             )
@@ -347,6 +351,9 @@ class HdpSteps:
             position_after=totals.after,
             micro_batches_min=totals.micro_batches_min,
             micro_batches_max=totals.micro_batches_max,
+            num_positions=int(job["positions"]),
+            padding_share=job["padding"] / job["places"],
+            all_to_all_bytes=all_to_all_bytes(self.arguments, amounts.tokens),
             planned_efficiency=totals.efficiency,
             measured_efficiency=efficiency,
             makespan_s=job["makespan_s"],
@@ -429,10 +436,10 @@ class HdpSteps:
         made = self.latest_plan()
         assert self.latest is not None, "no step has run"
         settings = self.planner.settings_at(self.latest.totals.before)
-        pipeline = settings.pipeline
-        return made, evaluate(
-            made, settings.cost_model, pipeline.stages, pipeline.chunks, pipeline.weights
-        )
+        pipeline, cost_model = settings.pipeline, settings.cost_model
+        if settings.lockstep_ranks > 1:
+            return made, figures_in_lockstep(made, cost_model, settings.lockstep_ranks, pipeline)
+        return made, evaluate(made, cost_model, pipeline.stages, pipeline.chunks, pipeline.weights)
 
     def corrections(self) -> dict[str, Any] | None:
         """How the cost model was corrected that the latest step was planned by; None: it is not."""

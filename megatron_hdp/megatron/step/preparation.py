@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from megatron_hdp.data.mixture import BatchSize
 from megatron_hdp.data.steps import PlanSettings, Reader
-from megatron_hdp.megatron.model import padded_vocab_size
+from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
 from megatron_hdp.megatron.options import TrainingArguments, planned_weights
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.experts import exchanged_bytes_per_token
 
 
 def plan_settings(
@@ -57,3 +58,16 @@ def reader_of(place: RankPlace, vocab_size: int, broadcast_at: Collection[str]) 
         reads_mask=is_at_an_end,
         token_multiple=place.token_multiple,
     )
+
+
+def all_to_all_bytes(arguments: TrainingArguments, num_tokens: int) -> int | None:
+    """Bytes that a step of so many tokens sends to experts of other ranks and back, if any are."""
+    if not arguments.num_experts or arguments.expert_model_parallel_size == 1:
+        return None
+    layers, hidden_size = arguments.num_layers, arguments.hidden_size
+    per_token = exchanged_bytes_per_token(
+        values_per_token=layers * arguments.moe_router_topk * hidden_size,
+        value_bytes=model_dtype(arguments).itemsize,
+        expert_ranks=arguments.expert_model_parallel_size,
+    )
+    return round(num_tokens * per_token)

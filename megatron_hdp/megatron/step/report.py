@@ -82,6 +82,13 @@ class StepFigures:
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = None
     """Micro-batches of the rank that ran the most."""
+    num_positions: int | None = None
+    """Places in the longest list of a rank, padding included."""
+    padding_share: float | None = None
+    """Share of the places in all ranks' lists in which they ran padding."""
+    all_to_all_bytes: int | None = None
+    """Bytes that all ranks sent to other ranks' experts and back, forward and backward, if experts
+    get equally many tokens; None where every rank has all of them."""
     slow_ranks: int | None = None
     """HDP ranks that were found to run below full speed; None where costs are not learnt."""
     slowest_rank_speed: float | None = None

@@ -142,13 +142,15 @@ def _cost_model_of_shape(
         of_all = arguments.num_layers * executor.place.num_tensor_ranks
         per_token = total["bytes"] / total["layers"] * of_all
         others = {"activation_bytes_per_token": per_token}
+    parameters = num_parameters(executor.chunks)
     attention_size = arguments.num_attention_heads * arguments.kv_channels
     kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
     return CostModel.of_tensor_ranks(
         executor.place.num_tensor_ranks,
         num_layers=arguments.num_layers,
         hidden_size=attention_size,
-        num_parameters=num_parameters(executor.chunks),
+        num_parameters=sum(parameters),
+        expert_parameters=parameters.experts,
         kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
         **others,
     )

@@ -2,5 +2,11 @@
 
 from megatron_hdp.planner.bounds import lockstep_bound_s
 from megatron_hdp.planner.experts.evaluation import LockstepFigures, figures_in_lockstep
+from megatron_hdp.planner.experts.exchange import exchanged_bytes_per_token
 
-__all__ = ["LockstepFigures", "figures_in_lockstep", "lockstep_bound_s"]
+__all__ = [
+    "LockstepFigures",
+    "exchanged_bytes_per_token",
+    "figures_in_lockstep",
+    "lockstep_bound_s",
+]

@@ -9,27 +9,46 @@ since tokens go to their experts in every layer and come back before the next: a
 exchange together, and each computes its share whoever owns the tokens (experts are taken to get
 equally many; of ranks of several speeds the slowest decides). A ring over several domains ties
 their positions: they start together and take the time of the slowest.
+
+So what runs are positions of domains. They are replayed as the micro-batches of a plan whose ranks
+are the domains; with P stages each domain is a pipeline, and a position takes T / P on each stage.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.planner.bounds import fixed_s, lockstep_bound_s, speeds_of, total_compute_s
+from megatron_hdp.planner.bounds import (
+    fixed_s,
+    held_tokens,
+    lockstep_bound_s,
+    pipeline_lower_bound_s,
+    pipeline_target_s,
+    speeds_of,
+    total_compute_s,
+)
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.evaluation import Figures, evaluate
+from megatron_hdp.planner.evaluation import Evaluation, evaluate, replay
 from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 
+_ONE_STAGE = Pipeline()
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LockstepFigures(Figures):
-    """What a plan takes in lockstep. ``busy_s`` counts experts on those that compute them."""
+class LockstepFigures(Evaluation):
+    """What a plan takes in lockstep. ``busy_s`` counts experts on those that compute them.
+
+    A micro-batch takes ``duration_s``, as all that stands at its position; ``own_s`` counts each
+    member's share of what experts compute there.
+    """
 
     num_positions: int
     """Of the longest list."""
@@ -40,7 +59,10 @@ class LockstepFigures(Figures):
 
 
 def figures_in_lockstep(
-    plan: Plan, cost_model: CostModel, expert_parallel_size: int
+    plan: Plan,
+    cost_model: CostModel,
+    expert_parallel_size: int,
+    pipeline: Pipeline = _ONE_STAGE,
 ) -> LockstepFigures:
     """The figures of a plan whose ranks share experts.
 
@@ -48,41 +70,59 @@ def figures_in_lockstep(
         plan: its positions are taken, or those that `slots` gives it.
         cost_model: ``b`` and ``b_experts`` apart.
         expert_parallel_size: consecutive HDP ranks E of a domain; 1: every rank has all experts.
+        pipeline: that each rank is.
 
     Raises:
         ValueError: the ranks are no multiple of E, or the cost model has other ranks' speeds.
     """
-    size = expert_parallel_size
+    size, stages = expert_parallel_size, pipeline.stages
     lists = _places(plan, size)
-    dense = evaluate(plan, dataclasses.replace(cost_model, b_experts=0.0))
+    # a rank takes as long with P stages as with one that has all layers
+    whole = dataclasses.replace(cost_model, num_layers=cost_model.num_layers * stages)
+    dense = evaluate(plan, dataclasses.replace(whole, b_experts=0.0))
     speeds = speeds_of(cost_model, plan.num_ranks)
     experts_s = _experts_s(plan, lists, cost_model, speeds, size)
     with_padding = np.append(dense.duration_s, 0.0)
     member_s = np.where(
         lists == PADDING,
-        (fixed_s(np.ones(1), cost_model) / speeds)[:, None],
+        (fixed_s(np.ones(1), whole) / speeds)[:, None],
         with_padding[lists],
     )
-    counts = (lists != _BEHIND).sum(axis=1)
-    member_s[lists == _BEHIND] = 0.0
-    slowest_s = member_s.reshape(-1, size, lists.shape[1]).max(axis=1).T
-    position_s = slowest_s + experts_s
-    busy_s = dense.busy_s + experts_s.sum(axis=0).repeat(size)
-    busy_s.setflags(write=False)
-    values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Figures)}
-    return LockstepFigures(
+    is_behind = lists == _BEHIND
+    member_s[is_behind] = 0.0
+    position_s = member_s.reshape(-1, size, lists.shape[1]).max(axis=1).T + experts_s
+    domains = _Domains.of(plan, lists, position_s, size)
+    schedule = replay(domains.plan, domains.duration_s, pipeline)
+    of_micro_batch = domains.of_micro_batch
+    owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
+    places = domains.position[of_micro_batch[owners]]
+    bound_s = target_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
+    if stages > 1:
+        target_s = pipeline_target_s(bound_s, plan.tokens_per_rank, cost_model, pipeline)
+        bound_s = _pipeline_bound_s(plan, cost_model, size, pipeline)
+    values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Evaluation)}
+    found = LockstepFigures(
         **values
         | {
-            "busy_s": busy_s,
-            "makespan_s": _makespan_s(plan, lists, position_s, size),
+            "busy_s": (dense.busy_s + experts_s.sum(axis=0).repeat(size)) / stages,
+            "makespan_s": schedule.makespan_s,
             "total_compute_s": total_compute_s(plan.lengths, cost_model),
-            "lower_bound_s": lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size),
-            "pipeline_bound_s": lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size),
+            "lower_bound_s": bound_s,
+            "pipeline_bound_s": target_s,
+            "pipeline": pipeline,
+            "forward_start_s": schedule.forward_start_s[:, of_micro_batch],
+            "backward_start_s": schedule.backward_start_s[:, of_micro_batch],
+            "duration_s": domains.duration_s[of_micro_batch],
+            "own_s": dense.own_s + experts_s[places, plan.ranks // size],
         },
-        num_positions=int(counts.max()),
-        padding_share=float((lists == PADDING).sum() / counts.sum()),
+        num_positions=lists.shape[1],
+        padding_share=float((lists == PADDING).sum() / (~is_behind).sum()),
         position_s=position_s,
     )
+    for value in vars(found).values():
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+    return found
 
 
 _BEHIND = -2
@@ -120,26 +160,76 @@ def _experts_s(
     return seconds
 
 
-def _makespan_s(plan: Plan, lists: Int64Array, position_s: Float64Array, size: int) -> float:
-    """Runs the positions one after the other; domains that a ring ties wait for each other."""
-    ties: dict[int, list[set[int]]] = {}
+def _pipeline_bound_s(plan: Plan, cost_model: CostModel, size: int, pipeline: Pipeline) -> float:
+    offloads = bool(plan.offload_ratios.any())
+    held = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
+    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, held, size)
+
+
+class _Domains(NamedTuple):
+    """What domains run: a micro-batch is a position of one, or of those that a ring ties there."""
+
+    plan: Plan
+    """Of domains in the place of ranks; each of its sequences stands for a position."""
+    duration_s: Float64Array
+    position: Int64Array
+    of_micro_batch: Int64Array
+    """The domains' micro-batch with each micro-batch of the ranks."""
+
+    @classmethod
+    def of(cls, plan: Plan, lists: Int64Array, position_s: Float64Array, size: int) -> Self:
+        """Lay out what all positions take."""
+        counts = (lists[::size] != _BEHIND).sum(axis=1)
+        ties = _ties(plan, lists, size)
+        found = np.full(position_s.shape, -1, dtype=np.int64)
+        num = 0
+        for place, row in enumerate(found):
+            leader = np.arange(len(row))
+            for group in _joined(ties.get(place, [])):
+                leader[list(group)] = min(group)
+            runs = counts > place
+            numbers, row[runs] = np.unique(leader[runs], return_inverse=True)
+            row[runs] += num
+            num += len(numbers)
+        places, domains = np.nonzero(found >= 0)
+        numbers = found[places, domains]
+        duration_s = np.zeros(num)
+        np.maximum.at(duration_s, numbers, position_s[places, domains])
+        positions = np.zeros(num, dtype=np.int64)
+        positions[numbers] = places
+        of_micro_batch = np.zeros(plan.num_micro_batches, dtype=np.int64)
+        ranks, at = np.nonzero(lists >= 0)
+        of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
+        none = np.zeros(0, dtype=np.int64)
+        of_domains = Plan(
+            num_ranks=len(counts),
+            tokens_per_rank=1,
+            strategy="positions",
+            lengths=np.ones(num, dtype=np.int64),
+            rank_offsets=np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num))]),
+            ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
+            sequence_offsets=np.arange(num + 1),
+            sequences=np.arange(num),
+            local_offsets=np.zeros(num + 1, dtype=np.int64),
+            local_sequences=none,
+            local_ranks=none.astype(np.int32),
+            offload_ratios=np.zeros(num),
+            positions=positions,
+        )
+        return cls(of_domains, duration_s, positions, of_micro_batch)
+
+
+def _ties(plan: Plan, lists: Int64Array, size: int) -> dict[int, list[set[int]]]:
+    """Domains that share a ring, by position."""
+    found: dict[int, list[set[int]]] = {}
     starts, ends = plan.rank_offsets[:-1], plan.rank_offsets[1:]
     for m in np.flatnonzero(ends - starts > 1).tolist():
         members = plan.ranks[starts[m] : ends[m]]
         domains = set((members // size).tolist())
         if len(domains) > 1:
             place = int(np.flatnonzero(lists[members[0]] == m)[0])
-            ties.setdefault(place, []).append(domains)
-    clocks = np.zeros(position_s.shape[1])
-    for place, seconds in enumerate(position_s):
-        together = _joined(ties.get(place, []))
-        tied = {domain for group in together for domain in group}
-        alone = np.array([d for d in range(len(clocks)) if d not in tied], dtype=np.int64)
-        clocks[alone] += seconds[alone]
-        for group in together:
-            members = np.array(sorted(group))
-            clocks[members] = clocks[members].max() + seconds[members].max()
-    return float(clocks.max())
+            found.setdefault(place, []).append(domains)
+    return found
 
 
 def _joined(groups: list[set[int]]) -> list[set[int]]:

@@ -10,6 +10,7 @@ from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import lanes
+from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
 from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
@@ -142,7 +143,8 @@ def execute(
         if row_layers
         else lanes.layers_of_rows(cost_model.num_layers, pipeline)
     )
-    times = times_of(plan, cost_model, pipeline, layers, disturbance, step)
+    own = own_costs(cost_model, lockstep_ranks)
+    times = times_of(plan, own, pipeline, layers, disturbance, step)
     launches = launches_of(
         plan,
         aligned=pipeline.stages > 1 or lockstep_ranks > 1,
@@ -150,6 +152,13 @@ def execute(
         group_size=pipeline.group_size,
     )
     passes = _with_padding(plan, launches, times, cost_model, machine, pipeline)
+    speeds = (disturbance or Disturbance()).speeds(speeds_of(cost_model, plan.num_ranks))
+    experts = SharedExperts.of(plan, launches, cost_model, speeds, lockstep_ranks)
+    if lockstep_ranks > 1:
+        passes = passes._replace(
+            forward_s=experts.added(passes.forward_s, launches, pipeline.row_weights / 3),
+            backward_s=experts.added(passes.backward_s, launches, pipeline.row_weights * 2 / 3),
+        )
     starts = schedule(plan, launches, passes, pipeline)
     forward_s = launches.longest(passes.forward_s)[:, launches.group_of]
     backward_s = launches.longest(passes.backward_s)[:, launches.group_of]
@@ -168,7 +177,7 @@ def execute(
             for stage in range(pipeline.stages)
         ]
     )
-    busy_s = np.zeros(plan.num_ranks)
+    busy_s = experts.rank_s / pipeline.stages
     np.add.at(busy_s, plan.ranks, times.own_s / pipeline.stages)
     trace = None
     if memory is not None:

@@ -45,6 +45,7 @@ def test_a_file_with_other_flags_in_it(tmp_path):
     model = model_in(tmp_path, MIXTRAL)
     assert model.kv_bytes_per_token == 131_072
     assert model.active_parameters == pytest.approx(12.75e9, rel=0.01)
+    assert model.expert_parameters == 32 * 3 * 4096 * 14336 * 2
 
 
 def test_a_configuration_of_this_repository():
@@ -83,6 +84,7 @@ def test_an_experts_own_size_counts(tmp_path):
     assert model_in(tmp_path, shape + "moe-ffn-hidden-size: 7\n") == dense
     experts = model_in(tmp_path, shape + "num-experts: 4\nmoe-ffn-hidden-size: 7\n")
     assert experts.active_parameters - dense.active_parameters == 64 * (2 * (2 * 7 - 100) + 4)
+    assert (dense.expert_parameters, experts.expert_parameters) == (0, 64 * 2 * 2 * 7)
 
 
 @pytest.mark.parametrize(

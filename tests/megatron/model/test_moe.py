@@ -253,12 +253,13 @@ def test_a_token_meets_the_experts_it_goes_to(run_ranks, tmp_path):
     layers, hidden, expert = 2, 16, 3 * 16 * 12
     norms, router = (2 * layers + 1) * hidden, 4 * hidden
     embeddings, attention = 2 * 384 * hidden, 2 * 16 * 16 + 2 * 8 * 16
-    assert first == embeddings + norms + layers * (attention + router + 2 * expert)
+    dense, experts = embeddings + norms + layers * (attention + router), layers * 2 * expert
+    assert first == (dense, experts)
     assert others == [
         first,
-        first + layers * (router - expert),
+        (dense + layers * router, experts // 2),
         first,
-        first + norms + layers * router,
+        (dense + norms + layers * router, experts),
     ]
 
 

@@ -12,6 +12,8 @@ from megatron_hdp.cli.lengths import batch_of
 from megatron_hdp.planner import LLAMA_7B, Plan, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.lockstep import PADDING, end_together, slots
+from megatron_hdp.planner.pipeline import Pipeline
+from tests.planner.experts.blocking import run_blocking
 from tests.planner.launch_model import Step, hangs
 from tests.planner.problems import Problem, problems
 
@@ -35,7 +37,9 @@ def costs_of(problem: Problem, share: float):
     return dataclasses.replace(model, b=linear * (1 - share), b_experts=linear * share)
 
 
-def planned(problem: Problem, size: int, costs, strategy: str = "ep-balance") -> Plan:
+def planned(
+    problem: Problem, size: int, costs, strategy: str = "ep-balance", stages=1, chunks=1
+) -> Plan:
     return plan(
         problem.lengths,
         ranks=problem.ranks,
@@ -46,14 +50,18 @@ def planned(problem: Problem, size: int, costs, strategy: str = "ep-balance") ->
         offload=problem.offload,
         strategy=strategy,
         expert_parallel_size=size,
+        pipeline_stages=stages,
+        virtual_stages=chunks,
     )
 
 
-def check(problem: Problem, size: int, share: float, strategy: str = "ep-balance") -> None:
+def check(
+    problem: Problem, size: int, share: float, strategy="ep-balance", stages=1, chunks=1
+) -> None:
     costs = costs_of(problem, share)
-    made = planned(problem, size, costs, strategy)
-    made.validate(num_layers=costs.num_layers)
-    found = figures_in_lockstep(made, costs, size)
+    made = planned(problem, size, costs, strategy, stages, chunks)
+    made.validate(num_layers=costs.num_layers, pipeline_stages=stages)
+    found = figures_in_lockstep(made, costs, size, Pipeline(stages, chunks))
     if size > 1:
         assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
         assert made.summary["lower_bound_s"] == pytest.approx(found.lower_bound_s, rel=1e-9)
@@ -62,7 +70,8 @@ def check(problem: Problem, size: int, share: float, strategy: str = "ep-balance
         assert made.summary["padding_share"] == pytest.approx(found.padding_share, abs=1e-12)
         assert (made.positions is not None) == (strategy == "ep-balance")
     assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
-    assert planned(problem, size, costs, strategy).fingerprint() == made.fingerprint()
+    again = planned(problem, size, costs, strategy, stages, chunks)
+    assert again.fingerprint() == made.fingerprint()
     assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
 
 
@@ -92,16 +101,46 @@ def test_figures_of_the_other_strategies_are_those_of_lockstep(strategy, found) 
     check(*found, strategy)
 
 
+@pytest.mark.parametrize("strategy", ["static", "pp-balance", "ep-balance"])
+@settings(quickly, max_examples=50)
+@given(
+    found=domains() | domains(offload=True),
+    stages=st.sampled_from([2, 3, 4, 8]),
+    chunks=st.integers(1, 3),
+)
+def test_rules_hold_with_stages(strategy, found, stages, chunks) -> None:
+    check(*found, strategy, stages, chunks)
+
+
+@settings(quickly, max_examples=60)
+@given(found=domains(), stages=st.sampled_from([2, 4]), chunks=st.sampled_from([1, 2, 3]))
+def test_pipelines_that_share_experts_never_deadlock(found, stages, chunks) -> None:
+    problem, size, share = found
+    made = planned(problem, size, costs_of(problem, share), stages=stages, chunks=chunks)
+    lists = slots(made, aligned=True, lockstep_ranks=size)
+    assert run_blocking(made, lists, size, Pipeline(stages, chunks), {}) == 0
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["a rank", "a domain"])
+def test_pipelines_that_share_experts_deadlock_at_other_positions(late) -> None:
+    rings = {"ranks": 4, "tokens_per_rank": 128, "pipeline_stages": 2}
+    made = plan([512, 512], **rings, expert_parallel_size=2)
+    lists = [one.tolist() for one in slots(made, aligned=True, lockstep_ranks=2)]
+    assert run_blocking(made, lists, 2, Pipeline(2), {}) == 0
+    wrong = [[first, PADDING, second] for first, second in lists[:late]] + lists[late:]
+    assert run_blocking(made, wrong, 2, Pipeline(2), {}) is None
+
+
 @settings(quickly, max_examples=40)
-@given(found=domains())
-def test_plans_run_to_their_end_however_drivers_wait(found) -> None:
+@given(found=domains(), stages=st.sampled_from([1, 2, 3]))
+def test_plans_run_to_their_end_however_drivers_wait(found, stages) -> None:
     """With streams that run in order, and drivers that wait at every launch."""
     problem, size, share = found
     if problem.ranks > 16 or size == 1:
         return
-    made = planned(problem, size, costs_of(problem, share))
+    made = planned(problem, size, costs_of(problem, share), stages=stages)
     lists = slots(made, aligned=True, lockstep_ranks=size)
-    step = Step(made, lists, 1, 2, size)
+    step = Step(made, lists, stages, 2, size)
     assert not hangs(step, end_together(made, lists, lockstep_ranks=size).tolist(), lambda: True)
 
 
@@ -179,10 +218,41 @@ def test_near_the_bound(data, size) -> None:
         assert made.summary["efficiency"] >= 0.97
 
 
+@pytest.mark.parametrize(
+    "data, ranks, capacity, sizes",
+    [
+        ("github", 64, 8192, (8, 32, 64)),
+        ("github", 64, 32768, (8, 32, 64)),
+        ("byted", 64, 8192, (8, 32, 64)),
+        ("byted", 64, 32768, (8, 32, 64)),
+        ("github", 1024, 8192, (64,)),  # nested rings would lose a quarter in lockstep
+    ],
+)
+def test_pipelines_lose_little_to_lockstep(data, ranks, capacity, sizes) -> None:
+    """Of what pp-balance reaches with experts on the ranks that own the tokens."""
+    costs = dataclasses.replace(LLAMA_7B, b=LLAMA_7B.b / 2, b_experts=LLAMA_7B.b / 2, num_layers=8)
+    lengths = batch_of(
+        f"preset:{data}",
+        ranks=ranks,
+        tokens_per_rank=capacity,
+        num_tokens=8 * ranks * capacity,
+        seed=5,
+    ).lengths
+    problem = {"tokens_per_rank": capacity, "cost_model": costs, "pipeline_stages": 4}
+    alone = plan(lengths, ranks=ranks, **problem)
+    for size in sizes:
+        made = plan(lengths, ranks=ranks, **problem, expert_parallel_size=size)
+        assert (alone.strategy, made.strategy) == ("pp-balance", "ep-balance")
+        assert made.summary["efficiency"] >= 0.97 * alone.summary["efficiency"]
+
+
 def test_a_domain_of_one_rank_is_dp_balance() -> None:
     one = plan(LENGTHS, ranks=12, tokens_per_rank=128, strategy="ep-balance")
     other = plan(LENGTHS, ranks=12, tokens_per_rank=128, strategy="dp-balance")
     assert dataclasses.replace(one, strategy="dp-balance").fingerprint() == other.fingerprint()
+    stages = {"ranks": 12, "tokens_per_rank": 128, "pipeline_stages": 3}
+    one, other = (plan(LENGTHS, **stages, strategy=f"{name}-balance") for name in ("ep", "pp"))
+    assert dataclasses.replace(one, strategy="pp-balance").fingerprint() == other.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +260,7 @@ def test_a_domain_of_one_rank_is_dp_balance() -> None:
     [
         ({"expert_parallel_size": 5}, "expert parallel size is 5; expected a divisor of the 12"),
         ({"expert_parallel_size": 24}, "expert parallel size is 24; expected"),
-        ({"expert_parallel_size": 4, "pipeline_stages": 2}, "4 with 2 pipeline stages"),
+        ({"expert_parallel_size": 5, "pipeline_stages": 2}, "is 5; expected a divisor of the 12"),
         ({"expert_parallel_size": 0}, "expert_parallel_size is 0; expected at least 1"),
     ],
 )

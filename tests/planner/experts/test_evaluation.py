@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megatron_hdp.planner import CostModel, Plan, PlanError
 from megatron_hdp.planner.experts import figures_in_lockstep, lockstep_bound_s
 from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
+from tests.planner.experts.blocking import run_blocking
 from tests.planner.problems import COST_MODELS
 from tests.support.random_plans import random_plan
 
@@ -117,6 +119,35 @@ def random_plans(draw):
     ), size
 
 
+@st.composite
+def pipelines(draw):
+    stages = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    weights = draw(st.lists(st.integers(0, 5), min_size=stages * chunks, max_size=stages * chunks))
+    return Pipeline(stages, chunks, tuple(weights) if sum(weights) else ())
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(found=random_plans(), name=st.sampled_from(sorted(COST_MODELS)), pipeline=pipelines())
+def test_no_plan_of_pipelines_is_below_the_bound(found, name, pipeline):
+    made, size = found
+    costs = dataclasses.replace(COST_MODELS[name], b_experts=COST_MODELS[name].b)
+    figures = figures_in_lockstep(made, costs, size, pipeline)
+    assert figures.lower_bound_s <= figures.makespan_s * (1 + 1e-9)
+    if pipeline.stages > 1:
+        work_s = figures.total_compute_s / figures.total_speed * pipeline.stage_weights.max()
+        assert figures.lower_bound_s >= work_s * (1 - 1e-9)
+
+
+def test_a_domain_computes_beside_its_longest_sequence():
+    # a ring would take for ever: rank 1 has 10 tokens of its own while rank 0 has as many
+    made = plan_of([[0], [1]], [10, 10], ranks=2)
+    costs = CostModel(a=0.0, b=1.0, kv_bytes_per_token=1e12, intra_node_bytes_per_s=1.0)
+    found = figures_in_lockstep(made, costs, 2, Pipeline(2))
+    assert found.makespan_s == pytest.approx(10.0)
+    assert found.lower_bound_s == pytest.approx(10.0)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(found=random_plans(), name=st.sampled_from(sorted(COST_MODELS)))
 def test_no_plan_is_below_the_bound(found, name):
@@ -163,6 +194,43 @@ def test_a_loop_over_positions_finds_the_same(found):
             for domain in group:
                 clocks[domain] = end
     assert figures_in_lockstep(made, costs, size).makespan_s == pytest.approx(max(clocks))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(found=random_plans(), pipeline=pipelines())
+def test_ranks_that_wait_for_each_other_on_every_stage_find_the_same(found, pipeline):
+    made, size = found
+    costs = dataclasses.replace(COST_MODELS["linear"], a=1e-4, b_experts=3e-3)
+    lists = slots(made, aligned=True, lockstep_ranks=size)
+    seconds = {}
+    for place in range(max(map(len, lists))):
+        for first in range(0, made.num_ranks, size):
+            members = [r for r in range(first, first + size) if place < len(lists[r])]
+            if members:
+                slowest = max(dense_s(made, lists[r][place], costs) for r in members)
+                tokens = sum(tokens_of(made, lists[r][place], r) for r in members)
+                seconds[first // size, place] = slowest + costs.b_experts * tokens / size
+    ended_s = run_blocking(made, lists, size, pipeline, seconds)
+    figures = figures_in_lockstep(made, costs, size, pipeline)
+    assert figures.makespan_s == pytest.approx(ended_s, rel=1e-9)
+    last_s = 2 / 3 * pipeline.row_weights[0] * figures.duration_s
+    assert (figures.backward_start_s[0] + last_s).max() <= figures.makespan_s * (1 + 1e-9)
+
+
+def test_a_pipeline_of_domains_by_hand():
+    # positions of 10 and 20 s on two stages: forwards take 1/6, backwards 1/3 of them on each
+    made = plan_of([[0], [1], [0, 1]], [4, 1, 4], ranks=2)
+    costs = dataclasses.replace(LINEAR, b=1.0, b_experts=2.4, g=0.0)
+    found = figures_in_lockstep(made, costs, 2, Pipeline(2))
+    np.testing.assert_allclose(found.position_s, [[4 + 2.4 * 5 / 2], [2 + 2.4 * 4 / 2]])
+    first, second = 10.0, 6.8
+    # first stage: F0, F1, B0, B1; second: F0, B0, F1, B1
+    last = max(first / 3 + first / 3, first / 6 + second / 6) + second / 2
+    assert found.makespan_s == pytest.approx(max(last, first / 3 + 2 * first / 3) + second / 3)
+    assert found.pipeline_stages == 2
+    np.testing.assert_allclose(found.busy_s, [(4 + 2 + 10.8) / 2, (1 + 2 + 10.8) / 2])
+    np.testing.assert_allclose(found.duration_s, [first, first, second])
+    np.testing.assert_allclose(found.own_s, [4 + 6, 1 + 6, 2 + 4.8, 2 + 4.8])
 
 
 def tokens_of(made, m, rank):
