@@ -2,7 +2,10 @@
 
 import pytest
 
+from megatron_hdp.cli.check_plan import cost_model_of
 from megatron_hdp.cli.check_report import as_json, as_text
+from megatron_hdp.cli.checking import job_of
+from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import CostModel
 from tests.cli.test_check import finding, with_lines
 
@@ -75,3 +78,18 @@ def test_a_cost_model_is_of_the_stage_that_has_most(tmp_path, layers, is_sound):
     two = "pipeline-model-parallel-size: 2"
     lines = [two, "num-layers: 6", f"{LAYOUT}: Ett|t*4L", f"hdp-cost-model: {path}"]
     assert finding(with_lines(tmp_path, *lines), 8).is_sound is is_sound
+
+
+@pytest.mark.parametrize(("offload", "planned"), [("off", 5), ("auto", 3)])
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_with_offload_plans_count_the_fewest_layers(tmp_path, is_measured, offload, planned):
+    lines = ["pipeline-model-parallel-size: 2", f"{LAYOUT}: Et*3|t*5L", f"hdp-offload: {offload}"]
+    if is_measured:
+        path = tmp_path / "cost.json"
+        model = CostModel(a=1e-12, b=1e-7, kv_bytes_per_token=1, num_layers=5, block_s=1e-6)
+        path.write_bytes(model.to_json())
+        lines.append(f"hdp-cost-model: {path}")
+    config = with_lines(tmp_path, *lines)
+    words = ["--hybrid-data-parallel", "--config", str(config)]
+    arguments = parse_arguments(words, needs_data=False)
+    assert cost_model_of(arguments, job_of(arguments, 8)).num_layers == planned

@@ -1,15 +1,19 @@
 """The gold test for pipeline stages of unequal layers, some without any; and with offload."""
 
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 from megatron.core import parallel_state
 
+from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import planned_weights, stage_split
-from megatron_hdp.megatron.step import setup
+from megatron_hdp.megatron.step import learning, setup
 from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.stages import StageSplit
 from tests.megatron.step import test_offload
 from tests.megatron.step.test_exactness import (
@@ -169,6 +173,27 @@ def test_ranks_that_count_their_own_layers_are_stopped(run_ranks, tmp_path):
         run_ranks(2, with_own_layers, arguments)
 
 
+def told_of(arguments, pipeline):
+    """Body of a rank: seconds of a whole HDP rank for 3 s of each stage of a pipeline."""
+    found = []
+    for stage in range(pipeline.stages):
+        place = SimpleNamespace(
+            hdp_rank=0, num_hdp_ranks=1, stage=stage, num_stages=pipeline.stages, lockstep_ranks=1
+        )
+        cost = CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=100)
+        one = learning.Learning(arguments, place, cost, PrimitivesSpec(), pipeline, has_plane=False)
+        with mock.patch.object(learning, "work_of", lambda *_: np.zeros(3)):
+            found.append(one._observation(mock.Mock(), mock.Mock(compute_s=3.0))[-1])
+    return found
+
+
+def test_a_stage_s_seconds_are_told_as_those_of_all(run_ranks, tmp_path):
+    """Of a quarter of the model four times as much; what computes nothing says nothing."""
+    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS))
+    assert run_ranks(1, told_of, arguments, Pipeline(3, 1, (1.0, 0.0, 3.0)))[0] == [12, 0, 4]
+    assert run_ranks(1, told_of, arguments, Pipeline(3))[0] == [9, 9, 9]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -186,6 +211,13 @@ def test_a_step_with_offload_has_the_bits_of_one_without(run_ranks, tmp_path, ov
     test_offload.check(run_ranks, arguments, 2, 4)
 
 
+def planned_offload(arguments):
+    """Body of a rank: what offload came to, and the layers that the plan counted with."""
+    with mock.patch("megatron_hdp.data.steps.planning.plan", wraps=plan) as planned:
+        offloaded_bytes, _, askers = test_offload.planned_offload(arguments)
+    return offloaded_bytes, askers, planned.call_args.kwargs["cost_model"].num_layers
+
+
 @pytest.mark.parametrize("layout", ["Et*3|t*4L", "E|t|t*3|t*3,L"], ids=["plain", "virtual"])
 def test_offload_is_planned_for_the_stage_of_the_fewest_layers(run_ranks, tmp_path, layout):
     """A sequence beyond the two ranks' capacity, with a cost model of the stage that has most."""
@@ -198,6 +230,7 @@ def test_offload_is_planned_for_the_stage_of_the_fewest_layers(run_ranks, tmp_pa
     path.write_bytes(cost.to_json())
     prefix = write_corpus(tmp_path, [180, 20, 30])
     arguments = tiny_arguments(prefix, hdp_offload="auto", hdp_cost_model=path, **settings)
-    for offloaded_bytes, _, askers in run_ranks(4, test_offload.planned_offload, arguments):
+    for offloaded_bytes, askers, layers in run_ranks(4, planned_offload, arguments):
+        assert layers == 3
         assert offloaded_bytes > 0
         assert set(askers) == {"reserve"}, "host memory was asked for inside of a forward"
