@@ -1,5 +1,7 @@
 """Draws one step of a trace (``--hdp-trace``): under each rank's plan what it did.
 
+With several model chunks on a stage (virtual stages) each chunk has rows of its own.
+
 ``python scripts/plot_trace.py TRACE.json PICTURE.png [STEP]``; without a step the first one.
 """
 
@@ -23,6 +25,7 @@ COLOURS = COPIES | {
     "optimizer step": OPTIMIZER,
 }
 THIN = 0.4  # of a row, waits and copies; bars of the plan and of compute take twice as much
+_CHUNK = ", chunk "
 Event = dict[str, Any]
 
 
@@ -48,17 +51,27 @@ def read_step(
 
 
 def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], picture: Path) -> None:
-    """Draw the bars: two rows a rank, waits low in the second one; a third one for copies."""
+    """Draw the bars: two rows a chunk, waits low in the second one; one more for copies."""
     degrees = np.array([bar["args"].get("degree", 1) for lane, bar in bars if lane not in COLOURS])
     palette = Palette.of_degrees(degrees, len(ranks))
     copies = {COPIES[lane]: lane for lane, _ in bars if lane in COPIES}
-    rows = ("plan", "measured", *(["copies"] if copies else []))
+    chunks = 1 + max(_chunk_of(lane, bar) for lane, bar in bars)
+    rows = [
+        what + (f", chunk {chunk}" if chunks > 1 else "")
+        for chunk in range(chunks)
+        for what in ("plan", "measured")
+    ]
+    rows += ["copies"] if copies else []
     row_of = {process: (len(rows) + 0.4) * i for i, process in enumerate(sorted(ranks))}
     height = 1.4 + 0.375 * len(rows) * len(ranks)
     figure = Figure(figsize=(13.0, height), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     for lane, bar in bars:
-        row = row_of[bar["pid"]] + (2 if lane in COPIES else lane != "plan")
+        chunk = _chunk_of(lane, bar)
+        lane = lane.partition(_CHUNK)[0]
+        row = row_of[bar["pid"]] + 2 * chunk + (lane != "plan")
+        if lane in COPIES:
+            row = row_of[bar["pid"]] + 2 * chunks
         start, width = (bar["ts"] - whole["ts"]) / 1e6, bar["dur"] / 1e6
         colour = COLOURS.get(lane)
         if colour is None:
@@ -86,6 +99,11 @@ def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], pic
     stretched = whole["args"]["plan_stretched_by"]
     axes.set_title(f"{whole['name']}; the plan x {stretched:.2f}", loc="left", fontsize=10)
     figure.savefig(picture)
+
+
+def _chunk_of(lane: str, bar: Event) -> int:
+    """The model chunk whose row a bar is in."""
+    return int(lane.partition(_CHUNK)[2] or bar["args"].get("chunk", 0))
 
 
 def main(trace: str, picture: str, step: str | None = None) -> None:

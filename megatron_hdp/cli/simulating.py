@@ -19,12 +19,12 @@ from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.data.presets import PRESETS
 from megatron_hdp.megatron.options import (
     expert_domain_size,
-    num_model_chunks,
     parse_arguments,
-    stage_split,
+    planned_weights,
     tokenizer_of,
 )
 from megatron_hdp.options import PLANNER_FLAGS
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
 
@@ -46,19 +46,6 @@ def options_of(arguments: argparse.Namespace) -> "TrainingArguments":
         argv += ["--hdp-cost-model", arguments.cost_model]
     options = parse_arguments(argv, needs_data=False)
     refusals = degree_refusals(options, arguments.gpus)
-    if num_model_chunks(options) > 1:
-        refusals.append(
-            "found virtual stages (--num-layers-per-virtual-pipeline-stage or "
-            "--num-virtual-stages-per-pipeline-rank), expected none: what is simulated is the "
-            "plain schedule, leave them out"
-        )
-    if not stage_split(options).is_even:
-        refusals.append(
-            f"found pipeline stages of {', '.join(map(str, stage_split(options).layers))} layers, "
-            "expected equally many on each: what is simulated are equal stages, leave out what "
-            "cuts the model otherwise (--pipeline-model-parallel-layout, --decoder-..., "
-            "--account-for-...)"
-        )
     if refusals:
         raise ValueError("; ".join(refusals))
     return options
@@ -90,7 +77,9 @@ def setting_of(
         tokens_per_rank=job.tokens_per_rank,
         cost_model=cost_model,
         num_gpus=arguments.gpus,
-        pipeline_stages=job.stages,
+        pipeline=Pipeline(
+            job.stages, job.model_chunks, planned_weights(options, job.vocab_size) or ()
+        ),
         lockstep_ranks=expert_domain_size(options),
         max_length=options.seq_length,
         slice_multiple=options.hdp_slice_multiple,
@@ -221,7 +210,9 @@ def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> In
 def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:
     """One line on what is run."""
     tokens = np.mean([batch.sum() for batch in batches])
-    stages = f" and {setting.pipeline_stages} stages" if setting.pipeline_stages > 1 else ""
+    pipeline = setting.pipeline
+    stages = f" and {pipeline.stages} stages" if pipeline.stages > 1 else ""
+    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
     return (
         f"{len(batches):,} steps of {tokens:,.0f} tokens (longest "
         f"{max(int(batch.max()) for batch in batches):,}) on {setting.num_gpus:,} GPUs: "

@@ -43,6 +43,8 @@ class Span:
     end_s: float
     micro_batch: int | None
     """Index in the step's plan; None outside micro-batches and for padding."""
+    chunk: int = 0
+    """The model chunk (virtual stage) of a forward or backward, or of what lies inside; else 0."""
 
 
 @dataclass
@@ -55,6 +57,7 @@ class _Open:
     start: Moment
     mark: int = -1
     """Number of the mark at its end."""
+    chunk: int = 0
 
 
 class Timeline:
@@ -90,10 +93,12 @@ class Timeline:
         self._clock = clock
 
     @contextmanager
-    def span(self, kind: str, micro_batch: int | None = None) -> Iterator[None]:
-        """Times the block; without an index of its own, it belongs to the enclosing micro-batch."""
+    def span(
+        self, kind: str, micro_batch: int | None = None, chunk: int | None = None
+    ) -> Iterator[None]:
+        """Times the block; without numbers of its own, it belongs to the enclosing micro-batch."""
         enclosing = self._innermost()
-        with self._opened(kind, micro_batch) as opened:
+        with self._opened(kind, micro_batch, chunk) as opened:
             opened.start, _ = self._moment(enclosing)
             try:
                 yield
@@ -157,10 +162,16 @@ class Timeline:
         return self._progress.reached(self._clock) if self._clock.is_late else None
 
     @contextmanager
-    def _opened(self, kind: str, micro_batch: int | None) -> Iterator[_Open]:
-        if micro_batch is None and self._open:
-            micro_batch = self._open[-1].micro_batch
-        opened = _Open(kind, micro_batch, now := time.perf_counter(), now)
+    def _opened(
+        self, kind: str, micro_batch: int | None, chunk: int | None = None
+    ) -> Iterator[_Open]:
+        enclosing = self._innermost()
+        if micro_batch is None and enclosing:
+            micro_batch = enclosing.micro_batch
+        if chunk is None:
+            chunk = enclosing.chunk if enclosing else 0
+        now = time.perf_counter()
+        opened = _Open(kind, micro_batch, now, now, chunk=chunk)
         self._open.append(opened)
         self.changes += 1
         try:
@@ -203,7 +214,7 @@ class Timeline:
                 start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
                 self._totals_s[one.kind] += end_s - start_s
                 if self.spans is not None:
-                    self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch))
+                    self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch, one.chunk))
             self._progress.forget_until(last_mark, self._clock)
 
     def _device_noted(self) -> AbstractContextManager[None]:

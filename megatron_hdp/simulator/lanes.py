@@ -31,6 +31,8 @@ class Lanes:
     own_end_s: Float64Array
     backward: BoolArray
     """Whether the bar is the backward by itself; False everywhere without a pipeline."""
+    chunk: Int64Array
+    """The model chunk (virtual stage) that it runs through, 0 where a stage has one."""
 
     @property
     def num_bars(self) -> int:
@@ -39,7 +41,7 @@ class Lanes:
 
 
 def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
-    """Lay out a plan's bars on one pipeline stage.
+    """Lay out a plan's bars on one pipeline stage, all of its model chunks.
 
     Raises:
         ValueError: ``evaluation`` was not made from this plan, or has no such stage.
@@ -55,10 +57,11 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
     if stages == 1:
         return _bars(plan, evaluation, evaluation.start_s, 1.0)
     rows = evaluation.forward_start_s[stage::stages], evaluation.backward_start_s[stage::stages]
+    weights = evaluation.pipeline.row_weights[stage::stages]
     parts = [
-        _bars(plan, evaluation, starts_s, share / (3 * stages * evaluation.model_chunks))
+        _bars(plan, evaluation, starts_s, share / 3 * weights[chunk], chunk)
         for share, of_chunks in zip((1, 2), rows, strict=True)
-        for starts_s in of_chunks
+        for chunk, starts_s in enumerate(of_chunks)
     ]
     joined = {name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
     joined["backward"] = np.repeat([False, True], len(joined["rank"]) // 2)
@@ -72,7 +75,15 @@ def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
     return bars, np.concatenate([[0], np.cumsum(counts)])
 
 
-def _bars(plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: float) -> Lanes:
+def of_chunk(lanes: Lanes, chunk: int) -> Lanes:
+    """The bars that run through one model chunk."""
+    mine = lanes.chunk == chunk
+    return Lanes(**{name: values[mine] for name, values in vars(lanes).items()})
+
+
+def _bars(
+    plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: float, chunk: int = 0
+) -> Lanes:
     """Bars that start with their micro-batch and take a share of its members' time."""
     degrees = np.diff(plan.rank_offsets)
     micro_batch = np.repeat(np.arange(plan.num_micro_batches), degrees)
@@ -85,6 +96,7 @@ def _bars(plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: flo
         ring_end_s=start_s + (evaluation.own_s - evaluation.local_s) * share,
         own_end_s=start_s + evaluation.own_s * share,
         backward=np.zeros(len(micro_batch), dtype=np.bool_),
+        chunk=np.full(len(micro_batch), chunk),
     )
 
 

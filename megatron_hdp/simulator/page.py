@@ -45,7 +45,8 @@ def write_page(
 def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict[str, Any]:
     palette = Palette.of_degrees(chart.bars.degree, plan.num_ranks)
     pipelined = evaluation.pipeline_stages > 1
-    stages = f"{chart.stages_a_rank} stages each"
+    of_chunks = f" of {evaluation.model_chunks} chunks" if evaluation.model_chunks > 1 else ""
+    stages = f"{chart.stages_a_rank} stages{of_chunks} each"
     if chart.stages_a_rank == 1:
         stages = "first stage"
     return {
@@ -55,6 +56,7 @@ def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict
         "numRows": chart.num_rows,
         "stagesARank": chart.stages_a_rank,
         "pipelined": pipelined,
+        "chunks": evaluation.model_chunks,
         "rowName": f"HDP rank ({stages})" if pipelined else "HDP rank",
         "idleName": f"idle {evaluation.idle_share:.1%}",
         "mostOfGroup": [most for _, most in palette.groups],
@@ -78,6 +80,7 @@ def _arrays(plan: Plan, chart: Chart) -> dict[str, npt.NDArray[Any]]:
         "ringEnd": bars.ring_end_s,
         "ownEnd": bars.own_end_s,
         "backward": bars.backward.astype(np.uint8),
+        "chunk": bars.chunk.astype(np.int32),
         "rankOffsets": plan.rank_offsets.astype(np.int32),
         "ranks": plan.ranks,
         "sequenceOffsets": plan.sequence_offsets.astype(np.int32),

@@ -1,6 +1,7 @@
 """A plan's picture: a Gantt chart with one lane a rank, coloured by ring degree.
 
-With pipeline stages a rank has a lane a stage, or the first stage's where there are many ranks.
+With pipeline stages a rank has a lane a stage, or the first stage's where there are many ranks; all
+model chunks of a stage (virtual stages) are in its lane, named where there is room.
 """
 
 import importlib
@@ -58,9 +59,10 @@ def plot_plan(
     _draw_bars(axes, chart, evaluation.makespan_s, scale, palette)
     _draw_limits(axes, evaluation, scale, unit)
     if chart.num_rows <= _MAX_LABELLED_ROWS:
-        _label_bars(axes, figure, plan, chart, scale, palette)
+        has_chunks = evaluation.model_chunks > 1
+        _label_bars(axes, figure, plan, chart, scale, palette, has_chunks=has_chunks)
     _draw_legend(axes, palette, evaluation, has_local=len(plan.local_sequences) > 0)
-    _name_axes(axes, plan, chart, unit)
+    _name_axes(axes, plan, chart, evaluation.model_chunks, unit)
     axes.set_title(title or default_title(plan, evaluation), loc="left", fontsize=11)
     _save(figure, os.fspath(path))
 
@@ -182,9 +184,16 @@ def _draw_limits(axes: Any, evaluation: Evaluation, scale: float, unit: str) -> 
 
 
 def _label_bars(
-    axes: Any, figure: Any, plan: Plan, chart: Chart, scale: float, palette: Palette
+    axes: Any,
+    figure: Any,
+    plan: Plan,
+    chart: Chart,
+    scale: float,
+    palette: Palette,
+    *,
+    has_chunks: bool,
 ) -> None:
-    """Write what a bar's ring holds where the text fits: sequences and their tokens."""
+    """Write what a bar's ring holds where the text fits: sequences, their tokens, the chunk."""
     figure.draw_without_rendering()
     box = axes.get_window_extent()
     points_a_second = box.width * 72 / figure.dpi / (axes.get_xlim()[1] * scale)
@@ -195,6 +204,9 @@ def _label_bars(
         sequences = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
         tokens = _short(int(plan.lengths[sequences].sum()))
         texts = [f"{len(sequences)} seq, {tokens}", tokens][len(sequences) < 2 :]
+        if has_chunks:
+            chunk = int(bars.chunk[i])
+            texts = [*(f"{text}, chunk {chunk}" for text in texts), f"chunk {chunk}"]
         fitting = [text for text in texts if (len(text) + 1) * _POINTS_A_CHARACTER < width[i]]
         if not fitting:
             continue
@@ -239,12 +251,13 @@ def _draw_legend(axes: Any, palette: Palette, evaluation: Evaluation, *, has_loc
     )
 
 
-def _name_axes(axes: Any, plan: Plan, chart: Chart, unit: str) -> None:
+def _name_axes(axes: Any, plan: Plan, chart: Chart, chunks: int, unit: str) -> None:
     axes.set_xlabel(f"time ({unit})")
     stages = chart.stages_a_rank
     if stages > 1:
         middle = (stages - 1) / 2
-        axes.set_ylabel(f"HDP rank ({stages} stages each)")
+        of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
+        axes.set_ylabel(f"HDP rank ({stages} stages{of_chunks} each)")
         axes.set_yticks([rank * stages + middle for rank in range(plan.num_ranks)])
         axes.set_yticklabels([str(rank) for rank in range(plan.num_ranks)])
         for rank in range(1, plan.num_ranks):

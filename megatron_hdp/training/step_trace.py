@@ -1,7 +1,8 @@
 """One step of all ranks as trace events: what each rank did, and the plan laid over it.
 
 A rank is a process of the trace; its threads are the plan, what it computed, each kind of wait, and
-the optimizer's step.
+the optimizer's step. With several model chunks on a stage (virtual stages) plan and compute have a
+thread a chunk.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
@@ -35,7 +36,9 @@ from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, l
 
 PLAN, COMPUTE = "plan", "compute"
 LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
-_LANE_OF = {FORWARD: COMPUTE, BACKWARD: COMPUTE}
+_OF_CHUNKS = (PLAN, COMPUTE)
+_COMPUTES = {FORWARD, BACKWARD}
+_THREADS = 1000  # numbers of one process, ten a chunk
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
 _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
@@ -66,7 +69,7 @@ class RankSpans:
         kept, left_out_s = [], defaultdict[str, float](float)
         for span in spans:
             duration_s = span.end_s - span.start_s
-            if span.kind in _LANE_OF or duration_s >= least_s:
+            if span.kind in _COMPUTES or duration_s >= least_s:
                 kept.append(span)
             else:
                 left_out_s[span.kind] += duration_s
@@ -77,7 +80,7 @@ class RankSpans:
         """Seconds of forward and backward without the waits for ring members inside them."""
         seconds = -self.left_out_s.get(RING_WAIT, 0.0)
         for span in self.spans:
-            if span.kind in _LANE_OF:
+            if span.kind in _COMPUTES:
                 seconds += span.end_s - span.start_s
             elif span.kind == RING_WAIT:
                 seconds -= span.end_s - span.start_s
@@ -108,9 +111,14 @@ def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[
         yield from labels("process", process, _thread(process, PLAN), label, process)
         unused = {TO_HOST, TO_DEVICE} if not offload else set()
         unused |= {PIPELINE_WAIT} if place.num_stages == 1 else set()
-        for position, lane in enumerate(LANES):
-            if lane not in unused:
-                yield from labels("thread", process, _thread(process, lane), lane, position)
+        chunks = range(place.num_model_chunks)
+        lanes = [(lane, chunk) for chunk in chunks for lane in _OF_CHUNKS]
+        lanes += [(lane, 0) for lane in LANES if lane not in {*_OF_CHUNKS, *unused}]
+        for position, (lane, chunk) in enumerate(lanes):
+            named = lane
+            if lane in _OF_CHUNKS and len(chunks) > 1:
+                named += f", chunk {chunk}"
+            yield from labels("thread", process, _thread(process, lane, chunk), named, position)
 
 
 def step_events(
@@ -188,7 +196,7 @@ class _Overlay:
             yield bar(
                 _name(kind, about),
                 process,
-                _thread(process, PLAN),
+                _thread(process, PLAN, int(lanes.chunk[i])),
                 self._offset_s + start_s * self._scale,
                 self._offset_s + end_s * self._scale,
                 about | {"predicted_s": end_s - start_s, "stretched_by": self._scale},
@@ -198,19 +206,22 @@ class _Overlay:
 def _span_event(
     span: Span, details: MicroBatchDetails, place: RankPlace, process: int, shift_s: float
 ) -> Event:
-    thread = _thread(process, _LANE_OF.get(span.kind, span.kind))
+    computes = span.kind in _COMPUTES
+    thread = _thread(process, COMPUTE if computes else span.kind, span.chunk if computes else 0)
     name, about = span.kind, {}
-    if span.kind in _LANE_OF:
+    if computes:
         name = f"{span.kind}, padding"
     if span.micro_batch is not None:
         about = details.of(span.micro_batch, place.hdp_rank)
         name = _name(span.kind, about)
+    if place.num_model_chunks > 1 and (computes or span.kind == RING_WAIT):
+        about = about | {"chunk": span.chunk}
     return bar(name, process, thread, span.start_s + shift_s, span.end_s + shift_s, about)
 
 
-def _thread(process: int, lane: str) -> int:
+def _thread(process: int, lane: str, chunk: int = 0) -> int:
     """Another one for every lane; none is its process, which a viewer would put first."""
-    return 10 * process + LANES.index(lane)
+    return _THREADS * process + 10 * chunk + LANES.index(lane)
 
 
 def _name(kind: str, about: dict[str, Any]) -> str:

@@ -127,8 +127,8 @@ def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
         "context": cell.context,
         "gpus": cell.row.gpus,
         "ranks": setting.ranks,
-        "tensor_ranks": cell.row.gpus // setting.ranks // setting.pipeline_stages,
-        "stages": setting.pipeline_stages,
+        "tensor_ranks": cell.row.gpus // setting.ranks // setting.pipeline.stages,
+        "stages": setting.pipeline.stages,
         "paper_naive": cell.paper_naive,
         "paper_balanced": cell.paper_balanced,
         "static_s": round(float(static.mean()), 2),
@@ -144,7 +144,7 @@ def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
 
 def bound_s(cell: Cell, setting: Setting) -> float:
     """Seconds of all batches at the tightest bound that is proven for each, with gradient sync."""
-    cost, ranks, stages = setting.cost_model, setting.ranks, setting.pipeline_stages
+    cost, ranks, stages = setting.cost_model, setting.ranks, setting.pipeline.stages
     machine, total = setting.machine, 0.0
     after = machine.optimizer_s + max(
         machine.reduction_s(stage, ranks) + machine.gather_s(stage, ranks)

@@ -114,7 +114,7 @@ def _without_ramp(cell: Cell, constants: Constants, strategy: str) -> float:
         after_s = execution.step_s - execution.makespan_s
         made = setting.planned(lengths, strategy)
         all_stages_s = figures(made, setting.cost_model).makespan_s
-        mine_s += all_stages_s / setting.pipeline_stages + after_s
+        mine_s += all_stages_s / setting.pipeline.stages + after_s
     return static_s / mine_s
 
 

@@ -30,6 +30,7 @@ from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, fullest_stage
 from megatron_hdp.planner.models import model_of
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Machine, Setting
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
@@ -132,7 +133,7 @@ def setting_of(
         tokens_per_rank=constants.tokens_per_rank,
         cost_model=cost_model,
         num_gpus=row.gpus,
-        pipeline_stages=layout.stages,
+        pipeline=Pipeline(layout.stages),
         max_length=context,
         machine=Machine.of_job(job, cost_model),
     )

@@ -33,17 +33,8 @@ hidden-dropout: 0
 disable-bias-linear: true
 """
 
-VIRTUAL_STAGES = [
-    "--pipeline-model-parallel-size",
-    "2",
-    "--num-virtual-stages-per-pipeline-rank",
-    "2",
-]
-UNEVEN_STAGES = [
-    *VIRTUAL_STAGES[:2],
-    "--decoder-first-pipeline-num-layers",
-    "1",
-]
+TWO_STAGES = ("--pipeline-model-parallel-size", "2")
+VIRTUAL_STAGES = (*TWO_STAGES, "--num-virtual-stages-per-pipeline-rank", "2")
 TENSOR = ("--tensor-model-parallel-size", "4")
 
 
@@ -65,6 +56,33 @@ def report(config: Path, *flags: str, gpus: int = 16) -> dict[str, Any]:
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(["simulate", *argv]) == 2
     return capsys.readouterr().err
+
+
+def test_virtual_stages_wait_less_and_hold_more(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", "1", "--strategies", "static", "--data", "preset:byted", "--")
+    plain, virtual = (
+        report(config, *flags, *stages)["strategies"]["static"]
+        for stages in (TWO_STAGES, VIRTUAL_STAGES)
+    )
+    assert virtual["bubble_share"] < plain["bubble_share"]
+    assert virtual["step_time_s"] < plain["step_time_s"]
+    assert virtual["peak_memory_bytes"] > plain["peak_memory_bytes"]
+    assert "8 HDP ranks of 8,192 tokens and 2 stages of 2 virtual stages each" in (
+        capsys.readouterr().out
+    )
+
+
+def test_stages_of_unequal_layers_take_their_weights(config: Path) -> None:
+    flags = ("--steps", "1", "--strategies", "static", "--data", "preset:byted", "--")
+    uneven = ("--decoder-first-pipeline-num-layers", "2")
+    even, other = (
+        report(config, *flags, *TWO_STAGES, *more)["strategies"]["static"] for more in ((), uneven)
+    )
+    even_s, other_s = (one["steps"][0]["makespan_s"] for one in (even, other))
+    assert other_s > 1.05 * even_s  # 6 of 8 layers on the second stage
+    assert other["bubble_share"] > even["bubble_share"]
 
 
 def test_report(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,8 +196,6 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
-        (("--", *UNEVEN_STAGES), "layers, expected equally many on each"),
-        (("--", *VIRTUAL_STAGES), "found virtual stages (--num-layers-per-virtual-pipeline-stage"),
     ],
 )
 def test_refusals(

@@ -128,6 +128,18 @@ def test_ranks_find_the_same_and_a_degree_between(run_ranks):
     assert any(note.startswith("one node: ") for note in first.notes)
 
 
+def test_virtual_stages_are_profiled_in_one_part(run_ranks):
+    """What a rank counts and measures is that of all its parts of the model."""
+    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "4", "--hidden-size", "16")
+    flags += ("--pipeline-model-parallel-size", "2")
+    virtual = ("--num-virtual-stages-per-pipeline-rank", "2")
+    plain, parted = (run_ranks(2, profiled, 1.0, *flags, *more)[0] for more in ((), virtual))
+    assert parted.room == plain.room and parted.place == plain.place
+    for name in ("num_layers", "kv_bytes_per_token", "activation_bytes_per_token"):
+        assert getattr(parted.cost_model, name) == getattr(plain.cost_model, name)
+    assert parted.cost_model.num_layers == 2
+
+
 def test_stages_of_unequal_layers(run_ranks):
     """The first stage of two holds no layer, the second all three in two parts."""
     flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "3", "--hidden-size", "16")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, plan
-from megatron_hdp.simulator.lanes import chart_of, lanes_of
+from megatron_hdp.simulator.lanes import chart_of, lanes_of, of_chunk
 
 COST = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)  # one second a token
 
@@ -99,6 +99,20 @@ def test_bars_of_every_stage_add_up(stages):
             mine = np.flatnonzero(lanes.rank == rank)
             mine = mine[np.argsort(lanes.start_s[mine])]
             assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
+
+
+@pytest.mark.parametrize("weights", [(), (1, 2, 0, 5, 3, 1)])
+def test_bars_of_uneven_chunks_add_up(weights):
+    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
+    evaluation = evaluate(made, COST, 2, 3, weights)
+    shares = evaluation.pipeline.row_weights
+    for stage in range(2):
+        lanes = lanes_of(made, evaluation, stage)
+        for chunk in range(3):
+            own = of_chunk(lanes, chunk)
+            busy = np.bincount(own.rank, weights=own.own_end_s - own.start_s, minlength=2)
+            np.testing.assert_allclose(busy, 2 * evaluation.busy_s * shares[2 * chunk + stage])
+            assert own.num_bars == lanes.num_bars / 3 and own.backward.sum() == own.num_bars / 2
 
 
 def test_a_slow_rank_has_longer_bars():

@@ -12,6 +12,7 @@ from megatron_hdp.simulator.plot import plot_plan
 from tests.simulator.test_lanes import COST, plan_of
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
+pytest.importorskip("matplotlib.axes")
 
 
 def made_and_evaluation(ranks=4, num_sequences=20):
@@ -60,6 +61,22 @@ def test_stages_are_drawn(tmp_path, ranks):
     # 10 s forward and 20 s backward on each stage, 60 s in all: half of the time is idle
     assert share(colour) == pytest.approx(2 * share(pale(colour)), rel=0.15)
     assert share(IDLE) == pytest.approx(3 * share(pale(colour)), rel=0.15)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_bars_name_their_chunk(tmp_path, monkeypatch, chunks):
+    """Of virtual stages alone: one row a stage holds all of its chunks."""
+    made = plan_of([60, 30], [{"ranks": [0], "sequences": [m]} for m in (0, 1)], num_ranks=1)
+    texts, text = [], matplotlib.axes.Axes.text
+
+    def noting(self, x, y, label, **others):
+        texts.append(label)
+        return text(self, x, y, label, **others)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "text", noting)
+    plot_plan(made, evaluate(made, COST, 2, chunks), tmp_path / "plan.png")
+    named = {label.partition("chunk ")[2] for label in texts}
+    assert named == ({"0", "1"} if chunks == 2 else {""})
 
 
 def test_suffix_gives_the_format(tmp_path):

@@ -100,6 +100,24 @@ def test_a_thread_a_stage(tmp_path):
     assert threads == [f"rank {rank}, stage {stage}" for rank in (0, 1) for stage in (0, 1)]
 
 
+def test_a_thread_a_chunk(tmp_path):
+    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
+    evaluation = evaluate(made, COST, 2, 2)
+    events = trace_of(made, evaluation, tmp_path)
+    bars = [event for event in events if event["ph"] == "X"]
+    assert overlaps(bars) == []
+    busy = np.bincount([event["tid"] for event in bars], weights=[event["dur"] for event in bars])
+    np.testing.assert_allclose(busy, 1e6 * np.repeat(evaluation.busy_s, 4) / 2)
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert threads[:5] == [
+        *[f"rank 0, stage {stage}, chunk {chunk}" for stage in (0, 1) for chunk in (0, 1)],
+        "rank 1, stage 0, chunk 0",
+    ]
+    first = {event["tid"]: event["ts"] for event in reversed(bars)}
+    # the first micro-batch passes chunk 0 of both stages before chunk 1 of the first
+    assert first[0] < first[2] < first[1] < first[3]
+
+
 def test_many_sequences_are_not_all_named(tmp_path):
     made = plan([1] * 100, ranks=1, tokens_per_rank=100)
     events = trace_of(made, evaluate(made, COST), tmp_path)

@@ -62,6 +62,14 @@ LAYOUTS = {
     "5": (5, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2-v2": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+    ),
 }
 
 

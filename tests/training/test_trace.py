@@ -114,7 +114,8 @@ class Trace:
             b
             for b in self.bars
             if b["pid"] > 1
-            and b["tid"] == 10 * b["pid"] + LANES.index(kind)
+            and b["tid"] // 1000 == b["pid"]
+            and b["tid"] % 10 == LANES.index(kind)
             and first <= b["ts"] <= last
             and process in (None, b["pid"])
         ]
@@ -170,13 +171,20 @@ def test_a_bar_that_is_missing_or_of_another_micro_batch_is_found(traced):
 
 def test_names_lanes_and_order(traced):
     trace, plans, _ = traced
-    assert trace.names["process_name", 1, 10] == "job"
+    assert trace.names["process_name", 1, 1000] == "job"
     for process, hdp_rank, stage in trace.processes():
         suffix = f", stage {stage}" if trace.num_stages > 1 else ""
-        assert trace.names["process_name", process, 10 * process] == f"HDP rank {hdp_rank}{suffix}"
+        assert (
+            trace.names["process_name", process, 1000 * process] == f"HDP rank {hdp_rank}{suffix}"
+        )
     lanes = [name for (kind, process, _), name in trace.names.items() if process == 3][1:]
     unused = {TO_HOST, TO_DEVICE} | ({PIPELINE_WAIT} if trace.num_stages == 1 else set())
-    assert lanes == [name for name in LANES if name not in unused]
+    chunked = [
+        lane + (f", chunk {chunk}" if trace.num_chunks > 1 else "")
+        for chunk in range(trace.num_chunks)
+        for lane in ("plan", "compute")
+    ]
+    assert lanes == chunked + [name for name in LANES[2:] if name not in unused]
     threads = {(event["pid"], event["tid"]) for event in trace.bars}
     for process, thread in threads:
         one = [b for b in trace.bars if (b["pid"], b["tid"]) == (process, thread)]
@@ -186,11 +194,57 @@ def test_names_lanes_and_order(traced):
     assert "on GPUs" in trace.about["times"]
 
 
+def chunks_out_of_order(trace, step):
+    """What of a rank's compute is not, in its order, what its plan has: pass and chunk."""
+    found = []
+    for process, _, _ in trace.processes():
+        lanes = [
+            [
+                (
+                    b["name"].split()[0].strip(","),
+                    b["args"].get("micro_batch"),
+                    b["tid"] // 10 % 100,
+                )
+                for b in sorted(trace.lane(step, kind, process), key=lambda b: b["ts"])
+                if "micro_batch" in b["args"]
+            ]
+            for kind in ("plan", "compute")
+        ]
+        found += [process] if lanes[0] != lanes[1] else []
+    return found
+
+
+def test_chunks_run_in_the_order_of_the_plan(traced):
+    trace, plans, _ = traced
+    for step in plans:
+        if trace.num_stages > 1:
+            assert chunks_out_of_order(trace, step) == []
+        of_chunks = {b["tid"] // 10 % 100 for b in trace.lane(step, "compute")}
+        assert of_chunks == set(range(trace.num_chunks))
+        for b in trace.lane(step, "compute") + trace.lane(step, RING_WAIT):
+            expected = b["args"].get("chunk", 0)
+            assert ("chunk" in b["args"]) == (trace.num_chunks > 1)
+            assert b["tid"] // 10 % 100 == (expected if "ring" not in b["name"] else 0)
+
+
+def test_a_chunk_that_is_mixed_up_is_found(traced):
+    trace, _, _ = traced
+    if trace.num_chunks == 1:
+        pytest.skip("one chunk has no other")
+
+    def swapped(event):
+        if event["pid"] > 1 and event["ph"] == "X" and event["tid"] % 10 == LANES.index("compute"):
+            event["tid"] += 10 if event["tid"] // 10 % 100 == 0 else -10
+        return event
+
+    assert len(chunks_out_of_order(trace.changed(swapped), 2)) == NUM_RANKS
+
+
 def test_waits_lie_inside_compute_and_sync_behind_it(traced):
     trace, plans, _ = traced
     for step in plans:
         for process, _, _ in trace.processes():
-            compute = trace.lane(step, "compute", process)
+            compute = sorted(trace.lane(step, "compute", process), key=lambda b: b["ts"])
             for wait in trace.lane(step, RING_WAIT, process):
                 around = [b for b in compute if _within(wait, b)]
                 assert len(around) == 1

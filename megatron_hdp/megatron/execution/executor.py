@@ -174,10 +174,11 @@ class HdpExecutor:
         self._losses, self.gradient_norms = [], []
         self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
         self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
-        indices = [micro_batches[m].index for m, _ in self._table(len(micro_batches))]
+        table = self._table(len(micro_batches))
+        indices = [micro_batches[m].index for m, _ in table]
         with (
             torch.set_grad_enabled(not forward_only),
-            noting_compute(self._config, self.timeline, indices),
+            noting_compute(self._config, self.timeline, indices, [chunk for _, chunk in table]),
             self._grad_sync.during(ends_together),
         ):
             self._learns = not forward_only

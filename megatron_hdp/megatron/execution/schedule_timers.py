@@ -2,7 +2,8 @@
 
 The schedule starts and stops a timer around the forward and the backward of every micro-batch. It
 takes a rank's micro-batches in order, forward and backward each, so counting tells which one it is;
-with several model chunks it comes to each once a chunk, in the order of its table.
+with several model chunks it comes to each once a chunk, in the order of its table, backward from
+the last chunk to the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
 
 @contextmanager
 def noting_compute(
-    config: Any, timeline: Timeline, micro_batches: Sequence[int | None]
+    config: Any,
+    timeline: Timeline,
+    micro_batches: Sequence[int | None],
+    chunks: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Notes every forward and backward of the schedule that runs inside.
 
@@ -27,8 +31,9 @@ def noting_compute(
         timeline: where the spans go.
         micro_batches: what this rank runs forward, in order, and so backward: indices in the step's
             plan, None for padding.
+        chunks: the model chunk of each forward; without them a stage has one.
     """
-    timers = _Timers(timeline, micro_batches)
+    timers = _Timers(timeline, micro_batches, chunks or [0] * len(micro_batches))
     before, config.timers = config.timers, timers
     try:
         yield
@@ -40,9 +45,14 @@ def noting_compute(
 class _Timers:
     """What the schedule calls by the name of what it begins or ends; `megatron.core.Timers` is."""
 
-    def __init__(self, timeline: Timeline, micro_batches: Sequence[int | None]) -> None:
+    def __init__(
+        self, timeline: Timeline, micro_batches: Sequence[int | None], chunks: Sequence[int]
+    ) -> None:
+        last = max(chunks, default=0)
+        of_kinds = {FORWARD: chunks, BACKWARD: [last - chunk for chunk in chunks]}
         self._computing = {
-            name: _Computing(timeline, kind, micro_batches) for name, kind in _KINDS.items()
+            name: _Computing(timeline, kind, list(zip(micro_batches, of_kinds[kind], strict=True)))
+            for name, kind in _KINDS.items()
         }
 
     def __call__(self, name: str, log_level: int | None = None) -> _Computing | _Unused:
@@ -55,17 +65,19 @@ class _Timers:
 
 
 class _Computing:
-    """Spans of one kind, a micro-batch each."""
+    """Spans of one kind, a micro-batch and its chunk each."""
 
-    def __init__(self, timeline: Timeline, kind: str, micro_batches: Sequence[int | None]) -> None:
+    def __init__(
+        self, timeline: Timeline, kind: str, passes: Sequence[tuple[int | None, int]]
+    ) -> None:
         self._timeline = timeline
         self._kind = kind
-        self._coming = iter(micro_batches)
+        self._coming = iter(passes)
         self._open: AbstractContextManager[None] | None = None
 
     def start(self, barrier: bool = False) -> None:
         """The next micro-batch begins; never waits for other ranks."""
-        self._open = self._timeline.span(self._kind, next(self._coming))
+        self._open = self._timeline.span(self._kind, *next(self._coming))
         self._open.__enter__()
 
     def stop(self, barrier: bool = False) -> None:

@@ -1,6 +1,11 @@
 """What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer."""
 
-from megatron_hdp.planner.memory.activations import kept_after_forward, second_stream_kept_bytes
+from megatron_hdp.planner.memory.activations import (
+    kept_after_forward,
+    kept_of_part,
+    second_stream_kept_bytes,
+    second_stream_kept_of_part,
+)
 from megatron_hdp.planner.memory.gpu import (
     RESERVE,
     StageMemory,
@@ -20,8 +25,10 @@ __all__ = [
     "StageMemory",
     "fullest_stage",
     "kept_after_forward",
+    "kept_of_part",
     "most_tokens_per_rank",
     "second_stream_kept_bytes",
+    "second_stream_kept_of_part",
     "stage_memories",
     "stage_memory",
     "waiting_activations",

@@ -76,19 +76,20 @@ class SharedExperts:
             rank_s=of_domains.repeat(size),
         )
 
-    def added(self, own_s: Float64Array, launches: Launches, share: float) -> Float64Array:
+    def added(self, own_s: Float64Array, launches: Launches, shares: Float64Array) -> Float64Array:
         """What micro-batches and padding take with all that stands at their positions.
 
         Args:
-            own_s: without experts; shape (micro-batches and padding).
+            own_s: without experts; shape (rows, micro-batches and padding).
             launches: the layout.
-            share: of experts' time that this is.
+            shares: of experts' time that each row is; shape (rows).
         """
-        slowest = np.zeros(len(self.seconds))
-        np.maximum.at(slowest, self.cell_of, own_s[launches.lists.micro_batches])
-        found = np.zeros(int(launches.group_of.max(initial=-1)) + 1)
-        np.maximum.at(found, self.launch_of, slowest + share * self.seconds)
-        return found[launches.group_of]
+        slowest = np.zeros((len(self.seconds), len(shares)))
+        np.maximum.at(slowest, self.cell_of, own_s[:, launches.lists.micro_batches].T)
+        found = np.zeros((int(launches.group_of.max(initial=-1)) + 1, len(shares)))
+        np.maximum.at(found, self.launch_of, slowest + np.outer(self.seconds, shares))
+        of_all: Float64Array = found[launches.group_of].T
+        return of_all
 
 
 def _tokens_by_list(plan: Plan, launches: Launches) -> Float64Array:

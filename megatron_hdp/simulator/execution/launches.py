@@ -41,16 +41,18 @@ class Launches:
         return RankLists(self.group_of[self.lists.micro_batches], self.lists.counts)
 
     def longest(self, seconds: Float64Array) -> Float64Array:
-        """Seconds of each launch, from those of its micro-batches."""
-        found = np.zeros(int(self.group_of.max(initial=-1)) + 1)
-        np.maximum.at(found, self.group_of, seconds)
+        """Seconds of each launch, from those of its micro-batches; one row or several."""
+        found = np.zeros((*seconds.shape[:-1], int(self.group_of.max(initial=-1)) + 1))
+        np.maximum.at(found.T, self.group_of, seconds.T)
         return found
 
 
-def launches_of(plan: Plan, *, aligned: bool, lockstep_ranks: int = 1) -> Launches:
+def launches_of(
+    plan: Plan, *, aligned: bool, lockstep_ranks: int = 1, group_size: int = 1
+) -> Launches:
     """Lay a plan out on its ranks; arguments as of `planner.lockstep.slots`."""
     num = plan.num_micro_batches
-    of_ranks = slots(plan, aligned=aligned, lockstep_ranks=lockstep_ranks)
+    of_ranks = slots(plan, aligned=aligned, lockstep_ranks=lockstep_ranks, group_size=group_size)
     counts = np.array([len(one) for one in of_ranks], dtype=np.int64)
     flat = np.concatenate(of_ranks)
     is_padding = flat == PADDING

@@ -2,24 +2,25 @@
 
 The figures are those of `planner.memory`: state whatever is run, activations of every micro-batch
 between forward and backward by its tokens and offload ratio, and working memory of the one that
-runs.
+runs. With several model chunks on a stage (virtual stages) a pass through one holds the activations
+of its layers.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hdp.planner.memory import (
     Job,
-    MemoryModel,
-    kept_after_forward,
-    second_stream_kept_bytes,
+    kept_of_part,
+    second_stream_kept_of_part,
     stage_memory,
 )
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
+from megatron_hdp.simulator.execution import lanes
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
@@ -31,10 +32,8 @@ class MemoryCosts:
 
     fixed_bytes: tuple[float, ...]
     """Weights, gradients, optimizer state, libraries; one entry a stage."""
-    activation_bytes_per_token: float
-    """Between forward and backward, of one layer."""
-    num_layers: int
-    """Of a stage."""
+    row_bytes_per_token: tuple[float, ...]
+    """Activations between forward and backward; one entry a row: stages of every model chunk."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -49,7 +48,6 @@ class MemoryCosts:
             most_tokens: of any micro-batch on an HDP rank.
         """
         stages, split = range(job.stages), job.split
-        assert split.is_even, "a stage's layers are those of every stage here"
         # the fused loss has a chunk of logits at most: linear on both sides of where it is full
         full = 2**30 / (job.value_bytes * job.vocab_size / job.tensor_ranks)
         sizes = sorted({1, int(full), int(full) + 1, max(2, most_tokens)} - {0})
@@ -60,12 +58,15 @@ class MemoryCosts:
             state = of_sizes[0]
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
-        beside = MemoryModel(split.most, second_stream_kept_bytes(job))
-        held = [(job.stages - s) * beside.peak_bytes(job.tokens_per_rank) for s in stages]
+        beside = [second_stream_kept_of_part(job, layers) for layers in split.layers]
+        held = [
+            job.most_alive(stage, beside[stage :: job.stages]) * job.tokens_per_rank
+            for stage in stages
+        ]
+        rows = zip(split.layers, beside, strict=True)
         return cls(
             fixed_bytes=tuple(fixed),
-            activation_bytes_per_token=kept_after_forward(job) + second_stream_kept_bytes(job),
-            num_layers=split.most,
+            row_bytes_per_token=tuple(kept_of_part(job, layers) + one for layers, one in rows),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
@@ -73,11 +74,24 @@ class MemoryCosts:
             ),
         )
 
-    def resident_bytes(self, tokens: Int64Array, ratios: Float64Array) -> Float64Array:
-        """Activations of micro-batches between forward and backward, on the device."""
-        kept = min(2, self.num_layers)
-        layers = kept + (1 - ratios) * (self.num_layers - kept)
-        resident: Float64Array = tokens * layers * self.activation_bytes_per_token
+    def resident_bytes(
+        self, tokens: Int64Array, ratios: Float64Array, pipeline: Pipeline, row_layers: Int64Array
+    ) -> Float64Array:
+        """Activations of micro-batches between forward and backward, on the device.
+
+        Args:
+            tokens: of micro-batches.
+            ratios: of their offload.
+            pipeline: stages of each rank.
+            row_layers: layers of each of its rows.
+
+        Returns:
+            Those of each row; shape (rows, micro-batches).
+        """
+        leaving = lanes.leaving_of_rows(row_layers, pipeline)
+        share_leaving = leaving / np.maximum(1, row_layers)
+        whole: Float64Array = np.outer(self.row_bytes_per_token, tokens)
+        resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios))
         return resident
 
     def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:
@@ -112,6 +126,8 @@ def trace_of(
     ratios: Float64Array,
     starts_s: tuple[Float64Array, Float64Array],
     ends_s: tuple[Float64Array, Float64Array],
+    pipeline: Pipeline,
+    row_layers: Int64Array,
 ) -> MemoryTrace:
     """Memory of the fullest rank and stage, the first of several that are alike.
 
@@ -120,48 +136,96 @@ def trace_of(
         lists: what each rank runs.
         tokens: of each entry of the lists.
         ratios: offload ratio of each micro-batch, of padding too.
-        starts_s: of forwards and of backwards, ``[stages, micro-batches]``.
+        starts_s: of forwards and of backwards, ``[rows, micro-batches]``.
         ends_s: likewise.
+        pipeline: stages of each rank.
+        row_layers: layers of each of its rows.
     """
-    num, stages = len(ratios), len(starts_s[0])
-    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches])
-    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
-    first = 2 * (np.cumsum(lists.counts) - lists.counts)
-    best = None
-    for stage in range(stages):
-        order, entry = _order(lists, num, stages, stage)
-        change = np.where(order < num, resident[entry], -resident[entry])
-        held = np.cumsum(change)
-        before = np.concatenate([[0.0], held])[first]
-        after = held - np.repeat(before, 2 * lists.counts)
-        during = after + np.where(order < num, 0.0, resident[entry])
-        during += costs.working_bytes(stage, tokens[entry]) + costs.fixed_bytes[stage]
-        at = int(np.argmax(during)) if len(during) else -1
-        if at >= 0 and (best is None or during[at] > best[0]):
-            rank = int(ranks[at])
-            mine = slice(int(first[rank]), int(first[rank] + 2 * lists.counts[rank]))
-            best = during[at], stage, rank, order[mine], during[mine], after[mine]
-    if best is None:
-        raise ValueError("found no micro-batch; expected at least one to run")
-    _, stage, rank, order, during, after = best
-    is_backward, micro_batch = np.divmod(order, num)
-    begin = np.where(is_backward, starts_s[1][stage][micro_batch], starts_s[0][stage][micro_batch])
-    end = np.where(is_backward, ends_s[1][stage][micro_batch], ends_s[0][stage][micro_batch])
-    fixed = costs.fixed_bytes[stage]
+    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline, row_layers)
+    fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)
+    own, row = fullest.passes, fullest.passes.chunk * pipeline.stages + fullest.stage
+    begin, end = (
+        np.where(
+            own.backward, of_passes[1][row, own.micro_batch], of_passes[0][row, own.micro_batch]
+        )
+        for of_passes in (starts_s, ends_s)
+    )
+    fixed = costs.fixed_bytes[fullest.stage]
     times = np.stack([begin, end], axis=1).ravel()
-    levels = np.stack([during, after + fixed], axis=1).ravel()
+    levels = np.stack([fullest.during, fullest.after], axis=1).ravel()
     return MemoryTrace(
-        rank=rank,
-        stage=stage,
+        rank=fullest.rank,
+        stage=fullest.stage,
         time_s=np.concatenate([[0.0], times]),
         num_bytes=np.concatenate([[fixed], levels]),
         fixed_bytes=fixed,
     )
 
 
-def _order(lists: RankLists, num: int, stages: int, stage: int) -> tuple[Int64Array, Int64Array]:
-    """Operations of all ranks in their order, and the entry of the lists of each."""
-    order = order_on_stage(lists, num, Pipeline(stages), stage)
+class _Passes(NamedTuple):
+    """What ranks run on a stage, each in its order, one rank behind the other."""
+
+    micro_batch: Int64Array
+    entry: Int64Array
+    """Of the lists."""
+    chunk: Int64Array
+    backward: NDArray[np.bool_]
+
+    def of(self, mine: slice) -> "_Passes":
+        """Some of them."""
+        return _Passes(
+            self.micro_batch[mine], self.entry[mine], self.chunk[mine], self.backward[mine]
+        )
+
+
+class _Fullest(NamedTuple):
+    """The rank and stage with the most memory at a time."""
+
+    stage: int
+    rank: int
+    passes: _Passes
+    """That it runs, in its order."""
+    during: Float64Array
+    """Bytes while each runs."""
+    after: Float64Array
+    """Bytes behind it."""
+
+
+def _fullest_of(
+    costs: MemoryCosts,
+    lists: RankLists,
+    tokens: Int64Array,
+    num: int,
+    resident: Float64Array,
+    pipeline: Pipeline,
+) -> _Fullest:
+    counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
+    ranks = np.repeat(np.arange(len(counts)), 2 * counts)
+    first = 2 * (np.cumsum(counts) - counts)
+    best, most = None, -1.0
+    for stage in range(pipeline.stages):
+        passes = _passes(lists, num, pipeline, stage)
+        bytes_of_pass = resident[passes.chunk * pipeline.stages + stage, passes.entry]
+        held = np.cumsum(np.where(passes.backward, -bytes_of_pass, bytes_of_pass))
+        before = np.concatenate([[0.0], held])[first]
+        after = held - np.repeat(before, 2 * counts) + costs.fixed_bytes[stage]
+        during = after + np.where(passes.backward, bytes_of_pass, 0.0)
+        during += costs.working_bytes(stage, tokens[passes.entry])
+        at = int(np.argmax(during)) if len(during) else -1
+        if at >= 0 and during[at] > most:
+            rank, most = int(ranks[at]), float(during[at])
+            mine = slice(int(first[rank]), int(first[rank] + 2 * counts[rank]))
+            best = _Fullest(stage, rank, passes.of(mine), during[mine], after[mine])
+    if best is None:
+        raise ValueError("found no micro-batch; expected at least one to run")
+    return best
+
+
+def _passes(lists: RankLists, num: int, pipeline: Pipeline, stage: int) -> _Passes:
+    order = order_on_stage(lists, num, pipeline, stage)
     size = len(lists.micro_batches)
-    places = order_on_stage(RankLists(np.arange(size), lists.counts), size, Pipeline(stages), stage)
-    return order, places % size if size else places
+    places = RankLists(np.arange(size), lists.counts)
+    entry = order_on_stage(places, size, pipeline, stage) % max(1, size)
+    chunk, of_chunk = np.divmod(order, 2 * num * pipeline.stages)
+    backward, micro_batch = np.divmod(of_chunk, num)
+    return _Passes(micro_batch, entry, chunk, backward > 0)

@@ -50,7 +50,8 @@ class Setting:
     cost_model: CostModel
     """Of one HDP rank, with the speeds that the planner knows."""
     num_gpus: int = 1
-    pipeline_stages: int = 1
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """Stages of each HDP rank."""
     lockstep_ranks: int = 1
     max_length: int | None = None
     slice_multiple: int = 1
@@ -69,7 +70,7 @@ class Setting:
     @property
     def aligned(self) -> bool:
         """Whether a micro-batch stands at one position in the lists of all its ranks."""
-        return self.pipeline_stages > 1 or self.lockstep_ranks > 1
+        return self.pipeline.stages > 1 or self.lockstep_ranks > 1
 
     def planned(self, lengths: Int64Array, strategy: str) -> Plan:
         """Plan a global batch as training does (`data.steps.planning`).
@@ -77,9 +78,7 @@ class Setting:
         Raises:
             ValueError: this strategy has no plan for it.
         """
-        planned = planned_for(
-            strategy, pipeline=Pipeline(self.pipeline_stages), lockstep_ranks=self.lockstep_ranks
-        )
+        planned = planned_for(strategy, pipeline=self.pipeline, lockstep_ranks=self.lockstep_ranks)
         with told_as(self.flags):
             made = plan(
                 lengths,
@@ -96,13 +95,16 @@ class Setting:
 
     def executed(self, made: Plan, step: int = 0) -> StepExecution:
         """Run a plan; `step` is its number, for the noise."""
-        memory = None
+        memory: MemoryCosts | None = None
+        row_layers: tuple[int, ...] = ()
         if self.job is not None:
             memory = MemoryCosts.of_job(self.job, most_tokens_of(made))
+            row_layers = self.job.split.layers
         return execute(
             made,
             self.cost_model,
-            pipeline_stages=self.pipeline_stages,
+            pipeline=self.pipeline,
+            row_layers=row_layers,
             machine=self.machine,
             memory=memory,
             lockstep_ranks=self.lockstep_ranks,

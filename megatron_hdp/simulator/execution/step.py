@@ -1,5 +1,6 @@
 """One step of one plan, executed: from the first forward to the parameters of the next step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,8 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
+from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.simulator.execution import lanes
 from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
 from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
 from megatron_hdp.simulator.execution.machine import Machine
@@ -61,15 +64,16 @@ class StepExecution:
     """All times of a step. Arrays have an entry a micro-batch, then one of each padding."""
 
     plan: Plan
-    pipeline_stages: int
+    pipeline: Pipeline
+    """Stages of each rank."""
     padding_ranks: Int64Array
     """The rank of each padding."""
     forward_start_s: Float64Array
-    """``[stages, micro-batches]``."""
+    """``[rows, micro-batches]``; rows are the stages of every model chunk, the first's first."""
     backward_start_s: Float64Array
     """Likewise."""
     forward_s: Float64Array
-    """Of a micro-batch on one stage, from its start to its last member's end."""
+    """From its start to its last member's end, likewise."""
     backward_s: Float64Array
     """Likewise."""
     times: MicroBatchTimes
@@ -77,7 +81,7 @@ class StepExecution:
     end_s: Float64Array
     """When each rank reaches gradient sync, ``[stages, ranks]``."""
     busy_s: Float64Array
-    """Own work of each rank on one stage, ``[ranks]``."""
+    """Own work of each rank, mean of its stages, ``[ranks]``."""
     reduced_s: Float64Array
     """When the gradients of each stage are reduced, ``[stages]``."""
     memory: MemoryTrace | None
@@ -96,12 +100,12 @@ class StepExecution:
 
     @property
     def forward_end_s(self) -> Float64Array:
-        """``[stages, micro-batches]``."""
+        """``[rows, micro-batches]``."""
         return self.forward_start_s + self.forward_s
 
     @property
     def backward_end_s(self) -> Float64Array:
-        """``[stages, micro-batches]``."""
+        """``[rows, micro-batches]``."""
         return self.backward_start_s + self.backward_s
 
 
@@ -109,7 +113,8 @@ def execute(
     plan: Plan,
     cost_model: CostModel,
     *,
-    pipeline_stages: int = 1,
+    pipeline: Pipeline | None = None,
+    row_layers: Sequence[int] = (),
     machine: Machine | None = None,
     memory: MemoryCosts | None = None,
     lockstep_ranks: int = 1,
@@ -121,7 +126,8 @@ def execute(
     Args:
         plan: with stages or lockstep it is laid out as `planner.lockstep.slots` does.
         cost_model: of one HDP rank, with the speeds that are known.
-        pipeline_stages: of each rank.
+        pipeline: stages of each rank; by default one.
+        row_layers: layers of each of its rows; by default those of the cost model on every stage.
         machine: what a step takes besides; by default nothing.
         memory: of a GPU; None: it is not looked at.
         lockstep_ranks: ranks beside each other that share experts.
@@ -131,37 +137,48 @@ def execute(
     Raises:
         ValueError: the plan cannot run: its ranks wait for each other for ever.
     """
-    machine = machine or Machine()
+    machine, pipeline = machine or Machine(), pipeline or Pipeline()
+    layers = (
+        np.array(row_layers)
+        if row_layers
+        else lanes.layers_of_rows(cost_model.num_layers, pipeline)
+    )
     own = own_costs(cost_model, lockstep_ranks)
-    times = times_of(plan, own, pipeline_stages, disturbance, step)
-    aligned = pipeline_stages > 1 or lockstep_ranks > 1
-    launches = launches_of(plan, aligned=aligned, lockstep_ranks=lockstep_ranks)
-    passes = _of_stage(plan, launches, times, cost_model, machine, pipeline_stages)
+    times = times_of(plan, own, pipeline, layers, disturbance, step)
+    launches = launches_of(
+        plan,
+        aligned=pipeline.stages > 1 or lockstep_ranks > 1,
+        lockstep_ranks=lockstep_ranks,
+        group_size=pipeline.group_size,
+    )
+    passes = _with_padding(plan, launches, times, cost_model, machine, pipeline)
     speeds = (disturbance or Disturbance()).speeds(speeds_of(cost_model, plan.num_ranks))
     experts = SharedExperts.of(plan, launches, cost_model, speeds, lockstep_ranks)
     if lockstep_ranks > 1:
         passes = passes._replace(
-            forward_s=experts.added(passes.forward_s, launches, 1 / 3 / pipeline_stages),
-            backward_s=experts.added(passes.backward_s, launches, 2 / 3 / pipeline_stages),
+            forward_s=experts.added(passes.forward_s, launches, pipeline.row_weights / 3),
+            backward_s=experts.added(passes.backward_s, launches, pipeline.row_weights * 2 / 3),
         )
-    starts = schedule(plan, launches, passes, pipeline_stages)
-    forward_s = launches.longest(passes.forward_s)[launches.group_of]
-    backward_s = launches.longest(passes.backward_s)[launches.group_of]
-    end_s, last_s = _ends(launches, starts, backward_s)
+    starts = schedule(plan, launches, passes, pipeline)
+    forward_s = launches.longest(passes.forward_s)[:, launches.group_of]
+    backward_s = launches.longest(passes.backward_s)[:, launches.group_of]
+    end_s, last_s = _ends(launches, starts, backward_s, pipeline.stages)
+    # behind the last backward of one chunk come others of the rest
+    overlaps = machine.overlaps_sync and pipeline.chunks == 1
     done_s = np.array(
         [
             reduced_s(
                 end_s[stage],
                 last_s[stage],
-                machine.overlaps_sync,
+                overlaps,
                 machine.reduction_s(stage, plan.num_ranks),
                 machine.gradient_buckets,
             )
-            for stage in range(pipeline_stages)
+            for stage in range(pipeline.stages)
         ]
     )
-    busy_s = experts.rank_s / pipeline_stages
-    np.add.at(busy_s, plan.ranks, times.own_s / pipeline_stages)
+    busy_s = experts.rank_s / pipeline.stages
+    np.add.at(busy_s, plan.ranks, times.own_s / pipeline.stages)
     trace = None
     if memory is not None:
         trace = trace_of(
@@ -171,10 +188,12 @@ def execute(
             np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
             (starts.forward_start_s, starts.backward_start_s),
             (starts.forward_start_s + forward_s, starts.backward_start_s + backward_s),
+            pipeline,
+            layers,
         )
     execution = StepExecution(
         plan=plan,
-        pipeline_stages=pipeline_stages,
+        pipeline=pipeline,
         padding_ranks=launches.padding_ranks,
         forward_start_s=starts.forward_start_s,
         backward_start_s=starts.backward_start_s,
@@ -185,7 +204,7 @@ def execute(
         busy_s=busy_s,
         reduced_s=done_s,
         memory=trace,
-        record=_record(plan, times, machine, pipeline_stages, end_s, busy_s, done_s, trace),
+        record=_record(plan, times, machine, pipeline.stages, end_s, busy_s, done_s, trace),
     )
     for value in vars(execution).values():
         if isinstance(value, np.ndarray):
@@ -193,35 +212,41 @@ def execute(
     return execution
 
 
-def _of_stage(
+def _with_padding(
     plan: Plan,
     launches: Launches,
     times: MicroBatchTimes,
     cost_model: CostModel,
     machine: Machine,
-    stages: int,
+    pipeline: Pipeline,
 ) -> PassTimes:
     """Of micro-batches and padding, which takes what a micro-batch takes that holds nothing."""
     speeds = speeds_of(cost_model, plan.num_ranks)[launches.padding_ranks]
-    block = block_s(cost_model, stages)
+    block = block_s(cost_model, pipeline.stages)
     parts = [
         (times.forward_s, (cost_model.g / 3 + block / 2) / speeds),
         (times.backward_s, (2 * cost_model.g / 3 + block / 2) / speeds),
     ]
-    forward, backward = (np.concatenate(one) / stages for one in parts)
+    weights = pipeline.row_weights
+    forward, backward = (
+        np.concatenate([of_plan, np.outer(weights, padding)], axis=1) for of_plan, padding in parts
+    )
     message = machine.message_s(times.most_tokens.astype(np.float64))
     padded = machine.message_s(np.zeros(len(launches.padding_ranks)))
     return PassTimes(forward, backward, np.concatenate([message, padded]))
 
 
 def _ends(
-    launches: Launches, starts: Schedule, backward_s: Float64Array
+    launches: Launches, starts: Schedule, backward_s: Float64Array, stages: int
 ) -> tuple[Float64Array, Float64Array]:
-    """When each rank ends its last backward, and how long that takes; ``[stages, ranks]``."""
+    """When each rank ends its last backward, and how long that takes; ``[stages, ranks]``.
+
+    It is the one through the first model chunk.
+    """
     counts = launches.lists.counts
     last = launches.lists.micro_batches[np.cumsum(counts) - 1]
-    last_s = np.tile(backward_s[last], (len(starts.backward_start_s), 1))
-    return starts.backward_start_s[:, last] + last_s, last_s
+    last_s = backward_s[:stages, last]
+    return starts.backward_start_s[:stages, last] + last_s, last_s
 
 
 def _record(

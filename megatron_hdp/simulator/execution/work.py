@@ -9,6 +9,7 @@ from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.evaluation import MemberWork, work_of
 from megatron_hdp.planner.flat_plan import pieces
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.validation import tokens_per_member
 from megatron_hdp.simulator.execution import lanes, rings
 from megatron_hdp.simulator.execution.noise import Disturbance
@@ -22,10 +23,12 @@ _FORWARD, _BACKWARD = 1 / 3, 2 / 3
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MicroBatchTimes:
-    """Of all stages together; one entry a micro-batch, or a member of one."""
+    """One entry a micro-batch, or a member of one; of all stages together where nothing is said."""
 
     forward_s: Float64Array
+    """On each stage of every model chunk; shape (rows, micro-batches)."""
     backward_s: Float64Array
+    """Likewise."""
     own_s: Float64Array
     """Of each member: what it does itself in both passes, waiting for others left out."""
     tokens: Int64Array
@@ -43,7 +46,8 @@ class MicroBatchTimes:
 def times_of(
     plan: Plan,
     cost_model: CostModel,
-    stages: int = 1,
+    pipeline: Pipeline,
+    row_layers: Int64Array,
     disturbance: Disturbance | None = None,
     step: int = 0,
 ) -> MicroBatchTimes:
@@ -52,7 +56,8 @@ def times_of(
     Args:
         plan: the plan.
         cost_model: with the speeds that the planner knows.
-        stages: of each rank.
+        pipeline: stages of each rank.
+        row_layers: layers of each of its rows.
         disturbance: what it does not know.
         step: number of the step, for the noise.
     """
@@ -60,8 +65,8 @@ def times_of(
     speeds = disturbance.speeds(speeds_of(cost_model, plan.num_ranks))
     num, members = plan.num_micro_batches, len(plan.ranks)
     found = MicroBatchTimes(
-        forward_s=np.empty(num),
-        backward_s=np.empty(num),
+        forward_s=np.empty((pipeline.rows, num)),
+        backward_s=np.empty((pipeline.rows, num)),
         own_s=np.empty(members),
         tokens=np.empty(members, dtype=np.int64),
         exposed_s=np.zeros(num),
@@ -70,13 +75,13 @@ def times_of(
         most_tokens=np.empty(num, dtype=np.int64),
     )
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
-        work = work_of(plan, cost_model, stages, speeds, run)
+        work = work_of(plan, cost_model, pipeline.stages, speeds, run)
         tokens, owners = tokens_per_member(plan, run)
         factors = disturbance.factors(step, run.start + owners, plan.ranks[work.members])
-        _passes(found, run, work, cost_model, stages, factors)
+        _passes(found, run, work, cost_model, pipeline, factors)
         found.tokens[work.members] = tokens
         found.most_tokens[run] = np.maximum.reduceat(tokens, work.first_members)
-    _add_copies(found, plan, cost_model, stages)
+    _add_copies(found, plan, cost_model, pipeline, row_layers)
     return found
 
 
@@ -91,14 +96,14 @@ def _passes(
     run: slice,
     work: MemberWork,
     cost_model: CostModel,
-    stages: int,
+    pipeline: Pipeline,
     factors: Float64Array | None,
 ) -> None:
     """Both passes of a run of micro-batches: three parts of compute, then the ring."""
     count, degrees = work.num_members, work.degrees
     factor = np.ones(len(work.attention_s)) if factors is None else factors
     # blocks take as long backward as forward; of local_s and fixed_s they are a part
-    blocks = _blocks_s(work, cost_model, stages)
+    blocks = _blocks_s(work, cost_model, pipeline.stages)
     smooth = work.linear_s + work.local_s + work.fixed_s - blocks
     own = np.zeros(len(factor))
     passes = []
@@ -112,7 +117,8 @@ def _passes(
         most = np.maximum.reduceat(step, work.first_members)
         found.exposed_s[run] += (count - 1) * np.maximum(0.0, hop - most)
         passes.append(seconds)
-    found.forward_s[run], found.backward_s[run] = passes
+    weights = pipeline.row_weights
+    found.forward_s[:, run], found.backward_s[:, run] = (np.outer(weights, one) for one in passes)
     found.own_s[work.members] = own
     found.ring_bytes[run] = work.ring_bytes
 
@@ -128,20 +134,25 @@ def _blocks_s(work: MemberWork, cost_model: CostModel, stages: int) -> Float64Ar
     return blocks
 
 
-def _add_copies(found: MicroBatchTimes, plan: Plan, cost_model: CostModel, stages: int) -> None:
-    """What leaves for the host, on the member that has most of it."""
-    layers = cost_model.num_layers
+def _add_copies(
+    found: MicroBatchTimes,
+    plan: Plan,
+    cost_model: CostModel,
+    pipeline: Pipeline,
+    row_layers: Int64Array,
+) -> None:
+    """What leaves for the host, on the member that has most of it; each row sends its share."""
     some = np.flatnonzero(plan.offload_ratios)
-    if not len(some) or layers <= lanes.RESIDENT_LAYERS:
+    if not len(some):
         return
-    share = plan.offload_ratios[some] * (layers - lanes.RESIDENT_LAYERS) / layers
-    num_bytes = share * found.most_tokens[some] * cost_model.activation_bytes_per_token
-    copies = num_bytes / cost_model.host_bytes_per_s / stages
-    forward, backward = found.forward_s[some] / stages, found.backward_s[some] / stages
-    later = stages * lanes.forward_s(forward, copies, layers)
-    back = stages * lanes.backward_s(backward, copies, layers)
-    added = later + back - found.forward_s[some] - found.backward_s[some]
-    found.copies_s[some] = np.maximum(0.0, added)
-    found.forward_s[some], found.backward_s[some] = later, back
+    of_layer = plan.offload_ratios[some] * found.most_tokens[some] / row_layers.sum()
+    of_layer *= cost_model.activation_bytes_per_token / cost_model.host_bytes_per_s
+    leaving = lanes.leaving_of_rows(row_layers, pipeline)
+    for row, (layers, leave) in enumerate(zip(row_layers, leaving, strict=True)):
+        forward, backward = found.forward_s[row, some], found.backward_s[row, some]
+        later = lanes.forward_s(forward, leave * of_layer, layers, leave)
+        back = lanes.backward_s(backward, leave * of_layer, layers, leave)
+        found.forward_s[row, some], found.backward_s[row, some] = later, back
+        found.copies_s[some] += np.maximum(0.0, later + back - forward - backward)
     counts = np.diff(plan.rank_offsets)
     np.add(found.own_s, np.repeat(found.copies_s, counts), out=found.own_s)

@@ -27,6 +27,8 @@ class Gantt:
     ranks: tuple[int, ...]
     num_ranks: int
     stages: int
+    chunks: int
+    """Of the model on each stage (virtual stages)."""
     row: Int64Array
     start_s: Float64Array
     busy_s: Float64Array
@@ -40,6 +42,8 @@ class Gantt:
     joined: Int64Array
     """Bars in this one."""
     backward: npt.NDArray[np.bool_]
+    chunk: Int64Array
+    """The model chunk that it runs through, likewise the first one's."""
     behind: tuple[tuple[str, float, float], ...]
     """Parts of the step behind the last backward: name, start, seconds."""
     makespan_s: float
@@ -56,21 +60,26 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
 
     Forward and backward are one bar where one follows the other at once.
     """
-    plan, times, stages = execution.plan, execution.times, execution.pipeline_stages
+    plan, times, pipeline = execution.plan, execution.times, execution.pipeline
     num = plan.num_micro_batches
     degrees = np.diff(plan.rank_offsets)
     member_of = np.repeat(np.arange(num), degrees)
-    own_s = times.own_s / stages
-    forward_start = execution.forward_start_s[stage][:num]
-    backward_start = execution.backward_start_s[stage][:num]
-    both_s = times.forward_s + times.backward_s
-    in_forward = np.divide(times.forward_s, both_s, out=np.zeros(num), where=both_s > 0)[member_of]
-    if np.allclose(backward_start, forward_start + times.forward_s, atol=0.0):
-        passes = [(forward_start, np.ones(len(member_of)), False)]
+    both_s = times.forward_s.sum(axis=0) + times.backward_s.sum(axis=0)
+    shares = [
+        np.divide(seconds, both_s, out=np.zeros_like(seconds), where=both_s > 0)
+        for seconds in (times.forward_s, times.backward_s)
+    ]
+    starts = execution.forward_start_s[:, :num], execution.backward_start_s[:, :num]
+    if _is_at_once(execution):
+        passes = [(starts[0][0], shares[0][0] + shares[1][0], False, 0)]
     else:
-        passes = [(forward_start, in_forward, False), (backward_start, 1 - in_forward, True)]
-    start_s = np.concatenate([start[member_of] for start, _, _ in passes])
-    end_s = start_s + np.concatenate([own_s * share for _, share, _ in passes])
+        passes = [
+            (starts[backward][row], shares[backward][row], bool(backward), row // pipeline.stages)
+            for backward in (0, 1)
+            for row in range(stage, pipeline.rows, pipeline.stages)
+        ]
+    start_s = np.concatenate([start[member_of] for start, *_ in passes])
+    end_s = start_s + np.concatenate([times.own_s * share[member_of] for _, share, *_ in passes])
     return Lanes(
         rank=np.tile(plan.ranks.astype(np.int64), len(passes)),
         micro_batch=np.tile(member_of, len(passes)),
@@ -78,13 +87,23 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
         start_s=start_s,
         ring_end_s=end_s,
         own_end_s=end_s,
-        backward=np.repeat([backward for _, _, backward in passes], len(member_of)),
+        backward=np.repeat([backward for *_, backward, _ in passes], len(member_of)),
+        chunk=np.repeat([chunk for *_, chunk in passes], len(member_of)),
     )
+
+
+def _is_at_once(execution: StepExecution) -> bool:
+    """Whether the backward of a micro-batch follows its forward at once."""
+    if execution.pipeline.stages > 1:
+        return False
+    num, forward_s = execution.plan.num_micro_batches, execution.times.forward_s[0]
+    ends_s = execution.forward_start_s[0, :num] + forward_s
+    return np.allclose(execution.backward_start_s[0, :num], ends_s, atol=0.0)
 
 
 def chosen_ranks(execution: StepExecution, always: Iterable[int]) -> tuple[int, ...]:
     """Ranks that have rows: all, or some evenly spaced, the busiest, the idlest, and ``always``."""
-    num, most = execution.plan.num_ranks, max(4, MAX_ROWS // execution.pipeline_stages)
+    num, most = execution.plan.num_ranks, max(4, MAX_ROWS // execution.pipeline.stages)
     if num <= most:
         return tuple(range(num))
     wanted = [int(execution.busy_s.argmax()), int(execution.busy_s.argmin())]
@@ -100,7 +119,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
         execution: the step.
         always: ranks that are shown in any case, a few.
     """
-    ranks, stages = chosen_ranks(execution, always), execution.pipeline_stages
+    ranks, stages = chosen_ranks(execution, always), execution.pipeline.stages
     place = np.full(execution.plan.num_ranks, -1)
     place[list(ranks)] = np.arange(len(ranks))
     found: dict[str, list[npt.NDArray[Any]]] = {}
@@ -116,6 +135,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
             "degree": lanes.degree[mine],
             "tokens": tokens,
             "backward": lanes.backward[mine],
+            "chunk": lanes.chunk[mine],
         }.items():
             found.setdefault(name, []).append(values)
     bars = {name: np.concatenate(values) for name, values in found.items()}
@@ -129,6 +149,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
         ranks=ranks,
         num_ranks=execution.plan.num_ranks,
         stages=stages,
+        chunks=execution.pipeline.chunks,
         behind=_behind(execution),
         makespan_s=execution.makespan_s,
         step_s=execution.step_s,
@@ -180,10 +201,10 @@ def computing_share(execution: StepExecution, edges_s: Float64Array) -> Float64A
         edges_s: times that rise.
     """
     worked = np.zeros(len(edges_s))
-    for stage in range(execution.pipeline_stages):
+    for stage in range(execution.pipeline.stages):
         lanes = lanes_of(execution, stage)
         worked += _since(lanes.start_s, edges_s) - _since(lanes.own_end_s, edges_s)
-    lanes_there = execution.plan.num_ranks * execution.pipeline_stages
+    lanes_there = execution.plan.num_ranks * execution.pipeline.stages
     share: Float64Array = np.diff(worked) / np.diff(edges_s) / lanes_there
     return share
 

@@ -135,7 +135,7 @@ def memory_chart(run: Run, subject: Subject) -> Chart | None:
     limit = subject.gpu_memory_bytes
     where = ", ".join(
         f"{name} rank {trace.rank:,}"
-        + (f" stage {trace.stage}" if run.setting.pipeline_stages > 1 else "")
+        + (f" stage {trace.stage}" if run.setting.pipeline.stages > 1 else "")
         for name, trace in traces.items()
     )
     return Chart(

@@ -105,7 +105,8 @@ class Rows {
   describe(bar) {
     const { gantt } = this, row = this.row[bar];
     const rank = gantt.ranks[Math.floor(row / gantt.stages)], degree = this.degree[bar];
-    const pass = this.backward[bar] ? ", backward" : ", forward";
+    const pass = (gantt.chunks > 1 ? `, chunk ${this.chunk[bar]}` : "")
+      + (this.backward[bar] ? ", backward" : ", forward");
     return [
       `${gantt.name}, rank ${rank}` + (gantt.stages > 1 ? `, stage ${row % gantt.stages}${pass}` : ""),
       this.joined[bar] > 1 ? `${count(this.joined[bar])} short micro-batches, from ${this.microBatch[bar]}`

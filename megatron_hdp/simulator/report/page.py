@@ -85,6 +85,7 @@ def _gantts_on_page(run: Run, gantts: Mapping[str, Gantt]) -> dict[str, Any]:
                 "ranks": one.ranks,
                 "numRanks": one.num_ranks,
                 "stages": one.stages,
+                "chunks": one.chunks,
                 "makespan": one.makespan_s,
                 "step": one.step_s,
                 "behind": [[part, at, length, PARTS[part]] for part, at, length in one.behind],
@@ -111,4 +112,5 @@ def _arrays(one: Gantt) -> dict[str, Any]:
         "tokens": one.tokens.astype(np.float64),
         "joined": one.joined.astype(np.int32),
         "backward": one.backward.astype(np.uint8),
+        "chunk": one.chunk.astype(np.int32),
     }

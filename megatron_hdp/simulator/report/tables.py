@@ -54,7 +54,9 @@ def about(run: Run, subject: Subject) -> str:
     steps = [step for one in run.outcomes.values() for step in one.steps]
     count = max((len(one.steps) for one in run.outcomes.values()), default=0)
     tokens = f" of {sum(s.num_tokens for s in steps) / len(steps):,.0f} tokens" if steps else ""
-    stages = f", {setting.pipeline_stages} pipeline stages" if setting.pipeline_stages > 1 else ""
+    pipeline = setting.pipeline
+    stages = f", {pipeline.stages} pipeline stages" if pipeline.stages > 1 else ""
+    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
     return (
         f"{subject.config}; lengths: {subject.data}; {setting.num_gpus:,} GPUs: {setting.ranks:,} "
         f"HDP ranks of {setting.tokens_per_rank:,} tokens{stages}; {count:,} "

@@ -29,6 +29,23 @@ def test_forwards_and_backwards_are_counted_apart():
     assert config.timers is None
 
 
+def test_backwards_take_chunks_from_the_last_to_the_first():
+    config, timeline = SimpleNamespace(timers=None), Timeline()
+    timeline.start_recording()
+    with noting_compute(config, timeline, [4, None, 4, None], [0, 0, 1, 1]):
+        for name in 4 * ["forward"] + 4 * ["backward"]:
+            config.timers(f"{name}-compute", log_level=2).start()
+            with timeline.span(RING_WAIT):
+                pass
+            config.timers(f"{name}-compute").stop()
+    found = [(span.kind, span.micro_batch, span.chunk) for span in timeline.stop_recording()]
+    forward, backward = [0, 0, 1, 1], [1, 1, 0, 0]
+    assert [chunk for kind, _, chunk in found if kind == FORWARD] == forward
+    assert [chunk for kind, _, chunk in found if kind == BACKWARD] == backward
+    assert [chunk for kind, _, chunk in found if kind == RING_WAIT] == forward + backward
+    assert [m for kind, m, _ in found if kind == BACKWARD] == [4, None, 4, None]
+
+
 def test_what_runs_inside_belongs_to_the_micro_batch():
     config, timeline = SimpleNamespace(timers=None), Timeline()
     with noting_compute(config, timeline, [4]):

@@ -233,6 +233,7 @@ VIRTUAL = {  # ranks, virtual stages on a rank, the rest
     ),
     "pp4-v2": (4, 2, {"pipeline_model_parallel_size": 4}),
     "pp4-v2-rings": (8, 2, {"pipeline_model_parallel_size": 4}),
+    "pp4-v3-rings": (8, 3, {"pipeline_model_parallel_size": 4}),
     "pp2-v2-tp2-sp-rings": (
         8,
         2,

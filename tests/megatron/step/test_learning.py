@@ -23,8 +23,14 @@ from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sou
 
 SECONDS_PER_TOKEN = 2e-4
 SLOW_RANK = 1
+VIRTUAL = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 4,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
 LAYOUTS = {
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "virtual": VIRTUAL,
     "tensor": {"tensor_model_parallel_size": 2},
 }
 FORWARD_STEP = HdpExecutor._forward_step
@@ -151,10 +157,12 @@ def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
     assert "costs is dropped: it began with another cost model" in log
 
 
-def test_what_is_learnt_changes_no_gradient(run_ranks, prefix):
-    stays = run(prefix, hdp_online=False, hdp_strategy="static")
-    (expected, _), *_ = run_ranks(2, trained_without_a_clock, stays, (1.0, 0.3))
-    (found, _), *_ = run_ranks(2, trained_without_a_clock, run(prefix), (1.0, 0.3))
+@pytest.mark.parametrize("ranks, layout", [(2, {}), (4, VIRTUAL)], ids=["plain", "virtual"])
+def test_what_is_learnt_changes_no_gradient(run_ranks, prefix, ranks, layout):
+    stays = run(prefix, hdp_online=False, hdp_strategy="static", **layout)
+    (expected, _), *_ = run_ranks(ranks, trained_without_a_clock, stays, (1.0, 0.3))
+    (found, _), *_ = run_ranks(ranks, trained_without_a_clock, run(prefix, **layout), (1.0, 0.3))
+    assert found[-1].cost_model_changes >= 2
     assert found[-1].slow_ranks == 1
     for one, other in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-10)
@@ -230,19 +238,21 @@ def test_a_plan_of_the_users_own_is_refused(run_ranks, tmp_path):
         run_ranks(1, pretrain, mixed_arguments(folder, path, hdp_online=True))
 
 
-def test_speeds_of_a_file(run_ranks, prefix, tmp_path):
+@pytest.mark.parametrize("ranks, layout", [(2, {}), (4, VIRTUAL)], ids=["plain", "virtual"])
+def test_speeds_of_a_file(run_ranks, prefix, tmp_path, ranks, layout):
     path = tmp_path / "speeds.txt"
     path.write_text("1\n0.25\n")
-    known = run(prefix, train_iters=1, hdp_online=False)
-    (plain, _), *_ = run_ranks(2, trained_without_a_clock, known, ())
+    known = run(prefix, train_iters=1, hdp_online=False, **layout)
+    (plain, _), *_ = run_ranks(ranks, trained_without_a_clock, known, ())
     known = replace(known, hdp_rank_speeds=path)
-    (found, _), *_ = run_ranks(2, trained_without_a_clock, known, ())
+    (found, _), *_ = run_ranks(ranks, trained_without_a_clock, known, ())
     assert found[0].micro_batches_max > plain[0].micro_batches_max
+    assert found[0].loss == pytest.approx(plain[0].loss, rel=1e-10)
     path.write_text("1\n")
     with pytest.raises(
         RankError, match="has 1 speeds, expected one a line for each of the run's 2"
     ):
-        run_ranks(2, trained_without_a_clock, known, ())
+        run_ranks(ranks, trained_without_a_clock, known, ())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, plan
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import (
     REPORT_KEYS,
     Disturbance,
@@ -67,7 +68,7 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
 
 def test_plans_are_those_of_training() -> None:
     (lengths,) = batches(1)
-    setting = replace(SETTING, pipeline_stages=4, offload="auto", slice_multiple=16)
+    setting = replace(SETTING, pipeline=Pipeline(4), offload="auto", slice_multiple=16)
     given = {
         "ranks": 16,
         "tokens_per_rank": 4096,
@@ -83,6 +84,12 @@ def test_plans_are_those_of_training() -> None:
     ):
         expected = plan(lengths, **given, **others)
         assert setting.planned(lengths, name).fingerprint() == expected.fingerprint()
+    virtual = replace(setting, pipeline=Pipeline(4, 2))
+    others = {"strategy": "pp-balance", "pipeline_stages": 4, "virtual_stages": 2}
+    expected = plan(lengths, **given, **others)
+    assert virtual.planned(lengths, "auto").fingerprint() == expected.fingerprint()
+    run = virtual.executed(expected)
+    assert run.pipeline.chunks == 2 and len(run.forward_start_s) == 8
     experts = replace(SETTING, lockstep_ranks=4)
     assert experts.planned(lengths, "auto").strategy == "ep-balance"
     assert SETTING.planned(lengths, "auto").strategy == "dp-balance"
@@ -130,12 +137,12 @@ def test_a_slow_rank_that_is_none_is_a_mistake_not_a_reason() -> None:
         simulate(setting, [np.array([5, 6])], ["auto"])
 
 
-def _is_quick(ranks: int, stages: int, strategy: str, limit_s: float) -> None:
+def _is_quick(ranks: int, pipeline: Pipeline, strategy: str, limit_s: float) -> None:
     setting = Setting(
         ranks=ranks,
         tokens_per_rank=8192,
         cost_model=LLAMA_7B,
-        pipeline_stages=stages,
+        pipeline=pipeline,
         max_length=2**21,
         machine=Machine(gradient_bytes=(1e9,), overlaps_sync=True, gradient_buckets=7),
         disturbance=Disturbance(noise=0.05),
@@ -147,15 +154,24 @@ def _is_quick(ranks: int, stages: int, strategy: str, limit_s: float) -> None:
     assert execution.record.num_tokens == 4 * ranks * 8192
 
 
-@pytest.mark.parametrize(("stages", "strategy"), [(1, "auto"), (1, "static"), (4, "auto")])
-def test_a_thousand_ranks_take_a_moment(stages: int, strategy: str) -> None:
-    _is_quick(1024, stages, strategy, limit_s=5.0)
+@pytest.mark.parametrize(
+    ("pipeline", "strategy"),
+    [
+        (Pipeline(), "auto"),
+        (Pipeline(), "static"),
+        (Pipeline(4), "auto"),
+        (Pipeline(4, 4), "auto"),
+    ],
+    ids=str,
+)
+def test_a_thousand_ranks_take_a_moment(pipeline: Pipeline, strategy: str) -> None:
+    _is_quick(1024, pipeline, strategy, limit_s=5.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 8])
+@pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(8), Pipeline(8, 4)], ids=str)
 @pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "auto"])
-def test_sixteen_thousand_ranks_take_a_minute_at_most(stages: int, strategy: str) -> None:
-    _is_quick(16384, stages, strategy, limit_s=60.0)
+def test_sixteen_thousand_ranks_take_a_minute_at_most(pipeline: Pipeline, strategy: str) -> None:
+    _is_quick(16384, pipeline, strategy, limit_s=60.0)
     if sys.platform == "linux":
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4e9

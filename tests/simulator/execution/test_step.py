@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, evaluate
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, execute
 from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
 from tests.simulator.execution.plans import COSTS, plan_of
@@ -44,19 +45,31 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(problems(), st.sampled_from(["pp-balance", "static", "dynamic-cp"]), st.integers(2, 4))
-def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stages: int) -> None:
+@settings(max_examples=80, deadline=None)
+@given(
+    problems(),
+    st.sampled_from(["pp-balance", "static", "dynamic-cp"]),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_with_stages_it_is_the_evaluation(
+    problem: Problem, strategy: str, stages: int, chunks: int, is_even: bool
+) -> None:
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="attention")
     problem = dataclasses.replace(problem, speeds=())
     try:
-        plan = problem.plan(strategy, pipeline_stages=stages)
+        plan = problem.plan(strategy, pipeline_stages=stages, virtual_stages=chunks)
     except ValueError:
         assert strategy == "dynamic-cp"  # it needs room on powers of two
         return
-    expected = evaluate(plan, problem.model, stages)
-    run = execute(plan, problem.model, pipeline_stages=stages)
+    model = problem.model
+    if chunks > 1:
+        model = dataclasses.replace(model, g=0.0)  # the evaluation's padding takes no time
+    weights = () if is_even else tuple(range(stages * chunks, 0, -1))
+    expected = evaluate(plan, model, stages, chunks, weights)
+    run = execute(plan, model, pipeline=Pipeline(stages, chunks, weights))
     num = plan.num_micro_batches
     assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
     for found, known in (
@@ -64,6 +77,20 @@ def test_with_stages_it_is_the_evaluation(problem: Problem, strategy: str, stage
         (run.backward_start_s, expected.backward_start_s),
     ):
         np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
+def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, chunks: int) -> None:
+    if problem.cost_model not in THIRDS:
+        problem = dataclasses.replace(problem, cost_model="launch-bound")
+    plan = problem.plan(strategy, pipeline_stages=2, virtual_stages=chunks)
+    expected = evaluate(plan, problem.model, 2, chunks)
+    run = execute(plan, problem.model, pipeline=Pipeline(2, chunks))
+    assert run.makespan_s >= expected.makespan_s * (1 - 1e-9)
+    counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
+    assert len(run.padding_ranks) >= (counts % 2).sum()
 
 
 @settings(max_examples=30, deadline=None)
@@ -95,10 +122,47 @@ def test_the_host_is_the_bottleneck() -> None:
         num_layers=6,
     )
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs)
-    assert run.forward_s.tolist() == [13.0, 6.0]  # the last layer begins when all has left
-    assert run.backward_s.tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
+    assert run.forward_s[0].tolist() == [13.0, 6.0]  # the last layer begins when all has left
+    assert run.backward_s[0].tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
     assert run.record.copies_s == pytest.approx(7.0 + 4.0)
     assert run.makespan_s == 47.0
+
+
+def test_each_chunk_sends_its_share_to_the_host() -> None:
+    # 6 layers in 2 chunks: 3 leave of the first, 1 of the second; 3 s of copies a layer
+    costs = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=0.0,
+        g=36.0,
+        activation_bytes_per_token=36.0,
+        host_bytes_per_s=1.0,
+        num_layers=6,
+    )
+    pipeline = Pipeline(2, 2)
+    run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs, pipeline=pipeline)
+    # on a row 3 s forward and 6 s backward, 1 and 2 s a layer
+    assert run.forward_s.tolist() == [[9.0, 3.0], [9.0, 3.0], [4.0, 3.0], [4.0, 3.0]]
+    # the last layer of the first chunk waits 3 s for its own, two more 1 s each
+    assert run.backward_s.tolist() == [[11.0, 6.0], [11.0, 6.0], [7.0, 6.0], [7.0, 6.0]]
+    assert run.record.copies_s == pytest.approx(6.0 + 5.0 + 1.0 + 1.0)
+    assert run.busy_s.tolist() == [36.0 + 13.0]
+
+
+def test_stages_of_unequal_layers_send_their_own() -> None:
+    costs = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=0.0,
+        g=30.0,
+        activation_bytes_per_token=30.0,
+        host_bytes_per_s=1.0,
+    )
+    # 2 layers of 1 s, which stay; 8 of 1 s, of which 6 leave in 3 s each
+    pipeline = Pipeline(2, 1, (2, 8))
+    run = execute(plan_of([[0]], ratios=[1.0]), costs, pipeline=pipeline, row_layers=(2, 8))
+    assert run.forward_s[:, 0].tolist() == pytest.approx([2.0, 8.0 + 11.0])
+    assert run.backward_s[:, 0].tolist() == pytest.approx([4.0, 16.0 + 6 * 1.0])
 
 
 MACHINE = Machine(
@@ -131,6 +195,15 @@ def test_reductions_inside_of_the_last_backward() -> None:
     assert run.record.sync_s == pytest.approx(9 + 40 - 12)
 
 
+def test_with_virtual_stages_reductions_begin_behind_the_last_backward() -> None:
+    overlapping = dataclasses.replace(MACHINE, overlaps_sync=True)
+    plan = plan_of([[0], [1], [0], [1]])
+    plain = execute(plan, COSTS, pipeline=Pipeline(2), machine=overlapping)
+    virtual = execute(plan, COSTS, pipeline=Pipeline(2, 2), machine=overlapping)
+    assert (plain.record.sync_s, virtual.record.sync_s) == (2.5, 4.0)
+    assert virtual.reduced_s.tolist() == [7.5 + 4.0, 6.5 + 4.0]
+
+
 def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> None:
     machine = dataclasses.replace(MACHINE, distributed_optimizer=False)
     record = execute(plan_of([[0], [1]]), COSTS, machine=machine).record
@@ -139,12 +212,12 @@ def test_without_the_distributed_optimizer_all_ranks_have_all_gradients() -> Non
 
 def test_each_stage_has_its_own_gradients() -> None:
     machine = dataclasses.replace(MACHINE, gradient_bytes=(80.0, 20.0), parameter_bytes=(8.0, 40.0))
-    run = execute(plan_of([[0], [1]]), COSTS, pipeline_stages=2, machine=machine)
+    run = execute(plan_of([[0], [1]]), COSTS, pipeline=Pipeline(2), machine=machine)
     assert run.end_s.tolist() == [[6.0, 6.0], [4.0, 4.0]]
     assert run.reduced_s.tolist() == [10.0, 5.0]
     assert (run.record.sync_s, run.record.gather_s) == (4.0, 2.0)
     with pytest.raises(ValueError, match="found bytes of 2 stages; expected those of stage 2"):
-        execute(plan_of([[0], [1]]), COSTS, pipeline_stages=3, machine=machine)
+        execute(plan_of([[0], [1]]), COSTS, pipeline=Pipeline(3), machine=machine)
 
 
 def test_in_one_node_nothing_takes_the_network() -> None:
@@ -162,7 +235,9 @@ def test_loading_hides_behind_the_step_before() -> None:
 def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
     def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
         disturbed = Disturbance(noise=0.2, seed=seed)
-        return execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s.tolist()
+        return (
+            execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
+        )
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3
@@ -181,14 +256,14 @@ def test_blocks_and_hops_take_as_long_backward_as_forward() -> None:
         a=0.0, b=3.0, kv_bytes_per_token=0.0, num_layers=3, block_s=1.0, intra_node_hop_s=0.5
     )
     run = execute(plan_of([[0], [0, 1]], lengths=[1, 2]), costs)
-    assert run.forward_s.tolist() == [3.0 + 1.0, 3.0 * 2 + 1.0 + 3 * 0.5]
-    assert run.backward_s.tolist() == [3.0 + 2.0, 3.0 * 2 + 2.0 + 3 * 0.5]
+    assert run.forward_s[0].tolist() == [3.0 + 1.0, 3.0 * 2 + 1.0 + 3 * 0.5]
+    assert run.backward_s[0].tolist() == [3.0 + 2.0, 3.0 * 2 + 2.0 + 3 * 0.5]
     assert run.record.ring_exposed_s == pytest.approx(3.0)
 
 
 def test_slow_ranks_slow_their_rings() -> None:
     run = execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={1: 0.5}))
-    assert run.forward_s.tolist() == [4.0, 2.0]
+    assert run.forward_s[0].tolist() == [4.0, 2.0]
     assert run.busy_s.tolist() == [6.0, 12.0, 6.0]
     with pytest.raises(ValueError, match="slow rank is 3; expected 0 to 2"):
         execute(plan_of([[0, 1], [2]]), COSTS, disturbance=Disturbance(slow={3: 0.5}))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner.lockstep import end_together, slots
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
 from megatron_hdp.simulator.execution.sync import reduced_s
 from tests.planner.problems import Problem, problems
@@ -58,12 +59,12 @@ def test_ranks_that_may_not_begin_decide_nothing(
     problem: Problem, strategy: str, stages: int
 ) -> None:
     plan = problem.plan(strategy)
-    run = execute(plan, problem.model, pipeline_stages=stages)
+    run = execute(plan, problem.model, pipeline=Pipeline(stages))
     of_ranks = slots(plan, aligned=stages > 1)
     inside = end_together(plan, of_ranks).tolist()
-    padding = iter(range(plan.num_micro_batches, len(run.backward_s)))
+    padding = iter(range(plan.num_micro_batches, run.backward_s.shape[1]))
     named = [[next(padding) if m < 0 else m for m in one.tolist()] for one in of_ranks]
-    last_s = run.backward_s[[one[-1] for one in named]]
+    last_s = run.backward_s[0][[one[-1] for one in named]]
     reduction = run.makespan_s
     for end_s in run.end_s:
         slowly = parts_slowly(end_s.tolist(), last_s.tolist(), inside, reduction, 5)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, StepExecution
 from megatron_hdp.simulator.report import bars
 from tests.simulator.report.runs import run_of
@@ -14,16 +15,20 @@ def step_of(strategy: str = "auto", **changes: object) -> StepExecution:
     return first
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+PIPELINES = [Pipeline(), Pipeline(3), Pipeline(2, 2), Pipeline(2, 2, (1, 2, 3, 0))]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 @pytest.mark.parametrize("strategy", ["static", "naive", "auto"])
-def test_bars_are_the_work_of_each_rank(strategy: str, stages: int) -> None:
-    step = step_of(strategy, pipeline_stages=stages)
+def test_bars_are_the_work_of_each_rank(strategy: str, pipeline: Pipeline) -> None:
+    step, stages = step_of(strategy, pipeline=pipeline), pipeline.stages
     gantt = bars.gantt_of(step)
     assert gantt.ranks == tuple(range(8 if stages == 3 else 16)) or len(gantt.ranks) <= 16
     for row in range(len(gantt.ranks) * stages):
         mine = np.flatnonzero(gantt.row == row)
-        rank = gantt.ranks[row // stages]
-        assert gantt.busy_s[mine].sum() == pytest.approx(step.busy_s[rank])
+        rank, weight = gantt.ranks[row // stages], pipeline.stage_weights[row % stages]
+        assert gantt.busy_s[mine].sum() == pytest.approx(step.busy_s[rank] * stages * weight)
+        assert set(gantt.chunk[mine]) == set(range(pipeline.chunks))
         assert np.all(gantt.start_s[mine][1:] >= gantt.end_s[mine][:-1] - 1e-9)
     assert gantt.end_s.max() <= step.makespan_s * (1 + 1e-9)
     assert gantt.backward.any() == (stages > 1)
@@ -39,9 +44,9 @@ def test_parts_behind_the_last_backward_end_with_the_step() -> None:
     assert behind[-1][1] + behind[-1][2] == pytest.approx(step.step_s)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_the_share_that_computes_adds_up(stages: int) -> None:
-    step = step_of(pipeline_stages=stages)
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_the_share_that_computes_adds_up(pipeline: Pipeline) -> None:
+    step = step_of(pipeline=pipeline)
     for edges in (np.linspace(0, step.step_s, 50), np.array([0, 0.1, 0.35, 1.0]) * step.step_s):
         share = bars.computing_share(step, edges)
         assert share.min() >= -1e-9 and share.max() <= 1 + 1e-9

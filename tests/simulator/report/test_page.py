@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Run, simulate
 from megatron_hdp.simulator.report import COLUMNS, Subject, bars, cells, charts, write_report
 from megatron_hdp.simulator.report.figures import headline
@@ -106,7 +107,7 @@ def test_curves_are_those_of_the_first_step(tmp_path: Path) -> None:
 
 
 def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
-    run = run_of("auto", pipeline_stages=2, job=None)
+    run = run_of("auto", pipeline=Pipeline(2, 2), job=None)
     for found in data_of(page_of(tmp_path, run))["gantts"]:
         first = run.outcomes[found["name"]].first
         assert first is not None
@@ -114,6 +115,8 @@ def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array_of(found, "start"), expected.start_s)
         np.testing.assert_array_equal(array_of(found, "busy"), expected.busy_s)
         np.testing.assert_array_equal(array_of(found, "row"), expected.row)
+        np.testing.assert_array_equal(array_of(found, "chunk"), expected.chunk)
+        assert (found["stages"], found["chunks"], expected.chunk.max()) == (2, 2, 1)
         assert (found["step"], found["ranks"]) == (first.step_s, list(expected.ranks))
 
 
@@ -162,7 +165,7 @@ def test_many_ranks_and_steps_make_no_long_page(
 @pytest.mark.slow
 def test_sixteen_thousand_ranks(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"ranks": 16384, "max_length": 2**21, "job": None}
-    run = run_of("naive", "bytescale", "auto", steps=1, pipeline_stages=8, **changes)
+    run = run_of("naive", "bytescale", "auto", steps=1, pipeline=Pipeline(8), **changes)
     assert len(page_of(tmp_path, run)) < MOST_BYTES
 
 

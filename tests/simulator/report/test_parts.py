@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance
 from megatron_hdp.simulator.report.parts import PARTS, mean_parts, parts_of
 from tests.simulator.execution.test_run import batches
@@ -12,7 +13,9 @@ from tests.simulator.report.runs import run_of, setting_of
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_parts_add_up_to_the_step(stages: int) -> None:
-    for name, outcome in run_of("naive", "auto", pipeline_stages=stages, job=None).outcomes.items():
+    for name, outcome in run_of(
+        "naive", "auto", pipeline=Pipeline(stages), job=None
+    ).outcomes.items():
         for record in outcome.steps:
             parts = parts_of(record)
             assert list(parts) == list(PARTS)
