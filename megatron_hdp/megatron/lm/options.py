@@ -232,9 +232,9 @@ def _check_interleaved_schedule(args: argparse.Namespace) -> None:
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     if group not in (None, stages):
         raise OptionError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage: found {group}, expected {stages}, "
-            "the pipeline stages: under HDP pipelines of different counts share rings, and with "
-            "other groups they may wait for each other for ever: leave it out"
+            f"--microbatch-group-size-per-virtual-pipeline-stage: found {group}, expected "
+            f"{stages}, the pipeline stages: under HDP pipelines of different counts share rings, "
+            "and with other groups they may wait for each other for ever: leave it out"
         )
     if not args.overlap_p2p_comm:
         raise OptionError(

@@ -14,9 +14,8 @@ def start_param_gather(chunks: Sequence[Any]) -> None:
     Megatron starts each bucket's gathering when the forward pass has got to the one before. Ranks
     whose first micro-batches are in different rings would wait for each other: one in a ring for
     the other's slice, that one for a bucket that the first has not got to. So all start here, where
-    no rank waits for a ring yet; the forward pass waits for each bucket where it needs it. For model
-    chunks Megatron's interleaved schedule would start them once more, one chunk ahead; it no longer
-    does.
+    no rank waits for a ring yet; the forward pass waits for each bucket where it needs it.
+    Megatron's schedule of virtual stages, which would start those of the next chunk, starts none.
 
     Args:
         chunks: Megatron's DDP around each model chunk; its hooks are off where its parameters are

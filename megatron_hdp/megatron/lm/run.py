@@ -117,7 +117,8 @@ class LmRun:
     def data_iterators(self) -> list[RerunDataIterator | None]:
         """Iterators of the three splits: they name a split and hold no data.
 
-        With virtual stages Megatron asks for them once for each model chunk. Sets what Megatron's loop reads of its arguments: whether to train, validate and test.
+        With virtual stages Megatron asks for them once for each model chunk. Sets what its loop
+        reads of its arguments: whether to train, validate and test.
         """
         args = self.args
         wanted = {

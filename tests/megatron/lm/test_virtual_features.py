@@ -1,0 +1,154 @@
+"""Virtual stages in a stock Megatron-LM with what users switch on besides, and its checkpoints.
+
+Needs what test_training.py needs. Runs go on from the checkpoint of one rank, as those of
+test_virtual_stages.py, or from its weights.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_hdp.planner import CostModel
+from tests.megatron.lm.runs import (
+    HDP,
+    LENGTHS,
+    MARKS,
+    MODEL,
+    TENSOR,
+    drive,
+    planned,
+    require_same,
+    require_same_states,
+    scalars,
+    weights,
+)
+from tests.megatron.lm.test_experts import EXPERTS
+from tests.megatron.lm.test_features import GPT
+from tests.megatron.lm.test_virtual_stages import OVERLAPPED, RECOMPUTED, SHARDED
+from tests.support.gradients import write_corpus
+
+pytestmark = [*MARKS, pytest.mark.slow]
+
+EIGHT = MODEL.replace("--num-layers 2", "--num-layers 8")
+TIED = GPT.replace("--num-layers 6", "--num-layers 8")
+FOUR_WITH_EXPERTS = EXPERTS.replace("--num-layers 2", "--num-layers 4")
+PLAIN = ["--pipeline-model-parallel-size", "2"]
+CHUNKS = [*PLAIN, "--num-virtual-stages-per-pipeline-rank", "2"]
+SMALL_CHUNKS = [*PLAIN, "--num-layers-per-virtual-pipeline-stage", "1"]
+FOUR_STAGES = ["--pipeline-model-parallel-size", "4", *CHUNKS[2:]]
+GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All runs of this file."""
+    folder = tmp_path_factory.mktemp("megatron-lm")
+    write_corpus(folder, LENGTHS)
+    cost = CostModel(
+        a=1e-6, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1e3, num_layers=4
+    )
+    (folder / "cost.json").write_bytes(cost.to_json())
+    offload = ["--hdp-offload", "auto", "--hdp-cost-model", str(folder / "cost.json")]
+    virtual = [*HDP, "160", *OVERLAPPED, *CHUNKS]
+    run = partial(planned, folder, model=EIGHT, steps=6)
+    from_two, from_four = ["--ckpt-step", "2"], ["--ckpt-step", "4"]
+    drive(
+        folder,
+        [
+            run("one", 1, [*HDP, "256", *SHARDED], save="one"),
+            run("virtual", 4, [*virtual, *from_two], load="one", save="virtual"),
+            run("again", 4, [*virtual, *from_four], load="virtual", save="again"),
+            run("plain", 4, [*HDP, "160", *SHARDED, *PLAIN, *from_four], load="virtual"),
+            run(
+                "smaller", 4, [*HDP, "160", *OVERLAPPED, *SMALL_CHUNKS, *from_four], load="virtual"
+            ),
+            run("alone", 1, [*HDP, "256", *SHARDED, *from_four], load="virtual"),
+            run("four stages", 4, [*HDP, "256", *SHARDED, *FOUR_STAGES, *from_two], load="one"),
+            run("tensor", 4, [*HDP, "256", *OVERLAPPED, *CHUNKS, *TENSOR, *from_two], load="one"),
+            run("bf16 one", 1, [*HDP, "256", "--bf16", "--finetune"], load="one"),
+            run(
+                "bf16 virtual",
+                4,
+                [*virtual, "--bf16", "--finetune", "--async-save"],
+                load="one",
+                save="bf16",
+            ),
+            run("tied", 1, [*HDP, "256"], model=TIED, save="tied"),
+            run(
+                "tied virtual",
+                4,
+                [*HDP, "100", *CHUNKS, *RECOMPUTED, *offload, *from_two],
+                model=TIED,
+                load="tied",
+            ),
+            run("experts first", 1, [*HDP, "256"], model=FOUR_WITH_EXPERTS, save="experts"),
+            run("experts", 1, [*HDP, "256", "--finetune"], model=FOUR_WITH_EXPERTS, load="experts"),
+            run(
+                "experts apart",
+                4,
+                [*HDP, "160", "--finetune", *OVERLAPPED, *SMALL_CHUNKS]
+                + ["--expert-model-parallel-size", "2"],
+                model=FOUR_WITH_EXPERTS,
+                load="experts",
+            ),
+            run("groups", 2, [*virtual, GROUPS, "3"], command=True, exits=[2, 2]),
+        ],
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("virtual", (3, 4, 5, 6)),
+        ("plain", (5, 6)),
+        ("smaller", (5, 6)),
+        ("alone", (5, 6)),
+        ("four stages", (3, 4, 5, 6)),
+        ("tensor", (3, 4, 5, 6)),
+    ],
+)
+def test_losses_of_one_rank_from_checkpoints_of_any_layout(runs, name, steps):
+    found, one = scalars(runs, name), scalars(runs, "one")
+    require_same(found, one, rel=4e-6, steps=steps)
+    for step, value in found["lm loss validation"].items():
+        assert value == pytest.approx(one["lm loss validation"][step], rel=4e-6)
+
+
+def test_states_of_one_rank(runs):
+    require_same_states(runs, "virtual", "one", iteration=6, rel=1e-5)
+
+
+def test_it_resumes_bit_for_bit(runs):
+    whole, again = (weights(runs, name, 6) for name in ("virtual", "again"))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    loss = scalars(runs, "virtual")["lm loss"]
+    assert scalars(runs, "again")["lm loss"] == {5: loss[5], 6: loss[6]}
+
+
+def test_bf16(runs):
+    steps = tuple(range(1, 7))
+    require_same(scalars(runs, "bf16 virtual"), scalars(runs, "bf16 one"), rel=1e-2, steps=steps)
+    assert weights(runs, "bf16", 6)
+
+
+def test_a_tied_model_with_recomputation_and_offload(runs):
+    virtual = scalars(runs, "tied virtual")
+    require_same(virtual, scalars(runs, "tied"), rel=4e-6, steps=(3, 4, 5, 6))
+    assert max(virtual["hdp/offloaded-bytes"].values()) > 0
+
+
+def test_experts_across_ranks(runs):
+    one, apart = scalars(runs, "experts"), scalars(runs, "experts apart")
+    require_same(apart, one, rel=1e-5, steps=tuple(range(1, 7)))
+    for tag in ("seq_load_balancing_loss", "z_loss"):  # as Megatron logs them
+        for step, value in one[tag].items():
+            assert apart[tag][step] == pytest.approx(value, rel=1e-5)
+
+
+def test_other_groups_are_refused_by_their_flag(runs):
+    shown = (runs / "log groups.0").read_text()
+    (line,) = (line for line in shown.splitlines() if "error" in line.lower())
+    assert line.startswith(f"megatron_hdp: error: {GROUPS}: found 3, expected 2")
