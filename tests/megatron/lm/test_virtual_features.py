@@ -111,9 +111,10 @@ def runs(tmp_path_factory):
 )
 def test_losses_of_one_rank_from_checkpoints_of_any_layout(runs, name, steps):
     found, one = scalars(runs, name), scalars(runs, "one")
-    require_same(found, one, rel=4e-6, steps=steps)
-    for step, value in found["lm loss validation"].items():
-        assert value == pytest.approx(one["lm loss validation"][step], rel=4e-6)
+    require_same(found, one, rel=2e-5, steps=steps)  # rounding grows in gradients from step to step
+    for tag in ("lm loss", "lm loss validation"):
+        for step, value in found[tag].items():
+            assert value == pytest.approx(one[tag][step], rel=1e-6)
 
 
 def test_states_of_one_rank(runs):
@@ -150,5 +151,5 @@ def test_experts_across_ranks(runs):
 
 def test_other_groups_are_refused_by_their_flag(runs):
     shown = (runs / "log groups.0").read_text()
-    (line,) = (line for line in shown.splitlines() if "error" in line.lower())
-    assert line.startswith(f"megatron_hdp: error: {GROUPS}: found 3, expected 2")
+    (line,) = (line for line in shown.splitlines() if line.startswith("megatron_hdp: "))
+    assert f"error: {GROUPS}: found 3, expected 2" in line
