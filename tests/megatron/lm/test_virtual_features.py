@@ -4,6 +4,8 @@ Needs what test_training.py needs. Runs go on from the checkpoint of one rank, a
 test_virtual_stages.py, or from its weights.
 """
 
+import json
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -51,7 +53,11 @@ def runs(tmp_path_factory):
     (folder / "cost.json").write_bytes(cost.to_json())
     offload = ["--hdp-offload", "auto", "--hdp-cost-model", str(folder / "cost.json")]
     virtual = [*HDP, "160", *OVERLAPPED, *CHUNKS]
+    smaller = [*HDP, "160", *OVERLAPPED, *SMALL_CHUNKS]
+    pictures = ["--hdp-trace", str(folder / "trace"), "--hdp-trace-steps", "5-6"]
+    pictures += ["--hdp-plot-plan", str(folder / "plan.png"), "--hdp-plot-step", "5"]
     run = partial(planned, folder, model=EIGHT, steps=6)
+    nan = {"nan_after": 24, "exits": [16] * 4}
     from_two, from_four = ["--ckpt-step", "2"], ["--ckpt-step", "4"]
     drive(
         folder,
@@ -60,9 +66,7 @@ def runs(tmp_path_factory):
             run("virtual", 4, [*virtual, *from_two], load="one", save="virtual"),
             run("again", 4, [*virtual, *from_four], load="virtual", save="again"),
             run("plain", 4, [*HDP, "160", *SHARDED, *PLAIN, *from_four], load="virtual"),
-            run(
-                "smaller", 4, [*HDP, "160", *OVERLAPPED, *SMALL_CHUNKS, *from_four], load="virtual"
-            ),
+            run("smaller", 4, [*smaller, *from_four, *pictures], load="virtual"),
             run("alone", 1, [*HDP, "256", *SHARDED, *from_four], load="virtual"),
             run("four stages", 4, [*HDP, "256", *SHARDED, *FOUR_STAGES, *from_two], load="one"),
             run("tensor", 4, [*HDP, "256", *OVERLAPPED, *CHUNKS, *TENSOR, *from_two], load="one"),
@@ -92,6 +96,8 @@ def runs(tmp_path_factory):
                 model=FOUR_WITH_EXPERTS,
                 load="experts",
             ),
+            run("nan", 4, [*virtual, *from_two], load="one", save="nan", **nan),
+            run("nan again", 4, virtual, load="nan", **nan),
             run("groups", 2, [*virtual, GROUPS, "3"], command=True, exits=[2, 2]),
         ],
     )
@@ -129,6 +135,15 @@ def test_it_resumes_bit_for_bit(runs):
     assert scalars(runs, "again")["lm loss"] == {5: loss[5], 6: loss[6]}
 
 
+def test_traces_show_every_pass_through_a_chunk(runs):
+    events = json.loads((runs / "trace" / "steps-5-6.json").read_text())["traceEvents"]
+    passes = Counter(
+        (one["pid"], one["name"]) for one in events if one["name"].startswith("forward ")
+    )
+    assert passes and not any(count % 4 for count in passes.values()), passes
+    assert (runs / "plan.png").stat().st_size > 1000
+
+
 def test_bf16(runs):
     steps = tuple(range(1, 7))
     require_same(scalars(runs, "bf16 virtual"), scalars(runs, "bf16 one"), rel=1e-2, steps=steps)
@@ -147,6 +162,15 @@ def test_experts_across_ranks(runs):
     for tag in ("seq_load_balancing_loss", "z_loss"):  # as Megatron logs them
         for step, value in one[tag].items():
             assert apart[tag][step] == pytest.approx(value, rel=1e-5)
+
+
+def test_the_rerun_machine_runs_the_same_step_again(runs):
+    text = (runs / "log nan.0").read_text()
+    true = [line for line in text.splitlines() if line.startswith("instead of ")]
+    assert len(true) == 2 and true[0] == true[1]
+    assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
+    again = (runs / "log nan again.0").read_text()
+    assert true[0] in again and "Got rescheduled on the same GPU" in again
 
 
 def test_other_groups_are_refused_by_their_flag(runs):
