@@ -39,7 +39,6 @@ PLAIN = ["--pipeline-model-parallel-size", "2"]
 CHUNKS = [*PLAIN, "--num-virtual-stages-per-pipeline-rank", "2"]
 SMALL_CHUNKS = [*PLAIN, "--num-layers-per-virtual-pipeline-stage", "1"]
 FOUR_STAGES = ["--pipeline-model-parallel-size", "4", *CHUNKS[2:]]
-GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,6 @@ def runs(tmp_path_factory):
             ),
             run("nan", 4, [*virtual, *from_two], load="one", save="nan", **nan),
             run("nan again", 4, virtual, load="nan", **nan),
-            run("groups", 2, [*virtual, GROUPS, "3"], command=True, exits=[2, 2]),
         ],
     )
     return folder
@@ -171,9 +169,3 @@ def test_the_rerun_machine_runs_the_same_step_again(runs):
     assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
     again = (runs / "log nan again.0").read_text()
     assert true[0] in again and "Got rescheduled on the same GPU" in again
-
-
-def test_other_groups_are_refused_by_their_flag(runs):
-    shown = (runs / "log groups.0").read_text()
-    (line,) = (line for line in shown.splitlines() if line.startswith("megatron_hdp: "))
-    assert f"error: {GROUPS}: found 3, expected 2" in line

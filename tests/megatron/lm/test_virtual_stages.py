@@ -31,6 +31,7 @@ RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform"
 RECOMPUTED += ["--recompute-num-layers", "1"]
 STAGES = ["--pipeline-model-parallel-size", "2"]
 CHUNKS = [*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"]
+GROUPS = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,8 @@ def runs(tmp_path_factory):
         [
             run("one", 1, [*HDP, "256", *SHARDED], save="one"),
             run("virtual", 4, virtual, load="one", save="virtual"),
+            run("groups", 2, [*virtual, GROUPS, "3"], command=True, exits=[2, 2]),
+            run("one by one", 2, [*virtual, "--no-overlap-p2p-communication"], exits=[1, 1]),
         ],
     )
     return folder
@@ -63,3 +66,14 @@ def test_pipelines_ran_different_counts(runs):
     found = scalars(runs, "virtual")
     fewest, most = (found[f"hdp/micro-batches-{which}"] for which in ("min", "max"))
     assert any((fewest[step] + 1) // 2 < (most[step] + 1) // 2 for step in most)
+
+
+def test_other_groups_are_refused_by_their_flag(runs):
+    shown = (runs / "log groups.0").read_text()
+    (line,) = (line for line in shown.splitlines() if line.startswith("megatron_hdp: "))
+    assert f"error: {GROUPS}: found 3, expected 2" in line
+
+
+def test_what_megatron_refuses_is_refused_by_megatron(runs):
+    shown = (runs / "log one by one.0").read_text()
+    assert "p2p communication overlap is disabled, pipeline-model-parallel size should be" in shown
