@@ -35,7 +35,6 @@ _STALL = "stall_timeout_seconds"
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
-_EQUAL_STAGES = "every pipeline stage holds equally many layers"
 _GPT = "HDP trains a GPT with rotary positions and full attention"
 _EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
@@ -82,11 +81,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
-    "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
-    "decoder_first_pipeline_num_layers": (None, _EQUAL_STAGES),
-    "decoder_last_pipeline_num_layers": (None, _EQUAL_STAGES),
-    "account_for_embedding_in_pipeline_split": (False, _EQUAL_STAGES),
-    "account_for_loss_in_pipeline_split": (False, _EQUAL_STAGES),
     "mtp_num_layers": (None, _GPT),
     "multi_latent_attention": (False, _GPT),
     "experimental_attention_variant": (None, _GPT),

@@ -49,6 +49,13 @@ VIRTUAL = {
 }
 
 
+LAYOUT = {
+    "num_layers": 6,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": "E|tt|ttt|tL",  # the first chunk has no layer
+}
+
+
 def built_by_megatron(arguments):
     """The chunks of this rank as Megatron's own training builds them, with every overlap."""
     stages = building.transformer_config(arguments).virtual_pipeline_model_parallel_size
@@ -146,9 +153,10 @@ def results_of_steps(arguments):
     "overrides",
     [
         {},
+        pytest.param(LAYOUT, marks=pytest.mark.slow),
         pytest.param(EXPERTS | {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "layout", "experts"],
 )
 def test_gradients_of_all_chunks(run_ranks, tmp_path, overrides):
     arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **VIRTUAL | overrides)

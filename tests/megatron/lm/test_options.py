@@ -270,6 +270,20 @@ def test_virtual_stages_go_together_with_hdp(layers_or_chunks, group):
     options.check_derived(args)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": None},
+        {"account_for_embedding_in_pipeline_split": True, "num_layers": 15},
+        {"pipeline_model_parallel_layout": "Et|ttt|ttt|tL"},
+    ],
+)
+def test_stages_of_unequal_layers_go_together_with_hdp(flags):
+    args = parsed(*ON, **VIRTUAL | flags)
+    options.check(args)
+    options.check_derived(args)
+
+
 def test_what_steers_virtual_stages_is_nobodys_business_without_them():
     plain = {"num_virtual_stages_per_pipeline_rank": 1, "overlap_p2p_comm": False}
     options.check_derived(parsed(*ON, **VIRTUAL | plain))
