@@ -134,6 +134,16 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
             report = steps.run(Position())
         steps.close()
     assert steps.num_planner_failures == 0  # it was the strategy's plan that ran
+    return report, whole_gradients(chunks, arguments)
+
+
+def whole_gradients(chunks, arguments):
+    """The reduced gradients of all ranks' chunks by name; what other ranks hold comes to the first.
+
+    Args:
+        chunks: of this rank, each in Megatron's DDP.
+        arguments: the run.
+    """
     if arguments.use_distributed_optimizer:
         for chunk in chunks:
             _gather_shards(chunk)
@@ -143,7 +153,7 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
         for name, p in global_parameters(chunk.module)
     }
     grads = _together(grads, parallel_state.get_expert_model_parallel_group())
-    return report, _together(grads, parallel_state.get_pipeline_model_parallel_group())
+    return _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
 def reference_gradients(arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from megatron_hdp.megatron.parallel import compute_device
 
 
 class RouterLosses:
-    """The routers of this rank's stage, and what they added to the loss of a step."""
+    """The routers of this rank's model chunks, and what they added to the loss of a step."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._routers = [one for one in model.modules() if isinstance(one, HdpRouter)]
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._routers = [
+            one for chunk in chunks for one in chunk.modules() if isinstance(one, HdpRouter)
+        ]
 
     def begin_step(self) -> None:
         """Forgets what was noted before."""

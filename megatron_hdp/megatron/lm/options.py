@@ -21,6 +21,7 @@ from megatron_hdp.megatron.options import (
     check_data,
     check_layout,
     check_moe,
+    num_model_chunks,
 )
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 
@@ -34,10 +35,6 @@ _STALL = "stall_timeout_seconds"
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
-_EQUAL_STAGES = "pipelines run plain 1F1B, with equally many layers in a stage"
-_VIRTUAL_STAGES = (
-    "pipelines run plain 1F1B here, and virtual stages in python -m megatron_hdp.pretrain_gpt"
-)
 _GPT = "HDP trains a GPT with rotary positions and full attention"
 _EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
@@ -55,7 +52,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "num_distributed_optimizer_instances": (1, _FSDP),
     "tensor_parallel_num_weight_shards": (None, _FSDP),
     "expert_tensor_parallel_num_weight_shards": (None, _FSDP),
-    "overlap_param_gather_with_optimizer_step": (False, _EQUAL_STAGES),
+    "overlap_param_gather_with_optimizer_step": (
+        False,
+        "parameters are gathered before the first micro-batch",
+    ),
     "distrib_optim_fully_reshardable_mem_efficient": (
         False,
         "it saves shifted states where gradients have more than one bucket",
@@ -81,13 +81,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
-    "num_layers_per_virtual_pipeline_stage": (None, _VIRTUAL_STAGES),
-    "num_virtual_stages_per_pipeline_rank": (None, _VIRTUAL_STAGES),
-    "pipeline_model_parallel_layout": (None, _EQUAL_STAGES),
-    "decoder_first_pipeline_num_layers": (None, _EQUAL_STAGES),
-    "decoder_last_pipeline_num_layers": (None, _EQUAL_STAGES),
-    "account_for_embedding_in_pipeline_split": (False, _EQUAL_STAGES),
-    "account_for_loss_in_pipeline_split": (False, _EQUAL_STAGES),
     "mtp_num_layers": (None, _GPT),
     "multi_latent_attention": (False, _GPT),
     "experimental_attention_variant": (None, _GPT),
@@ -228,6 +221,28 @@ def _check_grouped_gemm(transformer_impl: str) -> None:
         )
 
 
+def _check_interleaved_schedule(args: argparse.Namespace) -> None:
+    """Refuses what Megatron's schedule of virtual stages can do, and between pipelines may not."""
+    stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    if group not in (None, stages):
+        raise OptionError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage: found {group}, expected "
+            f"{stages}, the pipeline stages: under HDP pipelines of different counts share rings, "
+            "and with other groups they may wait for each other for ever: leave it out"
+        )
+    if not args.overlap_p2p_comm:
+        raise OptionError(
+            "--no-overlap-p2p-communication with virtual stages: found it, expected none, as HDP's "
+            "own exchange between stages is the overlapped one: leave it out"
+        )
+    if args.overlap_p2p_comm_warmup_flush:
+        raise OptionError(
+            "--overlap-p2p-communication-warmup-flush: found it, expected none, as HDP's own "
+            "exchange between stages takes messages in the order of the schedule without it: leave "
+            "it out"
+        )
+
+
 def check_derived(args: argparse.Namespace) -> None:
     """Checks what depends on what Megatron has derived, by the rules of HDP's own command.
 
@@ -239,6 +254,8 @@ def check_derived(args: argparse.Namespace) -> None:
     """
     arguments = training_arguments(args)
     check_layout(arguments)
+    if num_model_chunks(arguments) > 1:
+        _check_interleaved_schedule(args)
     if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):
         raise OptionError(
             f"found --hdp-tokens-per-rank {arguments.hdp_tokens_per_rank}, with which a "

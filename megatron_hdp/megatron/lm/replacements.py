@@ -222,7 +222,10 @@ def _hdp_is_on() -> bool:
 
 
 def build_iterators(original: Function) -> Function:
-    """Iterators that only name their split; the run's `LmRun` begins here."""
+    """Iterators that only name their split; the run's `LmRun` begins here, at the first call.
+
+    Megatron calls once for each model chunk of a rank.
+    """
 
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         from megatron.training.global_vars import get_args, get_tokenizer
@@ -233,7 +236,8 @@ def build_iterators(original: Function) -> Function:
             return original(provider)
         from megatron_hdp.megatron.lm.run import LmRun
 
-        _run = LmRun(args, get_tokenizer().vocab_size, _job, _make_outputs)
+        if _run is None:
+            _run = LmRun(args, get_tokenizer().vocab_size, _job, _make_outputs)
         return tuple(_run.data_iterators())
 
     return build_train_valid_test_data_iterators

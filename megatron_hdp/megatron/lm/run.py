@@ -117,7 +117,8 @@ class LmRun:
     def data_iterators(self) -> list[RerunDataIterator | None]:
         """Iterators of the three splits: they name a split and hold no data.
 
-        Sets what Megatron's loop reads of its arguments: whether to train, validate and test.
+        With virtual stages Megatron asks for them once for each model chunk. Sets what its loop
+        reads of its arguments: whether to train, validate and test.
         """
         args = self.args
         wanted = {
@@ -131,7 +132,7 @@ class LmRun:
     def forward_backward(
         self,
         *,
-        data_iterator: RerunDataIterator,
+        data_iterator: RerunDataIterator | list[RerunDataIterator],
         model: list[Any],
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
@@ -140,8 +141,8 @@ class LmRun:
         """One global batch, in the place of Megatron's schedule.
 
         Args:
-            data_iterator: one of `data_iterators`.
-            model: Megatron's chunks of this rank, one.
+            data_iterator: one of `data_iterators`; with virtual stages a list, one for each chunk.
+            model: Megatron's chunks of this rank; one without virtual stages.
             forward_only: evaluation.
             collect_non_loss_data: must be False.
 
@@ -151,11 +152,12 @@ class LmRun:
         """
         if collect_non_loss_data:
             raise ValueError("HDP collects no data but the loss: leave process_non_loss_data_func")
-        split = data_iterator.iterable.name
-        start_param_gather(model[0])
-        steps = self._of_split(split, model[0])
+        first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        split = first.iterable.name
+        start_param_gather(model)
+        steps = self._of_split(split, model)
         if split == "train" and not forward_only:
-            self._begin_step(steps, model[0])
+            self._begin_step(steps, model)
         count = self._count(split)
         position = self._position(split, count)
         report = steps.run(position, forward_only)
@@ -227,11 +229,11 @@ class LmRun:
             self._outputs.close()
             self._outputs = None
 
-    def _begin_step(self, steps: HdpSteps, model: Any) -> None:
+    def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
         step = self.args.curr_iteration + 1
         if self._outputs is None:
             self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
-            self._router_losses = RouterLosses(model)
+            self._router_losses = RouterLosses(chunks)
         assert self._router_losses is not None
         self._validated.clear()
         self._job.begin_step(step)
@@ -301,12 +303,11 @@ class LmRun:
     def _has_documents(self, split: str) -> bool:
         return split in self.specs and has_documents(self.arguments, self.specs[split])
 
-    def _of_split(self, split: str, model: Any) -> HdpSteps:
+    def _of_split(self, split: str, chunks: list[Any]) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""
         if self._executor is None or self._cost_model is None:
-            self._executor = build_executor(self.arguments, [model], self._job.timeline)
+            self._executor = build_executor(self.arguments, chunks, self._job.timeline)
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
-            model.ddp_config.align_param_gather = True  # gathered by `start_param_gather` alone
             self._cost_model = cost_model_of(self.arguments, self._executor)
         if split not in self._steps:
             self._steps[split] = HdpSteps(

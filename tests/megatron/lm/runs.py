@@ -143,3 +143,13 @@ def require_same(found, expected, *, rel, steps=(1, 2, 3, 4)):
         assert sorted(found[tag]) == list(steps)
         for step, value in found[tag].items():
             assert value == pytest.approx(expected[tag][step], rel=rel), (tag, step)
+
+
+def require_same_states(folder, found, expected, *, iteration, rel):
+    """Weights and Adam's means of gradients in two runs' checkpoints, tensor by tensor."""
+    found, expected = (weights(folder, name, iteration) for name in (found, expected))
+    assert found.keys() == expected.keys()
+    assert any("exp_avg." in name for name in expected)
+    for name, value in expected.items():
+        error = (found[name] - value).double().norm() / value.double().norm()
+        assert error <= rel, (name, error)

@@ -200,6 +200,17 @@ EXPERTS = {
 }
 
 
+VIRTUAL = {
+    "num_experts": None,
+    "num_layers": 8,
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "microbatch_group_size_per_vp_stage": None,
+    "overlap_p2p_comm": True,
+    "overlap_p2p_comm_warmup_flush": False,
+}
+
+
 @pytest.mark.parametrize(
     ("flags", "megatrons", "message"),
     [
@@ -217,6 +228,17 @@ EXPERTS = {
             "--moe-router-load-balancing-type: found .'aux_loss', 'seq_aux_loss'.",
         ),
         (ON, EXPERTS | {"moe_token_dispatcher_type": "flex"}, "found 'flex', expected allgather"),
+        (
+            ON,
+            VIRTUAL | {"microbatch_group_size_per_vp_stage": 3},
+            "--microbatch-group-size-per-virtual-pipeline-stage: found 3, expected 2, the pipeline",
+        ),
+        (ON, VIRTUAL | {"overlap_p2p_comm": False}, "--no-overlap-p2p-communication with virtual"),
+        (
+            ON,
+            VIRTUAL | {"overlap_p2p_comm_warmup_flush": True},
+            "--overlap-p2p-communication-warmup-flush: found it, expected none",
+        ),
     ],
 )
 def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
@@ -230,6 +252,41 @@ def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
 
 def test_experts_go_together_with_hdp():
     options.check_derived(parsed(*ON, **EXPERTS))
+
+
+@pytest.mark.parametrize("group", [None, 2])
+@pytest.mark.parametrize(
+    "layers_or_chunks",
+    ["num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"],
+)
+def test_virtual_stages_go_together_with_hdp(layers_or_chunks, group):
+    changed = {
+        "num_virtual_stages_per_pipeline_rank": None,
+        layers_or_chunks: 2,
+        "microbatch_group_size_per_vp_stage": group,
+    }
+    args = parsed(*ON, **VIRTUAL | changed)
+    options.check(args)
+    options.check_derived(args)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": None},
+        {"account_for_embedding_in_pipeline_split": True, "num_layers": 15},
+        {"pipeline_model_parallel_layout": "Et|ttt|ttt|tL"},
+    ],
+)
+def test_stages_of_unequal_layers_go_together_with_hdp(flags):
+    args = parsed(*ON, **VIRTUAL | flags)
+    options.check(args)
+    options.check_derived(args)
+
+
+def test_what_steers_virtual_stages_is_nobodys_business_without_them():
+    plain = {"num_virtual_stages_per_pipeline_rank": 1, "overlap_p2p_comm": False}
+    options.check_derived(parsed(*ON, **VIRTUAL | plain))
 
 
 def test_without_hdp_nothing_is_touched():

@@ -1,10 +1,12 @@
 """When a step's metrics get their validation loss in Megatron's loop, which evaluates after it."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_hdp.megatron.lm import replacements
 from megatron_hdp.megatron.lm.run import LmRun
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
 from megatron_hdp.megatron.step import EvaluationLoss
@@ -85,6 +87,29 @@ def test_scalars_of_validation_sets(ppl):
 def test_as_many_names_as_validation_sets():
     with pytest.raises(ValueError, match="found 1 names .a., expected 2, one for each .*: web, c"):
         ValidationSets(["web", "code"], ["a"])
+
+
+def test_all_model_chunks_have_one_run(monkeypatch):
+    """With virtual stages Megatron asks for data iterators once for each."""
+    made = []
+
+    class Run:
+        def __init__(self, *_):
+            made.append(self)
+
+        def data_iterators(self):
+            return ["train", "valid", "test"]
+
+    args = SimpleNamespace(hybrid_data_parallel=True)
+    theirs = SimpleNamespace(
+        get_args=lambda: args, get_tokenizer=lambda: SimpleNamespace(vocab_size=5)
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", theirs)
+    monkeypatch.setattr("megatron_hdp.megatron.lm.run.LmRun", Run)
+    monkeypatch.setattr(replacements, "_run", None)
+    build = replacements.build_iterators(lambda provider: None)
+    assert [build("of a chunk") for _ in range(2)] == [("train", "valid", "test")] * 2
+    assert made == [replacements._run]
 
 
 def test_an_evaluation_is_taken_once(run):

@@ -1,0 +1,165 @@
+"""A step of Megatron's loop over several model chunks: the gradients of one rank with all data.
+
+What Megatron builds and sets at a run's start is built here; its loop is in
+test_virtual_stages.py, with a real checkout.
+"""
+
+import argparse
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.lm.model import adapt
+from megatron_hdp.megatron.lm.run import LmRun
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from megatron_hdp.planner.lockstep import slots
+from megatron_hdp.runtime.timeline import Timeline
+from tests.support.drawn import first_rows
+from tests.support.gradients import (
+    EXPERTS,
+    VOCABULARY,
+    largest_error,
+    reference_on_first_rank,
+    tiny_arguments,
+    whole_gradients,
+    write_corpus,
+)
+from tests.support.random_plans import random_plan
+
+LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
+STEPS = 3
+VIRTUAL = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "use_distributed_optimizer": True,
+    "hdp_tokens_per_rank": 128,
+    "seq_length": 200,
+    "max_position_embeddings": 200,
+}
+
+
+LAYOUT = {
+    "num_layers": 6,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": "E|tt|ttt|tL",  # the first chunk has no layer
+}
+
+
+def built_by_megatron(arguments):
+    """The chunks of this rank as Megatron's own training builds them, with every overlap."""
+    stages = building.transformer_config(arguments).virtual_pipeline_model_parallel_size
+    return [_chunk(arguments, number, stages) for number in range(stages)]
+
+
+def _chunk(arguments, number, num_chunks):
+    config = building.transformer_config(arguments)  # each chunk has its own
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=arguments.num_experts, normalization=arguments.normalization
+        ),
+        vocab_size=building.padded_vocab_size(VOCABULARY, arguments),
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
+        post_process=number == num_chunks - 1 and parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        vp_stage=number,
+    )
+    adapt(model, fused_loss=True)
+    initialise_by_name(model, arguments.seed)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        bucket_size=1000,
+    )
+    return DistributedDataParallel(config, ddp, model.double(), disable_bucketing=number > 0)
+
+
+def as_megatron_has_them(arguments):
+    """Megatron's arguments of such a run, as far as HDP reads them."""
+    names = "skip_train check_for_nan_in_loss_and_grad check_for_spiky_loss"
+    args = argparse.Namespace(**vars(arguments), **dict.fromkeys(names.split(), False))
+    args.hdp_validation_sets, args.eval_iters, args.curr_iteration = None, 0, 0
+    args.consumed_train_samples = 0
+    return args
+
+
+def plan_of_unequal_pipelines(arguments):
+    """A plan under which one of two pipelines runs more micro-batches, padding included."""
+    lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
+    for seed in range(200):
+        plan = random_plan(lengths, ranks=2, tokens_per_rank=128, seed=seed)
+        first, second = slots(plan, aligned=True, group_size=2)
+        if len(first) != len(second):
+            return plan
+    raise AssertionError("every plan has equal counts")
+
+
+def errors_of_steps(arguments, plan):
+    """Body of a rank: the error of the gradients of several steps, and of an evaluation's loss."""
+    with mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan):
+        found = results_of_steps(arguments)
+    expected = reference_on_first_rank(arguments)
+    if expected is None:
+        return None
+    *trained, (evaluated, _) = found
+    return [
+        *(largest_error(one, expected) for one in trained),
+        abs(evaluated / expected[0] - 1),
+    ]
+
+
+def results_of_steps(arguments):
+    """Loss and whole gradients of several steps, then of an evaluation, which has none."""
+    parallel.initialise(arguments)
+    chunks = built_by_megatron(arguments)
+    config = chunks[0].config
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    done = SimpleNamespace(begin_step=lambda step: None, close=lambda: None)
+    job = SimpleNamespace(timeline=Timeline(), begin_step=lambda step: None)
+    run = LmRun(as_megatron_has_them(arguments), VOCABULARY, job, lambda *_: done)
+    iterators = [run.data_iterators()[0] for _ in chunks]
+    found = []
+    for forward_only in [False] * STEPS + [True]:
+        # as the loop has it from the second step on
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        with torch.no_grad() if forward_only else nullcontext():
+            (losses,) = run.forward_backward(
+                data_iterator=iterators, model=chunks, forward_only=forward_only
+            )
+        total, num_tokens = losses["lm loss"].tolist()
+        gradients = {} if forward_only else whole_gradients(chunks, arguments)
+        found.append((total / num_tokens, gradients))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param(LAYOUT, marks=pytest.mark.slow),
+        pytest.param(EXPERTS | {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "layout", "experts"],
+)
+def test_gradients_of_all_chunks(run_ranks, tmp_path, overrides):
+    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **VIRTUAL | overrides)
+    plan = plan_of_unequal_pipelines(arguments)
+    errors = run_ranks(4, errors_of_steps, arguments, plan)[0]
+    assert len(errors) == STEPS + 1 and max(errors) <= 1e-10, errors
