@@ -1,5 +1,7 @@
 """``megatron-hdp simulate``: figures, tables, files, and what it refuses."""
 
+import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_hdp.cli import simulate, simulating
 from megatron_hdp.cli.main import main
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
-from megatron_hdp.planner import LLAMA_7B, CostModel
+from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.megatron.options import planned_weights
+from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate
+from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.simulator.execution import Machine
 from tests.support.sources import data_file, write_sources
 
 CONFIG = """
@@ -35,7 +42,12 @@ disable-bias-linear: true
 
 TWO_STAGES = ("--pipeline-model-parallel-size", "2")
 VIRTUAL_STAGES = (*TWO_STAGES, "--num-virtual-stages-per-pipeline-rank", "2")
+UNEVEN_STAGES = (*TWO_STAGES, "--pipeline-model-parallel-layout", "Et|t*2|t*2|t*3L")
 TENSOR = ("--tensor-model-parallel-size", "4")
+EXPERTS = (
+    *("--num-experts", "8", "--moe-ffn-hidden-size", "512", "--expert-model-parallel-size", "4"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
 
 
 @pytest.fixture
@@ -83,6 +95,35 @@ def test_stages_of_unequal_layers_take_their_weights(config: Path) -> None:
     even_s, other_s = (one["steps"][0]["makespan_s"] for one in (even, other))
     assert other_s > 1.05 * even_s  # 6 of 8 layers on the second stage
     assert other["bubble_share"] > even["bubble_share"]
+
+
+@pytest.mark.parametrize(("more", "strategy"), [((), "pp-balance"), (EXPERTS, "ep-balance")])
+def test_unequal_virtual_stages_are_executed_as_they_are_evaluated(
+    config: Path, more: tuple[str, ...], strategy: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    simulate.add_parser(parser.add_subparsers())
+    argv = ["simulate", "--config", str(config), "--gpus", "16", "--", *UNEVEN_STAGES, *more]
+    arguments = parser.parse_args(argv)
+    options = simulating.options_of(arguments)
+    setting = simulating.setting_of(arguments, options, {})
+    pipeline, costs = setting.pipeline, setting.cost_model
+    assert (pipeline.stages, pipeline.chunks) == (2, 2)
+    assert setting.job is not None and setting.lockstep_ranks == (4 if more else 1)
+    assert pipeline.weights == planned_weights(options, setting.job.vocab_size)
+    assert pipeline.weights[0] < pipeline.weights[1] < pipeline.weights[3]
+    made = setting.planned(
+        preset_lengths("byted", num_tokens=2**18, max_length=2**16, seed=0), "auto"
+    )
+    assert made.strategy == strategy
+    run = dataclasses.replace(setting, machine=Machine()).executed(made)
+    found = (
+        figures_in_lockstep(made, costs, 4, pipeline)
+        if more
+        else evaluate(made, costs, pipeline.stages, pipeline.chunks, pipeline.weights)
+    )
+    assert run.makespan_s == pytest.approx(found.makespan_s, rel=1e-9)
+    assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
 
 
 def test_report(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
