@@ -197,7 +197,7 @@ def test_a_fast_member_of_a_pipelines_ring_has_time_for_more(a: float) -> None:
     made.validate(pipeline_stages=2)
     result = evaluate(made, model, 2)
     assert result.makespan_s == pytest.approx(100 + a * 100**2)
-    assert result.lower_bound_s <= result.makespan_s
+    assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)
 
 
 def test_the_bound_of_a_table_is_not_idle() -> None:
