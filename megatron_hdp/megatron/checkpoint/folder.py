@@ -56,6 +56,7 @@ class CheckpointFolder:
             ValueError: the tracker holds no iteration, or is gone while checkpoints are there.
         """
         tracker, next_one = self.path / TRACKER, self.path / _next(TRACKER)
+        held = self.iterations()  # first: a first save that ends after this is no lost tracker
         for path in (tracker, next_one, tracker):  # the last: a writer renamed the second meanwhile
             text = _text_of(path)
             if path == next_one and text is not None:  # a kill before the tracker was there
@@ -63,7 +64,6 @@ class CheckpointFolder:
                     return int(text)
             elif text is not None:
                 return self._iteration_in(tracker, text)
-        held = self.iterations()
         if not held:
             return None
         raise ValueError(

@@ -39,7 +39,7 @@ def killed_at_line(number, call):
     return status == signal.SIGKILL
 
 
-def _trace_until(number):
+def _trace_until(number, then=lambda: os.kill(os.getpid(), signal.SIGKILL)):
     left = number
 
     def trace(frame, event, _):
@@ -49,7 +49,7 @@ def _trace_until(number):
             return None
         if event == "line":
             if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                then()
             left -= 1
         return trace
 
@@ -117,6 +117,23 @@ def test_a_kill_in_the_first_save_leaves_nothing_or_the_checkpoint(tmp_path):
             break
     assert found[0] is None and found[-1] == {"new"}
     assert all(texts in (None, {"new"}) for texts in found)
+
+
+def test_a_first_save_that_ends_while_a_reader_looks_is_no_lost_tracker(tmp_path):
+    """At whatever line of the reader the writer publishes."""
+    found = []
+    for line in range(100):
+        folder = CheckpointFolder(tmp_path / str(line))
+        partial = folder.begin(2)
+        _trace_until(line, lambda folder=folder, partial=partial: folder.publish(partial, 2))
+        try:
+            found.append(folder.latest())
+        finally:
+            sys.settrace(None)
+        if not (folder.path / TRACKER).exists():
+            break
+    assert len(found) > 10 and found[0] == 2 and found[-1] is None
+    assert set(found) == {None, 2}
 
 
 def test_two_kills_while_the_same_step_is_replaced(tmp_path):
