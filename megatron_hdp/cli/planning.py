@@ -156,7 +156,7 @@ def outcome_of(
 
     Megatron's scheduler is not run on more than ``hybrid_cp_limit`` sequences.
     """
-    if strategy == HYBRID_CP and (reason := _too_large(request, hybrid_cp_limit)):
+    if strategy == HYBRID_CP and (reason := too_large(request, hybrid_cp_limit)):
         return Outcome(strategy, problem=reason)
     try:
         return evaluated(plan_with(strategy, request), request)
@@ -164,13 +164,8 @@ def outcome_of(
         return Outcome(strategy, problem=str(error))
 
 
-def compare(request: Request, known: Outcome) -> list[Outcome]:
-    """Return the outcome of every strategy; ``known`` is not planned again."""
-    names = [*COMPARED, *(["ep-balance"] if request.expert_parallel_size > 1 else [])]
-    return [known if name == known.strategy else outcome_of(name, request) for name in names]
-
-
-def _too_large(request: Request, limit: int) -> str | None:
+def too_large(request: Request, limit: int) -> str | None:
+    """Why Megatron's scheduler is not run on so many sequences; None: it is."""
     number = len(request.lengths)
     if number <= limit:
         return None
@@ -178,3 +173,9 @@ def _too_large(request: Request, limit: int) -> str | None:
         f"not run: its scheduler takes minutes for {number:,} sequences (limit {limit:,}); "
         f"plan with --strategy {HYBRID_CP} to run it"
     )
+
+
+def compare(request: Request, known: Outcome) -> list[Outcome]:
+    """Return the outcome of every strategy; ``known`` is not planned again."""
+    names = [*COMPARED, *(["ep-balance"] if request.expert_parallel_size > 1 else [])]
+    return [known if name == known.strategy else outcome_of(name, request) for name in names]

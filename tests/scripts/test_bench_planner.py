@@ -82,8 +82,12 @@ def test_stages_are_measured_against_their_target(bench):
     case = bench.Case("github", 8, 1024, "0.95", pipeline_stages=2)
     (result,) = bench.measure(case, 0, ["static"], 2, 0)
     assert result.bound_share != pytest.approx(result.lower_bound_s / result.makespan_s)
+    assert result.greater_share == max(result.bound_share, result.proven_share)
     text = bench.tables([case], ["static"], [result])
     assert rows_of(text, "Bound / makespan")[2][0] == "github-N8-C1K-P2"
+    title = "Greater of target and proven bound / makespan"
+    assert rows_of(text, title)[2][1].startswith(f"{result.greater_share:.3f} (")
+    assert title not in bench.tables([bench.Case("github", 8, 1024)], ["static"], [])
 
 
 def test_a_run_with_latency_and_noise(bench, capsys):
@@ -135,23 +139,21 @@ def test_noise_loses_what_the_slowest_member_takes_longer(bench):
 
 
 def test_problems_are_marked_and_named(bench):
+    one, other = (bench.Case(data, 8, 1024, "0.9") for data in ("github", "byted"))
+    figures = (0.5, 0.6, 0.7, 1.0, 0.6, 1e12, 3.0), (0.3, 0.2, 0.7, 1.0, 0.2, 3e12, 5.0)
     results = [
-        bench.Result("a", 0, "naive", None, 10, 0.5, 0.6, 0.7, 1.0, 0.6, 1e12, 3.0),
-        bench.Result(
-            "a", 1, "naive", "does not fit: 7 tokens", 10, 0.3, 0.2, 0.7, 1.0, 0.2, 3e12, 5.0
-        ),
-        bench.Result("b", 0, "naive", "does not fit: 8 tokens", 10),
-        bench.Result("b", 1, "naive", "another reason", 10),
+        bench.Result(one.name, 0, "naive", None, 10, *figures[0]),
+        bench.Result(one.name, 1, "naive", "does not fit: 7 tokens", 10, *figures[1]),
+        bench.Result(other.name, 0, "naive", "does not fit: 8 tokens", 10),
+        bench.Result(other.name, 1, "naive", "another reason", 10),
     ]
-    cases = [bench.Case("github", 8, 1024, "0.9")]
-    text = bench.tables(cases, ["naive"], results)
+    text = bench.tables([one, other], ["naive"], results)
     assert text.splitlines()[-2:] == [
-        "- naive: 2 of 4 batches, such as a, seed 1: does not fit: 7 tokens",
-        "- naive: 1 of 4 batches, such as b, seed 1: another reason",
+        "- naive: 2 of 4 batches, such as github-N8-C1K, seed 1: does not fit: 7 tokens",
+        "- naive: 1 of 4 batches, such as byted-N8-C1K, seed 1: another reason",
     ]
-    assert bench._mean_and_worst(results[:2], "bound_share") == "0.400 (0.200)*"
-    assert bench._mean_and_worst(results[2:], "bound_share") == "-"
-    assert bench._mean(results[:1], "ring_bytes", 1e-12, ",.1f") == "1.0"
+    assert [row[1] for row in rows_of(text, "Bound / makespan")[2:]] == ["0.400 (0.200)*", "-"]
+    assert [row[1] for row in rows_of(text, "Ring traffic")[2:]] == ["2.0*", "-"]
 
 
 @pytest.mark.parametrize(
@@ -168,17 +170,6 @@ def test_bad_flags(bench, capsys, arguments, message):
     with pytest.raises((SystemExit, ValueError)) as raised:
         bench.main(arguments)
     assert message in str(raised.value) + capsys.readouterr().err
-
-
-def test_cases_of_pipelines_show_the_greater_of_target_and_bound(bench):
-    arguments = bench.parse(["--pipelines", "--cases", "github-N16-C8K-P4"])
-    (case,) = bench.chosen_cases(arguments)
-    assert (case.ranks, case.tokens_per_rank, case.pipeline_stages) == (16, 8192, 4)
-    (result,) = bench.measure(case, 0, ["auto"], 1, 1)
-    assert result.greater_share == max(result.bound_share, result.proven_share)
-    title = "Greater of target and proven bound / makespan"
-    assert title in bench.tables([case], ["auto"], [result])
-    assert title not in bench.tables([bench.Case("github", 8, 1024, "")], ["auto"], [])
 
 
 def test_cases_of_experts_are_judged_in_lockstep(bench):

@@ -1,0 +1,143 @@
+"""The rows of the benchmark's tables: data, ranks, capacity, stages, shared experts."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from planner_bench.lengths import python_lengths, tailed_lengths
+
+from megatron_hdp.cli.lengths import batch_of
+from megatron_hdp.cli.planning import Request
+from megatron_hdp.data.presets import LONGEST
+from megatron_hdp.planner import LLAMA_7B, CostModel
+
+_EXPERT_SHARE = 0.5  # of what is linear in the tokens, where ranks share experts
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the tables."""
+
+    data: str
+    """A preset; ``python``: the files of the standard library, a byte being a token; or ``tailed``:
+    four of five sequences have 300 to 2,000 tokens, the others a Pareto tail from 3,000 on."""
+    ranks: int
+    tokens_per_rank: int
+    goal: str = ""
+    """What the default strategy must reach: bound / makespan, or target / makespan with stages."""
+    num_tokens: int | None = None
+    """Of the global batch; 4 x ranks x tokens per rank if not given."""
+    pipeline_stages: int = 1
+    expert_parallel_size: int = 1
+    """Ranks that share experts: half of what is linear in the tokens is theirs then."""
+    half_speed: bool = False
+    """Rank 0 runs at half speed."""
+    offload: bool = False
+    """Activations may go to host memory."""
+    cost_model: CostModel = LLAMA_7B
+    """Of a rank, ``num_layers`` being those of the model."""
+
+    @property
+    def name(self) -> str:
+        """What ``--cases`` matches: data-N64-C8K, with -P4, -E8, -slow, -offload or the tokens."""
+        name = f"{self.data}-N{self.ranks}-C{self.tokens_per_rank // 1024}K"
+        name += f"-{self.num_tokens // 2**20}M" if self.num_tokens else ""
+        name += f"-P{self.pipeline_stages}" if self.pipeline_stages > 1 else ""
+        name += f"-E{self.expert_parallel_size}" if self.expert_parallel_size > 1 else ""
+        return name + ("-slow" if self.half_speed else "") + ("-offload" if self.offload else "")
+
+    def request(self, seed: int) -> Request:
+        """Return what to plan."""
+        speeds = (0.5, *[1.0] * (self.ranks - 1)) if self.half_speed else ()
+        share = _EXPERT_SHARE if self.expert_parallel_size > 1 else 0.0
+        linear = self.cost_model.linear_s_per_token
+        return Request(
+            lengths=self._lengths(seed),
+            ranks=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            cost_model=dataclasses.replace(
+                self.cost_model,
+                b=(1 - share) * linear,
+                b_experts=share * linear,
+                rank_speeds=speeds,
+                num_layers=self.cost_model.num_layers // self.pipeline_stages,
+            ),
+            max_length=min(LONGEST, self.ranks * self.tokens_per_rank),
+            pipeline_stages=self.pipeline_stages,
+            expert_parallel_size=self.expert_parallel_size,
+            offload="auto" if self.offload else "off",
+        )
+
+    def _lengths(self, seed: int) -> npt.NDArray[np.int64]:
+        if self.data == "python":
+            return python_lengths(self.ranks * self.tokens_per_rank, seed)
+        if self.data == "tailed":
+            return tailed_lengths(self.ranks * self.tokens_per_rank, seed)
+        return batch_of(
+            f"preset:{self.data}",
+            ranks=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            num_tokens=self.num_tokens,
+            seed=seed,
+        ).lengths
+
+
+def all_cases() -> list[Case]:
+    """Return the cases in the order of the tables."""
+    capacities, presets = (8192, 32768), ("github", "byted")
+    few = [
+        Case(data, 64, capacity, "mean 0.97, worst 0.95")
+        for capacity in capacities
+        for data in (*presets, "python")
+    ]
+    many = [
+        Case(data, ranks, capacity, "0.98")
+        for ranks in (256, 1024, 4096, 16384)
+        for capacity in capacities
+        for data in presets
+    ]
+    stages = [
+        Case(data, ranks, 8192, "0.95", pipeline_stages=stages)
+        for ranks in (64, 256)
+        for stages in (4, 8)
+        for data in presets
+    ]
+    slow = [
+        Case(data, 64, 8192, "0.96", half_speed=True, offload=offload)
+        for offload in (False, True)
+        for data in presets
+    ]
+    return [*few, *many, Case("byted", 512, 8192, "0.97", 32 * 2**20), *stages, *slow]
+
+
+def pipeline_cases() -> list[Case]:
+    """Return the cases of the table of pipelines."""
+    return [
+        Case(data, ranks, capacity, pipeline_stages=stages)
+        for ranks in (16, 64, 256, 1024)
+        for capacity in (8192, 32768)
+        for data in ("github", "byted")
+        for stages in (4, 8)
+    ]
+
+
+def expert_cases() -> list[Case]:
+    """Return the cases of the table of ranks that share experts."""
+    return [
+        Case(data, ranks, capacity, "mean 0.97, worst 0.94", expert_parallel_size=size)
+        for ranks in (64, 256, 1024)
+        for capacity in (8192, 32768)
+        for data in ("github", "byted", "python", "tailed")
+        for size in (8, 32, 64)
+    ]
+
+
+def expert_pipeline_cases() -> list[Case]:
+    """Return the cases of the table of pipelines that share experts."""
+    return [
+        Case(data, ranks, capacity, pipeline_stages=4, expert_parallel_size=8)
+        for ranks in (64, 256)
+        for capacity in (8192, 32768)
+        for data in ("github", "byted", "python", "tailed")
+    ]

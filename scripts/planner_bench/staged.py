@@ -1,0 +1,162 @@
+"""Strategies on pipelines with and without virtual stages, with shared experts too.
+
+What a strategy is told is what a run tells it (``planner.lockstep.planned_for``): one that knows
+no positions plans as if there were one stage. What is judged is what a run executes: all V, and
+where micro-batches do not stand at one position on all of their ranks, padding in between.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner_bench.cases import Case
+from planner_bench.measuring import planning_ms_of
+
+from megatron_hdp.cli.planning import HYBRID_CP, Request, plan_with, too_large
+from megatron_hdp.planner import Figures, Plan, PlanError, evaluate
+from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner.lockstep import planned_for
+from megatron_hdp.planner.pipeline import Pipeline
+
+OURS = "auto"
+"""pp-balance, ep-balance with shared experts."""
+
+_KEPT_PLANS = 256  # of one case for all V and seeds, so that the next one may have the same
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One strategy on one batch and one V; figures are None where there is no plan."""
+
+    case: str
+    seed: int
+    strategy: str
+    virtual_stages: int
+    problem: str | None = None
+    makespan_s: float | None = None
+    bound_s: float | None = None
+    """Proven for the batch and this V (``pipeline_lower_bound_s``)."""
+    target_s: float | None = None
+    """Bound without stages / P + (P - 1) / (P V) x a full single-rank micro-batch."""
+    perfect_s: float | None = None
+    """Total compute / sum of speeds / P."""
+    planning_ms: float | None = None
+    """Median of several runs."""
+
+    @property
+    def of_the_bound(self) -> float | None:
+        """Proven bound / makespan."""
+        return self._share(self.bound_s)
+
+    @property
+    def of_the_greater(self) -> float | None:
+        """The greater of target and proven bound / makespan."""
+        return self._share(max(self.bound_s or 0.0, self.target_s or 0.0))
+
+    @property
+    def efficiency(self) -> float | None:
+        """Total compute / sum of speeds / P / makespan."""
+        return self._share(self.perfect_s)
+
+    def _share(self, part_s: float | None) -> float | None:
+        return None if part_s is None or not self.makespan_s else part_s / self.makespan_s
+
+
+def measure_staged(
+    case: Case,
+    seed: int,
+    strategies: Sequence[str],
+    virtual_stages: Sequence[int],
+    repeats: int,
+    hybrid_cp_limit: int,
+) -> Iterator[Staged]:
+    """Yield the result of each strategy with each V on one batch."""
+    whole = case.request(seed)
+    for strategy in strategies:
+        for chunks in virtual_stages:
+            result = Staged(case.name, seed, strategy, chunks)
+            told = told_of(case, strategy, chunks)
+            planned = _planned(*told, seed, repeats, hybrid_cp_limit)
+            result = dataclasses.replace(result, problem=planned.problem)
+            if planned.plan is not None:
+                request = dataclasses.replace(whole, virtual_stages=chunks)
+                figures = judged(planned.plan, request)
+                result = dataclasses.replace(
+                    result,
+                    makespan_s=figures.makespan_s,
+                    bound_s=figures.lower_bound_s,
+                    target_s=figures.pipeline_bound_s,
+                    perfect_s=figures.efficiency * figures.makespan_s,
+                    planning_ms=planned.milliseconds,
+                )
+            yield result
+
+
+def told_of(case: Case, strategy: str, chunks: int) -> tuple[Case, str, int]:
+    """The case as a strategy is told of it, which strategy that is, and its virtual stages.
+
+    Only ep-balance is told of shared experts.
+    """
+    pipeline = Pipeline(case.pipeline_stages, chunks)
+    size = case.expert_parallel_size
+    planned = planned_for(strategy, pipeline=pipeline, lockstep_ranks=size)
+    knows_experts = planned["strategy"] == "ep-balance"
+    told = dataclasses.replace(
+        case,
+        pipeline_stages=planned["pipeline_stages"],
+        expert_parallel_size=size if knows_experts else 1,
+    )
+    return told, planned["strategy"], planned["virtual_stages"]
+
+
+def judged(made: Plan, request: Request) -> Figures:
+    """The figures of what a run executes, by the evaluator that is written apart from the planner.
+
+    ``request`` is the case itself, with V, whatever the plan was made for. Positions that the plan
+    gives are kept; a plan that has none and whose lists do not agree is aligned.
+    """
+    pipeline = Pipeline(request.pipeline_stages, request.virtual_stages)
+    cost_model, size = request.cost_model, request.expert_parallel_size
+    if size > 1 or (pipeline.chunks == 1 and not _runs_as_listed(made, pipeline.stages)):
+        return figures_in_lockstep(made, cost_model, size, pipeline)
+    return evaluate(made, cost_model, pipeline_stages=pipeline.stages, model_chunks=pipeline.chunks)
+
+
+def _runs_as_listed(made: Plan, stages: int) -> bool:
+    """Whether no list needs padding."""
+    if made.positions is not None:
+        return False
+    try:
+        made.validate(pipeline_stages=stages)
+    except PlanError as error:
+        return error.rule != "order"
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    plan: Plan | None = None
+    milliseconds: float | None = None
+    problem: str | None = None
+
+
+@lru_cache(_KEPT_PLANS)
+def _planned(
+    told: Case, strategy: str, chunks: int, seed: int, repeats: int, hybrid_cp_limit: int
+) -> _Planned:
+    request = dataclasses.replace(told.request(seed), virtual_stages=chunks)
+    if strategy == HYBRID_CP and (reason := too_large(request, hybrid_cp_limit)):
+        return _Planned(problem=reason)
+    try:
+        made = plan_with(strategy, request)
+    except ValueError as error:
+        return _Planned(problem=str(error))
+    problem = None
+    try:
+        made.validate(num_layers=request.cost_model.num_layers)
+    except PlanError as error:
+        if error.rule != "fit":
+            raise
+        problem = f"does not fit: {error}"
+    return _Planned(made, planning_ms_of(strategy, request, made, repeats), problem)

@@ -1,0 +1,197 @@
+"""Markdown tables of pipelines: ours with each V, other strategies beside it, and a summary."""
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+
+from planner_bench.cases import Case
+from planner_bench.markdown import NOT_RUN, head, mark, notes, row
+from planner_bench.staged import OURS, Staged, told_of
+
+from megatron_hdp.cli.planning import HYBRID_CP
+
+_PLANS_FOR_V = ("pp-balance", "ep-balance")
+
+_OURS_NOTE = (
+    "The makespan is the evaluator's; bound and target are those of the V. *Of the greater*: the "
+    "greater of target and proven bound / makespan; *of the bound*: proven bound / makespan, 1 is "
+    "optimal; both mean (worst) over the batches. *Efficiency*: total compute / ranks / P / "
+    "makespan, mean. The target is max(total compute / ranks, the longest sequence alone) / P + "
+    "(P - 1) / (P V) x a full single-rank micro-batch. *Time*: makespan with the one V / that with "
+    "the other, mean. *ms*: planning, one thread, median of several runs, mean over the batches."
+)
+_BLIND_NOTE = (
+    "Planned as without stages, then aligned with padding where micro-batches do not stand at one "
+    "position on all of their ranks:"
+)
+_HYBRID_CP_NOTE = f"Megatron itself runs *{HYBRID_CP}* without pipelines only."
+_SUMMARY_NOTE = (
+    "*Row*: the mean of its batches. Where a strategy has no plan for a batch, its figures leave "
+    "that batch out."
+)
+
+
+class StagedTables:
+    """The tables of a run: each case is a row, each strategy with each V a column."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        strategies: Sequence[str],
+        virtual_stages: Sequence[int],
+        results: Sequence[Staged],
+    ) -> None:
+        self._cases = cases
+        self._others = [strategy for strategy in strategies if strategy != OURS]
+        self._chunks = sorted(virtual_stages)
+        self._best = self._chunks[-1]
+        self._results = results
+        self._by_cell: dict[tuple[str, str, int], list[Staged]] = {}
+        for one in results:
+            cell = one.case, one.strategy, one.virtual_stages
+            self._by_cell.setdefault(cell, []).append(one)
+
+    def __str__(self) -> str:
+        lines = [*self._ours(), *(self._beside() if self._others else []), *self._summary()]
+        return "\n".join([*lines, "", *notes(self._results)]).rstrip("\n")
+
+    def _ours(self) -> Iterator[str]:
+        first, *more = self._chunks
+        names = ("of the greater", "of the bound", "efficiency")
+        yield from _titled("Ours with each V", _OURS_NOTE)
+        yield from head(
+            [
+                "batch",
+                *(f"V = {chunks}: {name}" for chunks in self._chunks for name in names),
+                *(f"time of V = {chunks} / V = {first}" for chunks in more),
+                *(f"ms, V = {chunks}" for chunks in self._chunks),
+            ]
+        )
+        for case in self._cases:
+            shares, planning_ms = [], []
+            for chunks in self._chunks:
+                of = self._cell(case, OURS, chunks)
+                shares += [
+                    _mean_and_worst(of, _of_the_greater),
+                    _mean_and_worst(of, _of_the_bound),
+                    _number(fmean, _known(of, lambda one: one.efficiency), ".3f"),
+                ]
+                planning_ms.append(_number(fmean, _known(of, _planning_ms), ",.1f"))
+            times = [self._times(case, OURS, chunks, first) for chunks in more]
+            yield row(
+                [case.name, *shares, *(_number(fmean, one, ".3f") for one in times), *planning_ms]
+            )
+
+    def _beside(self) -> Iterator[str]:
+        columns = [(strategy, chunks) for strategy in self._others for chunks in self._chunks]
+        yield from _titled("Other strategies", self._note_beside())
+        yield from head(["batch", *(f"{strategy}, V = {chunks}" for strategy, chunks in columns)])
+        for case in self._cases:
+            yield row([case.name, *(self._cell_beside(case, *column) for column in columns)])
+
+    def _cell_beside(self, case: Case, strategy: str, chunks: int) -> str:
+        of = self._cell(case, strategy, chunks)
+        times = self._times(case, strategy, chunks, self._best)
+        if not times:
+            return NOT_RUN
+        return f"{fmean(times):.2f} ({fmean(_known(of, _of_the_greater)):.3f}){mark(of)}"
+
+    def _note_beside(self) -> str:
+        case = self._cases[0]
+        pipelined, blind = [], []
+        for strategy in self._others:
+            told, _, _ = told_of(case, strategy, self._best)
+            (pipelined if told.pipeline_stages > 1 else blind).append(f"*{strategy}*")
+        for_v = [f"*{strategy}*" for strategy in self._others if strategy in _PLANS_FOR_V]
+        aware = f"only {' and '.join(for_v)} plans" if for_v else "none of these plans"
+        return " ".join(
+            [
+                f"Makespan / that of ours with V = {self._best}, mean; in parentheses the greater "
+                "of target and proven bound of the column's V / makespan, mean. The column's V is "
+                f"what a plan is judged with; {aware} for it.",
+                *([f"Planned for P stages: {', '.join(pipelined)}."] if pipelined else []),
+                *([f"{_BLIND_NOTE} {', '.join(blind)}."] if blind else []),
+                *([_HYBRID_CP_NOTE] if HYBRID_CP in self._others else []),
+                *(["None is told of shared experts."] if case.expert_parallel_size > 1 else []),
+            ]
+        )
+
+    def _summary(self) -> Iterator[str]:
+        yield from _titled("Over all rows", _SUMMARY_NOTE)
+        names = ["batches"]
+        for figure in ("of the greater", "of the bound"):
+            names += [f"{figure}: mean", "worst row", "worst batch"]
+        names += [f"time / ours with V = {self._best}", "ms: mean", "worst row"]
+        yield from head(["strategy", "V", *names])
+        for strategy in [*self._others, OURS]:
+            for chunks in self._chunks:
+                yield row(self._summary_of(strategy, chunks))
+
+    def _summary_of(self, strategy: str, chunks: int) -> list[str]:
+        rows = [self._cell(case, strategy, chunks) for case in self._cases]
+        times = [self._times(case, strategy, chunks, self._best) for case in self._cases]
+        planning_ms = _means(rows, _planning_ms)
+        return [
+            "ours" if strategy == OURS else strategy,
+            str(chunks),
+            str(sum(len(_known(of, lambda one: one.makespan_s)) for of in rows)),
+            *_spread(rows, _of_the_greater),
+            *_spread(rows, _of_the_bound),
+            _number(fmean, [time for of in times for time in of], ".2f"),
+            _number(fmean, planning_ms, ",.1f"),
+            _number(max, planning_ms, ",.1f"),
+        ]
+
+    def _cell(self, case: Case, strategy: str, chunks: int) -> list[Staged]:
+        return self._by_cell.get((case.name, strategy, chunks), [])
+
+    def _times(self, case: Case, strategy: str, chunks: int, of_ours: int) -> list[float]:
+        """Makespans / those of ours with another V, of the batches that both have."""
+        ours = {one.seed: one.makespan_s for one in self._cell(case, OURS, of_ours)}
+        return [
+            one.makespan_s / other
+            for one in self._cell(case, strategy, chunks)
+            if one.makespan_s is not None and (other := ours.get(one.seed))
+        ]
+
+
+_Figure = Callable[[Staged], float | None]
+
+
+def _of_the_greater(one: Staged) -> float | None:
+    return one.of_the_greater
+
+
+def _of_the_bound(one: Staged) -> float | None:
+    return one.of_the_bound
+
+
+def _planning_ms(one: Staged) -> float | None:
+    return one.planning_ms
+
+
+def _titled(title: str, note: str) -> list[str]:
+    return ["", f"**{title}.** {note}", ""]
+
+
+def _known(of: Sequence[Staged], figure: _Figure) -> list[float]:
+    return [value for one in of if (value := figure(one)) is not None]
+
+
+def _number(pick: Callable[[list[float]], float], values: list[float], form: str) -> str:
+    return format(pick(values), form) if values else NOT_RUN
+
+
+def _mean_and_worst(of: Sequence[Staged], figure: _Figure) -> str:
+    values = _known(of, figure)
+    return f"{fmean(values):.3f} ({min(values):.3f}){mark(of)}" if values else NOT_RUN
+
+
+def _means(rows: Sequence[Sequence[Staged]], figure: _Figure) -> list[float]:
+    return [fmean(values) for of in rows if (values := _known(of, figure))]
+
+
+def _spread(rows: Sequence[Sequence[Staged]], figure: _Figure) -> list[str]:
+    """Mean of the rows, the worst of them, the worst batch."""
+    means = _means(rows, figure)
+    values = [value for of in rows for value in _known(of, figure)]
+    return [_number(fmean, means, ".3f"), _number(min, means, ".3f"), _number(min, values, ".3f")]
