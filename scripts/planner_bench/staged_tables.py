@@ -1,5 +1,6 @@
 """Markdown tables of pipelines: ours with each V, other strategies beside it, and a summary."""
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
@@ -8,6 +9,8 @@ from planner_bench.markdown import NOT_RUN, head, mark, notes, row
 from planner_bench.staged import OURS, Staged, told_of
 
 from megatron_hdp.cli.planning import HYBRID_CP
+
+_WIDTH = 130  # of a page's lines
 
 _PLANS_FOR_V = ("pp-balance", "ep-balance")
 
@@ -170,7 +173,7 @@ def _planning_ms(one: Staged) -> float | None:
 
 
 def _titled(title: str, note: str) -> list[str]:
-    return ["", f"**{title}.** {note}", ""]
+    return ["", textwrap.fill(f"**{title}.** {note}", _WIDTH, break_on_hyphens=False), ""]
 
 
 def _known(of: Sequence[Staged], figure: _Figure) -> list[float]:
