@@ -217,8 +217,11 @@ COMMANDS = {
     "python scripts/bench_planner.py --strategies static dp-balance --noise 5 10": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
     ),
-    "python scripts/bench_planner.py --pipelines --seeds 4 --strategies auto": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_cases_of_pipelines_show_the_greater_of_target_and_bound"
+    "python scripts/bench_planner.py --pipelines": Elsewhere(
+        "tests/scripts/test_bench_pipelines.py::test_a_run_of_pipelines"
+    ),
+    "python scripts/bench_planner.py --pipelines --experts": Elsewhere(
+        "tests/scripts/test_bench_pipelines.py::test_pipelines_that_share_experts_are_judged_in_lockstep"
     ),
     "python scripts/bench_planner.py --experts --strategies dp-balance auto --seeds 2": Elsewhere(
         "tests/scripts/test_bench_planner.py::test_cases_of_experts_are_judged_in_lockstep"
