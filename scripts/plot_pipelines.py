@@ -13,8 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_hdp.cli.check_plan import cost_model_of, preset_batch
-from megatron_hdp.cli.checking import job_of
+from megatron_hdp.cli.checking import cost_model_of, job_of, preset_batch
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import Evaluation, Plan, evaluate, plan
 from megatron_hdp.simulator.lanes import lanes_of

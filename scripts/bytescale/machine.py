@@ -24,8 +24,7 @@ from pathlib import Path
 
 from bytescale.paper import PIPELINED, Row
 
-from megatron_hdp.cli.check_plan import parameters_of_a_token
-from megatron_hdp.cli.checking import job_of
+from megatron_hdp.cli.checking import job_of, parameters_of_a_token
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, fullest_stage

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.cli.check import memory_bytes
-from megatron_hdp.cli.check_plan import cost_model_of, parameters_of_a_token
-from megatron_hdp.cli.check_report import as_text
-from megatron_hdp.cli.checking import check, job_of
+from megatron_hdp.cli.checking import as_text, check, cost_model_of, job_of, parameters_of_a_token
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.memory.gpu import (
