@@ -53,6 +53,6 @@ NEAR_BOUND = "the plan is within 7 % of the bound"
 BY_PIPELINE = (
     "the pipeline: the longest micro-batch takes 20 s on a stage and no neighbour is as long, so "
     "that ranks idle 16 to 17 s of 78 to 90 (four batches, at four times the effort too); all "
-    "cells run the plain schedule, as the paper does; virtual stages would cut that"
+    "cells run the plain schedule; virtual stages would cut that"
 )
 BY_PLAN = "the plan"

@@ -18,7 +18,8 @@ def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArgument
     if args.pipeline_model_parallel_size == 1 or args.pipeline_model_parallel_layout is not None:
         return {}
     choices = {}
-    for chunks in range(1, stage_split(args).most + 1):
+    places = stage_split(args).most + 1  # embedding or loss may count as a layer
+    for chunks in range(1, places + 1):
         changed = replace(
             args,
             num_layers_per_virtual_pipeline_stage=None,
