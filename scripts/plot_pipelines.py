@@ -13,9 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_hdp.cli.check_plan import cost_model_of, preset_batch
-from megatron_hdp.cli.checking import job_of
-from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.cli.checking import cost_model_of, job_of, preset_batch
+from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.planner import Evaluation, Plan, evaluate, plan
 from megatron_hdp.simulator.lanes import lanes_of
 from megatron_hdp.simulator.palette import IDLE, Palette, pale
@@ -43,11 +42,19 @@ class Pictured(NamedTuple):
 
 
 def planned(config: str, gpus: int, virtual_stages: int, preset: str) -> Pictured:
-    """Plan a configuration's global batch."""
-    argv = ["--config", config, "--hybrid-data-parallel"]
-    if virtual_stages > 1:
-        argv += ["--num-virtual-stages-per-pipeline-rank", str(virtual_stages)]
-    options = parse_arguments(argv, needs_data=False)
+    """Plan a configuration's global batch.
+
+    Raises:
+        ValueError: so many virtual stages cannot be.
+    """
+    own = parse_arguments(["--config", config, "--hybrid-data-parallel"], needs_data=False)
+    choices = virtual_stage_choices(own)
+    if virtual_stages not in choices:
+        raise ValueError(
+            f"--virtual-stages {virtual_stages}: the layers of {config} allow "
+            f"{', '.join(map(str, choices)) or 'none'}"
+        )
+    options = choices[virtual_stages]
     job = job_of(options, gpus)
     cost_model = cost_model_of(options, job)
     made = plan(

@@ -86,8 +86,9 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"plugin"},
     "cli/shared": {"planner"},
     "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
+    "cli/checking": {"planner", "data", "megatron", "simulator"},
     "cli": {
-        *{"cli/shared", "cli/data_commands"},
+        *{"cli/shared", "cli/data_commands", "cli/checking"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
         "profile",
     },
@@ -116,6 +117,7 @@ FACES = {
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
     *{"simulator/execution", "simulator/charts", "simulator/report"},
     *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
+    "cli/checking",
 }
 
 # The same for the C++ planner: each room may include those before it.

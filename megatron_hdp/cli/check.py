@@ -61,8 +61,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import check_report
-    from megatron_hdp.cli.checking import check
+    from megatron_hdp.cli.checking import as_json, as_text, check
 
     host_memory = arguments.host_memory
     finding: Finding = check(
@@ -74,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         preset=arguments.preset,
         vocab_size=arguments.vocab_size,
     )
-    print(check_report.as_json(finding) if arguments.json else check_report.as_text(finding))
+    print(as_json(finding) if arguments.json else as_text(finding))
     return ExitCode.DONE if finding.is_sound else ExitCode.FAILED
 
 

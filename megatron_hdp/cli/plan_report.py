@@ -28,11 +28,13 @@ _SAME = 1e-6  # relative difference of two bounds that are one
 def batch_line(request: Request) -> str:
     """Return one line on what is planned for what."""
     lengths, stages = request.lengths, request.pipeline_stages
+    pipeline = f" and {stages} stages" if stages > 1 else ""
+    if request.virtual_stages > 1:
+        pipeline += f" of {request.virtual_stages} virtual stages each"
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens "
         f"(median {int(np.median(lengths)):,}, longest {lengths.max():,}) "
-        f"on {request.ranks:,} ranks of {request.tokens_per_rank:,} tokens"
-        + (f" and {stages} stages" if stages > 1 else "")
+        f"on {request.ranks:,} ranks of {request.tokens_per_rank:,} tokens{pipeline}"
     )
 
 

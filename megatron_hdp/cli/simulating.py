@@ -12,8 +12,13 @@ import numpy.typing as npt
 import orjson
 
 from megatron_hdp.cli.check import memory_bytes
-from megatron_hdp.cli.check_plan import cost_model_of, flops_of, preset_batch
-from megatron_hdp.cli.checking import degree_refusals, job_of
+from megatron_hdp.cli.checking import (
+    cost_model_of,
+    degree_refusals,
+    flops_of,
+    job_of,
+    preset_batch,
+)
 from megatron_hdp.cli.lengths import PRESET, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.data.presets import PRESETS

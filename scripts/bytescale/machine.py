@@ -24,9 +24,8 @@ from pathlib import Path
 
 from bytescale.paper import PIPELINED, Row
 
-from megatron_hdp.cli.check_plan import parameters_of_a_token
-from megatron_hdp.cli.checking import job_of
-from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.cli.checking import job_of, parameters_of_a_token
+from megatron_hdp.megatron.options import parse_arguments, without_virtual_stages
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, fullest_stage
 from megatron_hdp.planner.models import model_of
@@ -78,7 +77,7 @@ def layout_of(model: str, gpus: int, constants: Constants) -> Layout:
 
 @cache
 def job_with(model: str, gpus: int, layout: Layout, tokens_per_rank: int) -> Job:
-    """The job of ``configs/`` on these ranks."""
+    """The job of ``configs/`` on these ranks, under the paper's plain schedule."""
     flags = {
         "config": _CONFIGS / f"{model}-2m.yaml",
         "data-path": "unused",
@@ -91,7 +90,7 @@ def job_with(model: str, gpus: int, layout: Layout, tokens_per_rank: int) -> Job
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if layout.tensor_ranks == 1:
         argv.append("--no-sequence-parallel")
-    return job_of(parse_arguments(argv), gpus)
+    return job_of(without_virtual_stages(parse_arguments(argv)), gpus)
 
 
 def cost_model_of(model: str, job: Job, layout: Layout, constants: Constants) -> CostModel:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from megatron_hdp.cli.check_plan import cost_model_of
-from megatron_hdp.cli.check_report import as_json, as_text
-from megatron_hdp.cli.checking import job_of
+from megatron_hdp.cli.checking import as_json, as_text, cost_model_of, job_of
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import CostModel
 from tests.cli.test_check import finding, with_lines

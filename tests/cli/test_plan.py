@@ -108,6 +108,8 @@ def test_stages(lengths, tmp_path, capsys):
     assert 0 < figure(printed, "efficiency") < figure(printed, "target/makespan") <= 1.1
     names = [event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]]
     assert any(name.endswith(", backward") for name in names)
+    assert run(*arguments, "--virtual-stages", 3) == 0
+    assert "4,096 tokens and 2 stages of 3 virtual stages each\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stages, offloads", [(1, True), (8, True), (16, False)])

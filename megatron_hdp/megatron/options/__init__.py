@@ -15,6 +15,7 @@ from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
+from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 
 __all__ = [
     "GROUPS",
@@ -33,5 +34,6 @@ __all__ = [
     "planned_weights",
     "stage_split",
     "tokenizer_of",
+    "virtual_stage_choices",
     "without_virtual_stages",
 ]

@@ -18,6 +18,7 @@ from megatron_hdp.megatron.options import (
     planned_layers,
     planned_weights,
     stage_split,
+    virtual_stage_choices,
     without_virtual_stages,
 )
 from megatron_hdp.options import OptionError
@@ -140,6 +141,35 @@ def test_the_same_stages_without_virtual_ones() -> None:
     ends = "--decoder-first-pipeline-num-layers 4 --num-layers 10"
     plain = without_virtual_stages(parsed(f"{ends} --num-virtual-stages-per-pipeline-rank 2"))
     assert stage_split(plain).layers == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "choices"),
+    [
+        ("--num-layers 12", [1, 2, 3, 6]),
+        ("--num-layers 12 --num-virtual-stages-per-pipeline-rank 3", [1, 2, 3, 6]),
+        ("--num-layers 12 --num-layers-per-virtual-pipeline-stage 3", [1, 2, 3, 6]),
+        ("--num-layers 10 --decoder-first-pipeline-num-layers 4", [1, 2]),
+        ("--num-layers 7 --account-for-embedding-in-pipeline-split", [1, 2, 4]),
+        (
+            "--num-layers 12 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            [1, 3],
+        ),
+        (f"--num-layers 7 {LAYOUT} E|t|t*4|ttL", []),
+        ("--num-layers 12 --pipeline-model-parallel-size 1", []),
+    ],
+)
+def test_virtual_stages_that_could_be_are_those_that_flags_allow(
+    flags: str, choices: list[int]
+) -> None:
+    found = virtual_stage_choices(parsed(flags))
+    assert list(found) == choices
+    assert [num_model_chunks(one) for one in found.values()] == choices
+    plain = flags.split(" --num-virtual")[0].split(" --num-layers-per")[0]
+    for number, one in found.items():
+        more = f" --num-virtual-stages-per-pipeline-rank {number}" if number > 1 else ""
+        assert one == parsed(plain + more)
 
 
 def test_all_ranks_plan_with_one_number_of_layers() -> None:

@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import orjson
 
-from megatron_hdp.cli.checking import Finding
+from megatron_hdp.cli.checking.finding import Finding
+from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 from megatron_hdp.simulator.units import seconds
 
@@ -41,6 +42,7 @@ def as_text(finding: Finding) -> str:
         lines += [_headline(finding, finding.job), *_stages(finding, finding.job)]
         lines += _table(finding, finding.job, finding.memory)
     lines += _step_lines(finding)
+    lines += _virtual_stages(finding)
     lines += [f"refused: {refusal}" for refusal in finding.refusals] or ["sound"]
     return "\n".join(lines)
 
@@ -144,3 +146,30 @@ def _step_lines(finding: Finding) -> list[str]:
         of = "not checked: give --host-memory" if known is None else f"of {known / 1e9:,.1f}"
         lines.append(f"{'':22}{node}, {of}")
     return lines
+
+
+def _virtual_stages(finding: Finding) -> list[str]:
+    """A line for each number of them that could be, and which one to take."""
+    tried = finding.virtual_stages
+    if len(tried) < 2 or finding.job is None:
+        return []
+    head = ("virtual stages", "layers each", "GB, at most", "efficiency", "step time")
+    rows = [head, *map(_row_of, tried)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+    best, own = finding.best_virtual_stages, finding.job.model_chunks
+    if best is None:
+        return lines
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    take = f"{flag} {best}" if best > 1 else f"no {flag}"
+    now = "as it is" if best == own else f"not {own}: the fewest within {NEAR:.0%} of the fastest"
+    return [*lines, f"  best: {take}, {now}"]
+
+
+def _row_of(one: Tried) -> tuple[str, ...]:
+    fewest, most = one.layers[0], one.layers[-1]
+    layers = f"{most}" if fewest == most else f"{fewest} to {most}"
+    planned = ("", "does not fit")
+    if one.fits and one.efficiency is not None and one.step_s is not None:
+        planned = f"{one.efficiency:.3f}", seconds(one.step_s)
+    return f"{one.virtual_stages}", layers, f"{one.needed_bytes / 1e9:.2f}", *planned

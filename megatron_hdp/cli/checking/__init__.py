@@ -1,0 +1,25 @@
+"""What ``megatron-hdp check`` finds, and how it is told."""
+
+from megatron_hdp.cli.checking.checks import check
+from megatron_hdp.cli.checking.finding import Finding
+from megatron_hdp.cli.checking.job import degree_refusals, job_of
+from megatron_hdp.cli.checking.planned_step import (
+    cost_model_of,
+    flops_of,
+    parameters_of_a_token,
+    preset_batch,
+)
+from megatron_hdp.cli.checking.report import as_json, as_text
+
+__all__ = [
+    "Finding",
+    "as_json",
+    "as_text",
+    "check",
+    "cost_model_of",
+    "degree_refusals",
+    "flops_of",
+    "job_of",
+    "parameters_of_a_token",
+    "preset_batch",
+]

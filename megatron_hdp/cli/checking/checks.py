@@ -1,0 +1,149 @@
+"""What ``check`` finds: degrees first, then the longest sequence, a planned step and memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_hdp.cli.checking.finding import Finding
+from megatron_hdp.cli.checking.job import degree_refusals, job_of
+from megatron_hdp.cli.checking.planned_step import cost_model_of, plan_longest, plan_step
+from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
+from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
+from megatron_hdp.options import PLANNER_FLAGS, OptionError
+from megatron_hdp.planner import told_as
+from megatron_hdp.planner.memory import (
+    RESERVE,
+    Job,
+    most_tokens_per_rank,
+    stage_memories,
+    waiting_activations,
+)
+
+if TYPE_CHECKING:
+    from megatron_hdp.megatron.options import TrainingArguments
+
+
+def check(
+    configs: Sequence[str],
+    *,
+    num_gpus: int,
+    gpu_memory_bytes: float,
+    preset: str,
+    vocab_size: int | None = None,
+    host_memory_bytes: float | None = None,
+    gpus_per_node: int = 8,
+) -> Finding:
+    """Check one configuration.
+
+    Args:
+        configs: YAML files, later ones win.
+        num_gpus: of the job.
+        gpu_memory_bytes: of one GPU.
+        preset: lengths to plan a global batch of.
+        vocab_size: of the tokenizer; None for its own (byte) or LLaMA 3's.
+        host_memory_bytes: of one node; None leaves it unchecked.
+        gpus_per_node: that share it.
+    """
+    found = Finding(
+        configs=tuple(configs),
+        num_gpus=num_gpus,
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        gpus_per_node=gpus_per_node,
+    )
+    argv = [argument for path in configs for argument in ("--config", path)]
+    try:
+        # where the data lies is not part of what is checked
+        arguments = parse_arguments([*argv, "--hybrid-data-parallel", "--data-path", "unused"])
+    except OptionError as error:
+        found.refusals.append(str(error))
+        return found
+    found.refusals += degree_refusals(arguments, num_gpus)
+    if found.refusals:
+        return found
+    untouched = replace(found, context_tokens=arguments.seq_length)
+    found = _examined(untouched, arguments, vocab_size, preset)
+    if found.job and found.step:
+        own = found.job.model_chunks
+        for number, changed in virtual_stage_choices(arguments).items():
+            is_own = number == own
+            other = found if is_own else _examined(untouched, changed, vocab_size, preset)
+            found.virtual_stages.append(_tried(other, number))
+        found.best_virtual_stages = best_of(found.virtual_stages, own)
+    return found
+
+
+def _examined(
+    untouched: Finding, arguments: "TrainingArguments", vocab_size: int | None, preset: str
+) -> Finding:
+    """Plan and memory of a run whose degrees are right."""
+    job = job_of(arguments, untouched.num_gpus, vocab_size)
+    found = replace(untouched, job=job, refusals=[], stages=[], virtual_stages=[])
+    _plan(found, arguments, job, preset)
+    _add_memory(found, job)
+    return found
+
+
+def _tried(found: Finding, number: int) -> Tried:
+    assert found.job is not None and found.memory is not None
+    return Tried(
+        virtual_stages=number,
+        layers=tuple(sorted(set(found.job.split.layers))),
+        needed_bytes=found.memory.total,
+        fits=found.is_sound,
+        efficiency=found.step.efficiency if found.step else None,
+        step_s=found.step.step_s if found.step else None,
+    )
+
+
+def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str) -> None:
+    try:
+        with told_as(PLANNER_FLAGS):
+            cost_model = cost_model_of(arguments, job)
+            plan_longest(arguments, job, cost_model)
+            found.step = plan_step(arguments, job, cost_model, preset)
+    except ValueError as error:
+        found.refusals.append(
+            f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"
+        )
+
+
+def _add_memory(found: Finding, job: Job) -> None:
+    most_tokens = max(job.tokens_per_rank, found.step.most_tokens if found.step else 0)
+    found.stages = stage_memories(job, most_tokens)
+    memory = found.memory = max(found.stages, key=lambda one: one.total)
+    # what a micro-batch has above a capacity's worth waits on the host (equation 3)
+    waiting = max(waiting_activations(job, stage) for stage in range(job.stages))
+    found.host_bytes = waiting * (most_tokens - job.tokens_per_rank)
+    _check_host(found, job)
+    usable = found.gpu_memory_bytes - found.reserve_bytes
+    if memory.total <= usable:
+        return
+    fitting = most_tokens_per_rank(job, usable)
+    remedy = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    if fitting >= job.tensor_ranks:
+        remedy = (
+            f"--hdp-tokens-per-rank {min(fitting, job.tokens_per_rank):,} fits"
+            f"{'' if most_tokens == job.tokens_per_rank else ' without --hdp-offload'}, or {remedy}"
+        )
+    found.refusals.append(
+        f"--hdp-tokens-per-rank {job.tokens_per_rank:,}: a GPU of stage {memory.stage} needs "
+        f"{memory.total / 1e9:.1f} GB, expected at most {usable / 1e9:.1f} GB "
+        f"({found.gpu_memory_bytes / 1e9:.1f} less {RESERVE:.0%} reserve): {remedy}"
+    )
+
+
+def _check_host(found: Finding, job: Job) -> None:
+    """Refuses what a node's memory cannot hold; 5% of it are left to others, as of a GPU's."""
+    if found.host_memory_bytes is None:
+        return
+    usable = (1 - RESERVE) * found.host_memory_bytes
+    if found.node_host_bytes <= usable:
+        return
+    found.refusals.append(
+        f"--hdp-offload auto: {min(found.gpus_per_node, job.num_gpus)} GPUs of a node x "
+        f"{found.host_bytes / 1e9:.1f} GB = {found.node_host_bytes / 1e9:,.1f} GB may wait in its "
+        f"memory, expected at most {usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} "
+        f"less {RESERVE:.0%} reserve): set --hdp-offload off, or raise --hdp-tokens-per-rank "
+        f"{job.tokens_per_rank:,}, above which activations leave"
+    )

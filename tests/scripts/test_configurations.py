@@ -1,0 +1,62 @@
+"""The page of configurations and their virtual stages come from one script."""
+
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAG = "num-virtual-stages-per-pipeline-rank"
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = ROOT / "scripts" / "configurations.py"
+    spec = importlib.util.spec_from_file_location("configurations", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_sets_what_is_proposed_and_writes_the_page(script, tmp_path, monkeypatch, capsys):
+    configs = tmp_path / "configs"
+    shutil.copytree(ROOT / "configs" / "models", configs / "models")
+    name = "llama-70b-256k.yaml"
+    shipped = (ROOT / "configs" / name).read_text()
+    assert f"{FLAG}: " in shipped
+    (configs / name).write_text(re.sub(rf"{FLAG}: \d+", f"{FLAG}: 2", shipped))
+    page = tmp_path / "docs" / "configurations.md"
+    page.parent.mkdir()
+    marks = "<!-- {0} -->\nold\n<!-- end of {0} -->\n"
+    blocks = marks.format("stages") + marks.format("choices")
+    page.write_text(f"| llama-7b | kept |\n| llama-70b | old |\n\n{blocks}after\n")
+    monkeypatch.setattr(script, "CONTEXTS", ("256k",))
+    monkeypatch.setattr(sys, "argv", ["configurations", "--root", str(tmp_path)])
+    script.main()
+    assert (configs / name).read_text() == shipped
+    written = page.read_text()
+    (row,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\| llama-70b \| 8,192 \| .* \| 0\.\d{3}, \d\.\d s, V \d+ \|", row)
+    assert written.startswith(f"| llama-7b | kept |\n{row}\n\n<!-- stages -->\n```text\n  stage ")
+    assert "old" not in written and written.endswith("after\n")
+    assert re.search(
+        rf"```text\n  virtual stages .*\n  best: --{FLAG} \d+, as it is\n```", written, re.S
+    )
+
+
+def test_virtual_stages_of_a_text(script):
+    plain = "seq-length: 8\npipeline-model-parallel-size: 2\nexperts: 1\n"
+    four = script.with_virtual_stages(plain, 4)
+    assert four == plain.replace("size: 2\n", f"size: 2\n{FLAG}: 4\n")
+    assert script.with_virtual_stages(four, 2) == four.replace(f"{FLAG}: 4", f"{FLAG}: 2")
+    assert script.with_virtual_stages(four, 1) == plain
+
+
+def test_a_page_without_place_is_refused(script):
+    with pytest.raises(ValueError, match=r"found 0 rows that begin with '\| llama \|'"):
+        script.with_rows("| llama-7b | x |\n", ["| llama | y |"])
+    with pytest.raises(ValueError, match="found no marks of 'stages'"):
+        script.with_blocks("<!-- stages -->\n", {"stages": []})
