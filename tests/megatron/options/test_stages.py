@@ -180,6 +180,20 @@ def test_weights_count_what_a_token_meets() -> None:
             "--recompute-num-layers 2",
             "--recompute-num-layers 2 does not divide the 3 layers of a stage",
         ),
+        (
+            f"{LAYOUT} E|t*3|t*4|L --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            "choose a number that divides 3 and 4, or --recompute-method block",
+        ),
+        (
+            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3",
+            "the 4 layers of a pipeline stage (--num-layers 7 + 1 that count as layers / "
+            "--pipeline-model-parallel-size 2)",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers 7 is not a multiple of --pipeline-model-parallel-size 2",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
