@@ -61,11 +61,6 @@ class StageSplit:
         return cls(_counted(num_layers, num_stages, num_chunks, embedding, loss), num_stages)
 
     @property
-    def num_chunks(self) -> int:
-        """Model chunks on a stage, `V`."""
-        return len(self.layers) // self.num_stages
-
-    @property
     def is_even(self) -> bool:
         """Whether all virtual stages hold equally many layers."""
         return len(set(self.layers)) == 1
