@@ -66,6 +66,7 @@ def megatron_split(
 @settings(max_examples=400)
 @example(layers=8, stages=2, chunks=2, ends=(4, 4), counted=(False, False))
 @example(layers=1, stages=2, chunks=1, ends=(None, 2), counted=(False, False))
+@example(layers=3, stages=1, chunks=1, ends=(None, 3), counted=(False, False))
 @given(
     layers=st.integers(1, 20),
     stages=st.integers(2, 4),
