@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.training.test_checkpoint import BUCKETS, SHARDED, largest_difference
+from tests.training import test_virtual_stages
+from tests.training.test_checkpoint import BUCKETS, EXPERTS, SHARDED, largest_difference
 from tests.training.test_virtual_stages import ALONE, trained, whole_run
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -14,6 +15,9 @@ NOTHING = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et||t*3|L"})
 ELSEWHERE = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "E|t||t*3L"})
 VIRTUAL = (4, {"pipeline_model_parallel_size": 2, LAYOUT: "E|t|t*3|L"})
 VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
+APART = (4, VIRTUAL[1] | {"expert_model_parallel_size": 2})
+EVEN_APART = (4, test_virtual_stages.VIRTUAL[1] | {"expert_model_parallel_size": 2})
+FOUR_WITH_EXPERTS = EXPERTS | {"num_layers": 4} | SHARDED | BUCKETS
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,8 @@ VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
         pytest.param(
             NOTHING, FIRST, SHARDED | {"fp64": False, "bf16": True}, 2e-3, marks=pytest.mark.slow
         ),
+        pytest.param(APART, EVEN_APART, FOUR_WITH_EXPERTS, 1e-10, marks=pytest.mark.slow),
+        pytest.param(NOTHING, APART, FOUR_WITH_EXPERTS, 1e-10, marks=pytest.mark.slow),
     ],
     ids=[
         "nothing",
@@ -37,6 +43,8 @@ VIRTUAL_4 = (4, {"pipeline_model_parallel_size": 4, LAYOUT: "Et|||t|t||t|L"})
         "to-one-rank",
         "empty",
         "bfloat16",
+        "experts",
+        "experts-nothing",
     ],
 )
 def test_resumed_on_another_split(run_ranks, tmp_path, before, after, overrides, tolerance):

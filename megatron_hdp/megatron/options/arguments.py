@@ -65,10 +65,13 @@ def num_model_chunks(args: TrainingArguments) -> int:
         return args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage is None:
         return 1
-    counted = args.num_layers or 1
-    counted += args.account_for_embedding_in_pipeline_split
-    counted += args.account_for_loss_in_pipeline_split
-    return max(1, counted // stages // args.num_layers_per_virtual_pipeline_stage)
+    return max(1, counted_layers(args) // stages // args.num_layers_per_virtual_pipeline_stage)
+
+
+def counted_layers(args: TrainingArguments) -> int:
+    """Layers of the model, with embedding and loss where flags say that they count as one each."""
+    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    return (args.num_layers or 1) + ends
 
 
 def stage_split(args: TrainingArguments) -> StageSplit:

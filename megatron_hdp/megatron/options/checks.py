@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_hdp.megatron.options.arguments import (
     TrainingArguments,
+    counted_layers,
     num_model_chunks,
     planned_layers,
     stage_split,
@@ -60,7 +61,7 @@ def check_parallel(args: TrainingArguments) -> None:
     """Checks how the model is laid out over ranks."""
     _check_layers_of_chunks(args)
     split = stage_split(args)
-    check_virtual_stages(args)
+    _check_virtual_stages(args, split)
     _check_units(args, split)
     check_layout(args)
 
@@ -72,12 +73,8 @@ _VIRTUAL = (
 )
 
 
-def check_virtual_stages(args: TrainingArguments) -> None:
-    """Checks how a pipeline stage's layers are cut into model chunks.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
+def _check_virtual_stages(args: TrainingArguments, split: StageSplit) -> None:
+    """Checks how a pipeline stage's layers are cut into model chunks."""
     given = [name for name in _VIRTUAL if getattr(args, name) is not None]
     chunks = num_model_chunks(args)
     if not given or (given == ["pipeline_model_parallel_layout"] and chunks == 1):
@@ -94,8 +91,8 @@ def check_virtual_stages(args: TrainingArguments) -> None:
         )
     if chunks == 1:
         raise OptionError(
-            f"{found} makes one virtual stage of the {stage_split(args).most} layers of a pipeline "
-            "stage, which is the plain schedule: leave it out, or ask for two at least"
+            f"{found} makes one virtual stage of the {split.most} layers of a pipeline stage, "
+            "which is the plain schedule: leave it out, or ask for two at least"
         )
     if not args.hybrid_data_parallel:
         raise OptionError(
@@ -118,13 +115,15 @@ def _check_layers_of_chunks(args: TrainingArguments) -> None:
             "--num-virtual-stages-per-pipeline-rank instead"
         )
     stages = args.pipeline_model_parallel_size
-    counted = (args.num_layers or 1) + args.account_for_embedding_in_pipeline_split
-    counted += args.account_for_loss_in_pipeline_split
-    if stages > 1 and counted // stages % of_chunk:
+    counted = counted_layers(args)
+    of_stage, rest = divmod(counted, stages)
+    if stages > 1 and not rest and of_stage % of_chunk:
+        ends = counted - (args.num_layers or 1)
+        more = f" + {ends} that count as layers" if ends else ""
         raise OptionError(
-            f"{found} does not divide the {counted // stages} layers of a pipeline stage "
-            f"(--num-layers {args.num_layers} / --pipeline-model-parallel-size {stages}): every "
-            "virtual stage holds the same number of layers, change one of the numbers"
+            f"{found} does not divide the {of_stage} layers of a pipeline stage "
+            f"(--num-layers {args.num_layers}{more} / --pipeline-model-parallel-size {stages}): "
+            "every virtual stage holds the same number of layers, change one of the numbers"
         )
 
 
@@ -135,10 +134,11 @@ def _check_units(args: TrainingArguments, split: StageSplit) -> None:
         return
     rest = next((layers for layers in split.layers if layers % unit), None)
     if rest is not None:
+        to_divide = " and ".join(map(str, sorted(set(split.layers) - {0})))
         raise OptionError(
             f"--recompute-num-layers {unit} does not divide the {rest} layers of a stage, and "
-            "--recompute-method uniform recomputes whole units: choose a divisor of "
-            f"{', '.join(map(str, sorted(set(split.layers))))}, or --recompute-method block"
+            "--recompute-method uniform recomputes whole units: choose a number that divides "
+            f"{to_divide}, or --recompute-method block"
         )
 
 

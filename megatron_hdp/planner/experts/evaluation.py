@@ -11,7 +11,7 @@ equally many; of ranks of several speeds the slowest decides). A ring over sever
 their positions: they start together and take the time of the slowest.
 
 So what runs are positions of domains. They are replayed as the micro-batches of a plan whose ranks
-are the domains; with P stages each domain is a pipeline, and a position takes T / P on each stage.
+are the domains; with stages each domain is a pipeline, and each stage takes its share of T.
 """
 
 import dataclasses

@@ -61,11 +61,6 @@ class StageSplit:
         return cls(_counted(num_layers, num_stages, num_chunks, embedding, loss), num_stages)
 
     @property
-    def num_chunks(self) -> int:
-        """Model chunks on a stage, `V`."""
-        return len(self.layers) // self.num_stages
-
-    @property
     def is_even(self) -> bool:
         """Whether all virtual stages hold equally many layers."""
         return len(set(self.layers)) == 1
@@ -138,7 +133,9 @@ class _Ends:
         middle = self._middle_layers()
         first = middle if self.first is None else self.first
         last = middle if self.last is None else self.last
-        of_stages = [first, *[middle] * (self.num_stages - 2), last][: self.num_stages]
+        of_stages = [self.num_layers]
+        if self.num_stages > 1:
+            of_stages = [first, *[middle] * (self.num_stages - 2), last]
         if not middle and self.num_chunks > 1:
             raise OptionError(
                 f"found {_FIRST} {first} and {_LAST} {last} with {self.num_chunks} virtual stages "

@@ -67,6 +67,7 @@ def megatron_split(
 @settings(max_examples=400)
 @example(layers=8, stages=2, chunks=2, ends=(4, 4), counted=(False, False))
 @example(layers=1, stages=2, chunks=1, ends=(None, 2), counted=(False, False))
+@example(layers=3, stages=1, chunks=1, ends=(None, 3), counted=(False, False))
 @given(
     layers=st.integers(1, 20),
     stages=st.integers(2, 4),
@@ -209,6 +210,20 @@ def test_weights_count_what_a_token_meets() -> None:
             f"{FIRST} --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 2",
             "--recompute-num-layers 2 does not divide the 3 layers of a stage",
+        ),
+        (
+            f"{LAYOUT} E|t*3|t*4|L --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            "choose a number that divides 3 and 4, or --recompute-method block",
+        ),
+        (
+            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3",
+            "the 4 layers of a pipeline stage (--num-layers 7 + 1 that count as layers / "
+            "--pipeline-model-parallel-size 2)",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers 7 is not a multiple of --pipeline-model-parallel-size 2",
         ),
     ],
 )

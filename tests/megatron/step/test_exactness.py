@@ -191,7 +191,7 @@ def pairs():
             yield pytest.param(layout, model, marks=marks)
 
 
-@pytest.mark.parametrize("layout, model", pairs())
+@pytest.mark.parametrize("layout, model", list(pairs()))
 def test_gradients_of_layouts(run_ranks, tmp_path, layout, model):
     ranks, overrides = LAYOUTS[layout]
     prefix = write_corpus(tmp_path, LENGTHS)
