@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "planner/base/slices.hpp"
+#include "planner/base/sorting.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/cells.hpp"
 
@@ -44,6 +45,83 @@ std::vector<double> speeds_of_domains(const Problem& problem) {
   return speeds;
 }
 
+// What domains run between rings, put together.
+class Stretches {
+ public:
+  Stretches(std::size_t num_domains, std::size_t num_sequences)
+      : open_(num_domains, kNone), stretch_of_(num_sequences, kNone) {}
+
+  // The domain runs this sequence next.
+  void add(int32_t domain, SequenceId id) {
+    int32_t& stretch = open_[index(domain)];
+    if (stretch == kNone) {
+      stretch = static_cast<int32_t>(counts_.size());
+      counts_.push_back(0);
+      part_of_.push_back(0);
+    }
+    ++counts_[index(stretch)];
+    stretch_of_[index(id)] = stretch;
+  }
+
+  // What the domain runs next comes behind the parts made so far, and what it ran before them.
+  void end(int32_t domain, std::vector<DomainPlan::Part>& parts) {
+    const int32_t stretch = std::exchange(open_[index(domain)], kNone);
+    if (stretch == kNone) return;
+    part_of_[index(stretch)] = parts.size();
+    parts.push_back({{domain}, {}});
+    parts.back().sequences.reserve(counts_[index(stretch)]);
+  }
+
+  // The parts get their sequences in this order.
+  void fill(const std::vector<SequenceId>& order, std::vector<DomainPlan::Part>& parts) const {
+    for (const SequenceId id : order) {
+      const int32_t stretch = stretch_of_[index(id)];
+      if (stretch != kNone) parts[part_of_[index(stretch)]].sequences.push_back(id);
+    }
+  }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  std::vector<int32_t> open_;        // of each domain
+  std::vector<int32_t> stretch_of_;  // of each sequence
+  std::vector<std::size_t> counts_;  // of sequences, of each stretch
+  std::vector<std::size_t> part_of_;
+};
+
+// The parts of a plan whose ranks are domains; `ids`: what its sequences are in the problem.
+std::vector<DomainPlan::Part> parts_of(const Problem& problem, const Plan& plan,
+                                       const std::vector<SequenceId>& ids) {
+  const int64_t num_domains = problem.num_ranks / problem.expert_ranks;
+  std::vector<DomainPlan::Part> parts;
+  Stretches stretches(index(num_domains), problem.lengths.size());
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const auto begin = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto end = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
+    const bool is_ring = end - begin > 1;
+    DomainPlan::Part ring;
+    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
+      const SequenceId id = ids[index(plan.sequences[index(i)])];
+      if (is_ring) {
+        ring.sequences.push_back(id);
+      } else {
+        stretches.add(*begin, id);
+      }
+    }
+    if (is_ring && !ring.sequences.empty()) {
+      ring.domains.assign(begin, end);
+      for (const int32_t domain : ring.domains) stretches.end(domain, parts);
+      parts.push_back(std::move(ring));
+    }
+    for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
+      stretches.add(plan.locals.ranks[index(i)], ids[index(plan.locals.sequences[index(i)])]);
+    }
+  }
+  for (int32_t domain = 0; domain < num_domains; ++domain) stretches.end(domain, parts);
+  stretches.fill(longest_first(problem.lengths), parts);
+  return parts;
+}
+
 }  // namespace
 
 DomainPlan plan_domains(const Problem& problem) {
@@ -67,7 +145,10 @@ DomainPlan plan_domains(const Problem& problem) {
   }
   if (ids.empty()) return result;
   if (num_domains == 1) {
-    result.parts.push_back({{0}, std::move(ids)});
+    Stretches stretches(1, problem.lengths.size());
+    for (const SequenceId id : ids) stretches.add(0, id);
+    stretches.end(0, result.parts);
+    stretches.fill(longest_first(problem.lengths), result.parts);
     return result;
   }
   Problem domains;
@@ -81,20 +162,7 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
-  const Plan plan = dp_balance(domains).plan;
-  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    DomainPlan::Part part;
-    part.domains.assign(plan.ranks.begin() + plan.rank_offsets[index(m)],
-                        plan.ranks.begin() + plan.rank_offsets[index(m) + 1]);
-    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
-      part.sequences.push_back(ids[index(plan.sequences[index(i)])]);
-    }
-    if (!part.sequences.empty()) result.parts.push_back(std::move(part));
-    for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
-      const SequenceId id = ids[index(plan.locals.sequences[index(i)])];
-      result.parts.push_back({{plan.locals.ranks[index(i)]}, {id}});
-    }
-  }
+  result.parts = parts_of(problem, dp_balance(domains).plan, ids);
   return result;
 }
 

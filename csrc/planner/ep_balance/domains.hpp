@@ -10,7 +10,8 @@ namespace hdp {
 
 // What domains run, and which of it comes behind what.
 struct DomainPlan {
-  // A ring over several domains, or else whole sequences of one.
+  // A ring over several domains, or else what one of them runs up to its next such ring: whole
+  // sequences, longest first.
   struct Part {
     std::vector<int32_t> domains;
     std::vector<SequenceId> sequences;
