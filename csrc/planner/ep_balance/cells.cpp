@@ -149,11 +149,14 @@ void Sharing::start(const Cell& cell, const Ring& ring) {
   const auto d = static_cast<double>(cell.num_ranks);
   const double own_s =
       ring.dense_s / d + fixed_s(cost, cell.num_ranks) + merge_s(cost, cell.num_ranks, ring.tokens);
-  for (int32_t rank = 0; rank < cell.num_ranks; ++rank) {
+  const auto load_s = [&](int32_t rank) {
     const double speed = problem_.speed(cell.first + rank);
-    loads_[index(rank)] = own_s / speed + exposed_s(cost, cell.num_ranks, ring.tokens,
-                                                    ring.attention_s / d / speed, one_node);
-  }
+    return own_s / speed + exposed_s(cost, cell.num_ranks, ring.tokens,
+                                     ring.attention_s / d / speed, one_node);
+  };
+  loads_.assign(index(cell.num_ranks), load_s(0));
+  if (problem_.speeds.empty()) return;
+  for (int32_t rank = 1; rank < cell.num_ranks; ++rank) loads_[index(rank)] = load_s(rank);
 }
 
 }  // namespace hdp

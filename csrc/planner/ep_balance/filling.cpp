@@ -77,17 +77,22 @@ Aim Filling::aim() const {
   return {std::max(least_s, work_s / size()), true};
 }
 
-std::vector<double> Filling::heights(double height_s) const {
+std::vector<double> Filling::heights(const Aim& found) const {
   const Item& longest = items_[left_.next(0)];
   const double least_s = longest.dense_s / size();
   std::vector<double> result;
-  const int64_t least = width_of(longest, kTallest * height_s);
-  const int64_t most = std::min(size_, width_of(longest, kLowest * height_s));
+  const auto add = [&](double height_s) {
+    const bool is_known = (!found.is_last && height_s == found.height_s) ||
+                          std::find(result.begin(), result.end(), height_s) != result.end();
+    if (!is_known) result.push_back(height_s);
+  };
+  const int64_t least = width_of(longest, kTallest * found.height_s);
+  const int64_t most = std::min(size_, width_of(longest, kLowest * found.height_s));
   const int64_t step = std::max<int64_t>(1, (most - least) / kMostHeights);
   for (int64_t width = least; width <= most && least > 1; width += step) {
-    result.push_back(longest.dense_s / static_cast<double>(width));
+    add(longest.dense_s / static_cast<double>(width));
   }
-  for (const double part : kHeights) result.push_back(std::max(least_s, part * height_s));
+  for (const double part : kHeights) add(std::max(least_s, part * found.height_s));
   return result;
 }
 

@@ -47,9 +47,9 @@ class Filling {
   // The greatest height to which the longest sequences left fill all ranks.
   Aim aim() const;
 
-  // Heights to try besides it, the greatest first of either kind: those at which the longest
-  // sequence fills its ranks, then parts of the given one.
-  std::vector<double> heights(double height_s) const;
+  // Other heights to try: those at which the longest sequence fills its ranks, then parts of the
+  // one that was found.
+  std::vector<double> heights(const Aim& found) const;
 
   // Nothing is taken by that.
   Draft draft(const Aim& aim);

@@ -32,11 +32,11 @@ class Dealer {
   // what is really lost decides.
   Row next_row() {
     const Aim found = filling_.aim();
-    Row best = shared(filling_.draft(found));
+    Row best = shared(filling_.draft(found), 2);
     double least_waste = wasted(best);
     if (least_waste > (found.is_last ? kLittleAtLast : kLittle)) {
       std::vector<Draft> drafts;
-      for (const double height_s : filling_.heights(found.height_s)) {
+      for (const double height_s : filling_.heights(found)) {
         drafts.push_back(filling_.draft({height_s, false}));
       }
       std::stable_sort(drafts.begin(), drafts.end(), [](const Draft& left, const Draft& right) {
@@ -44,7 +44,7 @@ class Dealer {
       });
       for (std::size_t i = 0; i < drafts.size() && i < kMostRows; ++i) {
         if (least_waste <= std::max(kLittle, drafts[i].waste)) break;
-        Row row = shared(std::move(drafts[i]));
+        Row row = shared(std::move(drafts[i]), least_waste);
         const double waste = wasted(row);
         if (waste >= least_waste) continue;
         best = std::move(row);
@@ -69,8 +69,9 @@ class Dealer {
     return work_s > 0 ? 1 - work_s / (static_cast<double>(size_) * longest_s) : 1;
   }
 
-  // The cells as ranks run them; what finds no room stays for later rows.
-  Row shared(Draft draft) {
+  // The cells as ranks run them, or nothing where more than `most` would be wasted; what finds no room stays for later rows.
+  Row shared(Draft draft, double most) {
+    double longest_s = 0;
     Row row;
     for (OpenCell& open : draft.cells) {
       Cell cell;
@@ -80,7 +81,9 @@ class Dealer {
       if (!std::is_sorted(cell.places.begin(), cell.places.end())) {
         std::sort(cell.places.begin(), cell.places.end());
       }
-      sharing_.share(cell, 0);
+      sharing_.share(cell, std::max(longest_s, draft.longest_s));
+      longest_s = std::max(longest_s, cell.seconds);
+      if (1 - draft.work_s / (static_cast<double>(size_) * longest_s) > most) return {};
       row.push_back(std::move(cell));
     }
     return row;
