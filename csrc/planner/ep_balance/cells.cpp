@@ -46,24 +46,25 @@ int64_t ring_room(const Problem& problem) {
   return problem.tokens_per_rank / two_chunks * two_chunks;
 }
 
-void Sharing::share(Cell& cell, double enough_s) {
+void Sharing::share(Row& row, Cell& cell, double enough_s) {
+  given_ = row.places.data() + cell.begin;
+  const std::size_t* end = row.places.data() + cell.end;
   const auto num_ranks = static_cast<double>(cell.num_ranks);
   double mean_s = 0;
-  for (const std::size_t place : cell.places) mean_s += items_[place].dense_s;
+  std::for_each(given_, end, [&](std::size_t place) { mean_s += items_[place].dense_s; });
   mean_s /= num_ranks;
   const auto num_above = [&](const auto& is_above) {
-    const auto end = std::partition_point(
-        cell.places.begin(), cell.places.end(),
-        [&](std::size_t place) { return is_above(items_[place]); });
-    return static_cast<std::size_t>(end - cell.places.begin());
+    const auto last = std::partition_point(
+        given_, end, [&](std::size_t place) { return is_above(items_[place]); });
+    return static_cast<std::size_t>(last - given_);
   };
-  double waste = 1;
+  double waste = 2;
   bool has_left = false;
   const auto take = [&] {
     const double whole_s = seconds_ * num_ranks;
     const double next = dense_s_ > 0 ? (whole_s - dense_s_) / whole_s : 1;
-    if (!cell.owners.empty() && next >= waste) return;
-    cell.owners.swap(owners_);
+    if (next >= waste) return;
+    std::copy_n(owners_.begin(), cell.end - cell.begin, row.owners.data() + cell.begin);
     cell.seconds = seconds_;
     cell.dense_s = dense_s_;
     waste = next;
@@ -87,7 +88,7 @@ void Sharing::share(Cell& cell, double enough_s) {
 
 // Whether no rank takes longer than the limit; else the draft is given up.
 bool Sharing::draft(const Cell& cell, std::size_t num_sharded, double limit_s) {
-  owners_.resize(cell.places.size());
+  owners_.resize(cell.end - cell.begin);
   has_left_ = false;
   const Ring ring = ring_of(cell, num_sharded);
   start(cell, ring);
@@ -97,8 +98,8 @@ bool Sharing::draft(const Cell& cell, std::size_t num_sharded, double limit_s) {
   const CostModel& cost = problem_.cost;
   const double begun_s = ring.is_empty ? fixed_s(cost, 1) : cost.block_s;
   const int64_t room = problem_.tokens_per_rank - ring.slice;
-  for (std::size_t i = num_sharded; i < cell.places.size(); ++i) {
-    const Item& item = items_[cell.places[i]];
+  for (std::size_t i = num_sharded; i < owners_.size(); ++i) {
+    const Item& item = items_[given_[i]];
     const std::size_t rank = least_loaded(loads_, rooms_, item.tokens);
     if (rank == loads_.size()) {
       owners_[i] = kLeft;
@@ -120,7 +121,7 @@ bool Sharing::draft(const Cell& cell, std::size_t num_sharded, double limit_s) {
 Sharing::Ring Sharing::ring_of(const Cell& cell, std::size_t num_sharded) {
   Ring ring;
   for (std::size_t i = 0; i < num_sharded; ++i) {
-    const Item& item = items_[cell.places[i]];
+    const Item& item = items_[given_[i]];
     const int64_t slice = slice_tokens(item.length, cell.num_ranks, problem_.slice_multiple);
     if (ring.slice + slice > problem_.tokens_per_rank) {
       owners_[i] = kLeft;

@@ -27,10 +27,17 @@ constexpr int32_t kLeft = -2;
 struct Cell {
   int32_t first = 0;  // rank
   int64_t num_ranks = 1;
-  Places places;
-  std::vector<int32_t> owners;  // of each place: a rank of the cell, from 0 on, kSharded or kLeft
-  double seconds = 0;           // of the slowest rank
-  double dense_s = 0;           // of all that is placed
+  std::size_t begin = 0;  // of what it is given, in the row's places
+  std::size_t end = 0;
+  double seconds = 0;  // of the slowest rank
+  double dense_s = 0;  // of all that is placed
+};
+
+// What the ranks of a domain run at one position.
+struct Row {
+  std::vector<Cell> cells;
+  Places places;                // of one cell after the other
+  std::vector<int32_t> owners;  // of each place: a rank of its cell, from 0 on, kSharded or kLeft
 };
 
 // Shares cells out, one after the other; what it needs for that it allocates once.
@@ -39,11 +46,11 @@ class Sharing {
   // `dense`: the problem without experts' time.
   Sharing(const Problem& dense, const Items& items) : problem_(dense), items_(items) {}
 
-  // Fills in all behind `places`. The longest of these are sharded over all ranks, the others
-  // placed whole, longest first, each on the least loaded rank that has room. So many are sharded
-  // as lose least: with more the ranks' times are more alike, but traffic may be exposed. A cell
-  // that has placed all within `enough_s` is good enough.
-  void share(Cell& cell, double enough_s);
+  // Decides the owners of what the cell is given, and its time. The longest are sharded over all
+  // ranks, the others placed whole, longest first, each on the least loaded rank that has room. So
+  // many are sharded as lose least: with more the ranks' times are more alike, but traffic may be
+  // exposed. A cell that has placed all within `enough_s` is good enough.
+  void share(Row& row, Cell& cell, double enough_s);
 
  private:
   struct Ring {
@@ -60,6 +67,7 @@ class Sharing {
 
   const Problem& problem_;
   const Items& items_;
+  const std::size_t* given_ = nullptr;  // places of the cell
   // Of a draft:
   std::vector<int32_t> owners_;
   std::vector<double> loads_;

@@ -82,23 +82,24 @@ class Builder {
 
   // Whole sequences of a domain, longest first, into its next positions.
   void deal(int32_t domain, const std::vector<SequenceId>& sequences) {
-    Items items;
-    items.reserve(sequences.size());
+    items_.clear();
+    items_.reserve(sequences.size());
     for (const SequenceId id : sequences) {
       const int64_t length = problem_.lengths[index(id)];
-      items.push_back({id, length, slice_tokens(length, 1, problem_.slice_multiple),
-                       compute_s(dense_.cost, length)});
+      items_.push_back({id, length, slice_tokens(length, 1, problem_.slice_multiple),
+                        compute_s(dense_.cost, length)});
     }
-    const auto first = domain * static_cast<int32_t>(problem_.expert_ranks);
-    for (const Row& row : deal_rows(dense_, items, first, problem_.expert_ranks)) {
-      const int32_t position = counts_[index(domain)]++;
-      for (const Cell& cell : row) made_.add(position, cell, items);
+    rows_.start(domain * static_cast<int32_t>(problem_.expert_ranks));
+    while (const Row* row = rows_.next()) {
+      made_.add(counts_[index(domain)]++, *row, items_);
     }
   }
 
   const Problem& problem_;
   const Problem dense_;
   std::vector<int32_t> counts_;  // positions of each domain
+  Items items_;
+  Rows rows_{dense_, items_};
   MicroBatches made_;
 };
 

@@ -47,14 +47,17 @@ double per_rank(const OpenCell& cell) { return cell.work_s / static_cast<double>
 
 }  // namespace
 
-Filling::Filling(const Problem& dense, const Items& items, int64_t size)
+Filling::Filling(const Problem& dense, const Items& items)
     : problem_(dense),
       items_(items),
-      size_(size),
-      room_(std::max<int64_t>(1, ring_room(dense))),
-      left_(items.size()) {
-  cell_size_ = greatest_cell(dense, room_, size);
-  for (std::size_t place = 0; place < items.size(); ++place) left_.insert(place);
+      size_(dense.expert_ranks),
+      room_(std::max<int64_t>(1, ring_room(dense))) {
+  cell_size_ = greatest_cell(dense, room_, size_);
+}
+
+void Filling::start() {
+  left_ = PlaceSet(items_.size());
+  for (std::size_t place = 0; place < items_.size(); ++place) left_.insert(place);
 }
 
 Aim Filling::aim() const {
@@ -96,36 +99,40 @@ std::vector<double> Filling::heights(const Aim& found) const {
   return result;
 }
 
-Draft Filling::draft(const Aim& aim) {
-  Draft draft;
+void Filling::draft(const Aim& aim, Draft& draft) {
+  draft.cells.clear();
+  draft.places.clear();
   for (int64_t first = 0; first < size_;) {
     OpenCell cell;
     cell.first = first;
-    open(cell, aim);
+    cell.begin = draft.places.size();
+    const bool is_open = open(cell, aim, draft.places);
     first += cell.num_ranks;
-    if (cell.places.empty()) continue;
-    if (!aim.is_last) fill(cell, aim);
-    draft.cells.push_back(std::move(cell));
+    if (!is_open) continue;
+    if (!aim.is_last) fill(cell, aim, draft.places);
+    cell.end = draft.places.size();
+    draft.cells.push_back(cell);
   }
-  if (aim.is_last) level(draft.cells);
+  if (aim.is_last) level(draft);
+  for (const std::size_t place : draft.places) left_.insert(place);
+  draft.longest_s = 0;
+  draft.work_s = 0;
   for (const OpenCell& cell : draft.cells) {
-    for (const std::size_t place : cell.places) left_.insert(place);
     const double own_s = cell.done_s / static_cast<double>(cell.num_ranks);
     draft.longest_s = std::max(draft.longest_s, own_s + std::max(0.0, -cell.hidden_s));
     draft.work_s += cell.done_s;
   }
   draft.waste = 1 - draft.work_s / (size() * draft.longest_s);
-  return draft;
 }
 
-// With the longest sequence that fits: on as many ranks as it needs, if these are more than a
-// cell's, else on the rest of the cell's.
-void Filling::open(OpenCell& cell, const Aim& aim) {
+// With the longest sequence that fits, if one does: on as many ranks as it needs, if these are more
+// than a cell's, else on the rest of the cell's.
+bool Filling::open(OpenCell& cell, const Aim& aim, Places& places) {
   const int64_t ranks_left = size_ - cell.first;
   const int64_t rest = cell_size_ - cell.first % cell_size_;
   cell.num_ranks = rest;
   const double most_s = aim.height_s * (1 + kOver) * static_cast<double>(ranks_left);
-  std::size_t place = left_.next(first_within(0, most_s, kAnyTokens));
+  std::size_t place = left_.next(first_within(left_.next(0), most_s, kAnyTokens));
   while (place < items_.size()) {
     const int64_t width = width_of(items_[place], aim.height_s);
     if (width <= rest || (width > cell_size_ && width <= ranks_left)) {
@@ -133,21 +140,24 @@ void Filling::open(OpenCell& cell, const Aim& aim) {
       cell.work_s = aim.height_s * static_cast<double>(cell.num_ranks);
       cell.tokens = cell.num_ranks * problem_.tokens_per_rank;
       add(cell, place);
-      return;
+      places.push_back(place);
+      return true;
     }
     place = left_.next(next_length(place));
   }
+  return false;
 }
 
 // With the longest that fit.
-void Filling::fill(OpenCell& cell, const Aim& aim) {
+void Filling::fill(OpenCell& cell, const Aim& aim, Places& places) {
   const double enough_s = kGap * aim.height_s * static_cast<double>(cell.num_ranks);
-  std::size_t place = 0;
+  std::size_t place = left_.next(0);
   while (cell.work_s > enough_s && cell.tokens > 0) {
     place = left_.next(first_within(place, cell.work_s, cell.tokens));
     if (place >= items_.size()) return;
     if (may_join(cell, items_[place])) {
       add(cell, place);
+      places.push_back(place);
     } else {
       place = next_length(place);
     }
@@ -155,15 +165,31 @@ void Filling::fill(OpenCell& cell, const Aim& aim) {
 }
 
 // What is left goes where most is missing, the longest first.
-void Filling::level(std::vector<OpenCell>& opened) {
+void Filling::level(Draft& draft) {
+  std::vector<OpenCell>& cells = draft.cells;
+  cells_.resize(cells.size());  // that open with one sequence each
+  std::iota(cells_.begin(), cells_.end(), std::size_t{0});
   for (std::size_t place = left_.next(0); place < items_.size(); place = left_.next(place + 1)) {
     OpenCell* most = nullptr;
-    for (OpenCell& cell : opened) {
+    for (OpenCell& cell : cells) {
       if (!may_join(cell, items_[place])) continue;
       if (most == nullptr || per_rank(cell) > per_rank(*most)) most = &cell;
     }
-    if (most != nullptr) add(*most, place);
+    if (most == nullptr) continue;
+    add(*most, place);
+    draft.places.push_back(place);
+    cells_.push_back(static_cast<std::size_t>(most - cells.data()));
+    ++most->end;
   }
+  std::size_t begin = 0;
+  for (OpenCell& cell : cells) {
+    const std::size_t num = cell.end - cell.begin;
+    cell.begin = cell.end = begin;
+    begin += num;
+  }
+  by_cell_.resize(draft.places.size());
+  for (std::size_t i = 0; i < cells_.size(); ++i) by_cell_[cells[cells_[i]].end++] = draft.places[i];
+  draft.places.swap(by_cell_);
 }
 
 void Filling::add(OpenCell& cell, std::size_t place) {
@@ -172,7 +198,6 @@ void Filling::add(OpenCell& cell, std::size_t place) {
   cell.done_s += item.dense_s;
   cell.tokens -= item.tokens;
   if (!is_whole(item)) cell.hidden_s += hidden_s(item, cell.num_ranks);
-  cell.places.push_back(place);
   left_.erase(place);
 }
 

@@ -19,11 +19,12 @@ struct Aim {
 struct OpenCell {
   int64_t first = 0;  // rank of the domain
   int64_t num_ranks = 0;
-  double work_s = 0;    // that is missing
-  double done_s = 0;    // work of its sequences
-  int64_t tokens = 0;   // that have room
-  double hidden_s = 0;  // attention beyond what hides the ring's traffic
-  Places places;
+  double work_s = 0;      // that is missing
+  double done_s = 0;      // work of its sequences
+  int64_t tokens = 0;     // that have room
+  double hidden_s = 0;    // attention beyond what hides the ring's traffic
+  std::size_t begin = 0;  // in the draft's places
+  std::size_t end = 0;
 };
 
 // Cells of a position, if the ranks of each take the same time.
@@ -32,6 +33,7 @@ struct Draft {
   double work_s = 0;
   double waste = 0;  // part of the position's time
   std::vector<OpenCell> cells;
+  Places places;  // of one cell after the other
 };
 
 // The sequences of one domain that wait for a position. Each position takes the longest that are
@@ -39,8 +41,11 @@ struct Draft {
 // sequences, or less memory in use.
 class Filling {
  public:
-  // `size` ranks. `dense`: the problem without experts' time.
-  Filling(const Problem& dense, const Items& items, int64_t size);
+  // `dense`: the problem without experts' time.
+  Filling(const Problem& dense, const Items& items);
+
+  // With all items, which may be others than before.
+  void start();
 
   bool is_empty() const { return left_.next(0) == items_.size(); }
 
@@ -52,14 +57,14 @@ class Filling {
   std::vector<double> heights(const Aim& found) const;
 
   // Nothing is taken by that.
-  Draft draft(const Aim& aim);
+  void draft(const Aim& aim, Draft& draft);
 
   void take(std::size_t place) { left_.erase(place); }
 
  private:
-  void open(OpenCell& cell, const Aim& aim);
-  void fill(OpenCell& cell, const Aim& aim);
-  void level(std::vector<OpenCell>& opened);
+  bool open(OpenCell& cell, const Aim& aim, Places& places);
+  void fill(OpenCell& cell, const Aim& aim, Places& places);
+  void level(Draft& draft);
   void add(OpenCell& cell, std::size_t place);
   bool is_whole(const Item& item) const { return item.tokens <= problem_.tokens_per_rank; }
   bool may_join(const OpenCell& cell, const Item& item) const;
@@ -75,6 +80,9 @@ class Filling {
   int64_t cell_size_;  // ranks whose ring hides the traffic of a sequence that fills one rank
   int64_t room_;       // of a rank for slices
   PlaceSet left_;
+  // Of a position that takes all that is left:
+  std::vector<std::size_t> cells_;  // of the draft's places
+  Places by_cell_;
 };
 
 }  // namespace hdp

@@ -30,18 +30,19 @@ void MicroBatches::add(int32_t position, const std::vector<int32_t>& ranks,
   made_.positions.push_back(position);
 }
 
-void MicroBatches::add(int32_t position, const Cell& cell, const Items& items) {
+// A ring, or else a micro-batch of each rank that has sequences.
+void MicroBatches::add(int32_t position, const Row& row, const Cell& cell, const Items& items) {
   sequences_.clear();
   ends_.assign(index(cell.num_ranks) + 1, 0);
-  for (std::size_t i = 0; i < cell.places.size(); ++i) {
-    if (cell.owners[i] >= 0) ++ends_[index(cell.owners[i]) + 1];
-    if (cell.owners[i] == kSharded) sequences_.push_back(items[cell.places[i]].id);
+  for (std::size_t i = cell.begin; i < cell.end; ++i) {
+    if (row.owners[i] >= 0) ++ends_[index(row.owners[i]) + 1];
+    if (row.owners[i] == kSharded) sequences_.push_back(items[row.places[i]].id);
   }
   std::partial_sum(ends_.begin(), ends_.end(), ends_.begin());
   locals_.resize(index(ends_.back()));
-  for (std::size_t i = 0; i < cell.places.size(); ++i) {
-    if (cell.owners[i] < 0) continue;
-    locals_[index(ends_[index(cell.owners[i])]++)] = items[cell.places[i]].id;
+  for (std::size_t i = cell.begin; i < cell.end; ++i) {
+    if (row.owners[i] < 0) continue;
+    locals_[index(ends_[index(row.owners[i])]++)] = items[row.places[i]].id;
   }
   const bool is_ring = !sequences_.empty();
   if (is_ring) {

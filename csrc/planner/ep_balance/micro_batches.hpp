@@ -15,13 +15,17 @@ class MicroBatches {
   void add(int32_t position, const std::vector<int32_t>& ranks,
            const std::vector<SequenceId>& sequences, double offload_ratio);
 
-  // What a cell has placed: a ring, or else a micro-batch of each rank that has sequences.
-  void add(int32_t position, const Cell& cell, const Items& items);
+  // What the cells have placed.
+  void add(int32_t position, const Row& row, const Items& items) {
+    for (const Cell& cell : row.cells) add(position, row, cell, items);
+  }
 
   // By position, those of a position in the order in which they were made.
   Plan sorted() const;
 
  private:
+  void add(int32_t position, const Row& row, const Cell& cell, const Items& items);
+
   Plan made_;
   // Of a cell:
   std::vector<int32_t> ranks_;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "planner/ep_balance/filling.hpp"
-
 namespace hdp {
 namespace {
 
@@ -16,89 +14,79 @@ constexpr std::size_t kMostRows = 3;
 constexpr double kLittle = 0.008;
 constexpr double kLittleAtLast = 0.02;
 
-class Dealer {
- public:
-  Dealer(const Problem& dense, const Items& items, int32_t first, int64_t size)
-      : first_(first), size_(size), filling_(dense, items, size), sharing_(dense, items) {}
-
-  std::vector<Row> run() {
-    std::vector<Row> result;
-    while (!filling_.is_empty()) result.push_back(next_row());
-    return result;
-  }
-
- private:
-  // Other heights are tried if the greatest loses more than a little; of the most promising ones,
-  // what is really lost decides.
-  Row next_row() {
-    const Aim found = filling_.aim();
-    Row best = shared(filling_.draft(found), 2);
-    double least_waste = wasted(best);
-    if (least_waste > (found.is_last ? kLittleAtLast : kLittle)) {
-      std::vector<Draft> drafts;
-      for (const double height_s : filling_.heights(found)) {
-        drafts.push_back(filling_.draft({height_s, false}));
-      }
-      std::stable_sort(drafts.begin(), drafts.end(), [](const Draft& left, const Draft& right) {
-        return left.waste < right.waste;
-      });
-      for (std::size_t i = 0; i < drafts.size() && i < kMostRows; ++i) {
-        if (least_waste <= std::max(kLittle, drafts[i].waste)) break;
-        Row row = shared(std::move(drafts[i]), least_waste);
-        const double waste = wasted(row);
-        if (waste >= least_waste) continue;
-        best = std::move(row);
-        least_waste = waste;
-      }
-    }
-    for (const Cell& cell : best) {
-      for (std::size_t i = 0; i < cell.places.size(); ++i) {
-        if (cell.owners[i] != kLeft) filling_.take(cell.places[i]);
-      }
-    }
-    return best;
-  }
-
-  double wasted(const Row& row) const {
-    double longest_s = 0;
-    double work_s = 0;
-    for (const Cell& cell : row) {
-      longest_s = std::max(longest_s, cell.seconds);
-      work_s += cell.dense_s;
-    }
-    return work_s > 0 ? 1 - work_s / (static_cast<double>(size_) * longest_s) : 1;
-  }
-
-  // The cells as ranks run them, or nothing where more than `most` would be wasted; what finds no room stays for later rows.
-  Row shared(Draft draft, double most) {
-    double longest_s = 0;
-    Row row;
-    for (OpenCell& open : draft.cells) {
-      Cell cell;
-      cell.first = first_ + static_cast<int32_t>(open.first);
-      cell.num_ranks = open.num_ranks;
-      cell.places = std::move(open.places);
-      if (!std::is_sorted(cell.places.begin(), cell.places.end())) {
-        std::sort(cell.places.begin(), cell.places.end());
-      }
-      sharing_.share(cell, std::max(longest_s, draft.longest_s));
-      longest_s = std::max(longest_s, cell.seconds);
-      if (1 - draft.work_s / (static_cast<double>(size_) * longest_s) > most) return {};
-      row.push_back(std::move(cell));
-    }
-    return row;
-  }
-
-  int32_t first_;
-  int64_t size_;
-  Filling filling_;
-  Sharing sharing_;
-};
-
 }  // namespace
 
-std::vector<Row> deal_rows(const Problem& dense, const Items& items, int32_t first, int64_t size) {
-  return Dealer(dense, items, first, size).run();
+const Row* Rows::next() {
+  if (filling_.is_empty()) return nullptr;
+  const Aim found = filling_.aim();
+  if (drafts_.empty()) drafts_.resize(1);
+  filling_.draft(found, drafts_[0]);
+  share(drafts_[0], best_, 1);
+  least_waste_ = wasted(best_);
+  if (least_waste_ > (found.is_last ? kLittleAtLast : kLittle)) try_heights(found);
+  for (std::size_t i = 0; i < best_.places.size(); ++i) {
+    if (best_.owners[i] != kLeft) filling_.take(best_.places[i]);
+  }
+  return &best_;
+}
+
+// Other heights may lose less than the greatest; of the most promising ones, what is really lost
+// decides.
+void Rows::try_heights(const Aim& found) {
+  const std::vector<double> heights = filling_.heights(found);
+  if (drafts_.size() < heights.size()) drafts_.resize(heights.size());
+  order_.clear();
+  for (std::size_t i = 0; i < heights.size(); ++i) {
+    filling_.draft({heights[i], false}, drafts_[i]);
+    order_.emplace_back(drafts_[i].waste, i);
+  }
+  std::sort(order_.begin(), order_.end());
+  for (std::size_t i = 0; i < order_.size() && i < kMostRows; ++i) {
+    const auto& [waste, draft] = order_[i];
+    if (least_waste_ <= std::max(kLittle, waste)) return;
+    share(drafts_[draft], row_, least_waste_);
+    const double wasted_ = wasted(row_);
+    if (wasted_ >= least_waste_) continue;
+    std::swap(best_, row_);
+    least_waste_ = wasted_;
+  }
+}
+
+// The cells as ranks run them, if no more than `most` is wasted, or else none. What finds no room
+// stays for later rows.
+void Rows::share(Draft& draft, Row& row, double most) {
+  row.cells.clear();
+  row.places.swap(draft.places);
+  row.owners.resize(row.places.size());
+  double longest_s = 0;
+  for (const OpenCell& open : draft.cells) {
+    Cell cell;
+    cell.first = first_ + static_cast<int32_t>(open.first);
+    cell.num_ranks = open.num_ranks;
+    cell.begin = open.begin;
+    cell.end = open.end;
+    const auto begin = row.places.begin() + static_cast<std::ptrdiff_t>(open.begin);
+    const auto end = row.places.begin() + static_cast<std::ptrdiff_t>(open.end);
+    if (!std::is_sorted(begin, end)) std::sort(begin, end);
+    sharing_.share(row, cell, std::max(longest_s, draft.longest_s));
+    row.cells.push_back(cell);
+    longest_s = std::max(longest_s, cell.seconds);
+    if (1 - draft.work_s / (size_ * longest_s) > most) {
+      row.cells.clear();
+      return;
+    }
+  }
+}
+
+// The part of the row's time.
+double Rows::wasted(const Row& row) const {
+  double longest_s = 0;
+  double work_s = 0;
+  for (const Cell& cell : row.cells) {
+    longest_s = std::max(longest_s, cell.seconds);
+    work_s += cell.dense_s;
+  }
+  return work_s > 0 ? 1 - work_s / (size_ * longest_s) : 1;
 }
 
 }  // namespace hdp
