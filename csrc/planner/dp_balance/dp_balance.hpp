@@ -11,4 +11,7 @@ namespace hdp {
 // and nearly as fast as the fastest: of these the one with the least ring traffic.
 Scheduled dp_balance(const Problem& problem);
 
+// The first of its own drafts, which is not simulated, and not compared with other plans.
+Plan first_draft(const Problem& problem);
+
 }  // namespace hdp

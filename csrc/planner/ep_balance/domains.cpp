@@ -162,7 +162,7 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
-  result.parts = parts_of(problem, dp_balance(domains).plan, ids);
+  result.parts = parts_of(problem, first_draft(domains), ids);
   return result;
 }
 
