@@ -114,6 +114,9 @@ void test_more_is_sharded_where_that_loses_less() {
     // the longest alone on a rank is enough where others take as long
     sharing.share(row, cell, all_s);
     CHECK(row.owners[0] >= 0 && cell.seconds >= all[0].dense_s);
+    const double whole_s = cell.seconds;
+    sharing.share(row, cell, 0.99 * whole_s);
+    CHECK(row.owners[0] == hdp::kSharded && cell.seconds <= 0.99 * whole_s);
   }
 }
 
