@@ -97,8 +97,7 @@ double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& 
 
 }  // namespace
 
-Plan first_draft(const Problem& problem) {
-  const Batch batch(problem);
+Plan first_draft(const Batch& batch) {
   const Decisions decisions = best_decisions(batch);
   RingSchedule rings = place_rings(batch, decisions);
   const PlaceSet shorts = places_of_shorts(batch, decisions.degrees);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "planner/base/types.hpp"
+#include "planner/rings/batch.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -12,6 +13,6 @@ namespace hdp {
 Scheduled dp_balance(const Problem& problem);
 
 // The first of its own drafts, which is not simulated, and not compared with other plans.
-Plan first_draft(const Problem& problem);
+Plan first_draft(const Batch& batch);
 
 }  // namespace hdp

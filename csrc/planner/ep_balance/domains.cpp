@@ -8,6 +8,7 @@
 #include "planner/base/sorting.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/cells.hpp"
+#include "planner/rings/batch.hpp"
 
 namespace hdp {
 namespace {
@@ -72,9 +73,11 @@ class Stretches {
     parts.back().sequences.reserve(counts_[index(stretch)]);
   }
 
-  // The parts get their sequences in this order.
-  void fill(const std::vector<SequenceId>& order, std::vector<DomainPlan::Part>& parts) const {
-    for (const SequenceId id : order) {
+  // The parts get their sequences in this order, of places in `ids`.
+  void fill(const std::vector<SequenceId>& order, const std::vector<SequenceId>& ids,
+            std::vector<DomainPlan::Part>& parts) const {
+    for (const SequenceId place : order) {
+      const SequenceId id = ids[index(place)];
       const int32_t stretch = stretch_of_[index(id)];
       if (stretch != kNone) parts[part_of_[index(stretch)]].sequences.push_back(id);
     }
@@ -89,9 +92,11 @@ class Stretches {
   std::vector<std::size_t> part_of_;
 };
 
-// The parts of a plan whose ranks are domains; `ids`: what its sequences are in the problem.
+// The parts of a plan whose ranks are domains; `ids`: what its sequences are in the problem;
+// `order`: of them, longest first.
 std::vector<DomainPlan::Part> parts_of(const Problem& problem, const Plan& plan,
-                                       const std::vector<SequenceId>& ids) {
+                                       const std::vector<SequenceId>& ids,
+                                       const std::vector<SequenceId>& order) {
   const int64_t num_domains = problem.num_ranks / problem.expert_ranks;
   std::vector<DomainPlan::Part> parts;
   Stretches stretches(index(num_domains), problem.lengths.size());
@@ -118,7 +123,7 @@ std::vector<DomainPlan::Part> parts_of(const Problem& problem, const Plan& plan,
     }
   }
   for (int32_t domain = 0; domain < num_domains; ++domain) stretches.end(domain, parts);
-  stretches.fill(longest_first(problem.lengths), parts);
+  stretches.fill(order, ids, parts);
   return parts;
 }
 
@@ -148,7 +153,7 @@ DomainPlan plan_domains(const Problem& problem) {
     Stretches stretches(1, problem.lengths.size());
     for (const SequenceId id : ids) stretches.add(0, id);
     stretches.end(0, result.parts);
-    stretches.fill(longest_first(problem.lengths), result.parts);
+    stretches.fill(longest_first(lengths), ids, result.parts);
     return result;
   }
   Problem domains;
@@ -162,7 +167,8 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
-  result.parts = parts_of(problem, first_draft(domains), ids);
+  const Batch batch(domains);
+  result.parts = parts_of(problem, first_draft(batch), ids, batch.order);
   return result;
 }
 
