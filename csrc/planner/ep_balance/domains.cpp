@@ -46,84 +46,81 @@ std::vector<double> speeds_of_domains(const Problem& problem) {
   return speeds;
 }
 
-// What domains run between rings, put together.
+// What domains run between rings, put together; sequences are those of the plan.
 class Stretches {
  public:
   Stretches(std::size_t num_domains, std::size_t num_sequences)
       : open_(num_domains, kNone), stretch_of_(num_sequences, kNone) {}
 
   // The domain runs this sequence next.
-  void add(int32_t domain, SequenceId id) {
+  void add(int32_t domain, SequenceId sequence) {
     int32_t& stretch = open_[index(domain)];
     if (stretch == kNone) {
-      stretch = static_cast<int32_t>(counts_.size());
-      counts_.push_back(0);
-      part_of_.push_back(0);
+      stretch = static_cast<int32_t>(stretches_.size());
+      stretches_.push_back({});
     }
-    ++counts_[index(stretch)];
-    stretch_of_[index(id)] = stretch;
+    ++stretches_[index(stretch)].num_sequences;
+    stretch_of_[index(sequence)] = stretch;
   }
 
   // What the domain runs next comes behind the parts made so far, and what it ran before them.
   void end(int32_t domain, std::vector<DomainPlan::Part>& parts) {
-    const int32_t stretch = std::exchange(open_[index(domain)], kNone);
-    if (stretch == kNone) return;
-    part_of_[index(stretch)] = parts.size();
+    const int32_t number = std::exchange(open_[index(domain)], kNone);
+    if (number == kNone) return;
+    Stretch& stretch = stretches_[index(number)];
+    stretch.part = parts.size();
     parts.push_back({{domain}, {}});
-    parts.back().sequences.reserve(counts_[index(stretch)]);
+    parts.back().sequences.reserve(stretch.num_sequences);
   }
 
-  // The parts get their sequences in this order, of places in `ids`.
+  // The parts get their sequences in this order; `ids`: what these are in the problem.
   void fill(const std::vector<SequenceId>& order, const std::vector<SequenceId>& ids,
             std::vector<DomainPlan::Part>& parts) const {
-    for (const SequenceId place : order) {
-      const SequenceId id = ids[index(place)];
-      const int32_t stretch = stretch_of_[index(id)];
-      if (stretch != kNone) parts[part_of_[index(stretch)]].sequences.push_back(id);
+    for (const SequenceId sequence : order) {
+      const int32_t number = stretch_of_[index(sequence)];
+      if (number == kNone) continue;
+      parts[stretches_[index(number)].part].sequences.push_back(ids[index(sequence)]);
     }
   }
 
  private:
+  struct Stretch {
+    std::size_t num_sequences = 0;
+    std::size_t part = 0;
+  };
   static constexpr int32_t kNone = -1;
 
   std::vector<int32_t> open_;        // of each domain
   std::vector<int32_t> stretch_of_;  // of each sequence
-  std::vector<std::size_t> counts_;  // of sequences, of each stretch
-  std::vector<std::size_t> part_of_;
+  std::vector<Stretch> stretches_;
 };
 
-// The parts of a plan whose ranks are domains; `ids`: what its sequences are in the problem;
-// `order`: of them, longest first.
-std::vector<DomainPlan::Part> parts_of(const Problem& problem, const Plan& plan,
-                                       const std::vector<SequenceId>& ids,
-                                       const std::vector<SequenceId>& order) {
-  const int64_t num_domains = problem.num_ranks / problem.expert_ranks;
+// The parts of the first draft for domains in the place of ranks; `ids`: what its sequences are in
+// the problem.
+std::vector<DomainPlan::Part> parts_of(const Problem& domains,
+                                       const std::vector<SequenceId>& ids) {
+  const Batch batch(domains);
+  const Plan plan = first_draft(batch);
   std::vector<DomainPlan::Part> parts;
-  Stretches stretches(index(num_domains), problem.lengths.size());
+  Stretches stretches(index(domains.num_ranks), ids.size());
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const auto begin = plan.ranks.begin() + plan.rank_offsets[index(m)];
-    const auto end = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
-    const bool is_ring = end - begin > 1;
-    DomainPlan::Part ring;
-    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
-      const SequenceId id = ids[index(plan.sequences[index(i)])];
-      if (is_ring) {
-        ring.sequences.push_back(id);
-      } else {
-        stretches.add(*begin, id);
-      }
-    }
-    if (is_ring && !ring.sequences.empty()) {
-      ring.domains.assign(begin, end);
-      for (const int32_t domain : ring.domains) stretches.end(domain, parts);
-      parts.push_back(std::move(ring));
+    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
+    const auto begin = plan.sequences.begin() + plan.sequence_offsets[index(m)];
+    const auto end = plan.sequences.begin() + plan.sequence_offsets[index(m) + 1];
+    if (last - first == 1) {
+      std::for_each(begin, end, [&](SequenceId sequence) { stretches.add(*first, sequence); });
+    } else if (begin != end) {
+      std::for_each(first, last, [&](int32_t domain) { stretches.end(domain, parts); });
+      parts.push_back({{first, last}, {}});
+      for (auto i = begin; i != end; ++i) parts.back().sequences.push_back(ids[index(*i)]);
     }
     for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
-      stretches.add(plan.locals.ranks[index(i)], ids[index(plan.locals.sequences[index(i)])]);
+      stretches.add(plan.locals.ranks[index(i)], plan.locals.sequences[index(i)]);
     }
   }
-  for (int32_t domain = 0; domain < num_domains; ++domain) stretches.end(domain, parts);
-  stretches.fill(order, ids, parts);
+  for (int32_t domain = 0; domain < domains.num_ranks; ++domain) stretches.end(domain, parts);
+  stretches.fill(batch.order, ids, parts);
   return parts;
 }
 
@@ -150,10 +147,11 @@ DomainPlan plan_domains(const Problem& problem) {
   }
   if (ids.empty()) return result;
   if (num_domains == 1) {
-    Stretches stretches(1, problem.lengths.size());
-    for (const SequenceId id : ids) stretches.add(0, id);
-    stretches.end(0, result.parts);
-    stretches.fill(longest_first(lengths), ids, result.parts);
+    DomainPlan::Part all{{0}, {}};
+    for (const SequenceId place : longest_first(lengths)) {
+      all.sequences.push_back(ids[index(place)]);
+    }
+    result.parts.push_back(std::move(all));
     return result;
   }
   Problem domains;
@@ -167,8 +165,7 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
-  const Batch batch(domains);
-  result.parts = parts_of(problem, first_draft(batch), ids, batch.order);
+  result.parts = parts_of(domains, ids);
   return result;
 }
 

@@ -29,6 +29,7 @@ Problem dense_of(const Problem& problem) {
   return dense;
 }
 
+// Deals what domains run into positions.
 class Builder {
  public:
   explicit Builder(const Problem& problem)

@@ -188,7 +188,9 @@ void Filling::level(Draft& draft) {
     begin += num;
   }
   by_cell_.resize(draft.places.size());
-  for (std::size_t i = 0; i < cells_.size(); ++i) by_cell_[cells[cells_[i]].end++] = draft.places[i];
+  for (std::size_t i = 0; i < cells_.size(); ++i) {
+    by_cell_[cells[cells_[i]].end++] = draft.places[i];
+  }
   draft.places.swap(by_cell_);
 }
 

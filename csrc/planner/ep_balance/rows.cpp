@@ -42,13 +42,13 @@ void Rows::try_heights(const Aim& found) {
   }
   std::sort(order_.begin(), order_.end());
   for (std::size_t i = 0; i < order_.size() && i < kMostRows; ++i) {
-    const auto& [waste, draft] = order_[i];
-    if (least_waste_ <= std::max(kLittle, waste)) return;
+    const auto& [least, draft] = order_[i];
+    if (least_waste_ <= std::max(kLittle, least)) return;
     share(drafts_[draft], row_, least_waste_);
-    const double wasted_ = wasted(row_);
-    if (wasted_ >= least_waste_) continue;
+    const double waste = wasted(row_);
+    if (waste >= least_waste_) continue;
     std::swap(best_, row_);
-    least_waste_ = wasted_;
+    least_waste_ = waste;
   }
 }
 
