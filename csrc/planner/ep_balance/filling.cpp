@@ -169,17 +169,20 @@ void Filling::level(Draft& draft) {
   std::vector<OpenCell>& cells = draft.cells;
   cells_.resize(cells.size());  // that open with one sequence each
   std::iota(cells_.begin(), cells_.end(), std::size_t{0});
+  missing_s_.clear();
+  for (const OpenCell& cell : cells) missing_s_.push_back(per_rank(cell));
   for (std::size_t place = left_.next(0); place < items_.size(); place = left_.next(place + 1)) {
-    OpenCell* most = nullptr;
-    for (OpenCell& cell : cells) {
-      if (!may_join(cell, items_[place])) continue;
-      if (most == nullptr || per_rank(cell) > per_rank(*most)) most = &cell;
+    std::size_t most = cells.size();
+    for (std::size_t i = 0; i < cells.size(); ++i) {
+      if (most < cells.size() && missing_s_[i] <= missing_s_[most]) continue;
+      if (may_join(cells[i], items_[place])) most = i;
     }
-    if (most == nullptr) continue;
-    add(*most, place);
+    if (most == cells.size()) continue;
+    add(cells[most], place);
+    missing_s_[most] = per_rank(cells[most]);
+    ++cells[most].end;
     draft.places.push_back(place);
-    cells_.push_back(static_cast<std::size_t>(most - cells.data()));
-    ++most->end;
+    cells_.push_back(most);
   }
   std::size_t begin = 0;
   for (OpenCell& cell : cells) {

@@ -83,6 +83,7 @@ class Filling {
   // Of a position that takes all that is left:
   std::vector<std::size_t> cells_;  // of the draft's places
   Places by_cell_;
+  std::vector<double> missing_s_;   // of each rank, by cell
 };
 
 }  // namespace hdp
