@@ -30,6 +30,7 @@
 #include "tests/checking.hpp"
 
 void test_attention_table();  // attention_table_test.cpp
+void test_expert_rows();      // expert_rows_test.cpp
 void test_memory();           // memory_test.cpp
 void test_pipelines();        // pipeline_test.cpp
 void test_stress();           // stress_test.cpp
@@ -448,6 +449,7 @@ int main() {
   test_strategies();
   test_errors();
   test_attention_table();
+  test_expert_rows();
   test_memory();
   test_stress();
   test_pipelines();

@@ -97,6 +97,13 @@ double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& 
 
 }  // namespace
 
+Plan first_draft(const Batch& batch) {
+  const Decisions decisions = best_decisions(batch);
+  RingSchedule rings = place_rings(batch, decisions);
+  const PlaceSet shorts = places_of_shorts(batch, decisions.degrees);
+  return place_shorts(batch, rings, shorts, {}, std::move(rings.locals));
+}
+
 Scheduled dp_balance(const Problem& problem) {
   Choice choice;
   const std::vector<SequenceId> order = offer_own_plans(problem, choice);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "planner/base/types.hpp"
+#include "planner/rings/batch.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -10,5 +11,8 @@ namespace hdp {
 // other two strategies' plans it takes one that simulate() finds no slower than either of those two
 // and nearly as fast as the fastest: of these the one with the least ring traffic.
 Scheduled dp_balance(const Problem& problem);
+
+// The first of its own drafts, which is not simulated, and not compared with other plans.
+Plan first_draft(const Batch& batch);
 
 }  // namespace hdp

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
@@ -15,97 +16,28 @@ constexpr std::array<double, 5> kParts{0.5, 0.25, 0.1, 0.03, 0.005};
 // A cell that wastes no more of its time is good enough.
 constexpr double kLittle = 0.004;
 
-double wasted(const Cell& cell) {
-  const double whole = cell.seconds * static_cast<double>(cell.num_ranks);
-  return cell.dense_s > 0 ? (whole - cell.dense_s) / whole : 1;
+// What is summed in another order may differ by so much.
+constexpr double kRounding = 1 + 1e-12;
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+
+// The first rank that has done least of those that have room; their number if none has.
+std::size_t least_loaded(const std::vector<double>& loads, const std::vector<int64_t>& rooms,
+                         int64_t tokens) {
+  std::size_t best = 0;
+  for (std::size_t rank = 1; rank < loads.size(); ++rank) {
+    best = loads[rank] < loads[best] ? rank : best;
+  }
+  if (rooms[best] >= tokens) return best;
+  best = loads.size();
+  for (std::size_t rank = 0; rank < loads.size(); ++rank) {
+    if (rooms[rank] < tokens) continue;
+    if (best == loads.size() || loads[rank] < loads[best]) best = rank;
+  }
+  return best;
 }
-
-class Sharing {
- public:
-  Sharing(const Problem& dense, const Items& items, int32_t first, int64_t num_ranks)
-      : problem_(dense), items_(items) {
-    cell_.first = first;
-    cell_.num_ranks = num_ranks;
-  }
-
-  Cell run(const Places& given, std::size_t num_sharded) {
-    for (std::size_t i = 0; i < num_sharded; ++i) shard(given[i]);
-    start();
-    for (std::size_t i = num_sharded; i < given.size(); ++i) place(given[i]);
-    std::sort(cell_.locals.begin(), cell_.locals.end());
-    cell_.seconds = *std::max_element(loads_.begin(), loads_.end());
-    return std::move(cell_);
-  }
-
- private:
-  double speed(std::size_t rank) const {
-    return problem_.speed(cell_.first + static_cast<int32_t>(rank));
-  }
-
-  void shard(std::size_t place) {
-    const Item& item = items_[place];
-    const int64_t slice = slice_tokens(item.length, cell_.num_ranks, problem_.slice_multiple);
-    if (slice_ + slice > problem_.tokens_per_rank) {
-      cell_.left.push_back(place);
-      return;
-    }
-    slice_ += slice;
-    tokens_ += static_cast<double>(item.length);
-    attention_s_ += attention_s(problem_.cost, item.length);
-    cell_.dense_s += item.dense_s;
-    cell_.sharded.push_back(place);
-  }
-
-  // The loads of the ring.
-  void start() {
-    const auto num_ranks = static_cast<std::size_t>(cell_.num_ranks);
-    loads_.assign(num_ranks, 0);
-    rooms_.assign(num_ranks, problem_.tokens_per_rank - slice_);
-    if (cell_.sharded.empty()) return;
-    const CostModel& cost = problem_.cost;
-    const int64_t per_node = cost.ranks_per_node;
-    const bool one_node =
-        cell_.first / per_node == (cell_.first + cell_.num_ranks - 1) / per_node;
-    const auto d = static_cast<double>(cell_.num_ranks);
-    const double own_s =
-        cell_.dense_s / d + fixed_s(cost, cell_.num_ranks) + merge_s(cost, cell_.num_ranks, tokens_);
-    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
-      const double speed_ = speed(rank);
-      loads_[rank] = own_s / speed_ + exposed_s(cost, cell_.num_ranks, tokens_,
-                                                attention_s_ / d / speed_, one_node);
-    }
-  }
-
-  void place(std::size_t place) {
-    const Item& item = items_[place];
-    const int64_t tokens = slice_tokens(item.length, 1, problem_.slice_multiple);
-    std::size_t best = loads_.size();
-    for (std::size_t rank = 0; rank < loads_.size(); ++rank) {
-      if (rooms_[rank] < tokens) continue;
-      if (best == loads_.size() || loads_[rank] < loads_[best]) best = rank;
-    }
-    if (best == loads_.size()) {
-      cell_.left.push_back(place);
-      return;
-    }
-    const bool is_first = rooms_[best] == problem_.tokens_per_rank - slice_;
-    const CostModel& cost = problem_.cost;
-    const double begun_s = !is_first ? 0 : cell_.sharded.empty() ? fixed_s(cost, 1) : cost.block_s;
-    rooms_[best] -= tokens;
-    loads_[best] += (item.dense_s + begun_s) / speed(best);
-    cell_.dense_s += item.dense_s;
-    cell_.locals.emplace_back(cell_.first + static_cast<int32_t>(best), place);
-  }
-
-  const Problem& problem_;
-  const Items& items_;
-  Cell cell_;
-  int64_t slice_ = 0;  // of the ring on each rank
-  double tokens_ = 0;  // of the ring
-  double attention_s_ = 0;
-  std::vector<double> loads_;
-  std::vector<int64_t> rooms_;
-};
 
 }  // namespace
 
@@ -114,31 +46,118 @@ int64_t ring_room(const Problem& problem) {
   return problem.tokens_per_rank / two_chunks * two_chunks;
 }
 
-Cell shared_cell(const Problem& dense, const Items& items, int32_t first, int64_t num_ranks,
-                 const Places& given) {
+void Sharing::share(Row& row, Cell& cell, double enough_s) {
+  given_ = row.places.data() + cell.begin;
+  const std::size_t* end = row.places.data() + cell.end;
+  const auto num_ranks = static_cast<double>(cell.num_ranks);
   double mean_s = 0;
-  for (const std::size_t place : given) mean_s += items[place].dense_s;
-  mean_s /= static_cast<double>(num_ranks);
+  std::for_each(given_, end, [&](std::size_t place) { mean_s += items_[place].dense_s; });
+  mean_s /= num_ranks;
   const auto num_above = [&](const auto& is_above) {
-    const auto end = std::partition_point(given.begin(), given.end(), [&](std::size_t place) {
-      return is_above(items[place]);
-    });
-    return static_cast<std::size_t>(end - given.begin());
+    const auto last = std::partition_point(
+        given_, end, [&](std::size_t place) { return is_above(items_[place]); });
+    return static_cast<std::size_t>(last - given_);
   };
-  std::size_t num_sharded = num_above([&](const Item& item) {
-    return slice_tokens(item.length, 1, dense.slice_multiple) > dense.tokens_per_rank;
-  });
-  Cell best = Sharing(dense, items, first, num_ranks).run(given, num_sharded);
+  double waste = 2;
+  bool has_left = false;
+  const auto take = [&] {
+    const double whole_s = seconds_ * num_ranks;
+    const double next = dense_s_ > 0 ? (whole_s - dense_s_) / whole_s : 1;
+    if (next >= waste) return;
+    std::copy_n(owners_.begin(), cell.end - cell.begin, row.owners.data() + cell.begin);
+    cell.seconds = seconds_;
+    cell.dense_s = dense_s_;
+    waste = next;
+    has_left = has_left_;
+  };
+  std::size_t num_sharded =
+      num_above([&](const Item& item) { return item.tokens > problem_.tokens_per_rank; });
+  draft(cell, num_sharded, kNever);
+  take();
   for (const double part : kParts) {
-    if (num_ranks == 1 || wasted(best) <= kLittle) break;
-    const std::size_t more =
-        num_above([&](const Item& item) { return item.dense_s > part * mean_s; });
+    if (cell.num_ranks == 1 || waste <= kLittle) return;
+    if (!has_left && cell.seconds <= enough_s) return;
+    const double least_s = part * mean_s;
+    const std::size_t more = num_above([&](const Item& item) { return item.dense_s > least_s; });
     if (more <= num_sharded) continue;
     num_sharded = more;
-    Cell next = Sharing(dense, items, first, num_ranks).run(given, num_sharded);
-    if (wasted(next) < wasted(best)) best = std::move(next);
+    const double limit_s = waste < 1 ? kRounding * mean_s / (1 - waste) : kNever;
+    if (draft(cell, num_sharded, limit_s)) take();
   }
-  return best;
+}
+
+// Whether no rank takes longer than the limit; else the draft is given up.
+bool Sharing::draft(const Cell& cell, std::size_t num_sharded, double limit_s) {
+  owners_.resize(cell.end - cell.begin);
+  has_left_ = false;
+  const Ring ring = ring_of(cell, num_sharded);
+  start(cell, ring);
+  dense_s_ = ring.dense_s;
+  seconds_ = *std::max_element(loads_.begin(), loads_.end());
+  if (seconds_ > limit_s) return false;
+  const CostModel& cost = problem_.cost;
+  const double begun_s = ring.is_empty ? fixed_s(cost, 1) : cost.block_s;
+  const int64_t room = problem_.tokens_per_rank - ring.slice;
+  for (std::size_t i = num_sharded; i < owners_.size(); ++i) {
+    const Item& item = items_[given_[i]];
+    const std::size_t rank = least_loaded(loads_, rooms_, item.tokens);
+    if (rank == loads_.size()) {
+      owners_[i] = kLeft;
+      has_left_ = true;
+      continue;
+    }
+    owners_[i] = static_cast<int32_t>(rank);
+    const double own_s = item.dense_s + (rooms_[rank] == room ? begun_s : 0);
+    rooms_[rank] -= item.tokens;
+    loads_[rank] += own_s / problem_.speed(cell.first + owners_[i]);
+    dense_s_ += item.dense_s;
+    if (loads_[rank] <= seconds_) continue;
+    seconds_ = loads_[rank];
+    if (seconds_ > limit_s) return false;
+  }
+  return true;
+}
+
+Sharing::Ring Sharing::ring_of(const Cell& cell, std::size_t num_sharded) {
+  Ring ring;
+  for (std::size_t i = 0; i < num_sharded; ++i) {
+    const Item& item = items_[given_[i]];
+    const int64_t slice = slice_tokens(item.length, cell.num_ranks, problem_.slice_multiple);
+    if (ring.slice + slice > problem_.tokens_per_rank) {
+      owners_[i] = kLeft;
+      has_left_ = true;
+      continue;
+    }
+    owners_[i] = kSharded;
+    ring.slice += slice;
+    ring.tokens += static_cast<double>(item.length);
+    ring.attention_s += attention_s(problem_.cost, item.length);
+    ring.dense_s += item.dense_s;
+    ring.is_empty = false;
+  }
+  return ring;
+}
+
+// The loads of the ring.
+void Sharing::start(const Cell& cell, const Ring& ring) {
+  loads_.assign(index(cell.num_ranks), 0);
+  rooms_.assign(index(cell.num_ranks), problem_.tokens_per_rank - ring.slice);
+  if (ring.is_empty) return;
+  const CostModel& cost = problem_.cost;
+  const int64_t per_node = cost.ranks_per_node;
+  const bool one_node =
+      cell.first / per_node == (cell.first + cell.num_ranks - 1) / per_node;
+  const auto d = static_cast<double>(cell.num_ranks);
+  const double own_s =
+      ring.dense_s / d + fixed_s(cost, cell.num_ranks) + merge_s(cost, cell.num_ranks, ring.tokens);
+  const auto load_s = [&](int32_t rank) {
+    const double speed = problem_.speed(cell.first + rank);
+    return own_s / speed + exposed_s(cost, cell.num_ranks, ring.tokens,
+                                     ring.attention_s / d / speed, one_node);
+  };
+  loads_.assign(index(cell.num_ranks), load_s(0));
+  if (problem_.speeds.empty()) return;
+  for (int32_t rank = 1; rank < cell.num_ranks; ++rank) loads_[index(rank)] = load_s(rank);
 }
 
 }  // namespace hdp

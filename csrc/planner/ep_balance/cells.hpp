@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "planner/base/types.hpp"
@@ -13,6 +12,7 @@ namespace hdp {
 struct Item {
   SequenceId id = 0;
   int64_t length = 0;
+  int64_t tokens = 0;  // of one rank that has it whole, padding included
   double dense_s = 0;  // on one rank of speed 1
 };
 
@@ -20,21 +20,62 @@ struct Item {
 using Items = std::vector<Item>;
 using Places = std::vector<std::size_t>;  // in Items, ascending
 
+// Of a sequence that is on no rank by itself: it is over all ranks of the cell, or found no room.
+constexpr int32_t kSharded = -1;
+constexpr int32_t kLeft = -2;
+
 struct Cell {
   int32_t first = 0;  // rank
   int64_t num_ranks = 1;
-  Places sharded;                                       // over all of its ranks
-  std::vector<std::pair<int32_t, std::size_t>> locals;  // (rank, place): whole; ascending
-  Places left;                                          // what found no room
-  double seconds = 0;                                   // of the slowest rank
-  double dense_s = 0;                                   // of all that is placed
+  std::size_t begin = 0;  // of what it is given, in the row's places
+  std::size_t end = 0;
+  double seconds = 0;  // of the slowest rank
+  double dense_s = 0;  // of all that is placed
 };
 
-// The longest of the given sequences are sharded over all ranks, the others placed whole, longest
-// first, each on the least loaded rank that has room. So many are sharded as lose least: with more
-// the ranks' times are more alike, but traffic may be exposed.
-Cell shared_cell(const Problem& dense, const Items& items, int32_t first, int64_t num_ranks,
-                 const Places& given);
+// What the ranks of a domain run at one position.
+struct Row {
+  std::vector<Cell> cells;
+  Places places;                // of one cell after the other
+  std::vector<int32_t> owners;  // of each place: a rank of its cell, from 0 on, kSharded or kLeft
+};
+
+// Shares cells out, one after the other; what it needs for that it allocates once.
+class Sharing {
+ public:
+  // `dense`: the problem without experts' time.
+  Sharing(const Problem& dense, const Items& items) : problem_(dense), items_(items) {}
+
+  // Decides the owners of what the cell is given, and its time. The longest are sharded over all
+  // ranks, the others placed whole, longest first, each on the least loaded rank that has room. So
+  // many are sharded as lose least: with more the ranks' times are more alike, but traffic may be
+  // exposed. A cell that has placed all within `enough_s` is good enough.
+  void share(Row& row, Cell& cell, double enough_s);
+
+ private:
+  struct Ring {
+    int64_t slice = 0;  // tokens on each rank
+    double tokens = 0;
+    double attention_s = 0;
+    double dense_s = 0;
+    bool is_empty = true;
+  };
+
+  bool draft(const Cell& cell, std::size_t num_sharded, double limit_s);
+  Ring ring_of(const Cell& cell, std::size_t num_sharded);
+  void start(const Cell& cell, const Ring& ring);
+
+  const Problem& problem_;
+  const Items& items_;
+  const std::size_t* given_ = nullptr;  // places of the cell
+  // Of a draft:
+  std::vector<int32_t> owners_;
+  std::vector<double> loads_;
+  std::vector<int64_t> rooms_;
+  double seconds_ = 0;
+  double dense_s_ = 0;
+  bool has_left_ = false;
+};
 
 // Tokens that a rank can hold of sharded sequences, padding included.
 int64_t ring_room(const Problem& problem);

@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "planner/base/slices.hpp"
+#include "planner/base/sorting.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/cells.hpp"
+#include "planner/rings/batch.hpp"
 
 namespace hdp {
 namespace {
@@ -44,6 +46,84 @@ std::vector<double> speeds_of_domains(const Problem& problem) {
   return speeds;
 }
 
+// What domains run between rings, put together; sequences are those of the plan.
+class Stretches {
+ public:
+  Stretches(std::size_t num_domains, std::size_t num_sequences)
+      : open_(num_domains, kNone), stretch_of_(num_sequences, kNone) {}
+
+  // The domain runs this sequence next.
+  void add(int32_t domain, SequenceId sequence) {
+    int32_t& stretch = open_[index(domain)];
+    if (stretch == kNone) {
+      stretch = static_cast<int32_t>(stretches_.size());
+      stretches_.push_back({});
+    }
+    ++stretches_[index(stretch)].num_sequences;
+    stretch_of_[index(sequence)] = stretch;
+  }
+
+  // What the domain runs next comes behind the parts made so far, and what it ran before them.
+  void end(int32_t domain, std::vector<DomainPlan::Part>& parts) {
+    const int32_t number = std::exchange(open_[index(domain)], kNone);
+    if (number == kNone) return;
+    Stretch& stretch = stretches_[index(number)];
+    stretch.part = parts.size();
+    parts.push_back({{domain}, {}});
+    parts.back().sequences.reserve(stretch.num_sequences);
+  }
+
+  // The parts get their sequences in this order; `ids`: what these are in the problem.
+  void fill(const std::vector<SequenceId>& order, const std::vector<SequenceId>& ids,
+            std::vector<DomainPlan::Part>& parts) const {
+    for (const SequenceId sequence : order) {
+      const int32_t number = stretch_of_[index(sequence)];
+      if (number == kNone) continue;
+      parts[stretches_[index(number)].part].sequences.push_back(ids[index(sequence)]);
+    }
+  }
+
+ private:
+  struct Stretch {
+    std::size_t num_sequences = 0;
+    std::size_t part = 0;
+  };
+  static constexpr int32_t kNone = -1;
+
+  std::vector<int32_t> open_;        // of each domain
+  std::vector<int32_t> stretch_of_;  // of each sequence
+  std::vector<Stretch> stretches_;
+};
+
+// The parts of the first draft for domains in the place of ranks; `ids`: what its sequences are in
+// the problem.
+std::vector<DomainPlan::Part> parts_of(const Problem& domains,
+                                       const std::vector<SequenceId>& ids) {
+  const Batch batch(domains);
+  const Plan plan = first_draft(batch);
+  std::vector<DomainPlan::Part> parts;
+  Stretches stretches(index(domains.num_ranks), ids.size());
+  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
+    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
+    const auto begin = plan.sequences.begin() + plan.sequence_offsets[index(m)];
+    const auto end = plan.sequences.begin() + plan.sequence_offsets[index(m) + 1];
+    if (last - first == 1) {
+      std::for_each(begin, end, [&](SequenceId sequence) { stretches.add(*first, sequence); });
+    } else if (begin != end) {
+      std::for_each(first, last, [&](int32_t domain) { stretches.end(domain, parts); });
+      parts.push_back({{first, last}, {}});
+      for (auto i = begin; i != end; ++i) parts.back().sequences.push_back(ids[index(*i)]);
+    }
+    for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
+      stretches.add(plan.locals.ranks[index(i)], plan.locals.sequences[index(i)]);
+    }
+  }
+  for (int32_t domain = 0; domain < domains.num_ranks; ++domain) stretches.end(domain, parts);
+  stretches.fill(batch.order, ids, parts);
+  return parts;
+}
+
 }  // namespace
 
 DomainPlan plan_domains(const Problem& problem) {
@@ -67,7 +147,11 @@ DomainPlan plan_domains(const Problem& problem) {
   }
   if (ids.empty()) return result;
   if (num_domains == 1) {
-    result.parts.push_back({{0}, std::move(ids)});
+    DomainPlan::Part all{{0}, {}};
+    for (const SequenceId place : longest_first(lengths)) {
+      all.sequences.push_back(ids[index(place)]);
+    }
+    result.parts.push_back(std::move(all));
     return result;
   }
   Problem domains;
@@ -81,20 +165,7 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
-  const Plan plan = dp_balance(domains).plan;
-  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    DomainPlan::Part part;
-    part.domains.assign(plan.ranks.begin() + plan.rank_offsets[index(m)],
-                        plan.ranks.begin() + plan.rank_offsets[index(m) + 1]);
-    for (auto i = plan.sequence_offsets[index(m)]; i < plan.sequence_offsets[index(m) + 1]; ++i) {
-      part.sequences.push_back(ids[index(plan.sequences[index(i)])]);
-    }
-    if (!part.sequences.empty()) result.parts.push_back(std::move(part));
-    for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
-      const SequenceId id = ids[index(plan.locals.sequences[index(i)])];
-      result.parts.push_back({{plan.locals.ranks[index(i)]}, {id}});
-    }
-  }
+  result.parts = parts_of(domains, ids);
   return result;
 }
 

@@ -1,34 +1,51 @@
 // ep-balance: the sequences that one domain runs, dealt into positions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "planner/ep_balance/cells.hpp"
+#include "planner/ep_balance/filling.hpp"
 
 namespace hdp {
 
-// What the ranks of a domain run at one position.
-using Row = std::vector<Cell>;
-
-// Each row takes the longest sequences that are left, as many as let all of its cells take the same
-// time: those of few ranks have more short sequences, or less memory in use. So time is lost only
-// in the last cells' last gaps, which the shortest sequences fill.
+// Rows differ in time, the cells of a row do not: so time is lost only in the last cells' last
+// gaps, which the shortest sequences fill. One stretch of one domain after the other: what this
+// needs it allocates once.
 class Rows {
  public:
-  // Ranks `first` to `first` + `size` - 1. `dense`: the problem without experts' time.
-  Rows(const Problem& dense, int32_t first, int64_t size);
+  // `dense`: the problem without experts' time.
+  Rows(const Problem& dense, const Items& items)
+      : size_(static_cast<double>(dense.expert_ranks)),
+        filling_(dense, items),
+        sharing_(dense, items) {}
 
-  // All of them. Every sequence fits on all ranks together.
-  std::vector<Row> deal(const Items& items) const;
+  // Deals all items, which may be others than before, on the domain that begins with this rank.
+  void start(int32_t first) {
+    first_ = first;
+    filling_.start();
+  }
+
+  // The next row, or null where all items are dealt. Every item fits on all ranks together.
+  const Row* next();
 
  private:
-  friend class Dealer;
+  void try_heights(const Aim& found);
+  void share(Draft& draft, Row& row, double most);
+  double wasted(const Row& row) const;
 
-  const Problem& problem_;
-  int32_t first_;
-  int64_t size_;
-  int64_t cell_size_;  // ranks whose ring hides the traffic of a sequence that fills one rank
+  double size_;  // ranks of a domain
+  int32_t first_ = 0;
+  Filling filling_;
+  Sharing sharing_;
+  Row best_;
+  double least_waste_ = 0;
+  // Of other heights:
+  Row row_;
+  std::vector<Draft> drafts_;
+  std::vector<std::pair<double, std::size_t>> order_;  // (waste, draft)
 };
 
 }  // namespace hdp
