@@ -111,7 +111,9 @@ void test_shorter_sequences_are_not_wider() {
   problem.cost.kv_bytes_per_token = 1;
   CHECK(hdp::greatest_hidden_degree(problem.cost, 20, 16) == 4);
   CHECK(hdp::greatest_hidden_degree(problem.cost, 160, 16) == 2);
-  const std::vector<hdp::LongSequence> longs = hdp::long_sequences(problem, {0, 1, 2, 3});
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  const std::vector<hdp::LongSequence> longs =
+      hdp::long_sequences(problem, {0, 1, 2, 3}, kNoLimit);
   std::vector<int64_t> greatest;
   for (const hdp::LongSequence& one : longs) greatest.push_back(one.greatest);
   CHECK((greatest == std::vector<int64_t>{9, 5, 3, 3}));

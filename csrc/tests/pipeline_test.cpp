@@ -1,7 +1,9 @@
 // Unit tests of what pipelines need.
 #include "planner/schedule/pipeline.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -11,13 +13,14 @@
 #include "planner/pp_balance/fill.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
 #include "planner/pp_balance/rounds.hpp"
-#include "planner/pp_balance/rows.hpp"
 #include "planner/pp_balance/seats.hpp"
-#include "planner/pp_balance/shares.hpp"
+#include "planner/pp_balance/slots.hpp"
 #include "planner/schedule/schedule.hpp"
 #include "tests/checking.hpp"
 
 namespace {
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 bool near(double left, double right) { return std::abs(left - right) < 1e-9 * (1 + right); }
 
@@ -65,7 +68,7 @@ void test_misplaced() {
 void test_rounds() {
   const hdp::Problem some = problem({90, 60, 40, 30, 5}, 8, 4, 20);
   const auto order = hdp::longest_first(some.lengths);
-  const auto longs = hdp::long_sequences(some, order);
+  const auto longs = hdp::long_sequences(some, order, kNoLimit);
   CHECK(longs.size() == 4);
   hdp::RoundMaker maker(some, longs);
   std::set<int64_t> seen;
@@ -84,7 +87,7 @@ void test_rounds() {
 void test_rounds_count_blocks() {
   hdp::Problem some = problem({60, 40}, 8, 4, 20);
   const auto degrees = [&some](double level_s) {
-    const auto longs = hdp::long_sequences(some, {0, 1});
+    const auto longs = hdp::long_sequences(some, {0, 1}, kNoLimit);
     hdp::RoundMaker maker(some, longs);
     std::vector<int64_t> result;
     for (const hdp::Shared& shared : maker.take(8, level_s)) result.push_back(shared.degree);
@@ -103,7 +106,8 @@ void test_lanes_are_ranks_that_are_alike() {
   hdp::Problem some = problem({90, 60, 40, 30, 5}, 8, 4, 20);
   some.speeds = {1, 1, 1, 1, 1, 1, 1, 0.9};
   const auto order = hdp::longest_first(some.lengths);
-  const hdp::Seating seating = hdp::seat(some, hdp::long_sequences(some, order), {18, 0, 1e9});
+  const auto longs = hdp::long_sequences(some, order, kNoLimit);
+  const hdp::Seating seating = hdp::seat(some, longs, {18, 0, 1e9});
   const hdp::Outline outline = hdp::outline(seating);
   const hdp::Seating& lanes = outline.seating;
   CHECK(lanes.speed.size() < 8);
@@ -127,18 +131,88 @@ void test_shares_level_the_ranks() {
   CHECK(near(shares[0], 20) && near(shares[1], 15) && shares[2] == 0);
 }
 
+hdp::Slot slot(double wanted_s, bool is_needed) {
+  hdp::Slot result;
+  result.wanted_s = wanted_s;
+  result.is_needed = is_needed;
+  return result;
+}
+
 void test_fill() {
   const hdp::Problem some = problem({6, 5, 4, 3, 2, 2}, 2, 2, 10);
-  const hdp::Shorts shorts(some, hdp::longest_first(some.lengths));
-  CHECK(near(shorts.total_s(), 22));
+  const auto all = hdp::whole_sequences(some, hdp::longest_first(some.lengths));
+  const hdp::Shorts shorts(some, all, 0);
+  CHECK(shorts.size() == 6 && near(shorts.total_s(), 22));
   hdp::Filling filling;
-  CHECK(shorts.fill({2, 0}, {11, 11}, 100, filling));
-  CHECK(filling.bins[0].size() >= 2);
-  CHECK(near(filling.seconds[0] + filling.seconds[1], 22));
-  CHECK(near(filling.seconds[0], 11));
-  CHECK(shorts.fill({6, 0}, {0, 22}, 100, filling));
+  const std::vector<hdp::Slot> alike(2, slot(5.5, false));
+  CHECK(shorts.fill({{slot(3, true), slot(8, true)}, alike}, filling));
+  CHECK(near(filling.seconds[0], 11) && near(filling.seconds[1], 11));
+  // the fuller one stands where more was wanted
+  const auto seconds = [&](const hdp::Bin& bin) {
+    double sum = 0;
+    for (const hdp::SequenceId id : bin) {
+      sum += static_cast<double>(some.lengths[static_cast<std::size_t>(id)]);
+    }
+    return sum;
+  };
+  CHECK(filling.bins[0].size() == 2);
+  CHECK(seconds(filling.bins[0][0]) < seconds(filling.bins[0][1]));
+  // none may stay empty, whatever they want
+  std::vector<hdp::Slot> needed(6, slot(0, true));
+  CHECK(shorts.fill({needed, {}}, filling));
   CHECK(filling.bins[0].size() == 6 && filling.bins[1].empty());
-  CHECK(!shorts.fill({7, 0}, {11, 11}, 100, filling));
+  needed.push_back(slot(0, true));
+  CHECK(!shorts.fill({needed, {}}, filling));
+}
+
+void test_a_sequence_for_oneself_gets_company() {
+  // the third takes longer than 15 s: it gets a place in a round, alone
+  const hdp::Problem some = problem({60, 40, 18, 2, 2}, 5, 2, 20);
+  const auto order = hdp::longest_first(some.lengths);
+  const auto longs = hdp::long_sequences(some, order, 15);
+  CHECK(longs.size() == 3 && longs[2].place == 2 && longs[2].least == 1);
+  CHECK(hdp::long_sequences(some, order, 18).size() == 2);
+  const hdp::Seating seating = hdp::seat(some, longs, {18, 0, 1e9});
+  std::size_t alone = hdp::kNoRing;
+  for (std::size_t i = 0; i < seating.rings.size(); ++i) {
+    CHECK(seating.rings[i].alone == (seating.rings[i].place == 2));
+    if (seating.rings[i].alone) alone = i;
+  }
+  const auto rank = static_cast<std::size_t>(seating.rings[alone].lanes.front());
+  const auto all = hdp::whole_sequences(some, order);
+  const hdp::Shorts shorts(some, all, longs.size());
+  hdp::Rows rows(seating.rounds.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  const hdp::OwnSlots own(some, seating, shorts, rows, 30);
+  std::vector<std::vector<hdp::Slot>> slots;
+  for (std::size_t i = 0; i < 5; ++i) slots.push_back(own.of(i, i == rank ? 4 : 0));
+  double wanted_s = 0;
+  for (const hdp::Slot& one : slots[rank]) wanted_s += one.wanted_s;
+  CHECK(near(wanted_s, 18 + 4));
+  hdp::Filling filling;
+  CHECK(shorts.fill(slots, filling));
+  bool is_there = false;
+  for (const hdp::Bin& bin : filling.bins[rank]) {
+    is_there = is_there || std::count(bin.begin(), bin.end(), 2) == 1;
+  }
+  CHECK(is_there);
+}
+
+void test_counts_are_multiples_of_a_group() {
+  hdp::Problem some = problem({60, 5, 5, 5, 5, 5}, 4, 2, 20);
+  some.model_chunks = 2;
+  const auto order = hdp::longest_first(some.lengths);
+  const auto longs = hdp::long_sequences(some, order, kNoLimit);
+  const hdp::Seating seating = hdp::seat(some, longs, {1, 0, 1e9});
+  const auto all = hdp::whole_sequences(some, order);
+  const hdp::Shorts shorts(some, all, longs.size());
+  const hdp::OwnSlots own(some, seating, shorts, {0}, 1);
+  // the ring's partner wants the ring's time
+  const std::vector<hdp::Slot> slots = own.of(0, 15);
+  CHECK(slots.size() == 1 && near(slots[0].wanted_s, 15));
+  for (const double share_s : {3.0, 17.0, 25.0, 90.0}) {
+    CHECK((1 + own.of(0, share_s).size()) % 2 == 0);
+  }
 }
 
 void test_balance() {
@@ -159,5 +233,7 @@ void test_pipelines() {
   test_lanes_are_ranks_that_are_alike();
   test_shares_level_the_ranks();
   test_fill();
+  test_a_sequence_for_oneself_gets_company();
+  test_counts_are_multiples_of_a_group();
   test_balance();
 }

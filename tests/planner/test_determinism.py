@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.planner import plan
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES, fixed_problems
@@ -39,6 +41,37 @@ def test_other_processes_make_the_same_plans(hash_seed: str, num_threads: str) -
         text=True,
     )
     assert list(map(int, result.stdout.split())) == fingerprints()
+
+
+def pipeline_fingerprints() -> list[int]:
+    lengths = preset_lengths("github", num_tokens=4 * 64 * 8192, max_length=64 * 8192, seed=2)
+    return [
+        plan(
+            lengths,
+            ranks=64,
+            tokens_per_rank=8192,
+            pipeline_stages=4,
+            virtual_stages=virtual_stages,
+        ).fingerprint()
+        for virtual_stages in (1, 3)
+    ]
+
+
+def test_one_core_makes_the_same_plans() -> None:
+    """pp-balance works with as many threads as there are cores."""
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "from tests.planner.test_determinism import pipeline_fingerprints; "
+        "print(*pipeline_fingerprints())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert list(map(int, result.stdout.split())) == pipeline_fingerprints()
 
 
 def test_threads_make_the_same_plans() -> None:

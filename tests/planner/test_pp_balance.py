@@ -1,6 +1,7 @@
 """pp-balance: the rule of positions, balance on the presets, speeds, effort."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -76,6 +77,46 @@ def test_balance_on_presets(
     assert balanced.summary["makespan_s"] == pytest.approx(result.makespan_s, rel=1e-9)
     goal = max(result.pipeline_bound_s, result.lower_bound_s)
     assert goal / result.makespan_s > least
+
+
+@pytest.mark.parametrize(("virtual_stages", "least"), [(1, 0.76), (4, 0.9)])
+def test_micro_batches_of_short_sequences_are_as_small_as_the_ramp_wants(
+    virtual_stages: int, least: float
+) -> None:
+    """Full ones would leave eight stages waiting half of the time."""
+    lengths = np.random.default_rng(1).lognormal(6.5, 1.2, size=4200).astype(np.int64) + 32
+    balanced = plan(
+        np.minimum(lengths, 131072),
+        ranks=16,
+        tokens_per_rank=32768,
+        strategy="pp-balance",
+        pipeline_stages=8,
+        virtual_stages=virtual_stages,
+    )
+    balanced.validate(pipeline_stages=8)
+    assert evaluate(balanced, LLAMA_7B, 8, virtual_stages).efficiency > least
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "capacity"), [("github", 64, 32768), ("byted", 96, 8192)]
+)
+def test_more_virtual_stages_are_not_slower(preset: str, ranks: int, capacity: int) -> None:
+    longest = min(2**20, ranks * capacity)
+    lengths = preset_lengths(preset, num_tokens=6 * ranks * capacity, max_length=longest, seed=5)
+    seconds = []
+    for virtual_stages in (1, 2, 3, 4, 6, 12):
+        balanced = plan(
+            lengths,
+            ranks=ranks,
+            tokens_per_rank=capacity,
+            max_length=longest,
+            strategy="pp-balance",
+            pipeline_stages=2,
+            virtual_stages=virtual_stages,
+        )
+        seconds.append(evaluate(balanced, LLAMA_7B, 2, virtual_stages).makespan_s)
+    assert seconds[1] < 0.97 * seconds[0]
+    assert all(after < 1.01 * before for before, after in itertools.pairwise(seconds[1:]))
 
 
 def test_equal_sequences_reach_the_target() -> None:

@@ -7,7 +7,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
-#include "planner/pp_balance/shares.hpp"
 #include "planner/schedule/pipeline.hpp"
 #include "planner/schedule/schedule.hpp"
 
@@ -16,7 +15,10 @@ namespace {
 
 // Corrections of the shares; more gain little.
 constexpr int kSketchIterations = 3;
-constexpr int kDraftIterations = 3;
+constexpr int kDraftIterations = 2;
+
+// What a slot costs besides, in operations.
+constexpr int64_t kSlotWork = 8;
 
 // The outline of a plan's micro-batches while it is a sketch.
 struct SketchedOrder {
@@ -73,18 +75,16 @@ std::vector<double> seconds_of(const Problem& problem, const Plan& plan) {
 Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shorts,
               const Arrangement& arrangement, double hopeless_s) {
   Sketch best;
-  const std::vector<int64_t> needed = own_needed(seating, arrangement.rows);
-  double all_needed = 0;
-  for (std::size_t lane = 0; lane < needed.size(); ++lane) {
-    all_needed += static_cast<double>(needed[lane]) * seating.weight[lane];
-  }
-  if (all_needed > static_cast<double>(shorts.size())) return best;
+  const OwnSlots own(problem, seating, shorts, arrangement.rows, arrangement.own_s);
+  const std::size_t num_lanes = seating.speed.size();
+  if (own.num_needed() > static_cast<double>(shorts.size())) return best;
   std::vector<double> shares = first_shares(seating, shorts.total_s());
   for (int i = 0; i < kSketchIterations; ++i) {
     std::vector<int64_t> num_own;
-    for (std::size_t lane = 0; lane < needed.size(); ++lane) {
-      num_own.push_back(std::max(
-          needed[lane], shorts.num_bins(shares[lane], arrangement.own_s * seating.speed[lane])));
+    std::vector<std::vector<Slot>> slots;
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+      slots.push_back(own.of(lane, shares[lane]));
+      num_own.push_back(static_cast<int64_t>(slots.back().size()));
     }
     SketchedOrder order;
     in_launch_order(
@@ -92,15 +92,17 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
         [&](std::size_t ring) {
           order.add(seating.rings[ring].lanes, seating.rings[ring].seconds);
         },
-        [&](std::size_t lane, int64_t) {
-          const double time_s = shares[lane] / static_cast<double>(num_own[lane]);
+        [&](std::size_t lane, int64_t i) {
+          const double time_s = slots[lane][static_cast<std::size_t>(i)].wanted_s;
           order.add(lane, (time_s + fixed_s(problem.cost, 1)) / seating.speed[lane]);
         });
     const std::vector<double> ends =
         pipeline_ends(problem, order.offsets, order.lanes, order.seconds,
-                      static_cast<int64_t>(needed.size()));
+                      static_cast<int64_t>(num_lanes));
     const double makespan_s = *std::max_element(ends.begin(), ends.end());
-    if (makespan_s < best.makespan_s) best = {shares, makespan_s};
+    const int64_t passes = 2 * problem.pipeline_stages * problem.model_chunks;
+    best.work += (passes + kSlotWork) * static_cast<int64_t>(order.lanes.size());
+    if (makespan_s < best.makespan_s) best = {shares, makespan_s, best.work};
     if (makespan_s > hopeless_s) break;
     shares = next_shares(seating, shares, ends, problem.pipeline_stages, shorts.total_s());
   }
@@ -110,10 +112,14 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
 PipelineDraft pipeline_draft(const Problem& problem, const Seating& seating, const Shorts& shorts,
                              const Arrangement& arrangement, std::vector<double> shares) {
   PipelineDraft best;
-  const std::vector<int64_t> needed = own_needed(seating, arrangement.rows);
+  const OwnSlots own(problem, seating, shorts, arrangement.rows, arrangement.own_s);
   for (int i = 0; i < kDraftIterations; ++i) {
     Filling filling;
-    if (!shorts.fill(needed, shares, arrangement.own_s, filling)) return best;
+    std::vector<std::vector<Slot>> slots;
+    for (std::size_t rank = 0; rank < shares.size(); ++rank) {
+      slots.push_back(own.of(rank, shares[rank]));
+    }
+    if (!shorts.fill(slots, filling)) return best;
     Plan plan = plan_of(problem, seating, arrangement.rows, filling);
     const std::vector<double> ends =
         pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds_of(problem, plan),

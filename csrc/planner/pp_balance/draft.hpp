@@ -7,7 +7,7 @@
 
 #include "planner/base/types.hpp"
 #include "planner/pp_balance/fill.hpp"
-#include "planner/pp_balance/rows.hpp"
+#include "planner/pp_balance/slots.hpp"
 #include "planner/pp_balance/seats.hpp"
 
 namespace hdp {
@@ -21,6 +21,7 @@ struct Arrangement {
 struct Sketch {
   std::vector<double> shares;                                   // by lane
   double makespan_s = std::numeric_limits<double>::infinity();  // if it cannot be filled
+  int64_t work = 0;                                             // operations that were run
 };
 
 // The makespan if short sequences were a fluid, on lanes of ranks that are alike. Gives up early on

@@ -1,4 +1,4 @@
-// pp-balance, third part: the short sequences, so many seconds of them on each rank.
+// pp-balance, third part: the short sequences, so many seconds of them in each slot.
 #pragma once
 
 #include <cstdint>
@@ -10,41 +10,58 @@ namespace hdp {
 
 using Bin = std::vector<SequenceId>;  // sequence ids of a micro-batch of one rank
 
+constexpr std::size_t kNoPlace = static_cast<std::size_t>(-1);
+
+// A place for a micro-batch of a rank's own.
+struct Slot {
+  double wanted_s = 0;          // at speed 1, without g
+  double base_s = 0;            // of a sequence that is in it from the beginning
+  std::size_t base = kNoPlace;  // that sequence, by its place among all; kNoPlace: there is none
+  int64_t distance = 0;  // from the rank's longest ring: of alike slots the nearest get the most
+  bool is_needed = false;
+};
+
 struct Filling {
-  std::vector<std::vector<Bin>> bins;  // by rank: those that it needs, then others
+  std::vector<std::vector<Bin>> bins;  // by rank: in the order of its slots, none empty
   std::vector<double> seconds;         // by rank, at speed 1, without g
 };
 
-// The sequences that fit on one rank.
+// A sequence whole on one rank.
+struct Whole {
+  SequenceId id = 0;
+  int64_t tokens = 0;  // padded
+  double seconds = 0;
+};
+
+// All sequences, `order` holds their ids, longest first.
+std::vector<Whole> whole_sequences(const Problem& problem, const std::vector<SequenceId>& order);
+
+// The sequences that are put where there is room: all behind the first num_long.
 class Shorts {
  public:
-  // `order` holds all sequence ids, longest first.
-  Shorts(const Problem& problem, const std::vector<SequenceId>& order);
+  Shorts(const Problem& problem, const std::vector<Whole>& all, std::size_t num_long);
 
-  std::size_t size() const { return shorts_.size(); }
+  std::size_t size() const { return all_.size() - num_long_; }
   double total_s() const { return total_s_; }
 
-  // Micro-batches that so many seconds take, if each takes at most bin_s and holds what fits.
-  int64_t num_bins(double seconds, double bin_s) const;
+  // Of an average micro-batch that holds nearly as much as it can.
+  double full_bin_s() const { return full_bin_s_; }
 
-  // Splits all of them: rank r gets about wanted_s[r] seconds (at speed 1) in micro-batches of
-  // alike times, at least needed[r] of them, more if one would take much longer than bin_s on this
-  // rank or not fit. Returns false, and an incomplete filling, if they are too few for what is
-  // needed.
-  bool fill(const std::vector<int64_t>& needed, const std::vector<double>& wanted_s, double bin_s,
-            Filling& filling) const;
+  // Of micro-batches that take about unit_s: at most what they hold, at least the longest of all.
+  double bin_s(double unit_s) const;
+
+  // Splits all of them into the slots of each rank, and more if they do not fit; slots that are not
+  // needed may stay empty. Returns false, and no filling, if they are too few.
+  bool fill(const std::vector<std::vector<Slot>>& slots, Filling& filling) const;
 
  private:
-  struct Short {
-    SequenceId id = 0;
-    int64_t tokens = 0;  // padded
-    double seconds = 0;
-  };
+  class Filler;
 
   const Problem& problem_;
-  std::vector<Short> shorts_;  // longest first
+  const std::vector<Whole>& all_;
+  std::size_t num_long_;
   double total_s_ = 0;
-  double full_bin_s_ = 0;  // of an average micro-batch that holds nearly as much as it can
+  double full_bin_s_ = 0;
 };
 
 }  // namespace hdp

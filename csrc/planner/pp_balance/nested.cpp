@@ -19,7 +19,7 @@ constexpr int kCorrections = 2;
 constexpr double kDamping = 0.7;
 
 // Sequences that all attempts at a style may place together, for effort 1.
-constexpr int64_t kWork = 60000;
+constexpr int64_t kWork = 10000;
 
 class Nested {
  public:

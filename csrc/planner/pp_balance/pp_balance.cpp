@@ -1,14 +1,17 @@
 #include "planner/pp_balance/pp_balance.hpp"
 
 #include <algorithm>
-#include <array>
+#include <future>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <tuple>
 #include <utility>
 
 #include "planner/base/check.hpp"
+#include "planner/base/side_by_side.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "planner/pp_balance/choices.hpp"
 #include "planner/pp_balance/draft.hpp"
 #include "planner/pp_balance/nested.hpp"
 #include "planner/rings/batch.hpp"
@@ -24,7 +27,21 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 constexpr double kHopeless = 1.3;
 
 // The most sketches that become plans, for each unit of effort.
-constexpr int64_t kDrafts = 6;
+constexpr std::size_t kDrafts = 4;
+
+// Units and kinds of rounds of which the other decisions are improved.
+constexpr std::size_t kFamilies = 4;
+
+// Of the search over each decision in turn.
+constexpr int kRounds = 2;
+
+// Operations that all sketches may run, for each unit of effort, and what a seat in a round counts.
+constexpr int64_t kWork = 30'000'000;
+constexpr int64_t kSeatWork = 50;
+
+// Sketches that are worked out at the same time, if work is left for so many, and plans.
+constexpr int64_t kAtOnce = 4;
+constexpr std::size_t kDraftsAtOnce = 2;
 
 // What a sketch leaves out makes its plan slower: one that is not faster than a plan already made
 // by this factor is not worth another plan.
@@ -33,61 +50,23 @@ constexpr double kPromising = 1.003;
 // Of what no plan can beat: a plan this fast is not worth more sketches.
 constexpr double kCloseEnough = 1.01;
 
-// How the long sequences are dealt into rounds; times in units of a micro-batch of one sequence
-// that fills a rank, except `most`: in units of a rank's mean time.
-struct Deal {
-  double level = 1;        // of a round, if degrees allow it
-  double grade = 0;        // part of the round before that a round takes at least
-  double most = kNoLimit;  // with so much to do a rank gets no more rings
-};
-
-// The most promising ones first: large problems try fewer.
-constexpr std::array<Deal, 9> kDeals{{{0.5, 0.6},
-                                      {0.5, 0.0},
-                                      {0.5, 0.8},
-                                      {2.0, 0.4},
-                                      {0.5, 0.4},
-                                      {1.0, 0.0},
-                                      {3.0, 0.0},
-                                      {0.5, 0.4, 1.5},
-                                      {1.0, 0.0, 1.0}}};
-
-std::size_t num_deals(int64_t num_ranks) {
-  if (num_ranks > 4096) return 3;
-  return num_ranks > 512 ? 5 : kDeals.size();
-}
-
-// In place of a deal: every sequence on all ranks.
-constexpr std::size_t kOnAll = kDeals.size();
-
-// Where the longest round stands: at the end, or in the middle with the second longest before or
-// behind it.
-enum class Profile { kRising, kBefore, kBehind };
-
-struct Choice {
-  std::size_t deal = 0;  // index into the deals
-  Profile profile = Profile::kRising;
-  int64_t own_rows = 1;  // rows without rings before the others
-  double own = 1;        // greatest time of a micro-batch of short sequences, in units as above
-
-  bool operator==(const Choice& other) const {
-    return std::tie(deal, profile, own_rows, own) ==
-           std::tie(other.deal, other.profile, other.own_rows, other.own);
+// The schedule with at most two chunks a stage, neighbours together: in a sketch more of them cost
+// time and change little.
+Problem with_few_chunks(const Problem& problem) {
+  constexpr int64_t kFew = 2;
+  Problem result = problem;
+  if (problem.model_chunks <= kFew) return result;
+  result.model_chunks = kFew;
+  if (problem.row_weights.empty()) return result;
+  result.row_weights.assign(static_cast<std::size_t>(kFew * problem.pipeline_stages), 0.0);
+  for (int64_t chunk = 0; chunk < problem.model_chunks; ++chunk) {
+    for (int64_t stage = 0; stage < problem.pipeline_stages; ++stage) {
+      const int64_t row = chunk * kFew / problem.model_chunks * problem.pipeline_stages + stage;
+      result.row_weights[static_cast<std::size_t>(row)] +=
+          problem.row_weights[static_cast<std::size_t>(chunk * problem.pipeline_stages + stage)];
+    }
   }
-};
-
-// Rounds come with the longest first.
-Rows rows_of(const Choice& choice, std::size_t num_rounds) {
-  Rows rows(static_cast<std::size_t>(choice.own_rows), kNoRound);
-  Rows behind;
-  for (auto round = static_cast<int64_t>(num_rounds) - 1; round >= 0; --round) {
-    const bool is_odd = round % 2 == 1;
-    const bool goes_behind = (choice.profile == Profile::kBefore && !is_odd && round > 0) ||
-                             (choice.profile == Profile::kBehind && is_odd);
-    (goes_behind ? behind : rows).push_back(round);
-  }
-  rows.insert(rows.end(), behind.rbegin(), behind.rend());
-  return rows;
+  return result;
 }
 
 // Improves one decision after the other on sketches, then works out the best ones.
@@ -95,79 +74,127 @@ class Search {
  public:
   explicit Search(const Batch& batch)
       : problem_(batch.problem),
-        longs_(long_sequences(problem_, batch.order)),
-        shorts_(problem_, batch.order),
+        sketched_(with_few_chunks(problem_)),
+        order_(batch.order),
+        all_(whole_sequences(problem_, order_)),
+        group_(group_size(problem_)),
         unit_s_(batch.full_s),
         mean_s_(batch.share_s),
         enough_s_(kCloseEnough * batch.bound_s / static_cast<double>(problem_.pipeline_stages)) {}
 
   Plan run() {
-    sketch_neighbours([&](const Choice& choice) { return deals(choice); });
-    sketch_neighbours([&](const Choice& choice) { return arrangements(choice); });
-    sketch_neighbours([&](const Choice& choice) { return deals(choice); });
+    const int64_t work = kWork * problem_.effort;
+    try_choices(first_choices(group_), work / 4);
+    for (int round = 0; round < kRounds; ++round) {
+      try_around([&](const Choice& from) { return other_deals(from); });
+      try_around([&](const Choice& from) { return other_orders(from, group_); });
+    }
     PipelineDraft best = best_draft();
     if (best.plan.num_micro_batches() > 0) return std::move(best.plan);
     // too few short sequences to stand between rings
-    const Choice nothing_between{kOnAll, Profile::kRising, 0, 1};
-    sketch_one(nothing_between);
+    sketch_all({{0, kOnAll, Profile::kRising, 0, false}});
     return best_draft().plan;
   }
 
  private:
+  struct Split {
+    Split(const Problem& problem, const std::vector<SequenceId>& order,
+          const std::vector<Whole>& all, double most_s)
+        : longs(long_sequences(problem, order, most_s)), shorts(problem, all, longs.size()) {}
+
+    std::vector<LongSequence> longs;
+    Shorts shorts;
+  };
+
   struct Seats {
+    std::once_flag once;
     Seating seating;
     Outline outline;
   };
 
   struct Sketched {
     Choice choice;
+    const Split* split = nullptr;
+    Seats* seats = nullptr;
+    Arrangement arrangement;
     Sketch sketch;
   };
 
-  std::vector<Choice> deals(const Choice& from) const {
-    std::vector<Choice> result;
-    const std::size_t num = num_deals(problem_.num_ranks);
-    for (std::size_t deal = 0; deal < num; ++deal) {
-      result.push_back({deal, from.profile, from.own_rows, from.own});
+  // The best of each family, so many of these.
+  std::vector<const Sketched*> leaders(std::size_t num) const {
+    std::vector<const Sketched*> result;
+    for (const Sketched& one : ranked_) {
+      const bool is_known = std::any_of(result.begin(), result.end(), [&](const Sketched* other) {
+        return other->choice.unit == one.choice.unit && other->choice.groups == one.choice.groups;
+      });
+      if (!is_known && result.size() < num) result.push_back(&one);
     }
     return result;
   }
 
-  std::vector<Choice> arrangements(const Choice& from) const {
-    std::vector<Choice> result;
-    for (const Profile profile : {Profile::kRising, Profile::kBefore, Profile::kBehind}) {
-      for (const int64_t own_rows : {0, 1, 2, 3}) {
-        result.push_back({from.deal, profile, own_rows, from.own});
-      }
-    }
-    result.push_back({from.deal, from.profile, from.own_rows, 0.5});
-    return result;
-  }
-
-  // Of the best choices so far, as many as the effort.
   template <typename Neighbours>
-  void sketch_neighbours(const Neighbours& neighbours) {
-    std::vector<Choice> starts;
-    for (std::size_t i = 0; i < ranked_.size() && i < static_cast<std::size_t>(problem_.effort);
-         ++i) {
-      starts.push_back(ranked_[i].choice);
+  void try_around(const Neighbours& neighbours) {
+    std::vector<Choice> choices;
+    for (const Sketched* one : leaders(kFamilies)) {
+      const std::vector<Choice> around = neighbours(one->choice);
+      choices.insert(choices.end(), around.begin(), around.end());
     }
-    if (starts.empty()) starts.emplace_back();
-    for (const Choice& start : starts) {
-      for (const Choice& choice : neighbours(start)) {
-        if (!ranked_.empty() && ranked_[0].sketch.makespan_s <= enough_s_) return;
-        sketch_one(choice);
-      }
+    try_choices(choices, work_ + std::max<int64_t>(0, kWork * problem_.effort - work_) / 3);
+  }
+
+  // Until so much work is done.
+  void try_choices(const std::vector<Choice>& choices, int64_t most_work) {
+    for (auto next = choices.begin(); next != choices.end();) {
+      if (!ranked_.empty() && ranked_[0].sketch.makespan_s <= enough_s_) return;
+      if (!ranked_.empty() && work_ > most_work) return;
+      const int64_t affordable =
+          ranked_.empty() ? 1 : (most_work - work_) * static_cast<int64_t>(ranked_.size()) / work_;
+      const auto num = std::min<std::ptrdiff_t>(std::clamp<int64_t>(affordable, 1, kAtOnce),
+                                                choices.end() - next);
+      sketch_all({next, next + num});
+      next += num;
     }
   }
 
-  void sketch_one(const Choice& choice) {
-    for (const Sketched& known : ranked_) {
-      if (known.choice == choice) return;
-    }
+  // The ones that are new, at the same time: each by itself, whatever threads there are.
+  void sketch_all(const std::vector<Choice>& choices) {
     const double hopeless_s = ranked_.empty() ? kNoLimit : kHopeless * ranked_[0].sketch.makespan_s;
-    Sketched sketched{choice, sketch(problem_, seats(choice).outline.seating, shorts_,
-                                     arrangement(choice), hopeless_s)};
+    std::vector<Sketched> all;
+    for (const Choice& choice : choices) {
+      const bool is_known =
+          std::any_of(ranked_.begin(), ranked_.end(),
+                      [&](const Sketched& known) { return known.choice == choice; });
+      if (is_known) continue;
+      Seats& seats = seats_[{choice.unit, choice.deal, choice.groups}];
+      if (seats.seating.speed.empty()) work_ += kSeatWork * problem_.num_ranks;
+      all.push_back({choice, &split(choice), &seats, {}, {}});
+    }
+    side_by_side(all.size(), [&](std::size_t i) { work_out(all[i], hopeless_s); });
+    for (Sketched& one : all) rank(std::move(one));
+  }
+
+  void work_out(Sketched& one, double hopeless_s) const {
+    const double unit_s = unit_of(one.choice).size * unit_s_;
+    Seats& seats = *one.seats;
+    std::call_once(seats.once, [&] {
+      seats.seating = seating(one.choice, one.split->longs, unit_s);
+      seats.outline = outline(seats.seating);
+    });
+    one.arrangement = {rows_of(one.choice, seats.seating.rounds.size(), group_), unit_s};
+    one.sketch = sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement,
+                        hopeless_s);
+  }
+
+  Seating seating(const Choice& choice, const std::vector<LongSequence>& longs,
+                  double unit_s) const {
+    if (choice.deal == kOnAll) return seat_on_all(problem_, longs);
+    const Deal& deal = deal_of(choice);
+    return seat(problem_, longs, {deal.level * unit_s, deal.grade, deal.most * mean_s_,
+                                  choice.groups ? group_ : 1});
+  }
+
+  void rank(Sketched&& sketched) {
+    work_ += sketched.sketch.work;
     const auto is_the_same = [&](const Sketched& known) {  // two deals may give the same rounds
       return known.sketch.makespan_s == sketched.sketch.makespan_s &&
              known.sketch.shares == sketched.sketch.shares;
@@ -180,61 +207,63 @@ class Search {
     ranked_.insert(place, std::move(sketched));
   }
 
-  const Seats& seats(const Choice& choice) {
-    auto& found = seats_[choice.deal];
-    if (found.seating.speed.empty()) {
-      if (choice.deal == kOnAll) {
-        found.seating = seat_on_all(problem_, longs_);
-      } else {
-        const Deal& deal = kDeals[choice.deal];
-        found.seating =
-            seat(problem_, longs_, {deal.level * unit_s_, deal.grade, deal.most * mean_s_});
-      }
-      found.outline = outline(found.seating);
-    }
-    return found;
+  const Split& split(const Choice& choice) {
+    const double most_s = unit_of(choice).most * unit_s_;
+    const auto found = splits_.find(most_s);
+    if (found != splits_.end()) return found->second;
+    return splits_.try_emplace(most_s, problem_, order_, all_, most_s).first->second;
   }
 
-  Arrangement arrangement(const Choice& choice) {
-    return {rows_of(choice, seats(choice).seating.rounds.size()), choice.own * unit_s_};
-  }
-
-  PipelineDraft draft(const Sketched& sketched) {
-    const Seats& found = seats(sketched.choice);
+  // Empty if short sequences are too few.
+  PipelineDraft draft(const Sketched& sketched) const {
+    if (sketched.sketch.shares.empty()) return {};
+    const Seats& seats = *sketched.seats;
     std::vector<double> shares;
-    for (const std::size_t lane : found.outline.lane_of_rank) {
+    for (const std::size_t lane : seats.outline.lane_of_rank) {
       shares.push_back(sketched.sketch.shares[lane]);
     }
-    return pipeline_draft(problem_, found.seating, shorts_, arrangement(sketched.choice),
+    return pipeline_draft(problem_, seats.seating, sketched.split->shorts, sketched.arrangement,
                           std::move(shares));
   }
 
-  PipelineDraft best_draft() {
+  // Of the leaders' plans; if short sequences are too few for all of these, the first that can be.
+  PipelineDraft best_draft() const {
+    const std::vector<const Sketched*> first = leaders(kDrafts);
     PipelineDraft best;
-    int64_t left = kDrafts * problem_.effort;
-    for (const Sketched& sketched : ranked_) {
-      if (left-- == 0 || kPromising * sketched.sketch.makespan_s >= best.makespan_s) break;
-      PipelineDraft next = draft(sketched);
-      if (next.makespan_s < best.makespan_s) best = std::move(next);
+    for (std::size_t i = 0; i < first.size(); i += kDraftsAtOnce) {
+      if (kPromising * first[i]->sketch.makespan_s >= best.makespan_s) break;
+      std::vector<PipelineDraft> drafts(std::min(kDraftsAtOnce, first.size() - i));
+      side_by_side(drafts.size(), [&](std::size_t k) { drafts[k] = draft(*first[i + k]); });
+      for (PipelineDraft& one : drafts) {
+        if (one.makespan_s < best.makespan_s) best = std::move(one);
+      }
+    }
+    for (std::size_t i = 0; i < ranked_.size() && best.plan.num_micro_batches() == 0; ++i) {
+      best = draft(ranked_[i]);
     }
     return best;
   }
 
   const Problem& problem_;
-  std::vector<LongSequence> longs_;
-  Shorts shorts_;
+  Problem sketched_;  // what sketches run
+  const std::vector<SequenceId>& order_;
+  std::vector<Whole> all_;  // in that order
+  int64_t group_;
   double unit_s_;
   double mean_s_;  // of a rank, if all had the same
   double enough_s_;
-  std::map<std::size_t, Seats> seats_;  // by deal
-  std::vector<Sketched> ranked_;        // the fastest first
+  std::map<double, Split> splits_;                                     // by the longest left whole
+  std::map<std::tuple<std::size_t, std::size_t, bool>, Seats> seats_;  // by unit, deal, groups
+  std::vector<Sketched> ranked_;                                       // the fastest first
+  int64_t work_ = 0;
 };
 
 }  // namespace
 
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
-  std::vector<Plan> plans{Search(batch).run(), nested_draft(batch).plan, naive(problem)};
+  std::future<Plan> nested = std::async([&] { return nested_draft(batch).plan; });
+  std::vector<Plan> plans{Search(batch).run(), nested.get(), naive(problem)};
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
   Plan* best = nullptr;
   double least_s = kNoLimit;

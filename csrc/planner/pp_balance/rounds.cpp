@@ -74,7 +74,7 @@ Shared share(const Problem& problem, const LongSequence& sequence, int64_t degre
   const bool one_node = degree <= problem.cost.ranks_per_node;
   const double seconds =
       ring_s(problem.cost, sequence.length, degree, one_node) + fixed_s(problem.cost, degree);
-  return {sequence.id, degree, seconds};
+  return {sequence.id, sequence.place, degree, seconds};
 }
 
 // Rounds do without offload, except for a sequence that does not fit otherwise: on all ranks.
@@ -92,19 +92,19 @@ int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
 }  // namespace
 
 std::vector<LongSequence> long_sequences(const Problem& problem,
-                                         const std::vector<SequenceId>& order) {
+                                         const std::vector<SequenceId>& order, double most_s) {
   std::vector<LongSequence> result;
   int64_t greatest = problem.num_ranks;  // a shorter sequence may not be wider
   for (const SequenceId id : order) {
     const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
     const int64_t least = least_degree_in_rounds(problem, id);
-    if (least == 1) break;
+    const double seconds = compute_s(problem.cost, length);
+    if (least == 1 && !(seconds > most_s)) break;
     const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
                                     length / (2 * problem.slice_multiple));
-    const double seconds = compute_s(problem.cost, length);
     const int64_t fastest = fastest_degree(problem, length, seconds);
     greatest = std::max(least, std::min({greatest, useful, fastest}));
-    result.push_back({id, length, seconds, least, greatest});
+    result.push_back({id, result.size(), length, seconds, least, greatest});
   }
   return result;
 }

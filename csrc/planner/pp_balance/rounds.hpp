@@ -8,9 +8,10 @@
 
 namespace hdp {
 
-// A sequence that does not fit on one rank, and the degrees it may have.
+// A sequence that gets a micro-batch of its own, and the degrees it may have.
 struct LongSequence {
   SequenceId id = 0;
+  std::size_t place = 0;  // among all, longest first
   int64_t length = 0;
   double compute_s = 0;
   int64_t least = 0;  // by memory
@@ -21,6 +22,7 @@ struct LongSequence {
 
 struct Shared {
   SequenceId sequence = 0;
+  std::size_t place = 0;  // of the sequence
   int64_t degree = 0;
   double seconds = 0;
 };
@@ -28,9 +30,10 @@ struct Shared {
 // Rings that run side by side, on at most all ranks; the longest time first.
 using Round = std::vector<Shared>;
 
-// Longest first. `order` holds all sequence ids, longest first.
+// Those that do not fit on one rank or would take longer there than most_s; longest first. `order`
+// holds all sequence ids, longest first.
 std::vector<LongSequence> long_sequences(const Problem& problem,
-                                         const std::vector<SequenceId>& order);
+                                         const std::vector<SequenceId>& order, double most_s);
 
 // Deals the sequences into rounds.
 class RoundMaker {

@@ -18,28 +18,37 @@ class FreeRanks {
  public:
   FreeRanks(const Problem& problem, const std::vector<int32_t>& ranks,
             const std::vector<double>& loads)
-      : loads_(loads), nodes_(index((problem.num_ranks - 1) / problem.cost.ranks_per_node + 1)) {
-    for (const int32_t rank : ranks) {
-      nodes_[index(rank / problem.cost.ranks_per_node)].ranks.push_back(rank);
-    }
-    for (Node& node : nodes_) {
-      std::sort(node.ranks.begin(), node.ranks.end(),
+      : loads_(loads),
+        ranks_per_node_(problem.cost.ranks_per_node),
+        nodes_(index((problem.num_ranks - 1) / ranks_per_node_ + 1)) {
+    for (const int32_t rank : ranks) nodes_[index(rank / ranks_per_node_)].ranks.push_back(rank);
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      if (nodes_[i].ranks.empty()) continue;
+      std::sort(nodes_[i].ranks.begin(), nodes_[i].ranks.end(),
                 [&](int32_t left, int32_t right) { return more_loaded(left, right); });
-      update_load(node);
+      update_load(nodes_[i]);
+      order_.push_back(i);
     }
+    std::sort(order_.begin(), order_.end(),
+              [&](std::size_t left, std::size_t right) { return less_loaded(left, right); });
   }
 
+  // Of the least loaded node that has so many, or of several.
   std::vector<int32_t> take(int64_t degree) {
     std::vector<int32_t> taken;
-    Node* least_loaded = nullptr;
-    for (Node& node : nodes_) {
-      if (node.ranks.size() < index(degree)) continue;
-      if (least_loaded == nullptr || node.load < least_loaded->load) least_loaded = &node;
+    auto node = order_.end();
+    if (degree <= ranks_per_node_) {
+      node = std::find_if(order_.begin() + first_, order_.end(), [&](std::size_t one) {
+        return nodes_[one].ranks.size() >= index(degree);
+      });
     }
-    if (least_loaded != nullptr) {
-      move_from(*least_loaded, index(degree), taken);
+    if (node != order_.end()) {
+      move_from(node, index(degree), taken);
     } else {
-      take_across_nodes(index(degree), taken);
+      while (taken.size() < index(degree)) {
+        node = order_.begin() + first_;
+        move_from(node, std::min(index(degree) - taken.size(), nodes_[*node].ranks.size()), taken);
+      }
     }
     std::sort(taken.begin(), taken.end());
     return taken;
@@ -51,39 +60,47 @@ class FreeRanks {
     double load = 0;             // mean of its free ranks
   };
 
+  using Order = std::vector<std::size_t>;
+
   bool more_loaded(int32_t left, int32_t right) const {
     const double difference = loads_[index(left)] - loads_[index(right)];
     return difference > 0 || (difference == 0 && left > right);
   }
 
+  bool less_loaded(std::size_t left, std::size_t right) const {
+    const double difference = nodes_[left].load - nodes_[right].load;
+    return difference < 0 || (difference == 0 && left < right);
+  }
+
   void update_load(Node& node) const {
     node.load = 0;
     for (const int32_t rank : node.ranks) node.load += loads_[index(rank)];
-    if (!node.ranks.empty()) node.load /= static_cast<double>(node.ranks.size());
+    node.load /= static_cast<double>(node.ranks.size());
   }
 
-  void move_from(Node& node, std::size_t count, std::vector<int32_t>& taken) {
+  void move_from(Order::iterator place, std::size_t count, std::vector<int32_t>& taken) {
+    const std::size_t moved = *place;
+    Node& node = nodes_[moved];
     taken.insert(taken.end(), node.ranks.end() - static_cast<std::ptrdiff_t>(count),
                  node.ranks.end());
     node.ranks.resize(node.ranks.size() - count);
+    std::move_backward(order_.begin() + first_, place, place + 1);
+    ++first_;
+    if (node.ranks.empty()) return;
     update_load(node);
-  }
-
-  void take_across_nodes(std::size_t count, std::vector<int32_t>& taken) {
-    std::vector<std::size_t> by_load(nodes_.size());
-    std::iota(by_load.begin(), by_load.end(), std::size_t{0});
-    std::stable_sort(by_load.begin(), by_load.end(), [&](std::size_t left, std::size_t right) {
-      return nodes_[left].load < nodes_[right].load;
-    });
-    for (const std::size_t node : by_load) {
-      const std::size_t missing = count - taken.size();
-      if (missing == 0) break;
-      move_from(nodes_[node], std::min(missing, nodes_[node].ranks.size()), taken);
-    }
+    const auto next = std::lower_bound(
+        order_.begin() + first_, order_.end(), moved,
+        [&](std::size_t left, std::size_t right) { return less_loaded(left, right); });
+    std::move(order_.begin() + first_, next, order_.begin() + first_ - 1);
+    --first_;
+    *(next - 1) = moved;
   }
 
   const std::vector<double>& loads_;
+  int64_t ranks_per_node_;
   std::vector<Node> nodes_;
+  Order order_;               // from first_ on: nodes with free ranks, the least loaded first
+  std::ptrdiff_t first_ = 0;
 };
 
 // Collects the rounds.
@@ -122,7 +139,8 @@ class Seater {
     FreeRanks free(problem_, ranks, seating_.ring_s);
     std::vector<std::size_t> seats(all_.size(), kNoRing);
     for (const Shared& shared : round) {
-      SeatedRing ring{shared.sequence, 0, free.take(shared.degree)};
+      SeatedRing ring{shared.sequence, shared.place, 0, shared.degree == 1,
+                      free.take(shared.degree)};
       for (const int32_t rank : ring.lanes) {
         ring.seconds = std::max(ring.seconds, shared.seconds / seating_.speed[index(rank)]);
       }
@@ -154,7 +172,14 @@ std::vector<std::size_t> first_lanes(const Seating& seating) {
   return lanes;
 }
 
-// Splits lanes whose ranks are in different rings of a round, or some in none.
+// In place of the ring of a rank that has a sequence for itself.
+constexpr std::size_t kAlone = kNoRing - 2;
+
+bool is_alone(const Seating& seating, std::size_t ring) {
+  return ring != kNoRing && seating.rings[ring].alone;
+}
+
+// Splits lanes whose ranks are in different rings of a round, or some in none, or some alone.
 void split(const Seating& seating, const std::vector<std::size_t>& seats,
            std::vector<std::size_t>& lanes) {
   const std::vector<std::size_t> old = lanes;
@@ -172,11 +197,40 @@ void split(const Seating& seating, const std::vector<std::size_t>& seats,
     const std::size_t ring = seats[rank];
     if (ring == kNoRing) continue;
     const std::vector<int32_t>& ranks = seating.rings[ring].lanes;
-    if (index(ranks.front()) != rank) continue;
+    if (seating.rings[ring].alone || index(ranks.front()) != rank) continue;
     for (const int32_t member : ranks) move(index(member), ring);
   }
   for (std::size_t rank = 0; rank < old.size(); ++rank) {
+    if (is_alone(seating, seats[rank])) move(rank, kAlone);
+  }
+  for (std::size_t rank = 0; rank < old.size(); ++rank) {
     if (seats[rank] == kNoRing) move(rank, kNoRing);
+  }
+}
+
+// The rings of a round, of lanes. Sequences that the ranks of a lane have for themselves become one
+// of their mean time.
+void outline_round(const Seating& seating, const std::vector<std::size_t>& lanes, std::size_t round,
+                   Seating& small) {
+  const std::vector<std::size_t>& seats = seating.rounds[round];
+  std::vector<std::size_t>& small_seats = small.rounds[round];
+  for (std::size_t rank = 0; rank < seats.size(); ++rank) {
+    if (seats[rank] == kNoRing) continue;
+    const SeatedRing& ring = seating.rings[seats[rank]];
+    if (index(ring.lanes.front()) != rank) continue;
+    if (ring.alone && small_seats[lanes[rank]] != kNoRing) {
+      small.rings[small_seats[lanes[rank]]].seconds += ring.seconds / small.weight[lanes[rank]];
+      continue;
+    }
+    const double seconds = ring.alone ? ring.seconds / small.weight[lanes[rank]] : ring.seconds;
+    SeatedRing seated{ring.sequence, ring.place, seconds, ring.alone, {}};
+    for (const int32_t member : ring.lanes) {
+      seated.lanes.push_back(static_cast<int32_t>(lanes[index(member)]));
+    }
+    std::sort(seated.lanes.begin(), seated.lanes.end());
+    seated.lanes.erase(std::unique(seated.lanes.begin(), seated.lanes.end()), seated.lanes.end());
+    for (const int32_t lane : seated.lanes) small_seats[index(lane)] = small.rings.size();
+    small.rings.push_back(std::move(seated));
   }
 }
 
@@ -187,11 +241,13 @@ Seating seat(const Problem& problem, const std::vector<LongSequence>& sequences,
   Seater seater(problem);
   RoundMaker maker(problem, sequences);
   double last_s = 0;
-  while (!maker.empty()) {
+  for (int64_t place = 0; !maker.empty(); ++place) {
     const std::vector<int32_t> ranks = seater.available(maker.longest().least, dealing.most_s);
-    const Round round = maker.take(static_cast<int64_t>(ranks.size()),
-                                   std::max(dealing.level_s, dealing.grade * last_s));
-    last_s = round.front().seconds;
+    const bool is_first_of_group = place % dealing.group == 0;
+    const double least_s = (is_first_of_group ? dealing.grade : 1.0) * last_s;
+    const Round round =
+        maker.take(static_cast<int64_t>(ranks.size()), std::max(dealing.level_s, least_s));
+    if (is_first_of_group) last_s = round.front().seconds;
     seater.add(round, ranks);
   }
   return seater.seating();
@@ -215,21 +271,13 @@ Outline outline(const Seating& seating) {
   small.weight.assign(num_lanes, 0.0);
   small.rounds.assign(seating.rounds.size(), std::vector<std::size_t>(num_lanes, kNoRing));
   for (std::size_t rank = 0; rank < lanes.size(); ++rank) {
-    small.ring_s[lanes[rank]] = seating.ring_s[rank];
+    small.ring_s[lanes[rank]] += seating.ring_s[rank];
     small.speed[lanes[rank]] = seating.speed[rank];
     small.weight[lanes[rank]] += 1;
-    for (std::size_t round = 0; round < seating.rounds.size(); ++round) {
-      small.rounds[round][lanes[rank]] = seating.rounds[round][rank];
-    }
   }
-  for (const SeatedRing& ring : seating.rings) {
-    SeatedRing seated{ring.sequence, ring.seconds, {}};
-    for (const int32_t rank : ring.lanes) {
-      seated.lanes.push_back(static_cast<int32_t>(lanes[index(rank)]));
-    }
-    std::sort(seated.lanes.begin(), seated.lanes.end());
-    seated.lanes.erase(std::unique(seated.lanes.begin(), seated.lanes.end()), seated.lanes.end());
-    small.rings.push_back(std::move(seated));
+  for (std::size_t lane = 0; lane < num_lanes; ++lane) small.ring_s[lane] /= small.weight[lane];
+  for (std::size_t round = 0; round < seating.rounds.size(); ++round) {
+    outline_round(seating, lanes, round, small);
   }
   return result;
 }

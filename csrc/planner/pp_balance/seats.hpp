@@ -14,7 +14,9 @@ constexpr std::size_t kNoRing = static_cast<std::size_t>(-1);
 // A ring with its lanes, ascending. A lane is a rank, or stands for several ranks that are alike.
 struct SeatedRing {
   SequenceId sequence = 0;
-  double seconds = 0;  // of its slowest member
+  std::size_t place = 0;  // of the sequence among all, longest first
+  double seconds = 0;     // of its slowest member
+  bool alone = false;     // each rank has a sequence for itself, and room for short ones
   std::vector<int32_t> lanes;
 };
 
@@ -31,6 +33,7 @@ struct Dealing {
   double level_s = 0;  // of a round, if degrees allow it
   double grade = 0;    // a round takes at least this part of the time of the one before
   double most_s = 0;   // a rank with so much to do takes part in no more rounds if others suffice
+  int64_t group = 1;   // so many rounds take alike times, if degrees allow it
 };
 
 // Deals and seats round after round, the longest first, on ranks that have the least to do so far,

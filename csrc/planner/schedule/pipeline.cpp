@@ -1,17 +1,35 @@
 #include "planner/schedule/pipeline.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace hdp {
 namespace {
 
 std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
+// The latest end of these members; several at once, because each maximum waits for the one before.
+double latest(const double* ends, const std::vector<std::size_t>& members, std::size_t first,
+              std::size_t last) {
+  constexpr std::size_t kLanes = 4;
+  double latest[kLanes] = {0, 0, 0, 0};
+  for (; first + kLanes <= last; first += kLanes) {
+    for (std::size_t i = 0; i < kLanes; ++i) {
+      latest[i] = std::max(latest[i], ends[members[first + i]]);
+    }
+  }
+  for (; first < last; ++first) latest[0] = std::max(latest[0], ends[members[first]]);
+  return std::max(std::max(latest[0], latest[1]), std::max(latest[2], latest[3]));
+}
+
 // Runs operations tick by tick. Micro-batches pass in groups through one chunk after the other;
 // passes through a chunk are counted, backward from the last chunk to the first. Stage s runs
-// forward i in tick i + s and backward j, which comes behind forward j + w(s), in tick j + w(s) + s:
-// forwards first, then backwards from the last stage to the first. So what an operation waits for is
-// in an earlier tick or earlier in its own.
+// forward i in tick i + s and backward j, which comes behind forward j + w(s), in tick
+// j + w(s) + s: forwards first, then backwards from the last stage to the first. So what an
+// operation waits for is in an earlier tick or earlier in its own.
+//
+// Ranks are lined up by the length of their lists, the longest first: those that have something at
+// a position are the first so many.
 class Ticks {
  public:
   Ticks(const Problem& problem, const std::vector<int32_t>& rank_offsets,
@@ -20,16 +38,12 @@ class Ticks {
         chunks_(index(problem.model_chunks)),
         group_(index(group_size(problem))),
         num_ranks_(index(num_ranks)),
-        rank_offsets_(rank_offsets),
-        ranks_(ranks),
         weights_(problem.row_weights),
-        clocks_(num_ranks_ * stages_, 0.0),
-        ends_(seconds.size(), 0.0),
-        forward_s_(seconds) {
+        clocks_(num_ranks_ * stages_, 0.0) {
     const auto rows = static_cast<double>(stages_ * chunks_);
     if (weights_.empty()) weights_.assign(stages_ * chunks_, 1 / rows);
-    for (double& one : forward_s_) one /= 3;
-    line_up();
+    line_up(rank_offsets, ranks);
+    fill_positions(rank_offsets, ranks, seconds);
   }
 
   std::vector<double> run() {
@@ -44,7 +58,9 @@ class Ticks {
         if (tick >= first && tick - first < passes) backward(tick - first, stage);
       }
     }
-    return {clocks_.begin(), clocks_.begin() + static_cast<std::ptrdiff_t>(num_ranks_)};
+    std::vector<double> ends;  // the last backward is on the first stage
+    for (const std::size_t line : line_of_rank_) ends.push_back(clocks_[line]);
+    return ends;
   }
 
  private:
@@ -53,29 +69,51 @@ class Ticks {
     std::size_t turn = 0;  // of its group: the chunk, backward counted from the last one
   };
 
-  // What stands at a position: micro-batches, and ranks with padding.
   struct Position {
-    std::vector<std::size_t> micro_batches;
-    std::vector<std::size_t> padded;
+    std::vector<double> forward_s;     // by line: all rows; 0 of padding
+    std::vector<double> ends;          // by line: of its latest operation
+    std::vector<std::size_t> members;  // lines of rings, ring after ring
+    std::vector<std::size_t> rings;    // where each ring ends in them
   };
 
-  void line_up() {
+  // Gives each rank its line and positions their sizes.
+  void line_up(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks) {
     std::vector<std::size_t> counts(num_ranks_, 0);
-    for (std::size_t m = 0; m < ends_.size(); ++m) {
-      const std::size_t position = counts[index(ranks_[index(rank_offsets_[m])])];
-      if (position == positions_.size()) positions_.emplace_back();
-      positions_[position].micro_batches.push_back(m);
-      for (auto i = rank_offsets_[m]; i < rank_offsets_[m + 1]; ++i) {
-        ++counts[index(ranks_[index(i)])];
-      }
+    for (auto i = index(rank_offsets.front()); i < index(rank_offsets.back()); ++i) {
+      ++counts[index(ranks[i])];
     }
-    if (group_ == 1) return;
-    padding_.assign(num_ranks_ * group_, 0.0);
-    positions_.resize((positions_.size() + group_ - 1) / group_ * group_);
+    for (std::size_t& count : counts) count = (count + group_ - 1) / group_ * group_;
+    const std::size_t most = *std::max_element(counts.begin(), counts.end());
+    std::vector<std::size_t> shorter_by(most + 1, 0);  // ranks, by what they lack of the longest
+    for (const std::size_t count : counts) ++shorter_by[most - count];
+    std::vector<std::size_t> next(most + 1, 0);  // line of the next such rank
+    std::partial_sum(shorter_by.begin(), shorter_by.end() - 1, next.begin() + 1);
+    positions_.resize(most);
+    for (std::size_t position = 0; position < most; ++position) {
+      const std::size_t size = next[most - position];
+      positions_[position].forward_s.assign(size, 0.0);
+      positions_[position].ends.assign(size, 0.0);
+    }
+    line_of_rank_.resize(num_ranks_);
     for (std::size_t rank = 0; rank < num_ranks_; ++rank) {
-      for (std::size_t at = counts[rank]; at % group_ != 0; ++at) {
-        positions_[at].padded.push_back(rank);
+      line_of_rank_[rank] = next[most - counts[rank]]++;
+    }
+  }
+
+  void fill_positions(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
+                      const std::vector<double>& seconds) {
+    std::vector<std::size_t> done(num_ranks_, 0);
+    for (std::size_t m = 0; m < seconds.size(); ++m) {
+      const std::size_t first = index(rank_offsets[m]);
+      const std::size_t last = index(rank_offsets[m + 1]);
+      Position& position = positions_[done[index(ranks[first])]];
+      for (std::size_t i = first; i < last; ++i) {
+        const std::size_t line = line_of_rank_[index(ranks[i])];
+        position.forward_s[line] = seconds[m] / 3;
+        if (last - first > 1) position.members.push_back(line);
+        ++done[index(ranks[i])];
       }
+      if (last - first > 1) position.rings.push_back(position.members.size());
     }
   }
 
@@ -92,44 +130,37 @@ class Ticks {
 
   void forward(std::size_t i, std::size_t stage) {
     const Pass now = pass(i);
-    run_position(now.position, stage, weights_[now.turn * stages_ + stage]);
+    run_position(positions_[now.position], stage, weights_[now.turn * stages_ + stage]);
   }
 
   void backward(std::size_t j, std::size_t stage) {
     const Pass now = pass(j);
     const std::size_t row = (chunks_ - 1 - now.turn) * stages_ + stage;
-    run_position(now.position, stage, 2 * weights_[row]);
+    run_position(positions_[now.position], stage, 2 * weights_[row]);
   }
 
   // Every micro-batch takes `passes` x its forward of all rows.
-  void run_position(std::size_t position, std::size_t stage, double passes) {
+  void run_position(Position& position, std::size_t stage, double passes) {
     double* clocks = clocks_.data() + stage * num_ranks_;
-    for (const std::size_t m : positions_[position].micro_batches) {
-      const int32_t* rank = ranks_.data() + rank_offsets_[m];
-      const int32_t* last = ranks_.data() + rank_offsets_[m + 1];
-      double end = ends_[m];
-      for (const int32_t* one = rank; one != last; ++one) end = std::max(end, clocks[*one]);
-      end += passes * forward_s_[m];
-      for (const int32_t* one = rank; one != last; ++one) clocks[*one] = end;
-      ends_[m] = end;
+    double* ends = position.ends.data();
+    const std::size_t num = position.ends.size();
+    for (std::size_t i = 0; i < num; ++i) ends[i] = std::max(ends[i], clocks[i]);
+    std::size_t begin = 0;
+    for (const std::size_t end : position.rings) {
+      const double start = latest(ends, position.members, begin, end);
+      for (; begin < end; ++begin) ends[position.members[begin]] = start;
     }
-    for (const std::size_t rank : positions_[position].padded) {
-      double& end = padding_[rank * group_ + position % group_];
-      end = clocks[rank] = std::max(clocks[rank], end);
-    }
+    const double* forward_s = position.forward_s.data();
+    for (std::size_t i = 0; i < num; ++i) clocks[i] = ends[i] += passes * forward_s[i];
   }
 
   std::size_t stages_;
   std::size_t chunks_;
   std::size_t group_;
   std::size_t num_ranks_;
-  const std::vector<int32_t>& rank_offsets_;
-  const std::vector<int32_t>& ranks_;
-  std::vector<double> weights_;    // by row
-  std::vector<double> clocks_;     // by stage, then rank
-  std::vector<double> ends_;       // of each micro-batch's latest operation
-  std::vector<double> forward_s_;  // of each micro-batch, all rows
-  std::vector<double> padding_;    // the same by rank, then place in its last group
+  std::vector<double> weights_;  // by row
+  std::vector<double> clocks_;   // by stage, then line
+  std::vector<std::size_t> line_of_rank_;
   std::vector<Position> positions_;
 };
 
