@@ -44,16 +44,18 @@ def test_other_processes_make_the_same_plans(hash_seed: str, num_threads: str) -
 
 
 def pipeline_fingerprints() -> list[int]:
-    lengths = preset_lengths("github", num_tokens=4 * 64 * 8192, max_length=64 * 8192, seed=2)
+    """Of problems that take the whole budget of the search."""
+    ranks, capacity = 512, 8192
     return [
         plan(
-            lengths,
-            ranks=64,
-            tokens_per_rank=8192,
-            pipeline_stages=4,
+            preset_lengths(preset, num_tokens=4 * ranks * capacity, max_length=2**20, seed=2),
+            ranks=ranks,
+            tokens_per_rank=capacity,
+            pipeline_stages=stages,
             virtual_stages=virtual_stages,
         ).fingerprint()
-        for virtual_stages in (1, 3)
+        for preset in ("github", "byted")
+        for stages, virtual_stages in ((4, 1), (8, 3))
     ]
 
 
