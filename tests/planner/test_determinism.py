@@ -44,7 +44,7 @@ def test_other_processes_make_the_same_plans(hash_seed: str, num_threads: str) -
 
 
 def pipeline_fingerprints() -> list[int]:
-    """Of problems that take the whole budget of the search."""
+    """Of problems that take the whole budget of the search, which has threads of its own."""
     ranks, capacity = 512, 8192
     return [
         plan(
@@ -59,28 +59,12 @@ def pipeline_fingerprints() -> list[int]:
     ]
 
 
-def test_one_core_makes_the_same_plans() -> None:
-    """pp-balance works with as many threads as there are cores."""
-    code = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "from tests.planner.test_determinism import pipeline_fingerprints; "
-        "print(*pipeline_fingerprints())"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert list(map(int, result.stdout.split())) == pipeline_fingerprints()
-
-
-def test_threads_make_the_same_plans() -> None:
-    alone = fingerprints()
+@pytest.mark.parametrize("make", [fingerprints, pipeline_fingerprints])
+def test_threads_make_the_same_plans(make: Callable[[], list[int]]) -> None:
+    alone = make()
     assert len(set(alone)) > len(alone) // 4  # the list tells plans apart
     with ThreadPoolExecutor(4) as pool:
-        together = [pool.submit(fingerprints) for _ in range(4)]
+        together = [pool.submit(make) for _ in range(4)]
     assert [future.result() for future in together] == [alone] * 4
 
 
