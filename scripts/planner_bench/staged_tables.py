@@ -20,7 +20,7 @@ _OURS_NOTE = (
     "optimal; both mean (worst) over the batches. *Efficiency*: total compute / ranks / P / "
     "makespan, mean. The target is max(total compute / ranks, the longest sequence alone) / P + "
     "(P - 1) / (P V) x a full single-rank micro-batch. *Time*: makespan with the one V / that with "
-    "the other, mean. *ms*: planning, one thread, median of several runs, mean over the batches."
+    "the other, mean. *ms*: planning, median of several runs, mean over the batches."
 )
 _BLIND_NOTE = (
     "Planned as without stages, then aligned with padding where micro-batches do not stand at one "

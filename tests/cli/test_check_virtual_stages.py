@@ -54,7 +54,7 @@ def test_the_proposal_is_printed_and_no_failure(tmp_path, capsys):
     *_, head, plain, two, four, proposal, verdict = capsys.readouterr().out.splitlines()
     assert head.split("  ")[1:] == TITLES
     assert [row.split()[:2] for row in (plain, two, four)] == [["1", "4"], ["2", "2"], ["4", "1"]]
-    assert proposal == f"  best: --{FLAG} {best}, not 1: the fewest within 1% of the fastest"
+    assert proposal == f"  best: --{FLAG} {best}, not 1: the fewest within 0.5% of the fastest"
     assert verdict == "sound"
     kept = finding(with_lines(tmp_path, *STAGES, f"{FLAG}: {best}"), 8)
     assert f"\n  best: --{FLAG} {best}, as it is\n" in as_text(kept)

@@ -162,7 +162,7 @@ def _virtual_stages(finding: Finding) -> list[str]:
         return lines
     flag = "--num-virtual-stages-per-pipeline-rank"
     take = f"{flag} {best}" if best > 1 else f"no {flag}"
-    now = "as it is" if best == own else f"not {own}: the fewest within {NEAR:.0%} of the fastest"
+    now = "as it is" if best == own else f"not {own}: the fewest within {NEAR:.1%} of the fastest"
     return [*lines, f"  best: {take}, {now}"]
 
 

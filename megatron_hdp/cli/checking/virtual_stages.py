@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NEAR = 0.01
+NEAR = 0.005
 """Steps that differ by less count as equally fast: each part more costs messages and kernels that
 planned times leave out."""
 
