@@ -8,6 +8,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "planner/base/side_by_side.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/pp_balance/fill.hpp"
@@ -215,6 +216,22 @@ void test_counts_are_multiples_of_a_group() {
   }
 }
 
+void test_side_by_side() {
+  std::vector<int> calls(100, 0);
+  hdp::side_by_side(calls.size(), [&](std::size_t i) { ++calls[i]; });
+  CHECK(calls == std::vector<int>(100, 1));
+  hdp::side_by_side(0, [](std::size_t) { CHECK(false); });
+  for (const std::size_t bad : {std::size_t{0}, std::size_t{99}}) {
+    try {
+      hdp::side_by_side(100, [&](std::size_t i) {
+        if (i == bad) throw std::invalid_argument("a task");
+      });
+      CHECK(false);
+    } catch (const std::invalid_argument&) {
+    }
+  }
+}
+
 void test_balance() {
   const hdp::Problem some = problem({90, 60, 40, 30, 5, 5, 5, 5, 4, 4, 4, 4, 4, 4, 4}, 8, 4, 20);
   const hdp::Plan plan = hdp::pp_balance(some);
@@ -235,5 +252,6 @@ void test_pipelines() {
   test_fill();
   test_a_sequence_for_oneself_gets_company();
   test_counts_are_multiples_of_a_group();
+  test_side_by_side();
   test_balance();
 }

@@ -41,10 +41,10 @@ def tables_of(text):
 
 def test_each_v_is_judged_as_itself_against_its_own_bound(bench):
     case = bench.cases.Case("github", 16, 1024, pipeline_stages=4)
-    request = case.request(0)
+    request = case.request(1)
     total_s = compute_s(request.lengths, request.cost_model).sum() / 16
     full_s = compute_s(np.array([1024]), request.cost_model)[0] + request.cost_model.g
-    results = list(bench.staged.measure_staged(case, 0, ["auto"], [1, 4], 1, 0))
+    results = list(bench.staged.measure_staged(case, 1, ["auto"], [1, 4], 1, 0))
     for chunks, one in zip((1, 4), results, strict=True):
         made = plan(
             request.lengths,

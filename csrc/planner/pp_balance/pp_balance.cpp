@@ -26,8 +26,11 @@ constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 // A sketch so much slower than the best one is not worked out.
 constexpr double kHopeless = 1.3;
 
-// The most sketches that become plans, for each unit of effort.
+// The most leaders that become plans; of small problems more sketches do, as many as place so many
+// sequences and ranks together, for each unit of effort, but not more than kMostDrafts.
 constexpr std::size_t kDrafts = 4;
+constexpr std::size_t kDraftWork = 20000;
+constexpr std::size_t kMostDrafts = 64;
 
 // Units and kinds of rounds of which the other decisions are improved.
 constexpr std::size_t kFamilies = 4;
@@ -226,14 +229,27 @@ class Search {
                           std::move(shares));
   }
 
-  // Of the leaders' plans; if short sequences are too few for all of these, the first that can be.
+  // The leaders first, then the fastest of all.
+  std::vector<const Sketched*> to_draft() const {
+    std::vector<const Sketched*> result = leaders(kDrafts);
+    const std::size_t size = order_.size() + static_cast<std::size_t>(problem_.num_ranks);
+    const std::size_t most = static_cast<std::size_t>(problem_.effort) * kDraftWork / size;
+    for (const Sketched& one : ranked_) {
+      if (result.size() >= std::min(most, kMostDrafts)) break;
+      if (std::find(result.begin(), result.end(), &one) == result.end()) result.push_back(&one);
+    }
+    return result;
+  }
+
+  // Of the most promising plans; if short sequences are too few for all of these, the first that
+  // can be.
   PipelineDraft best_draft() const {
-    const std::vector<const Sketched*> first = leaders(kDrafts);
+    const std::vector<const Sketched*> chosen = to_draft();
     PipelineDraft best;
-    for (std::size_t i = 0; i < first.size(); i += kDraftsAtOnce) {
-      if (kPromising * first[i]->sketch.makespan_s >= best.makespan_s) break;
-      std::vector<PipelineDraft> drafts(std::min(kDraftsAtOnce, first.size() - i));
-      side_by_side(drafts.size(), [&](std::size_t k) { drafts[k] = draft(*first[i + k]); });
+    for (std::size_t i = 0; i < chosen.size(); i += kDraftsAtOnce) {
+      if (kPromising * chosen[i]->sketch.makespan_s >= best.makespan_s) continue;
+      std::vector<PipelineDraft> drafts(std::min(kDraftsAtOnce, chosen.size() - i));
+      side_by_side(drafts.size(), [&](std::size_t k) { drafts[k] = draft(*chosen[i + k]); });
       for (PipelineDraft& one : drafts) {
         if (one.makespan_s < best.makespan_s) best = std::move(one);
       }
