@@ -19,7 +19,9 @@ def extension(name: str, bindings: str, room: str) -> Pybind11Extension:
         extra_compile_args=[
             *["-O3", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"],
             "-ffp-contract=off",  # fused multiply-add may change a plan
+            "-pthread",
         ],
+        extra_link_args=["-pthread"],
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CSRC, OBJECTS = ROOT / "csrc", ROOT / "build" / "cpp-tests"
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
 OPTIONS = ["-std=c++17", "-Og", "-g0", "-I", str(CSRC), *WARNINGS, *SANITIZERS]
 
