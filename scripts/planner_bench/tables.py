@@ -59,7 +59,7 @@ def tables(cases: Sequence[Case], strategies: Sequence[str], results: Sequence[R
     )
     lines += table(
         "Planning time",
-        "Milliseconds, one thread: median of several runs, mean over the seeds.",
+        "Milliseconds: median of several runs, mean over the seeds.",
         lambda of: _mean(of, "planning_ms", 1, ",.1f"),
         goal=False,
     )

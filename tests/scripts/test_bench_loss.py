@@ -1,24 +1,16 @@
 """The benchmark of the loss: its rows agree, what fails says so, ours must not fail."""
 
-import importlib.util
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "bench_loss.py"
+from tests.support.scripts import script_module
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_loss", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        patch.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
+    with script_module("gpu/bench_loss.py") as module:
         yield module
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import importlib
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,20 +11,15 @@ import pytest
 from megatron_hdp.planner import Plan, compute_s, evaluate, pipeline_lower_bound_s, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from tests.support.scripts import script_module
 
 
 @pytest.fixture(scope="module")
 def bench():
-    sys.path.insert(0, str(SCRIPTS))  # as Python does for a script
     names = ("cases", "staged", "staged_tables")
-    yield SimpleNamespace(
-        script=importlib.import_module("bench_planner"),
-        **{name: importlib.import_module(f"planner_bench.{name}") for name in names},
-    )
-    sys.path.remove(str(SCRIPTS))
-    del sys.modules["bench_planner"]
+    with script_module("bench_planner.py") as script:
+        parts = {name: importlib.import_module(f"planner_bench.{name}") for name in names}
+        yield SimpleNamespace(script=script, **parts)
 
 
 def tables_of(text):

@@ -1,7 +1,6 @@
 """The benchmark of planners runs, and its tables say what was measured and what was not."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,20 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B
+from tests.support.scripts import script_module
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_planner.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_planner", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a script
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
-    del sys.modules[spec.name]
+    with script_module("bench_planner.py") as module:
+        yield module
 
 
 def rows_of(text, title):

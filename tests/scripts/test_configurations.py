@@ -1,6 +1,5 @@
 """The page of configurations and their virtual stages come from one script."""
 
-import importlib.util
 import re
 import shutil
 import sys
@@ -8,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scripts import script_module
+
 ROOT = Path(__file__).parents[2]
 FLAG = "num-virtual-stages-per-pipeline-rank"
 
 
 @pytest.fixture(scope="module")
 def script():
-    path = ROOT / "scripts" / "configurations.py"
-    spec = importlib.util.spec_from_file_location("configurations", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with script_module("configurations.py") as module:
+        yield module
 
 
 def test_it_sets_what_is_proposed_and_writes_the_page(script, tmp_path, monkeypatch, capsys):

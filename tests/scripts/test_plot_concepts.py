@@ -1,20 +1,19 @@
 """The pictures of docs/concepts.md are drawn, all of them, and show what their numbers say."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import script_module
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("concepts", ROOT / "scripts/plot_concepts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with script_module("plot_concepts.py") as module:
+        yield module
 
 
 def test_the_page_shows_every_picture(script, tmp_path):

@@ -1,10 +1,11 @@
 """The picture of docs/data-plane.md shows every role of its table, as it was drawn."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import script_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data-plane.md").read_text()
@@ -12,11 +13,8 @@ PAGE = (ROOT / "docs" / "data-plane.md").read_text()
 
 @pytest.fixture(scope="module")
 def script():
-    path = ROOT / "scripts/plot_data_plane.py"
-    spec = importlib.util.spec_from_file_location("plot_data_plane", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with script_module("plot_data_plane.py") as module:
+        yield module
 
 
 def told(page):

@@ -1,10 +1,11 @@
 """A plan without and with virtual stages, one above the other: drawn, and the second is faster."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import script_module
 
 pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
 
@@ -14,11 +15,8 @@ CONFIG = str(ROOT / "configs" / "llama-70b-2m.yaml")
 
 @pytest.fixture(scope="module")
 def script():
-    path = ROOT / "scripts" / "plot_pipelines.py"
-    spec = importlib.util.spec_from_file_location("plot_pipelines", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with script_module("plot_pipelines.py") as module:
+        yield module
 
 
 def test_the_picture(script, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ namespace hdp {
 // The decisions besides the rounds.
 struct Arrangement {
   Rows rows;
-  double own_s = 0;  // greatest time of a micro-batch of short sequences
+  double own_s = 0;  // about the time of a micro-batch beside no ring
 };
 
 struct Sketch {
