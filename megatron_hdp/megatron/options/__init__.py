@@ -12,7 +12,8 @@ from megatron_hdp.megatron.options.arguments import (
     without_virtual_stages,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
-from megatron_hdp.megatron.options.groups import MoeOptions, ParallelOptions
+from megatron_hdp.megatron.options.groups import ParallelOptions
+from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices

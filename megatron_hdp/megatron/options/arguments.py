@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 from megatron_hdp.megatron.options.groups import (
     DataOptions,
-    ModelOptions,
-    MoeOptions,
     OptimizationOptions,
     ParallelOptions,
     RunOptions,
 )
+from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.stages import LayerCosts, StageSplit, parts_of, stage_weights
 

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments, expert_domain_size
-from megatron_hdp.megatron.options.groups import MoeOptions
+from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.options import OptionError, flag_of
 
 

@@ -1,0 +1,119 @@
+"""The options that say what the model is, under the names and defaults of Megatron's own flags.
+
+A field without ``None`` in its type has a value once `parse_arguments` has returned: it is
+required, or derived from others. Where a name or default differs from Megatron's, the help says so.
+"""
+
+from dataclasses import dataclass
+
+from megatron_hdp.options import option
+
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model."""
+
+    num_layers: int = option(
+        None, minimum=1, maximum=_MOST_LAYERS, required=True, help="Transformer layers."
+    )
+    hidden_size: int = option(None, minimum=1, required=True, help="Hidden size.")
+    ffn_hidden_size: int = option(
+        None, minimum=1, help="MLP size (default: 4 x hidden size, or 8/3 of it with --swiglu)."
+    )
+    num_attention_heads: int = option(None, minimum=1, required=True, help="Attention heads.")
+    group_query_attention: bool = option(False, help="Share keys and values between heads.")
+    num_query_groups: int = option(
+        None,
+        minimum=1,
+        help="Key and value heads; implies --group-query-attention (default with it: 1).",
+    )
+    kv_channels: int = option(
+        None, minimum=1, help="Size of a head (default: hidden size / attention heads)."
+    )
+    seq_length: int = option(
+        None, minimum=1, required=True, help="Context length: tokens of the longest sequence."
+    )
+    max_position_embeddings: int = option(
+        None, minimum=1, help="Positions of the model (default: --seq-length)."
+    )
+    position_embedding_type: str = option(
+        "rope", choices=("rope",), help="Position embedding; only rotary is supported."
+    )
+    rotary_base: int = option(
+        10000, minimum=1, maximum=2**53, help="Base of the rotary frequencies."
+    )
+    rotary_percent: float = option(
+        1.0, minimum=0.0, maximum=1.0, help="Share of a head's channels that is rotated."
+    )
+    normalization: str = option(
+        "LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Normalization layer."
+    )
+    norm_epsilon: float = option(
+        1e-5, minimum=0.0, maximum=1.0, help="Epsilon of the normalization."
+    )
+    swiglu: bool = option(False, help="Gated linear units with SiLU instead of GELU.")
+    untie_embeddings_and_output_weights: bool = option(
+        False, help="Give the output layer its own weights."
+    )
+    add_bias_linear: bool = option(
+        True, off_flag="--disable-bias-linear", help="Remove the bias from linear layers."
+    )
+    add_qkv_bias: bool = option(False, help="Bias in the QKV projection only.")
+    qk_layernorm: bool = option(False, help="Normalize queries and keys.")
+    init_method_std: float = option(0.02, minimum=0.0, help="Standard deviation of the weights.")
+    attention_dropout: float = option(
+        0.1, minimum=0.0, maximum=1.0, help="Dropout of attention; must be 0 with HDP."
+    )
+    hidden_dropout: float = option(
+        0.1,
+        minimum=0.0,
+        maximum=1.0,
+        help="Dropout of hidden states; with HDP, losses depend on the plan unless it is 0.",
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, minimum=1, maximum=2**20, help="Pad the vocabulary to a multiple of this."
+    )
+    bf16: bool = option(False, help="Train in bfloat16 (default: float32).")
+    fp64: bool = option(
+        False, help="Train in float64 on CPUs, to show that two runs are equal (not in Megatron)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeOptions:
+    """Mixture of experts."""
+
+    num_experts: int | None = option(
+        None, minimum=1, help="Experts of a layer (default: none, a plain MLP)."
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None, minimum=1, help="Size of an expert (default: --ffn-hidden-size)."
+    )
+    moe_router_topk: int = option(2, minimum=1, help="Experts that a token goes to.")
+    moe_router_pre_softmax: bool = option(
+        False, help="Softmax over all experts before the choice instead of over the chosen after."
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        help="What the balancing loss levels; with HDP none or seq_aux_loss.",
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0, minimum=0.0, help="Weight of the balancing loss (Megatron recommends 1e-2)."
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, minimum=0.0, help="Weight of the router's z-loss (Megatron recommends 1e-3)."
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        choices=("allgather", "alltoall"),
+        help="How tokens reach their experts; experts across HDP ranks need alltoall.",
+    )
+    expert_model_parallel_size: int = option(
+        1, minimum=1, help="Ranks that share the experts of a layer."
+    )
+    expert_tensor_parallel_size: int = option(
+        None, minimum=1, help="Ranks that share an expert (default: --tensor-model-parallel-size)."
+    )
