@@ -16,12 +16,23 @@ from megatron_hdp.runtime.ring.layout import TokenLayout
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 
 
-def full_attention(q, k, v):
-    """Causal attention of one whole sequence ``[s, heads, d]``, by definition."""
+def full_attention(q, k, v, window=None, sink=None):
+    """Causal attention of one whole sequence ``[s, heads, d]``, by definition.
+
+    A query sees the last `window` tokens up to itself; `sink` ``[heads]`` is one key more, without
+    a value.
+    """
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    hidden = everything.triu(1)
+    if window is not None:
+        hidden |= everything.tril(-window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sink is None:
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    scores = torch.cat((scores, sink[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], v)
 
 
 def random_sequence(length, seed, head_dim, dtype):
@@ -32,12 +43,19 @@ def random_sequence(length, seed, head_dim, dtype):
     return [x.to(dtype).double() for x in parts]
 
 
-def reference(inputs, dout, device):
-    """(out, dq, dk, dv) of one whole sequence."""
+def reference(inputs, dout, device, rows=slice(None), window=None, sink=None):
+    """Rows of (out, dq, dk, dv) of one whole sequence, and the sink's gradient by those rows."""
     inputs = [x.to(device).requires_grad_() for x in inputs]
-    out = full_attention(*inputs)
-    out.backward(dout.to(device))
-    return [x.cpu() for x in (out.detach(), *(x.grad for x in inputs))]
+    sink = None if sink is None else sink.detach().double().requires_grad_()
+    out = full_attention(*inputs, window, sink)
+    dout = dout.to(device)
+    grads = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    found = [x.detach().cpu()[rows] for x in (out, *grads)]
+    if sink is not None:
+        of_rows = torch.zeros_like(dout)
+        of_rows[rows] = dout[rows]
+        found += [x.cpu() for x in torch.autograd.grad(out, sink, of_rows)]
+    return found
 
 
 def slice_rows(length, degree, index):
@@ -51,9 +69,20 @@ def relative_error(found, expected):
 
 
 def errors_of_part(
-    attend, comm, ring, chunks, local_lengths, dtype=torch.float64, device="cpu", head_dim=8
+    attend,
+    comm,
+    ring,
+    chunks,
+    local_lengths,
+    dtype=torch.float64,
+    device="cpu",
+    head_dim=8,
+    window=None,
+    has_sink=False,
 ):
     """Relative errors of (out, dq, dk, dv) over this rank's tokens, or zeros outside the ring.
+
+    With a sink, of its gradient by this rank's tokens besides.
 
     Args:
         attend: the attention backend.
@@ -64,10 +93,12 @@ def errors_of_part(
         dtype: what the backend is given.
         device: where it runs.
         head_dim: of queries, keys and values.
+        window: tokens that a query sees, itself included; all unless given.
+        has_sink: whether each head has a sink.
     """
     rank, device = dist.get_rank(comm.group) if comm else ring[0], torch.device(device)
     if rank not in ring:
-        return [0.0] * 4
+        return [0.0] * (5 if has_sink else 4)
     degree, index = len(ring), ring.index(rank)
     lengths = [2 * degree * chunk for chunk in chunks] if degree > 1 else []
     wholes = [*((n, i) for i, n in enumerate(lengths))]
@@ -83,15 +114,23 @@ def errors_of_part(
         x.requires_grad_()
     slices = tuple(2 * chunk for chunk in chunks) if degree > 1 else ()
     layout = TokenLayout(tuple(ring), index, slices, tuple(local_lengths), device)
-    out = attend(q, k, v, layout, comm, SCALE)
+    sink = torch.linspace(-1, 2, HEADS).to(device, dtype).requires_grad_() if has_sink else None
+    how = {"window": window, "sink": sink}
+    how = {name: value for name, value in how.items() if value is not None}
+    out = attend(q, k, v, layout, comm, SCALE, **how)
     out.backward(dout)
-    expected = [reference(part[:3], part[3], device) for part in parts]
+    expected = [
+        reference(part[:3], part[3], device, of_part, window, sink)
+        for part, of_part in zip(parts, rows, strict=True)
+    ]
+    results = [out, q.grad, k.grad, v.grad]
+    wanted = [torch.cat([one[i] for one in expected]) for i in range(4)]
+    if sink is not None:
+        results.append(sink.grad)
+        wanted.append(torch.stack([one[4] for one in expected]).sum(0))
     return [
-        relative_error(
-            found.detach().cpu().double(),
-            torch.cat([e[i][r] for e, r in zip(expected, rows, strict=True)]),
-        )
-        for i, found in enumerate((out, q.grad, k.grad, v.grad))
+        relative_error(found.detach().cpu().double(), right)
+        for found, right in zip(results, wanted, strict=True)
     ]
 
 

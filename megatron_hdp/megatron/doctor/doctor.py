@@ -143,6 +143,10 @@ SEAMS = (
         "Megatron must not divide by anything of its own",
     ),
     Seam(
+        "megatron.core.transformer.transformer_config:TransformerConfig.softmax_type",
+        "HDP's attention has Megatron's sink, under its name; in a checkout it takes that one over",
+    ),
+    Seam(
         "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
         "ranks may run different numbers of micro-batches through it",
         parameter="num_microbatches",

@@ -61,6 +61,6 @@ def _adapt_attention(attention: Any, layer_number: int) -> None:
             f"hybrid data parallelism knows SelfAttention with {' or '.join(_CORE_ATTENTIONS)}, "
             f"layer {layer_number} has {found}"
         )
-    attention.core_attention = HdpCoreAttention(
-        attention.config, layer_number, AttnMaskType.causal, "self"
-    )
+    core_attention = HdpCoreAttention(attention.config, layer_number, AttnMaskType.causal, "self")
+    core_attention.take_over(attention.core_attention)
+    attention.core_attention = core_attention

@@ -92,7 +92,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "spec": (None, _GPT),
     "position_embedding_type": ("rope", _GPT),
     "window_size": (None, _GPT),
-    "softmax_type": ("vanilla", _GPT),
     "use_mup": (False, _GPT),
     "qk_clip": (False, "HDP's attention keeps no logits"),
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,6 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, RoutedCounts
@@ -67,9 +72,26 @@ class HdpCoreAttention(MegatronModule):
             "--context-parallel-size 1: HDP forms its own rings",
         )
         _refuse(config.window_size is not None, "sliding-window attention", "full attention")
-        _refuse(config.softmax_type != "vanilla", f"softmax {config.softmax_type!r}", "vanilla")
         scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        self._tensor_group = groups.tp
+        self._make_sink()
+
+    def _make_sink(self) -> None:
+        """A score for each head of this tensor-parallel rank, under stock's name; drawn elsewhere."""
+        heads = self.config.num_attention_heads // self._tensor_group.size()
+        sink = torch.zeros(heads, dtype=self.config.params_dtype)
+        if self.config.softmax_type == "learnable":
+            self.softmax_offset = _part_of_tensor_ranks(torch.nn.Parameter(sink))
+        else:
+            is_there = self.config.softmax_type == "off-by-one"
+            self.register_buffer("softmax_offset", sink if is_there else None, persistent=False)
+
+    def take_over(self, stock: torch.nn.Module) -> None:
+        """Puts the learnt sink of Megatron's attention in the place of this one's."""
+        if self.config.softmax_type == "learnable":
+            self.softmax_offset = _part_of_tensor_ranks(stock.softmax_offset)
 
     def forward(
         self,
@@ -109,8 +131,37 @@ class HdpCoreAttention(MegatronModule):
             params.layout,
             params.comm,
             self.scale,
+            sink=self.softmax_offset,
         )
         return out.reshape(out.shape[0], 1, -1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What a checkpoint holds: the learnt sink, if there is one, cut over tensor ranks."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tensor_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        return sharded
+
+
+def _part_of_tensor_ranks(sink: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Marks it as a part of a larger parameter, which Megatron forgets to.
+
+    Its gradient norm would count the part of one tensor-parallel rank only.
+    """
+    marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+    for name, value in marks.items():
+        setattr(sink, name, value)
+    return sink
 
 
 def _refuse(condition: bool, found: str, expected: str) -> None:

@@ -84,6 +84,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         qk_layernorm=arguments.qk_layernorm,
         init_method_std=arguments.init_method_std,
         attention_dropout=arguments.attention_dropout,
+        softmax_type=arguments.softmax_type,
         hidden_dropout=arguments.hidden_dropout,
         recompute_granularity=arguments.recompute_granularity,
         recompute_method=arguments.recompute_method,

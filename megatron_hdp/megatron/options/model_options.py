@@ -66,6 +66,12 @@ class ModelOptions:
     attention_dropout: float = option(
         0.1, minimum=0.0, maximum=1.0, help="Dropout of attention; must be 0 with HDP."
     )
+    softmax_type: str = option(
+        "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"),
+        help="Softmax of attention: plain, or with a sink beside the keys, a score of 0 or one that "
+        "each head learns.",
+    )
     hidden_dropout: float = option(
         0.1,
         minimum=0.0,

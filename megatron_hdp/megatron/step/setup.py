@@ -28,6 +28,7 @@ from megatron_hdp.runtime.attention import (
     Selection,
     select_attention,
     with_float32_rings,
+    with_own_ring,
 )
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.compilation import allow_variants
@@ -52,6 +53,7 @@ def build_executor(
     shapes = _shapes_of(arguments, place)
     attention = select_attention(*kind, arguments.hdp_attention, comm, shapes)
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
+    attention = with_own_ring(attention, *kind, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
     gradients = new_gradient_group(arguments) if len(chunks) > 1 else None
@@ -72,6 +74,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
         longest=arguments.seq_length,
         tokens_per_rank=tokens,
         num_ranks=num_ranks,
+        sink=arguments.softmax_type != "vanilla",
     )
 
 

@@ -2,6 +2,7 @@
 
 from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.by_degree import with_float32_rings
+from megatron_hdp.runtime.attention.by_layer import with_own_ring
 from megatron_hdp.runtime.attention.selection import Selection, select_attention
 
 __all__ = [
@@ -10,4 +11,5 @@ __all__ = [
     "Selection",
     "select_attention",
     "with_float32_rings",
+    "with_own_ring",
 ]

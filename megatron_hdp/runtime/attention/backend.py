@@ -23,6 +23,8 @@ class AttentionBackend(Protocol):
         layout: TokenLayout,
         comm: RingComm,
         scale: float,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends, together with the other members of the layout's ring.
 
@@ -33,9 +35,11 @@ class AttentionBackend(Protocol):
             layout: what the tokens are; equal ring slices on every member.
             comm: the HDP communicator; not used when the layout has no ring.
             scale: softmax scale, usually ``1 / sqrt(d)``.
+            sink: ``[heads]``; a score that stands in each query's softmax beside those of its keys
+                and has no value.
 
         Returns:
-            ``[t, heads, d]``, differentiable in `q`, `k` and `v`.
+            ``[t, heads, d]``, differentiable in `q`, `k`, `v` and `sink`.
 
         Raises:
             ValueError: the tensors do not have the layout's tokens.
@@ -57,6 +61,8 @@ class RunShapes:
     """The most tokens of a micro-batch."""
     num_ranks: int = 1
     """HDP ranks: members of the largest ring that is not for another backend."""
+    sink: bool = False
+    """Whether layers have a sink."""
 
 
 NO_RUN = RunShapes()

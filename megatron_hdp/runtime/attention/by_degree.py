@@ -36,11 +36,13 @@ class AttentionByDegree:
         layout: TokenLayout,
         comm: RingComm,
         scale: float,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         is_long = layout.degree >= self._least_degree
         attend = self._long_rings if is_long else self._others
-        return attend(q, k, v, layout, comm, scale)
+        return attend(q, k, v, layout, comm, scale, sink=sink)
 
 
 def with_float32_rings(

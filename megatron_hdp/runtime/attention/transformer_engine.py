@@ -57,8 +57,11 @@ class TransformerEngineAttention:
         layout: TokenLayout,
         comm: RingComm,
         scale: float,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `attention.AttentionBackend`."""
+        """See `attention.AttentionBackend`; layers with a sink are for another one."""
+        assert sink is None, "AttentionByLayer keeps sinks away"
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
         if not layout.ring_slices:

@@ -28,7 +28,7 @@ def try_out(
     head_dim: int,
     shapes: RunShapes = NO_RUN,
 ) -> None:
-    """Tries whole sequences, with the run's heads.
+    """Tries whole sequences, with the run's heads; on our own ring, with a sink if it has one.
 
     Raises:
         RuntimeError: output or gradients differ; the message says by how much.
@@ -37,13 +37,18 @@ def try_out(
     no_ring: Any = None  # nothing is sent
     exact = RingAttention(MatmulKernel())
     scale = head_dim**-0.5
-    _compare(
-        backend.name,
-        f"{_LENGTHS} tokens",
-        lambda q, k, v: backend(q, k, v, layout, no_ring, scale),
-        [lambda q, k, v: exact(q, k, v, layout, no_ring, scale)],
-        _random(device, dtype, head_dim, shapes),
-    )
+    inputs = _random(device, dtype, head_dim, shapes)
+    kinds: dict[str, dict[str, Any]] = {"": {}}
+    if shapes.sink and isinstance(backend, RingAttention):
+        kinds[" with a sink"] = {"sink": inputs[0][0, :, 0]}
+    for kind, how in kinds.items():
+        _compare(
+            backend.name,
+            f"{_LENGTHS} tokens{kind}",
+            lambda q, k, v, how=how: backend(q, k, v, layout, no_ring, scale, **how),
+            [lambda q, k, v, how=how: exact(q, k, v, layout, no_ring, scale, **how)],
+            inputs,
+        )
 
 
 def try_out_ring(

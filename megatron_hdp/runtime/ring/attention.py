@@ -35,11 +35,13 @@ class RingAttention:
         layout: TokenLayout,
         comm: RingComm,
         scale: float,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.AttentionBackend`."""
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
-        return _RingAttention.apply(q, k, v, layout, comm, self.kernel, scale)
+        return _RingAttention.apply(q, k, v, sink, layout, comm, self.kernel, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -49,6 +51,7 @@ class _RingAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sink: torch.Tensor | None,
         layout: TokenLayout,
         comm: RingComm,
         kernel: AttentionKernel,
@@ -74,13 +77,15 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _merge(total, total_lse, rows, block_out, block_lse)
             out[ring], lse[ring] = total, total_lse
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sink is not None:
+            out, lse = _with_sink(out, lse, sink)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
         ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
         if layout.ring_slices:
@@ -117,7 +122,28 @@ class _RingAttention(torch.autograd.Function):
             dq[ring] = dq_total
             dk[ring] += dkv[0]
             dv[ring] += dkv[1]
-        return dq, dk, dv, None, None, None, None
+        dsink = None if sink is None else _gradient_of_sink(sink, dout, out, lse)
+        return dq, dk, dv, dsink, None, None, None, None
+
+
+def _with_sink(
+    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp with the sink's score in every softmax, whose value is zero.
+
+    Given these, backward of the blocks is right as it is: weights and row sums come from them.
+    """
+    total = torch.logaddexp(lse, sink.to(lse.dtype))
+    return (out * (lse - total).exp()[..., None]).to(out.dtype), total
+
+
+def _gradient_of_sink(
+    sink: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """The sink's weight times minus the row sum of every token; `dout` of padding is zero."""
+    weight = (sink.to(lse.dtype) - lse).exp()
+    row_sum = (dout.to(lse.dtype) * out).sum(-1)
+    return -(weight * row_sum).sum(0).to(sink.dtype)
 
 
 def _travelling_kv(

@@ -1,10 +1,13 @@
 """Ring attention alone against full attention in float64, forward and backward."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
+from megatron_hdp.runtime.ring import attention
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from tests.support.ring_cases import KV_HEADS, errors_of_part, gloo_comm
@@ -12,10 +15,12 @@ from tests.support.ring_cases import KV_HEADS, errors_of_part, gloo_comm
 HEAD_DIM = 8
 
 
-def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=None):
+def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=None, **how):
     """Largest relative error of (out, dq, dk, dv) over this rank's tokens; (error, bytes sent)."""
     comm, attend = gloo_comm(), RingAttention(kernel or CpuFlashKernel())
-    errors = errors_of_part(attend, comm, ring, chunks, local_lengths, dtype, head_dim=HEAD_DIM)
+    errors = errors_of_part(
+        attend, comm, ring, chunks, local_lengths, dtype, head_dim=HEAD_DIM, **how
+    )
     return max(errors), comm.bytes_sent
 
 
@@ -33,6 +38,30 @@ def test_ring_equals_full_attention(run_ranks, degree):
 def test_one_ring_sequence_and_a_rank_outside_the_ring(run_ranks):
     results = run_ranks(4, attend_on_one_rank, [3, 0, 2], chunks=[9], local_lengths=[])
     assert max(error for error, _ in results) < 1e-13
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_a_sink_is_one_key_more(run_ranks, degree):
+    ring = list(range(degree))
+    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1, 8], [7, 1], has_sink=True)
+    assert max(error for error, _ in results) < 1e-13
+
+
+def attend_with_half_the_gradient_of_the_sink():
+    right = attention._gradient_of_sink
+    with mock.patch.object(attention, "_gradient_of_sink", lambda *how: right(*how) / 2):
+        return attend_on_one_rank([0], [], [7, 3], has_sink=True)
+
+
+def test_a_wrong_gradient_of_the_sink_is_seen(run_ranks):
+    ((error, _),) = run_ranks(1, attend_with_half_the_gradient_of_the_sink)
+    assert error == pytest.approx(0.5)
+
+
+def test_a_sink_in_bfloat16_stays_near_float64(run_ranks):
+    how = {"dtype": torch.bfloat16, "has_sink": True}
+    results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], **how)
+    assert 1e-4 < max(error for error, _ in results) < 2e-2
 
 
 def test_bfloat16_stays_near_float64(run_ranks):

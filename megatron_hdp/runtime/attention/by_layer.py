@@ -1,0 +1,70 @@
+"""Two attention backends in one run: layers with a sink by our own ring.
+
+TransformerEngine's rings know none, and its attention gives no log-sum-exp to add one afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
+from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
+
+
+class AttentionByLayer:
+    """Layers with a sink by one backend, all others by another.
+
+    All ranks that run a layer choose alike.
+
+    Args:
+        plain: of layers without.
+        others: of layers with a sink.
+    """
+
+    def __init__(self, plain: AttentionBackend, others: AttentionBackend) -> None:
+        self._plain, self._others = plain, others
+        self.name = f"{plain.name}, layers with a sink by {others.name}"
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+        *,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        if sink is None:
+            return self._plain(q, k, v, layout, comm, scale)
+        return self._others(q, k, v, layout, comm, scale, sink=sink)
+
+
+def with_own_ring(
+    selection: Selection, device: torch.device, dtype: torch.dtype, head_dim: int, shapes: RunShapes
+) -> Selection:
+    """The selection, with layers that have a sink by our own ring.
+
+    Args:
+        selection: for all else; if it is our own ring already, it stays as it is.
+        device: as in `select_attention`.
+        dtype: as in `select_attention`.
+        head_dim: as in `select_attention`.
+        shapes: as in `select_attention`.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if not shapes.sink or isinstance(selection.backend, RingAttention):
+        return selection
+    ours = select_attention(device, dtype, head_dim, OUR_RING, shapes=shapes)
+    return replace(
+        selection,
+        backend=AttentionByLayer(selection.backend, ours.backend),
+        refused=selection.refused | ours.refused,
+    )
