@@ -79,7 +79,7 @@ class HdpCoreAttention(MegatronModule):
         self._make_sink()
 
     def _make_sink(self) -> None:
-        """A score for each head of this tensor-parallel rank, under stock's name; drawn elsewhere."""
+        """A score for each of this tensor-parallel rank's heads, under stock's name."""
         heads = self.config.num_attention_heads // self._tensor_group.size()
         sink = torch.zeros(heads, dtype=self.config.params_dtype)
         if self.config.softmax_type == "learnable":

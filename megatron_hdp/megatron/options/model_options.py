@@ -69,8 +69,8 @@ class ModelOptions:
     softmax_type: str = option(
         "vanilla",
         choices=("vanilla", "off-by-one", "learnable"),
-        help="Softmax of attention: plain, or with a sink beside the keys, a score of 0 or one that "
-        "each head learns.",
+        help="Softmax of attention: plain, or with a sink beside the keys, whose score is 0 or "
+        "learnt by each head.",
     )
     hidden_dropout: float = option(
         0.1,

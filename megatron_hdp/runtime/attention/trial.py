@@ -45,8 +45,8 @@ def try_out(
         _compare(
             backend.name,
             f"{_LENGTHS} tokens{kind}",
-            lambda q, k, v, how=how: backend(q, k, v, layout, no_ring, scale, **how),
-            [lambda q, k, v, how=how: exact(q, k, v, layout, no_ring, scale, **how)],
+            partial(backend, layout=layout, comm=no_ring, scale=scale, **how),
+            [partial(exact, layout=layout, comm=no_ring, scale=scale, **how)],
             inputs,
         )
 
