@@ -23,10 +23,11 @@ ROOMS: dict[str, set[str]] = {
     "compiled": set(),
     "processes": set(),
     "planner": set(),
-    "planner/memory": {"planner/stages"},
     "planner/online": {"planner"},
     "planner/experts": {"planner"},
-    "planner/stages": {"planner"},
+    "planner/shape": {"planner"},
+    "planner/stages": {"planner/shape"},
+    "planner/memory": {"planner/shape", "planner/stages"},
     "data": {"planner"},
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
@@ -84,7 +85,7 @@ ROOMS: dict[str, set[str]] = {
     "plugin": {"megatron", "runtime", "training"},
     "ray_launch": set(),
     "__main__": {"plugin"},
-    "cli/shared": {"planner"},
+    "cli/shared": {"planner", "megatron/options"},
     "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
     "cli/checking": {"planner", "data", "megatron", "simulator"},
     "cli": {
@@ -102,10 +103,11 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # Megatron too early, or where it is not needed.
 FACES = {
     *{
-        "planner/memory",
         "planner/online",
         "planner/experts",
+        "planner/shape",
         "planner/stages",
+        "planner/memory",
         "runtime/cuda",
         "runtime/health",
         "runtime/kernels",

@@ -83,7 +83,7 @@ def setting_of(
         cost_model=cost_model,
         num_gpus=arguments.gpus,
         pipeline=Pipeline(
-            job.stages, job.model_chunks, planned_weights(options, job.vocab_size) or ()
+            job.stages, job.model_chunks, planned_weights(options, job.shape.vocab_size) or ()
         ),
         lockstep_ranks=expert_domain_size(options),
         max_length=options.seq_length,

@@ -214,7 +214,7 @@ class CostModel:
     def from_model_shape(
         cls,
         num_layers: int,
-        hidden_size: int,
+        hidden_size: float,
         num_parameters: float,
         kv_bytes_per_token: float,
         flops_per_s: float = 400e12,
@@ -225,7 +225,7 @@ class CostModel:
 
         Args:
             num_layers: Transformer layers L.
-            hidden_size: Hidden size H.
+            hidden_size: Hidden size H, or the channels of attention where they are others.
             num_parameters: Parameters that take part in a token's forward pass P.
             kv_bytes_per_token: Bytes of K and V of one token over all layers.
             flops_per_s: FLOP a second that one HDP rank reaches.

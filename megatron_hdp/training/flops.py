@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, model_shape
 
 _PASSES = 3  # forward; backward with respect to inputs and to weights
 
@@ -32,16 +32,11 @@ class ModelFlops:
             arguments: its shape.
             vocab_size: entries of the tokenizer; what they are padded to does not count.
         """
-        hidden_size = arguments.hidden_size
-        query_size = arguments.num_attention_heads * arguments.kv_channels
-        kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
-        attention_weights = hidden_size * (query_size + kv_size) + query_size * hidden_size
-        layer_weights = attention_weights + _mlp_weights(arguments)
-        weights = arguments.num_layers * layer_weights + hidden_size * vocab_size
-        scores_and_values = 2 * query_size / 2  # two products, half of the square each
+        shape = model_shape(arguments, vocab_size)
+        scores_and_values = 2 * shape.attention_width / 2  # two products, half of the square each
         return cls(
-            per_token=_PASSES * 2.0 * weights,
-            per_squared_token=_PASSES * 2.0 * arguments.num_layers * scores_and_values,
+            per_token=_PASSES * 2.0 * shape.active_parameters,
+            per_squared_token=_PASSES * 2.0 * scores_and_values,
         )
 
     def of_batch(self, tokens: int, squared_tokens: int) -> float:
@@ -52,16 +47,3 @@ class ModelFlops:
             squared_tokens: sum of their squares.
         """
         return self.per_token * tokens + self.per_squared_token * squared_tokens
-
-
-def _mlp_weights(arguments: TrainingArguments) -> int:
-    """Weights of one layer's MLP that a token meets; of experts those it goes to, and the router.
-
-    A gated MLP has two inner matrices.
-    """
-    weights_a_unit = (3 if arguments.swiglu else 2) * arguments.hidden_size
-    if arguments.num_experts is None:
-        return weights_a_unit * arguments.ffn_hidden_size
-    expert_size = arguments.moe_ffn_hidden_size or arguments.ffn_hidden_size
-    router_weights = arguments.hidden_size * arguments.num_experts
-    return arguments.moe_router_topk * weights_a_unit * expert_size + router_weights

@@ -134,7 +134,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
         validation=validation,
         state=state,
         checkpoints=Checkpoints(arguments, state, parallel.say),
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=arguments.vocab_size or tokenizer.vocab_size,
         plane=plane,
     )
 

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from bytescale.paper import PIPELINED, Row
 
-from megatron_hdp.cli.checking import job_of, parameters_of_a_token
+from megatron_hdp.cli.checking import job_of
 from megatron_hdp.megatron.options import parse_arguments, without_virtual_stages
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, fullest_stage
-from megatron_hdp.planner.models import model_of
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.shape import model_of
 from megatron_hdp.simulator.execution import Machine, Setting
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
@@ -96,12 +96,12 @@ def job_with(model: str, gpus: int, layout: Layout, tokens_per_rank: int) -> Job
 def cost_model_of(model: str, job: Job, layout: Layout, constants: Constants) -> CostModel:
     """Costs of an HDP rank."""
     shape = model_of(model)
-    hidden_size = shape.num_attention_heads * shape.kv_channels
+    hidden_size = shape.attention_width
     one = CostModel.of_tensor_ranks(
         layout.tensor_ranks,
         num_layers=shape.num_layers,
         hidden_size=hidden_size,
-        num_parameters=parameters_of_a_token(job),
+        num_parameters=job.shape.active_parameters,
         kv_bytes_per_token=shape.kv_bytes_per_token * constants.ring_traffic,
         flops_per_s=constants.linear_flops_per_s,
         intra_node_bytes_per_s=constants.nvlink_bytes_per_s,

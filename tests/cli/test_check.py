@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.cli.check import memory_bytes
-from megatron_hdp.cli.checking import as_text, check, cost_model_of, job_of, parameters_of_a_token
+from megatron_hdp.cli.checking import as_text, check, cost_model_of, job_of
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.memory.gpu import (
@@ -19,7 +19,7 @@ from megatron_hdp.planner.memory.gpu import (
     most_tokens_per_rank,
     stage_memory,
 )
-from megatron_hdp.planner.models import MODELS
+from megatron_hdp.planner.shape import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAGE = (CONFIGS.parent / "docs" / "configurations.md").read_text()
@@ -104,11 +104,11 @@ def test_a_shipped_configuration_is_sound_on_80_gb(name):
         assert found.context_tokens == CONTEXTS[context]
         assert found.step.num_tokens == 2**25
         assert (found.step.num_positions is not None) == (model in EXPERTS_ACROSS_RANKS_GPUS)
-        assert (found.step.exchanged_bytes > 0) == (found.job.num_experts > 0)
+        assert (found.step.exchanged_bytes > 0) == (found.job.shape.has_experts)
     if model in PAPER_GPUS:
         shape = MODELS[model]
-        assert found.job.num_layers == shape.num_layers
-        assert found.job.num_query_groups == shape.num_query_groups
+        assert found.job.shape.num_layers == shape.num_layers
+        assert found.job.shape.travelling_size == shape.travelling_size
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
@@ -227,8 +227,8 @@ def test_a_mixture_of_many_experts_has_the_size_of_published_ones():
     job = job_of(arguments, 512, 151_936)
     whole = replace(job, expert_ranks=1)
     assert stage_memory(whole, 0).weights == pytest.approx(2 * 30.5e9, rel=0.01)
-    embedding = job.vocab_size * job.hidden_size
-    assert parameters_of_a_token(job) + embedding == pytest.approx(3.35e9, rel=0.01)
+    embedding = job.shape.embedding
+    assert job.shape.active_parameters + embedding == pytest.approx(3.35e9, rel=0.01)
 
 
 def test_experts_are_costed_apart(tmp_path):
@@ -243,7 +243,7 @@ def test_experts_are_costed_apart(tmp_path):
         costs = cost_model_of(options, job)
         experts = 8 * 2 * 3 * 1024 * 1408
         assert costs.b_experts == pytest.approx(factor * 6 * experts / 400e12)
-        linear = factor * 6 * parameters_of_a_token(job) / 400e12
+        linear = factor * 6 * job.shape.active_parameters / 400e12
         assert costs.linear_s_per_token == pytest.approx(linear)
 
 
@@ -277,8 +277,9 @@ def test_what_saves_memory_saves_memory(tmp_path, lines, smaller):
 def test_the_fused_loss_makes_nothing_that_grows_with_the_vocabulary(tmp_path):
     """Beyond a chunk of logits: the weights' gradient goes into the buffer of gradients."""
     small = finding(with_lines(tmp_path), 8).job
-    small = replace(small, tokens_per_rank=32768, vocab_size=128_000)
-    large = replace(small, vocab_size=256_000)
+    shape = replace(small.shape, vocab_size=128_000)
+    small = replace(small, tokens_per_rank=32768, shape=shape)
+    large = replace(small, shape=replace(shape, vocab_size=256_000))
     stages = [stage_memory(job, job.stages - 1) for job in (small, large)]
     assert stages[0].loss == stages[1].loss and stages[0].gradients < stages[1].gradients
     with_logits = [replace(job, fused_loss=False) for job in (small, large)]

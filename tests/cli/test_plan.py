@@ -365,7 +365,7 @@ def test_the_flag_offers_the_strategies_there_are():
 
 def test_the_help_names_the_models_there_are():
     from megatron_hdp.cli.shared.ranks import _MODELS
-    from megatron_hdp.planner.models import MODELS
+    from megatron_hdp.planner.shape import MODELS
 
     named = _MODELS.split(", ")
     assert len(named) == len(MODELS)

@@ -110,7 +110,7 @@ def test_unequal_virtual_stages_are_executed_as_they_are_evaluated(
     pipeline, costs = setting.pipeline, setting.cost_model
     assert (pipeline.stages, pipeline.chunks) == (2, 2)
     assert setting.job is not None and setting.lockstep_ranks == (4 if more else 1)
-    assert pipeline.weights == planned_weights(options, setting.job.vocab_size)
+    assert pipeline.weights == planned_weights(options, setting.job.shape.vocab_size)
     assert pipeline.weights[0] < pipeline.weights[1] < pipeline.weights[3]
     made = setting.planned(
         preset_lengths("byted", num_tokens=2**18, max_length=2**16, seed=0), "auto"

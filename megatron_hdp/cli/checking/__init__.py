@@ -6,7 +6,6 @@ from megatron_hdp.cli.checking.job import degree_refusals, job_of
 from megatron_hdp.cli.checking.planned_step import (
     cost_model_of,
     flops_of,
-    parameters_of_a_token,
     preset_batch,
 )
 from megatron_hdp.cli.checking.report import as_json, as_text
@@ -20,6 +19,5 @@ __all__ = [
     "degree_refusals",
     "flops_of",
     "job_of",
-    "parameters_of_a_token",
     "preset_batch",
 ]

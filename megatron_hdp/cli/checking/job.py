@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.options import num_model_chunks, stage_split
+from megatron_hdp.megatron.options import model_shape, num_model_chunks, stage_split
 from megatron_hdp.planner.memory import Job
 
 if TYPE_CHECKING:
@@ -15,26 +15,15 @@ _OTHER_VOCABULARY = 128_256  # LLaMA 3's
 
 def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None = None) -> Job:
     """The job that parsed options describe."""
+    vocab_size = vocab_size or arguments.vocab_size
     if vocab_size is None:
         is_byte = arguments.tokenizer_type == "byte"
         vocab_size = _BYTE_VOCABULARY if is_byte else _OTHER_VOCABULARY
     tensor_ranks = arguments.tensor_model_parallel_size
     # as the model pads it under HDP
     multiple = math.lcm(arguments.make_vocab_size_divisible_by, tensor_ranks)
-    experts = arguments.num_experts or 0
     return Job(
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_query_groups=arguments.num_query_groups,
-        kv_channels=arguments.kv_channels,
-        ffn_hidden_size=(experts and arguments.moe_ffn_hidden_size) or arguments.ffn_hidden_size,
-        gated=arguments.swiglu,
-        rotary_percent=arguments.rotary_percent,
-        num_experts=experts,
-        experts_per_token=arguments.moe_router_topk if experts else 1,
-        vocab_size=-(-vocab_size // multiple) * multiple,
-        tied_embeddings=not arguments.untie_embeddings_and_output_weights,
+        shape=model_shape(arguments, -(-vocab_size // multiple) * multiple),
         num_gpus=num_gpus,
         tensor_ranks=tensor_ranks,
         sequence_parallel=arguments.sequence_parallel,
@@ -42,7 +31,7 @@ def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None
         model_chunks=num_model_chunks(arguments),
         stage_layers=stage_split(arguments).layers,
         expert_ranks=arguments.expert_model_parallel_size,
-        expert_tensor_ranks=arguments.expert_tensor_parallel_size if experts else 1,
+        expert_tensor_ranks=arguments.expert_tensor_parallel_size if arguments.num_experts else 1,
         bf16=arguments.bf16,
         distributed_optimizer=arguments.use_distributed_optimizer,
         fused_loss=arguments.hdp_fused_loss,

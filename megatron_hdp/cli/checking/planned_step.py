@@ -17,7 +17,6 @@ from megatron_hdp.planner import CostModel, Plan, plan
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
-from megatron_hdp.planner.models import active_parameters, expert_parameters
 from megatron_hdp.planner.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -63,15 +62,16 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     if arguments.cost_model_file is not None:
         measured = CostModel.from_json(arguments.cost_model_file)
         return _with_layers(measured, arguments, job)
+    shape = job.shape
     model = CostModel.of_tensor_ranks(
         job.tensor_ranks,
-        num_layers=job.num_layers,
-        hidden_size=job.query_size,
-        num_parameters=parameters_of_a_token(job),
-        expert_parameters=_expert_parameters(job),
-        kv_bytes_per_token=job.num_layers * 2 * job.kv_size * job.value_bytes,
+        num_layers=shape.num_layers,
+        hidden_size=shape.attention_width / shape.num_layers,
+        num_parameters=shape.active_parameters,
+        expert_parameters=shape.expert_parameters,
+        kv_bytes_per_token=shape.travelling_size * job.value_bytes,
         flops_per_s=GPU_FLOPS_PER_S,
-        activation_bytes_per_token=kept_after_forward(job) * job.num_layers * job.tensor_ranks,
+        activation_bytes_per_token=kept_after_forward(job) * shape.num_layers * job.tensor_ranks,
     )
     again = _FORWARD / _PASSES * job.recomputed_share
     attention = _FORWARD / _PASSES if job.recompute == "selective" else again
@@ -103,41 +103,10 @@ def _with_layers(measured: CostModel, arguments: "TrainingArguments", job: Job) 
     return replace(measured, num_layers=planned_layers(arguments))
 
 
-def parameters_of_a_token(job: Job) -> int:
-    """Parameters that multiply a token in a forward pass."""
-    return active_parameters(
-        num_layers=job.num_layers,
-        hidden_size=job.hidden_size,
-        num_attention_heads=job.num_attention_heads,
-        num_query_groups=job.num_query_groups,
-        kv_channels=job.kv_channels,
-        ffn_hidden_size=job.ffn_hidden_size,
-        gated=job.gated,
-        experts_per_token=job.experts_per_token,
-        num_experts=job.num_experts,
-        vocab_size=job.vocab_size,
-    )
-
-
-def _expert_parameters(job: Job) -> int:
-    """Those of them that are experts'."""
-    if not job.num_experts:
-        return 0
-    return expert_parameters(
-        num_layers=job.num_layers,
-        hidden_size=job.hidden_size,
-        ffn_hidden_size=job.ffn_hidden_size,
-        gated=job.gated,
-        experts_per_token=job.experts_per_token,
-    )
-
-
 def _exchanged_bytes_per_token(job: Job) -> float:
     """Of a token that goes to its experts in all layers, and comes back."""
-    if not job.num_experts:
-        return 0.0
     return exchanged_bytes_per_token(
-        values_per_token=job.num_layers * job.experts_per_token * job.hidden_size,
+        values_per_token=job.shape.sent_to_experts,
         value_bytes=job.value_bytes,
         expert_ranks=job.expert_ranks,
     )
@@ -145,7 +114,7 @@ def _exchanged_bytes_per_token(job: Job) -> float:
 
 def flops_of(job: Job) -> tuple[float, float]:
     """The model's FLOP forward and backward: of a token, and of causal attention by length^2."""
-    return 6.0 * parameters_of_a_token(job), 6.0 * job.num_layers * job.query_size
+    return 6.0 * job.shape.active_parameters, 6.0 * job.shape.attention_width
 
 
 def preset_batch(
@@ -201,7 +170,7 @@ def plan_step(
 
 
 def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
-    weights = planned_weights(arguments, job.vocab_size) or ()
+    weights = planned_weights(arguments, job.shape.vocab_size) or ()
     pipeline = Pipeline(job.stages, job.model_chunks, weights)
     planned = planned_for(
         arguments.hdp_strategy,

@@ -7,6 +7,7 @@ import orjson
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
+from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.units import seconds
 
 _ROWS = (
@@ -25,7 +26,10 @@ _ROWS = (
 
 def as_json(finding: Finding) -> str:
     """All figures; sizes in bytes, times in seconds."""
-    figures = asdict(finding) | {
+    figures = asdict(finding)
+    if finding.job:
+        figures["job"]["shape"] = _sizes(finding.job.shape)
+    figures |= {
         "is_sound": finding.is_sound,
         "reserve_bytes": finding.reserve_bytes,
         "node_host_bytes": finding.node_host_bytes,
@@ -33,6 +37,17 @@ def as_json(finding: Finding) -> str:
         "hdp_ranks": finding.job.hdp_ranks if finding.job else None,
     }
     return orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode()
+
+
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """A model in a few numbers."""
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "parameters": shape.parameters,
+        "active_parameters": shape.active_parameters,
+    }
 
 
 def as_text(finding: Finding) -> str:
@@ -49,11 +64,11 @@ def as_text(finding: Finding) -> str:
 
 def _headline(finding: Finding, job: Job) -> str:
     stages = f" x {job.stages} stages" if job.stages > 1 else ""
-    experts = f", experts over {job.expert_ranks} ranks" if job.num_experts else ""
+    experts = f", experts over {job.expert_ranks} ranks" if job.shape.has_experts else ""
     return (
         f"{job.num_gpus:,} GPUs: {job.hdp_ranks:,} HDP ranks x {job.tensor_ranks} tensor ranks"
         f"{stages}{experts}; {job.tokens_per_rank:,} tokens a rank, context "
-        f"{finding.context_tokens:,}, vocabulary {job.vocab_size:,}"
+        f"{finding.context_tokens:,}, vocabulary {job.shape.vocab_size:,}"
     )
 
 

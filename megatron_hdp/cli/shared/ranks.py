@@ -90,7 +90,7 @@ def exchanged_bytes(arguments: argparse.Namespace, num_tokens: int) -> float:
     """Return what ranks send each other for experts in a step; 0 where no model says it."""
     from megatron_hdp.cli.shared.models import find_model
     from megatron_hdp.planner.experts import exchanged_bytes_per_token
-    from megatron_hdp.planner.models import BYTES_PER_VALUE
+    from megatron_hdp.planner.shape import BYTES_PER_VALUE
 
     if not arguments.model:
         return 0.0

@@ -25,7 +25,10 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 
-LEFT_OUT = ("hdp_global_batch_tokens",)  # Megatron counts --global-batch-size samples a step
+LEFT_OUT = (
+    "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
+    "vocab_size",  # Megatron pads its tokenizer's
+)
 _PATHS = (
     *("hdp_cost_model", "hdp_data", "hdp_plot_plan", "hdp_rank_speeds", "hdp_trace"),
     "metrics_path",

@@ -48,14 +48,23 @@ def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
 
     Megatron's multiple grows with the tensor-parallel size. Under HDP it does not unless it must,
     so that a run may continue on another layout as the same model.
+
+    Raises:
+        ValueError: ``--vocab-size`` is less than `vocab_size`.
     """
+    entries = arguments.vocab_size or vocab_size
+    if entries < vocab_size:
+        raise ValueError(
+            f"--vocab-size {entries}: expected at least the {vocab_size} entries of the tokenizer: "
+            "raise it or leave it out"
+        )
     divisor, tensor_ranks = (
         arguments.make_vocab_size_divisible_by,
         arguments.tensor_model_parallel_size,
     )
     hdp = arguments.hybrid_data_parallel
     multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
-    return -(-vocab_size // multiple) * multiple
+    return -(-entries // multiple) * multiple
 
 
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:

@@ -6,7 +6,6 @@ from megatron_hdp.megatron.options.arguments import (
     expert_domain_size,
     num_model_chunks,
     planned_layers,
-    planned_weights,
     stage_split,
     tokenizer_of,
     without_virtual_stages,
@@ -16,6 +15,7 @@ from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
+from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 
 __all__ = [
@@ -29,10 +29,12 @@ __all__ = [
     "check_moe",
     "expert_domain_size",
     "markdown_tables",
+    "model_shape",
     "num_model_chunks",
     "parse_arguments",
     "planned_layers",
     "planned_weights",
+    "shape_in",
     "stage_split",
     "tokenizer_of",
     "virtual_stage_choices",

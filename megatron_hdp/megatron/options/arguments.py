@@ -12,7 +12,7 @@ from megatron_hdp.megatron.options.groups import (
 )
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.options import HdpOptions, OptionError
-from megatron_hdp.planner.stages import LayerCosts, StageSplit, parts_of, stage_weights
+from megatron_hdp.planner.stages import StageSplit, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,30 +114,6 @@ def planned_layers(args: TrainingArguments) -> int:
     """
     split = stage_split(args)
     return split.most if args.hdp_offload == "off" else max(1, split.fewest)
-
-
-def planned_weights(args: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
-    """Relative time of every virtual stage; None where all hold equally many layers.
-
-    Args:
-        args: derived defaults filled in.
-        vocab_size: padded.
-    """
-    experts = args.num_experts or 0
-    costs = LayerCosts.of_shape(
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=(args.moe_ffn_hidden_size if experts else 0) or args.ffn_hidden_size,
-        gated=args.swiglu,
-        experts_per_token=args.moe_router_topk if experts else 1,
-        num_experts=experts,
-        vocab_size=vocab_size,
-        tokens=min(args.hdp_tokens_per_rank, args.seq_length),
-        recompute=args.recompute_granularity,
-    )
-    return stage_weights(stage_split(args), costs)
 
 
 def tokenizer_of(args: TrainingArguments) -> str | None:

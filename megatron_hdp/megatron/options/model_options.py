@@ -78,6 +78,13 @@ class ModelOptions:
         maximum=1.0,
         help="Dropout of hidden states; with HDP, losses depend on the plan unless it is 0.",
     )
+    vocab_size: int | None = option(
+        None,
+        minimum=1,
+        maximum=2**24,
+        help="Entries of the vocabulary before padding, where they are more than the tokenizer's "
+        "(default: those).",
+    )
     make_vocab_size_divisible_by: int = option(
         128, minimum=1, maximum=2**20, help="Pad the vocabulary to a multiple of this."
     )

@@ -10,7 +10,12 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
-from megatron_hdp.megatron.options import TrainingArguments, planned_layers, stage_split
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    model_shape,
+    planned_layers,
+    stage_split,
+)
 from megatron_hdp.megatron.parallel import (
     RankPlace,
     compute_device,
@@ -146,14 +151,13 @@ def _cost_model_of_shape(
         per_token = total["bytes"] / total["layers"] * of_all
         others = {"activation_bytes_per_token": per_token}
     parameters = num_parameters(executor.chunks)
-    attention_size = arguments.num_attention_heads * arguments.kv_channels
-    kv_size = 2 * arguments.num_query_groups * arguments.kv_channels
+    shape = model_shape(arguments, vocab_size=0)
     return CostModel.of_tensor_ranks(
         executor.place.num_tensor_ranks,
         num_layers=arguments.num_layers,
-        hidden_size=attention_size,
+        hidden_size=shape.attention_width / shape.num_layers,
         num_parameters=sum(parameters),
         expert_parameters=parameters.experts,
-        kv_bytes_per_token=arguments.num_layers * kv_size * model_dtype(arguments).itemsize,
+        kv_bytes_per_token=shape.travelling_size * model_dtype(arguments).itemsize,
         **others,
     )

@@ -18,102 +18,130 @@ unfused functions and PyTorch's norms keep more;
 `tests/megatron/model/test_activation_formula.py` says what and holds the rest to autograd.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from megatron_hdp.planner.memory.job import Job
+from megatron_hdp.planner.shape import Layer, Mlp
 
 _FLOAT32, _INT64 = 4, 8
 
 
-def kept_bytes(job: Job) -> dict[str, float]:
+def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     """Bytes that a layer keeps of one token of the micro-batch on one GPU, by what they are."""
     b, share, split = job.value_bytes, job.token_share, 1 / job.tensor_ranks
-    norms = 2 * (b * job.hidden_size + _FLOAT32) * share
-    kept = {
-        "norm inputs": norms,
-        "norm outputs": 2 * b * job.hidden_size * share,
-        "rotary angles": 4 * b * int(job.kv_channels * job.rotary_percent),
-        "projected qkv": b * (job.query_size + 2 * job.kv_size) * split,
-        "rotated q, k": b * (job.query_size + job.kv_size) * split,
-        "attention output": b * job.query_size * split,
-        "log-sum-exp": _FLOAT32 * job.num_attention_heads * split,
-    }
-    inner, width = job.inner_matrices, job.ffn_hidden_size
-    if job.num_experts:
-        tokens = job.experts_per_token * share
-        kept["router"] = _router_bytes(job) * share
+    attention, h = layer.attention, layer.hidden_size
+    turned, values = attention.query_size + attention.key_size, attention.value_size
+    return {
+        "norm inputs": 2 * (b * h + _FLOAT32) * share,
+        "norm outputs": 2 * b * h * share,
+        "rotary angles": 4 * b * attention.rotary_channels,
+        "projected qkv": b * (turned + values) * split,
+        "rotated q, k": b * turned * split,
+        "attention output": b * attention.output_size * split,
+        "log-sum-exp": _log_sum_exp(layer) * split,
+    } | _kept_of_mlp(job, layer.mlp, h)
+
+
+def _kept_of_mlp(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:
+    b, share, split = job.value_bytes, job.token_share, 1 / job.tensor_ranks
+    inner, width = mlp.inner_matrices, mlp.ffn_hidden_size
+    if not mlp.num_experts:
+        return {"MLP inner": b * inner * width * split, "MLP activation": b * width * split}
+    tokens = mlp.experts_per_token * share
+    return {
+        "router": _router_bytes(job, mlp) * share,
         # an expert's tensor ranks all get the tokens of all of them
-        kept["experts' inputs"] = tokens * b * job.hidden_size * job.expert_tensor_ranks
-        kept["MLP inner"] = tokens * b * inner * width
-        kept["MLP activation"] = tokens * b * width
-    else:
-        kept["MLP inner"] = b * inner * width * split
-        kept["MLP activation"] = b * width * split
-    return kept
+        "experts' inputs": tokens * b * hidden_size * job.expert_tensor_ranks,
+        "experts' inner": tokens * b * inner * width,
+        "experts' activation": tokens * b * width,
+    }
 
 
-def _router_bytes(job: Job) -> float:
+def _log_sum_exp(layer: Layer) -> float:
+    return _FLOAT32 * layer.attention.num_heads
+
+
+def _router_bytes(job: Job, mlp: Mlp) -> float:
     """Scores, the map and the losses' probabilities; indices and probabilities of the choices."""
     an_expert = 2 * _FLOAT32 + job.value_bytes + 1
     a_choice = 2 * _INT64 + _FLOAT32 + job.value_bytes
     weight_and_mask = _FLOAT32 + 1
-    return an_expert * job.num_experts + a_choice * job.experts_per_token + weight_and_mask
+    return an_expert * mlp.num_experts + a_choice * mlp.experts_per_token + weight_and_mask
 
 
 def kept_after_forward(job: Job) -> float:
     """Bytes of one token that a layer holds between forward and backward, mean over the model."""
-    return sum(kept_of_part(job, layers) for layers in job.split.layers) / job.num_layers
+    return sum(kept_of_part(job, part) for part in job.parts) / job.shape.num_layers
 
 
-def kept_of_part(job: Job, num_layers: int) -> float:
+def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
     """Bytes of one token that a part of the model holds between its forward and backward.
 
     Args:
         job: what is trained, and how.
-        num_layers: of the part, which one forward runs through.
+        part: the layers that one forward runs through.
     """
-    kept = kept_bytes(job)
-    whole = sum(kept.values())
-    if job.recompute == "selective":
-        # the output is the next layer's input and stays
-        return num_layers * (whole - kept["log-sum-exp"])
     if job.recompute == "full":
-        layer_input = job.value_bytes * job.hidden_size * job.token_share
+        inputs = [job.value_bytes * layer.hidden_size * job.token_share for layer in part]
         if job.recompute_method == "uniform":
-            units = num_layers / max(1, min(job.recompute_num_layers, num_layers))
-            return units * layer_input
-        recomputed = job.recomputed_of(num_layers)
-        return recomputed * layer_input + (num_layers - recomputed) * whole
-    return num_layers * whole
+            return sum(inputs) / max(1, min(job.recompute_num_layers, len(part)))
+        recomputed = job.recomputed_of(len(part))
+        return sum(inputs[:recomputed]) + sum(_whole(job, part[recomputed:]))
+    return sum(_whole(job, part))
 
 
-def recomputed_layers(job: Job, stage: int) -> int:
-    """Layers of a stage that are whole in memory at a time because backward recomputed them."""
+def _whole(job: Job, layers: Sequence[Layer]) -> list[float]:
+    """What layers keep that are not recomputed, each."""
+    kept: dict[Layer, float] = {}
+    for layer in layers:
+        if layer not in kept:
+            kept[layer] = sum(kept_bytes(job, layer).values())
+            if job.recompute == "selective":
+                # the output is the next layer's input and stays
+                kept[layer] -= _log_sum_exp(layer) / job.tensor_ranks
+    return [kept[layer] for layer in layers]
+
+
+def recomputed_bytes(job: Job, stage: int) -> float:
+    """Bytes a token of the layers that are whole at a time because backward recomputed them."""
     if job.recompute != "full":
-        return 0
+        return 0.0
     unit = job.recompute_num_layers if job.recompute_method == "uniform" else 1
-    return min(unit, max(job.split.of_chunks(stage)))
+    parts = job.parts[stage :: job.stages]
+    plain = replace(job, recompute=None)
+    return max(_most_of(_whole(plain, part), unit) for part in parts)
 
 
-def backward_bytes(job: Job) -> float:
+def _most_of(values: Sequence[float], length: int) -> float:
+    """The greatest sum of `length` neighbours, of all where there are fewer."""
+    starts = range(max(1, len(values) - length + 1))
+    return max(sum(values[start : start + length]) for start in starts)
+
+
+def backward_bytes(job: Job, layer: Layer) -> float:
     """Bytes a token that a layer's backward needs at its busiest moment beside what was kept.
 
     The larger of attention and MLP, each with all that it makes alive at once: an upper bound.
     """
-    b, split = job.value_bytes, 1 / job.tensor_ranks
+    b, split, h = job.value_bytes, 1 / job.tensor_ranks, layer.hidden_size
     # gradients of output, queries, keys and values, of the block and of the QKV layer's output;
     # the sum for queries is float32 as long as blocks are added
-    attention = split * (b * (4 * job.query_size + 6 * job.kv_size) + _FLOAT32 * job.query_size)
-    inner = job.inner_matrices + 1
-    if job.num_experts:
-        tokens = job.experts_per_token * job.token_share
+    queries = 3 * layer.attention.query_size + layer.attention.output_size
+    keys = 3 * layer.attention.travelling_size
+    attention = split * (b * (queries + keys) + _FLOAT32 * layer.attention.query_size)
+    inner = layer.mlp.inner_matrices + 1
+    if layer.mlp.num_experts:
+        tokens = layer.mlp.experts_per_token * job.token_share
         # gradients inside the experts and of their inputs, as computed and as sent
-        mlp = tokens * b * (inner * job.ffn_hidden_size + 3 * job.hidden_size)
+        mlp = tokens * b * (inner * layer.mlp.ffn_hidden_size + 3 * h)
     else:
-        mlp = b * inner * job.ffn_hidden_size * split
-    gathered = 2 * b * job.hidden_size  # input and its gradient, on all tensor ranks
-    return max(attention, mlp) + gathered + b * job.hidden_size * job.token_share
+        mlp = b * inner * layer.mlp.ffn_hidden_size * split
+    gathered = 2 * b * h  # input and its gradient, on all tensor ranks
+    return max(attention, mlp) + gathered + b * h * job.token_share
 
 
-def ring_bytes(job: Job) -> float:
+def ring_bytes(job: Job, layer: Layer) -> float:
     """Bytes a token of ring attention's buffers: K and V twice, their float32 gradients twice.
 
     Those of our own ring, all from the memory of the stream that computes: what NCCL's stream works
@@ -121,10 +149,10 @@ def ring_bytes(job: Job) -> float:
     that memory: its forward three and a half times K and V and two outputs, its backward K, V and
     their gradients twice in the type of the values, when nothing else of a layer is computed.
     """
-    return 2 * 2 * job.kv_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
+    return 2 * layer.attention.travelling_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
 
 
-def second_stream_bytes(job: Job, degree: int) -> float:
+def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:
     """Bytes a token that a ring of TransformerEngine's takes of its second stream's memory.
 
     Every second step of its forward runs on a stream of its own, and the allocator keeps memory for
@@ -141,13 +169,15 @@ def second_stream_bytes(job: Job, degree: int) -> float:
 
     Args:
         job: what is trained, and how.
+        layer: of the model.
         degree: of the ring, `D`.
     """
     if degree < 2:
         return 0.0
-    kv, output = job.value_bytes * 2 * job.kv_size, job.value_bytes * job.query_size
+    kv = job.value_bytes * layer.attention.travelling_size
+    output = job.value_bytes * layer.attention.output_size
     received, outputs = min(2, (degree - 1) // 2), min(2, degree // 2)
-    log_sum_exps = 6 * _FLOAT32 * job.num_attention_heads
+    log_sum_exps = 6 * _log_sum_exp(layer)
     return ((received + 0.5) * kv + outputs * output + log_sum_exps) / job.tensor_ranks
 
 
@@ -158,13 +188,14 @@ def second_stream_kept_bytes(job: Job) -> float:
     a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
     computes, and neither can have the other's. A mean over the model, as `kept_after_forward`.
     """
-    of_parts = (second_stream_kept_of_part(job, layers) for layers in job.split.layers)
-    return sum(of_parts) / job.num_layers
+    of_parts = (second_stream_kept_of_part(job, part) for part in job.parts)
+    return sum(of_parts) / job.shape.num_layers
 
 
-def second_stream_kept_of_part(job: Job, num_layers: int) -> float:
-    """The same of a part of the model, of so many layers."""
+def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
+    """The same of a part of the model, of these layers."""
     if job.hdp_ranks < 3 or job.recompute == "selective":
         return 0.0
-    whole = job.value_bytes * 2 * job.kv_size / job.tensor_ranks
-    return (num_layers - job.recomputed_of(num_layers)) * whole
+    kept = part[job.recomputed_of(len(part)) :]
+    sizes = (layer.attention.travelling_size for layer in kept)
+    return job.value_bytes * sum(sizes) / job.tensor_ranks

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from megatron_hdp.planner.memory.activations import (
     backward_bytes,
-    kept_bytes,
     kept_of_part,
-    recomputed_layers,
+    recomputed_bytes,
     ring_bytes,
     second_stream_bytes,
     second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.job import Job
+from megatron_hdp.planner.shape import Layer, Weights
 
 RUNTIME_BYTES = 3e9
 """CUDA's context with all kernels, libraries' workspaces, NCCL's communicators: assumed, not
@@ -75,7 +75,7 @@ def waiting_activations(job: Job, stage: int) -> float:
 
     Of as many micro-batches, or passes through a model chunk, as are between forward and backward.
     """
-    of_chunks = [kept_of_part(job, layers) for layers in job.split.of_chunks(stage)]
+    of_chunks = [kept_of_part(job, part) for part in job.parts[stage :: job.stages]]
     return job.most_alive(stage, of_chunks)
 
 
@@ -91,31 +91,33 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     """
     first, last = stage == 0, stage == job.stages - 1
     tokens = most_tokens or job.tokens_per_rank
-    embedding = job.vocab_size * job.hidden_size / job.tensor_ranks
-    of_chunks = job.split.of_chunks(stage)
-    layers = sum(of_chunks)
-    dense = layers * _dense_layer(job) + (embedding if first else 0)
-    if last and not (job.tied_embeddings and job.stages == 1):
+    shape, parts = job.shape, job.parts[stage :: job.stages]
+    layers = [layer for part in parts for layer in part]
+    embedding = shape.embedding / job.tensor_ranks
+    of_layers = sum((layer.weights for layer in layers), Weights())
+    dense = of_layers.split / job.tensor_ranks + of_layers.whole + (embedding if first else 0)
+    if last and not (shape.tied_embeddings and job.stages == 1):
         dense += embedding
     if last:
-        dense += job.hidden_size  # the last norm
-    experts = layers * _experts_of_a_layer(job)
+        dense += shape.last_norm
+    experts = of_layers.experts / job.expert_ranks / job.expert_tensor_ranks
     weights, b = dense + experts, job.value_bytes
-    beside = job.most_alive(stage, [second_stream_kept_of_part(job, one) for one in of_chunks])
-    working = tokens if layers else 0  # without layers none is at work
-    whole_layer = sum(kept_bytes(job).values())
+    beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])
+    at_work = set(layers)  # without layers none is
     return StageMemory(
         stage=stage,
         weights=b * weights,
         gradients=_GRADIENT * weights,
         optimizer=_optimizer_bytes(job, dense, experts),
         activations=waiting_activations(job, stage) * job.tokens_per_rank,
-        recomputed=recomputed_layers(job, stage) * whole_layer * tokens,
+        recomputed=recomputed_bytes(job, stage) * tokens,
         # and the gradient of one weight, before it is added to the others
-        backward=backward_bytes(job) * working + (b * _largest_matrix(job) if layers else 0.0),
-        ring_buffers=ring_bytes(job) * working,
+        backward=max((backward_bytes(job, layer) for layer in at_work), default=0.0) * tokens
+        + b * max((_largest_matrix(job, layer) for layer in at_work), default=0.0),
+        ring_buffers=max((ring_bytes(job, layer) for layer in at_work), default=0.0) * tokens,
         second_stream=beside * job.tokens_per_rank
-        + second_stream_bytes(job, job.hdp_ranks) * working,
+        + max((second_stream_bytes(job, layer, job.hdp_ranks) for layer in at_work), default=0.0)
+        * tokens,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
     )
 
@@ -139,20 +141,6 @@ def most_tokens_per_rank(job: Job, memory_bytes: float) -> int:
     return fitting * job.tensor_ranks
 
 
-def _dense_layer(job: Job) -> float:
-    """Parameters of a layer on a tensor rank, without its experts."""
-    h = job.hidden_size
-    attention = h * (2 * job.query_size + 2 * job.kv_size) / job.tensor_ranks
-    if job.num_experts:
-        return attention + h * job.num_experts + 2 * h
-    return attention + (job.inner_matrices + 1) * h * job.ffn_hidden_size / job.tensor_ranks + 2 * h
-
-
-def _experts_of_a_layer(job: Job) -> float:
-    expert = (job.inner_matrices + 1) * job.hidden_size * job.ffn_hidden_size
-    return job.num_experts / job.expert_ranks * expert / job.expert_tensor_ranks
-
-
 def _optimizer_bytes(job: Job, dense: float, experts: float) -> float:
     """Moments, and a float32 copy of bfloat16 weights, of this GPU's shard."""
     each = _MOMENTS + (_MASTER if job.bf16 else 0)
@@ -163,9 +151,10 @@ def _optimizer_bytes(job: Job, dense: float, experts: float) -> float:
     return each * (dense / job.hdp_ranks + experts / expert_copies)
 
 
-def _largest_matrix(job: Job) -> float:
-    inner = job.inner_matrices * job.hidden_size * job.ffn_hidden_size
-    return inner / (job.expert_tensor_ranks if job.num_experts else job.tensor_ranks)
+def _largest_matrix(job: Job, layer: Layer) -> float:
+    mlp = layer.mlp
+    inner = mlp.inner_matrices * layer.hidden_size * mlp.ffn_hidden_size
+    return inner / (job.expert_tensor_ranks if mlp.num_experts else job.tensor_ranks)
 
 
 def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
@@ -174,8 +163,8 @@ def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
     The fused loss adds the weights' gradient to the sum of gradients, which is counted there.
     """
     b = job.value_bytes
-    hidden = (2 * job.token_share + 2) * b * job.hidden_size * tokens
-    logits = b * job.vocab_size / job.tensor_ranks * tokens
+    hidden = (2 * job.token_share + 2) * b * job.shape.hidden_size * tokens
+    logits = b * job.shape.vocab_size / job.tensor_ranks * tokens
     if job.fused_loss:
         return hidden + min(_LOGITS_BYTES, logits)
     return hidden + logits * (1 + 2 * _GRADIENT / b) + b * weights  # and two in float32

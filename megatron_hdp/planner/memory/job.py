@@ -2,29 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from megatron_hdp.planner.shape import Layer, ModelShape
 from megatron_hdp.planner.stages import StageSplit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training job; degrees are assumed to divide. Lengths of layers are those of Megatron."""
+    """One training job; degrees are assumed to divide."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
-    """Of an MLP, or of one expert."""
-    gated: bool
-    rotary_percent: float = 1.0
-    num_experts: int = 0
-    """0: a plain MLP."""
-    experts_per_token: int = 1
-    vocab_size: int
-    """Padded."""
-    tied_embeddings: bool
+    shape: ModelShape
+    """Its vocabulary is padded."""
 
     num_gpus: int
     tensor_ranks: int = 1
@@ -60,7 +49,13 @@ class Job:
         if self.stage_layers:
             return StageSplit(self.stage_layers, self.stages)
         parts = self.stages * self.model_chunks
-        return StageSplit((self.num_layers // parts,) * parts, self.stages)
+        return StageSplit((self.shape.num_layers // parts,) * parts, self.stages)
+
+    @property
+    def parts(self) -> tuple[tuple[Layer, ...], ...]:
+        """Layers of every virtual stage in the model's order, in the order of `split.layers`."""
+        layers = iter(self.shape.layers)
+        return tuple(tuple(islice(layers, number)) for number in self.split.layers)
 
     def alive(self, stage: int) -> float:
         """Micro-batches between forward and backward on a stage, at most.
@@ -102,29 +97,14 @@ class Job:
         return 2 if self.bf16 else 4
 
     @property
-    def query_size(self) -> int:
-        """Channels of all heads' queries."""
-        return self.num_attention_heads * self.kv_channels
-
-    @property
-    def kv_size(self) -> int:
-        """Channels of all groups' keys, or values."""
-        return self.num_query_groups * self.kv_channels
-
-    @property
     def token_share(self) -> float:
         """Share of a micro-batch's tokens that a tensor rank holds outside of the linear layers."""
         return 1 / self.tensor_ranks if self.sequence_parallel else 1.0
 
     @property
-    def inner_matrices(self) -> int:
-        """Matrices into the MLP; one leads out of it."""
-        return 2 if self.gated else 1
-
-    @property
     def recomputed_share(self) -> float:
         """Share of the layers whose forward runs once more in backward."""
-        return sum(map(self.recomputed_of, self.split.layers)) / self.num_layers
+        return sum(map(self.recomputed_of, self.split.layers)) / self.shape.num_layers
 
     def recomputed_of(self, num_layers: int) -> int:
         """Layers whose forward runs once more, of so many in one part of the model."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
-from megatron_hdp.planner.models import active_parameters
+from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.planner.stages.split import StageSplit
 
 _PER_PARAMETER = 6.0  # FLOP of a token, forward and backward
@@ -16,27 +17,13 @@ _AGAIN = 1 / 3  # a forward's share of forward and backward
 class LayerCosts:
     """FLOP of a token, forward and backward, on one HDP rank."""
 
-    layer: float
-    """Of one layer."""
+    layers: tuple[float, ...]
+    """Of each layer, in the model's order."""
     output: float
     """Of output layer and loss."""
 
     @classmethod
-    def of_shape(
-        cls,
-        *,
-        hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int,
-        kv_channels: int,
-        ffn_hidden_size: int,
-        gated: bool,
-        experts_per_token: int = 1,
-        num_experts: int = 0,
-        vocab_size: int,
-        tokens: int,
-        recompute: str | None = None,
-    ) -> LayerCosts:
+    def of_shape(cls, shape: ModelShape, tokens: int, recompute: str | None = None) -> LayerCosts:
         """Those of a model whose sequences have `tokens` tokens each.
 
         The output layer is ``6 hidden vocabulary`` FLOP a token, a layer 6 for each parameter that
@@ -45,41 +32,27 @@ class LayerCosts:
         ``full`` (in method ``block``, too, whose layers at the end of a stage are not recomputed).
 
         Args:
-            hidden_size: h.
-            num_attention_heads: of queries.
-            num_query_groups: of keys and values.
-            kv_channels: size of a head.
-            ffn_hidden_size: of the MLP, or of one expert.
-            gated: whether the MLP has a gate.
-            experts_per_token: that a token visits.
-            num_experts: 0: a plain MLP.
-            vocab_size: padded.
+            shape: its vocabulary is padded.
             tokens: of a sequence on one rank.
             recompute: None, "selective" or "full".
         """
-        linear = _PER_PARAMETER * active_parameters(
-            num_layers=1,
-            hidden_size=hidden_size,
-            num_attention_heads=num_attention_heads,
-            num_query_groups=num_query_groups,
-            kv_channels=kv_channels,
-            ffn_hidden_size=ffn_hidden_size,
-            gated=gated,
-            experts_per_token=experts_per_token,
-            num_experts=num_experts,
+        linear = 1 + _AGAIN if recompute == "full" else 1
+        attention = 1 if recompute is None else 1 + _AGAIN
+        return cls(
+            tuple(
+                linear * _PER_PARAMETER * layer.matrices
+                + attention * _PER_PAIR * layer.attention.width * tokens
+                for layer in shape.layers
+            ),
+            _PER_PARAMETER * shape.embedding,
         )
-        attention = _PER_PAIR * num_attention_heads * kv_channels * tokens
-        if recompute is not None:
-            attention *= 1 + _AGAIN
-        if recompute == "full":
-            linear *= 1 + _AGAIN
-        return cls(linear + attention, _PER_PARAMETER * hidden_size * vocab_size)
 
 
 def stage_weights(split: StageSplit, costs: LayerCosts) -> tuple[float, ...] | None:
     """Relative time of each virtual stage, in the model's order; they add up to 1.
 
-    None for an even split: its stages are planned as all alike, whatever the last one does more.
+    None for an even split of layers that are all alike: its stages are planned as alike, whatever
+    the last one does more.
     Looking a token up in the embedding is no product and counts as nothing.
 
     One number a stage is an approximation. Attention grows with the length of a sequence while
@@ -89,11 +62,12 @@ def stage_weights(split: StageSplit, costs: LayerCosts) -> tuple[float, ...] | N
 
     Args:
         split: the layers of each.
-        costs: of a layer, and of output layer and loss.
+        costs: of each layer, and of output layer and loss.
     """
-    if split.is_even:
+    if split.is_even and len(set(costs.layers)) == 1:
         return None
-    seconds = [layers * costs.layer for layers in split.layers]
+    layers = iter(costs.layers)
+    seconds = [sum(islice(layers, number)) for number in split.layers]
     seconds[-1] += costs.output
     total = sum(seconds)
     return tuple(one / total for one in seconds)

@@ -92,7 +92,7 @@ class Machine:
                 1, math.ceil(weights / max(_BUCKET, _BUCKET_A_RANK * job.hdp_ranks))
             ),
             "optimizer_s": 2 * state / MEMORY_BYTES_PER_S,
-            "message_bytes_per_token": job.value_bytes * job.hidden_size * job.token_share,
+            "message_bytes_per_token": job.value_bytes * job.shape.hidden_size * job.token_share,
         }
         return cls(**(fields | changes))
 

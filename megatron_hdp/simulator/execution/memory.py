@@ -47,9 +47,9 @@ class MemoryCosts:
             job: what is trained, and how.
             most_tokens: of any micro-batch on an HDP rank.
         """
-        stages, split = range(job.stages), job.split
+        stages = range(job.stages)
         # the fused loss has a chunk of logits at most: linear on both sides of where it is full
-        full = 2**30 / (job.value_bytes * job.vocab_size / job.tensor_ranks)
+        full = 2**30 / (job.value_bytes * job.shape.vocab_size / job.tensor_ranks)
         sizes = sorted({1, int(full), int(full) + 1, max(2, most_tokens)} - {0})
         sizes = [size for size in sizes if size <= max(2, most_tokens)]
         fixed, work = [], []
@@ -58,15 +58,15 @@ class MemoryCosts:
             state = of_sizes[0]
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
             work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
-        beside = [second_stream_kept_of_part(job, layers) for layers in split.layers]
+        beside = [second_stream_kept_of_part(job, part) for part in job.parts]
         held = [
             job.most_alive(stage, beside[stage :: job.stages]) * job.tokens_per_rank
             for stage in stages
         ]
-        rows = zip(split.layers, beside, strict=True)
+        rows = zip(job.parts, beside, strict=True)
         return cls(
             fixed_bytes=tuple(fixed),
-            row_bytes_per_token=tuple(kept_of_part(job, layers) + one for layers, one in rows),
+            row_bytes_per_token=tuple(kept_of_part(job, part) + one for part, one in rows),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)

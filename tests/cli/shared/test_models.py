@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hdp.cli.shared.models import describe, find_model
 from megatron_hdp.megatron.options import parse_arguments
-from megatron_hdp.planner.models import MODELS
+from megatron_hdp.planner.shape import MODELS
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny-cpu.yaml")
 
@@ -50,13 +50,13 @@ def test_a_file_with_other_flags_in_it(tmp_path):
 
 def test_a_configuration_of_this_repository():
     model = find_model(TINY)
-    assert (model.num_layers, model.num_attention_heads, model.num_query_groups) == (2, 2, 1)
+    assert (model.num_layers, model.attention_width, model.travelling_size) == (2, 64, 2 * 64)
     assert model.active_parameters == 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)
 
 
 def test_a_configuration_that_names_its_parts():
     model = find_model(TINY.replace("tiny-cpu", "llama-70b-1m"))
-    assert (model.num_layers, model.kv_channels) == (80, 128)
+    assert (model.num_layers, model.travelling_size) == (80, 80 * 2 * 8 * 128)
     assert model.active_parameters == pytest.approx(68.5e9, rel=0.01)  # no embeddings, no output
 
 
@@ -71,9 +71,9 @@ def test_what_is_left_out_is_filled_in_as_training_does(tmp_path, swiglu, groups
     if groups:
         text += f"{groups[0].removeprefix('--')}: {groups[1] if len(groups) > 1 else 'true'}\n"
     model = model_in(tmp_path, text)
-    assert model.num_query_groups == trained.num_query_groups
-    assert model.kv_channels == trained.kv_channels
-    attention = 640 * (2 * 640 + 2 * trained.num_query_groups * trained.kv_channels)
+    kv_size = trained.num_query_groups * trained.kv_channels
+    assert model.travelling_size == 2 * 2 * kv_size
+    attention = 640 * (2 * 640 + 2 * kv_size)
     mlp = (3 if swiglu else 2) * 640 * trained.ffn_hidden_size
     assert model.active_parameters == 2 * (attention + mlp)
 
@@ -97,7 +97,7 @@ def test_an_experts_own_size_counts(tmp_path):
         ("num-layers: 2\nhidden-size: 65\nnum-attention-heads: 4\n", "65 is not a multiple of"),
         (
             "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nnum-query-groups: 3\n",
-            "num-attention-heads 4 is not a multiple of num-query-groups 3",
+            "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
         ),
         ("- 1\n", "found a list, expected keys and values"),
         ("a: [\n", "not valid YAML"),

@@ -5,19 +5,22 @@ from dataclasses import replace
 import pytest
 
 from megatron_hdp.planner.memory import Job, stage_memory
+from megatron_hdp.planner.shape import ModelShape
 from tests.planner.test_execution import one_forward_one_backward
 from tests.planner.test_interleaved_execution import interleaved
 
 JOB = Job(
-    num_layers=24,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=16,
-    ffn_hidden_size=256,
-    gated=True,
-    vocab_size=1000,
-    tied_embeddings=False,
+    shape=ModelShape.uniform(
+        num_layers=24,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        ffn_hidden_size=256,
+        gated=True,
+        vocab_size=1000,
+        tied_embeddings=False,
+    ),
     num_gpus=8,
     tokens_per_rank=1024,
 )

@@ -12,20 +12,24 @@ from megatron_hdp.planner.memory.activations import (
     second_stream_bytes,
     second_stream_kept_bytes,
 )
+from megatron_hdp.planner.shape import ModelShape
 
 JOB = Job(
-    num_layers=4,
-    hidden_size=1024,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=128,
-    ffn_hidden_size=2816,
-    gated=True,
-    vocab_size=32_000,
-    tied_embeddings=True,
+    shape=ModelShape.uniform(
+        num_layers=4,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=128,
+        ffn_hidden_size=2816,
+        gated=True,
+        vocab_size=32_000,
+        tied_embeddings=True,
+    ),
     num_gpus=8,
     tokens_per_rank=8192,
 )
+LAYER = JOB.shape.layers[0]
 KV, OUTPUT, LSE = 2 * 2 * 512, 2 * 1024, 4 * 8
 """Bytes of a token: keys and values, queries or an output, statistics; in bfloat16."""
 MAIN, SECOND = 0, 1
@@ -91,18 +95,18 @@ def test_the_bound_is_the_worst_member_of_a_ring(degree):
         del kept, total
         assert not +memory.live
     worst = max(peak[SECOND] for peak in peaks)
-    assert second_stream_bytes(JOB, degree) == worst + 6 * LSE
+    assert second_stream_bytes(JOB, LAYER, degree) == worst + 6 * LSE
     # what the model holds ready on the other stream for a layer's backward is enough
     main = max(peak[MAIN] for peak in peaks)
-    assert main <= ring_bytes(JOB) + backward_bytes(JOB)
+    assert main <= ring_bytes(JOB, LAYER) + backward_bytes(JOB, LAYER)
 
 
 def test_two_and_eight_by_hand():
     """Two members: no keys are received on it. Eight: twice, and two outputs are alive."""
-    assert second_stream_bytes(JOB, 2) == 1024 + 2048 + 192
-    assert second_stream_bytes(JOB, 8) == 2 * 2048 + 1024 + 2 * 2048 + 192
-    assert second_stream_bytes(replace(JOB, tensor_ranks=4), 8) == (9216 + 192) / 4
-    assert second_stream_bytes(JOB, 1) == 0
+    assert second_stream_bytes(JOB, LAYER, 2) == 1024 + 2048 + 192
+    assert second_stream_bytes(JOB, LAYER, 8) == 2 * 2048 + 1024 + 2 * 2048 + 192
+    assert second_stream_bytes(replace(JOB, tensor_ranks=4), LAYER, 8) == (9216 + 192) / 4
+    assert second_stream_bytes(JOB, LAYER, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -129,5 +133,5 @@ def test_what_just_fits_is_judged_with_it(stages):
     without = replace(fullest, second_stream=0.0)
     assert without.total == pytest.approx(fullest.total - fullest.second_stream)
     layers, alive = job.split.most, stages - fullest.stage
-    per_token = alive * layers * KV + second_stream_bytes(job, job.hdp_ranks)
+    per_token = alive * layers * KV + second_stream_bytes(job, LAYER, job.hdp_ranks)
     assert fullest.second_stream == capacity * per_token > 0.04 * fullest.total

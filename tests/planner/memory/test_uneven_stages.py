@@ -20,7 +20,8 @@ EMBEDDING = 64 * 1000
 
 
 def uneven(*layers: int, stages: int, **changes: object) -> Job:
-    settings = {"num_layers": sum(layers), "stage_layers": layers, "stages": stages}
+    shape = replace(JOB.shape, layers=JOB.shape.layers[:1] * sum(layers))
+    settings = {"shape": shape, "stage_layers": layers, "stages": stages}
     chunks = len(layers) // stages
     return replace(JOB, model_chunks=chunks, **settings, **changes)  # type: ignore[arg-type]
 

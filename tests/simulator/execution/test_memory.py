@@ -7,6 +7,7 @@ import pytest
 
 from megatron_hdp.planner.memory import Job, fullest_stage, stage_memory
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.execution import MemoryCosts, execute
 from tests.simulator.execution.plans import COSTS, plan_of
 
@@ -49,15 +50,17 @@ def test_what_left_for_the_host_is_not_here() -> None:
 
 
 JOB = Job(
-    num_layers=8,
-    hidden_size=512,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=64,
-    ffn_hidden_size=1408,
-    gated=True,
-    vocab_size=128_256,
-    tied_embeddings=False,
+    shape=ModelShape.uniform(
+        num_layers=8,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=64,
+        ffn_hidden_size=1408,
+        gated=True,
+        vocab_size=128_256,
+        tied_embeddings=False,
+    ),
     num_gpus=16,
     tensor_ranks=2,
     stages=2,
@@ -74,7 +77,7 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
     for stage in (0, 1):
         alive = job.alive(stage)
         pipeline = Pipeline(2, chunks)
-        layers = np.full(pipeline.rows, JOB.num_layers // pipeline.rows)
+        layers = np.full(pipeline.rows, JOB.shape.num_layers // pipeline.rows)
         rows = costs.resident_bytes(np.array([8192]), np.array([0.0]), pipeline, layers)
         one = rows[stage::2].sum()
         found = costs.fixed_bytes[stage] + alive * one
@@ -87,7 +90,7 @@ def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
     job = dataclasses.replace(JOB, model_chunks=chunks)
     plan = plan_of([[rank] for _ in range(4) for rank in range(4)], lengths=[8192] * 16)
     pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
-    layers = (JOB.num_layers // pipeline.rows,) * pipeline.rows
+    layers = (JOB.shape.num_layers // pipeline.rows,) * pipeline.rows
     run = execute(plan, COSTS, pipeline=pipeline, row_layers=layers, memory=memory)
     assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
 

@@ -6,20 +6,23 @@ import numpy as np
 
 from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner.memory import Job
+from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, simulate
 from megatron_hdp.simulator.report import Subject
 from tests.simulator.execution.test_run import batches
 
 JOB = Job(
-    num_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=11008,
-    gated=True,
-    vocab_size=32000,
-    tied_embeddings=False,
+    shape=ModelShape.uniform(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=11008,
+        gated=True,
+        vocab_size=32000,
+        tied_embeddings=False,
+    ),
     num_gpus=16,
     tokens_per_rank=4096,
 )

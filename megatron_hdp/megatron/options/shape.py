@@ -1,0 +1,90 @@
+"""The shape of the model that a run's options describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_hdp.megatron.options.arguments import (
+    TrainingArguments,
+    stage_split,
+    with_derived_defaults,
+)
+from megatron_hdp.megatron.options.checks import check_model
+from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
+from megatron_hdp.megatron.options.parsing import build_parser
+from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
+from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape
+from megatron_hdp.planner.stages import LayerCosts, stage_weights
+
+
+def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
+    """The model, layer by layer.
+
+    Args:
+        arguments: derived defaults filled in.
+        vocab_size: entries, padded or not.
+    """
+    norm_bias = arguments.normalization == "LayerNorm"
+    attention = Attention(
+        num_heads=arguments.num_attention_heads,
+        num_groups=arguments.num_query_groups,
+        qk_channels=arguments.kv_channels,
+        v_channels=arguments.kv_channels,
+        rotary_channels=int(arguments.kv_channels * arguments.rotary_percent),
+        qkv_bias=arguments.add_bias_linear or arguments.add_qkv_bias,
+        output_bias=arguments.add_bias_linear,
+        qk_norm=arguments.qk_layernorm,
+        norm_bias=norm_bias,
+    )
+    experts = arguments.num_experts or 0
+    mlp = Mlp(
+        ffn_hidden_size=(experts and arguments.moe_ffn_hidden_size) or arguments.ffn_hidden_size,
+        gated=arguments.swiglu,
+        bias=arguments.add_bias_linear,
+        num_experts=experts,
+        experts_per_token=min(arguments.moe_router_topk, max(1, experts)),
+    )
+    layer = Layer(
+        hidden_size=arguments.hidden_size, attention=attention, mlp=mlp, norm_bias=norm_bias
+    )
+    return ModelShape(
+        layers=(layer,) * arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        vocab_size=vocab_size,
+        tied_embeddings=not arguments.untie_embeddings_and_output_weights,
+        norm_bias=norm_bias,
+    )
+
+
+def shape_in(path: Path) -> ModelShape:
+    """The model that a YAML file of flags describes; keys that say nothing about it are left out.
+
+    Its vocabulary is that of ``vocab-size``, 0 where there is none.
+
+    Raises:
+        OptionError: keys that are unknown, missing, or do not go together.
+    """
+    parser = build_parser()
+    namespace = parser.parse_args(yaml_to_argv(path, parser, skip_others=True))
+    namespace.seq_length = namespace.tensor_model_parallel_size = 1  # which a shape has not
+    try:
+        for group in (ModelOptions, MoeOptions):
+            check_values(from_namespace(group, namespace))
+        arguments = with_derived_defaults(from_namespace(TrainingArguments, namespace))
+        check_model(arguments)
+    except OptionError as error:
+        raise OptionError(f"{path}: {error}") from None
+    return model_shape(arguments, arguments.vocab_size or 0)
+
+
+def planned_weights(arguments: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
+    """Relative time of every virtual stage; None where all do the same.
+
+    Args:
+        arguments: derived defaults filled in.
+        vocab_size: padded.
+    """
+    tokens = min(arguments.hdp_tokens_per_rank, arguments.seq_length)
+    shape = model_shape(arguments, vocab_size)
+    costs = LayerCosts.of_shape(shape, tokens, arguments.recompute_granularity)
+    return stage_weights(stage_split(arguments), costs)

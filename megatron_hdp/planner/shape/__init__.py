@@ -1,0 +1,24 @@
+"""The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
+
+from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
+from megatron_hdp.planner.shape.model import ModelShape
+from megatron_hdp.planner.shape.named import (
+    BYTES_PER_VALUE,
+    MODELS,
+    Model,
+    cost_model_of,
+    model_of,
+)
+
+__all__ = [
+    "Attention",
+    "BYTES_PER_VALUE",
+    "Layer",
+    "MODELS",
+    "Mlp",
+    "Model",
+    "ModelShape",
+    "Weights",
+    "cost_model_of",
+    "model_of",
+]

@@ -1,0 +1,179 @@
+"""One transformer layer: the sizes of its parts, and how many parameters each of them has.
+
+Two counts are kept apart. `Weights` is everything that is stored, biases and norms included, by who
+holds it. *Matrices* are the parameters that multiply a token, each at 2 FLOP forward and 4 in
+backward; norms and biases are no products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters, by how the ranks that train a model hold them."""
+
+    split: int = 0
+    """Tensor-parallel ranks share them."""
+    whole: int = 0
+    """Every tensor-parallel rank has them all."""
+    experts: int = 0
+    """Expert-parallel ranks, and expert tensor ranks, share them."""
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.split + other.split, self.whole + other.whole, self.experts + other.experts
+        )
+
+    @property
+    def total(self) -> int:
+        """All of them, each once."""
+        return self.split + self.whole + self.experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Self-attention of one layer."""
+
+    num_heads: int
+    """Of queries."""
+    num_groups: int
+    """Heads of keys and values."""
+    qk_channels: int
+    """Size of a head's queries and keys."""
+    v_channels: int
+    """Size of a head's values."""
+    rotary_channels: int = 0
+    """Of a head's queries and keys, those that are rotated."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised, head by head."""
+    norm_bias: bool = False
+    """Of these norms."""
+
+    @property
+    def query_size(self) -> int:
+        """Channels of all heads' queries."""
+        return self.num_heads * self.qk_channels
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all groups' keys."""
+        return self.num_groups * self.qk_channels
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all groups' values."""
+        return self.num_groups * self.v_channels
+
+    @property
+    def output_size(self) -> int:
+        """Channels of all heads' outputs."""
+        return self.num_heads * self.v_channels
+
+    @property
+    def travelling_size(self) -> int:
+        """Values of a token that go around a ring in a forward pass: its keys and values."""
+        return self.key_size + self.value_size
+
+    @property
+    def width(self) -> float:
+        """Channels of a query-key pair's two products, halved: 4 x this is its FLOP, forward."""
+        return (self.query_size + self.output_size) / 2
+
+    def matrices(self, hidden_size: int) -> int:
+        """Parameters that multiply a token."""
+        into = self.query_size + self.key_size + self.value_size
+        return hidden_size * (into + self.output_size)
+
+    def weights(self, hidden_size: int) -> Weights:
+        """All parameters."""
+        bias = self.query_size + self.key_size + self.value_size if self.qkv_bias else 0
+        norms = 2 * self.qk_channels * (1 + self.norm_bias) if self.qk_norm else 0
+        return Weights(
+            split=self.matrices(hidden_size) + bias,
+            whole=norms + (hidden_size if self.output_bias else 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """The MLP of one layer, or its mixture of experts."""
+
+    ffn_hidden_size: int
+    """Of the MLP, or of one expert."""
+    gated: bool
+    bias: bool = False
+    num_experts: int = 0
+    """0: a plain MLP."""
+    experts_per_token: int = 1
+
+    @property
+    def inner_matrices(self) -> int:
+        """Matrices into the MLP; one leads out of it."""
+        return 2 if self.gated else 1
+
+    def dense_matrices(self, hidden_size: int) -> int:
+        """Parameters that multiply every token where it is: an MLP's, or the router's."""
+        if self.num_experts:
+            return hidden_size * self.num_experts
+        return self._matrices(hidden_size)
+
+    def expert_matrices(self, hidden_size: int) -> int:
+        """Parameters that multiply a token in the experts that it visits."""
+        return self.experts_per_token * self._matrices(hidden_size) if self.num_experts else 0
+
+    def weights(self, hidden_size: int) -> Weights:
+        """All parameters."""
+        inner = self.inner_matrices * self.ffn_hidden_size if self.bias else 0
+        outer = hidden_size if self.bias else 0
+        if self.num_experts:
+            expert = self._matrices(hidden_size) + inner + outer
+            return Weights(
+                whole=self.dense_matrices(hidden_size), experts=self.num_experts * expert
+            )
+        return Weights(split=self._matrices(hidden_size) + inner, whole=outer)
+
+    def _matrices(self, hidden_size: int) -> int:
+        """Of the MLP, or of one expert."""
+        return (self.inner_matrices + 1) * hidden_size * self.ffn_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A transformer layer: a norm and attention, a norm and an MLP."""
+
+    hidden_size: int
+    attention: Attention
+    mlp: Mlp
+    norm_bias: bool = False
+
+    @property
+    def weights(self) -> Weights:
+        """All parameters."""
+        norms = Weights(whole=2 * self.hidden_size * (1 + self.norm_bias))
+        h = self.hidden_size
+        return self.attention.weights(h) + self.mlp.weights(h) + norms
+
+    @property
+    def dense_matrices(self) -> int:
+        """Parameters that multiply a token, but for experts'."""
+        h = self.hidden_size
+        return self.attention.matrices(h) + self.mlp.dense_matrices(h)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Parameters that multiply a token in the experts that it visits."""
+        return self.mlp.expert_matrices(self.hidden_size)
+
+    @property
+    def matrices(self) -> int:
+        """Parameters that multiply a token."""
+        return self.dense_matrices + self.expert_matrices
+
+    @property
+    def sent_to_experts(self) -> int:
+        """Values of a token that go to its experts in a forward pass; as many come back."""
+        return self.hidden_size * self.mlp.experts_per_token if self.mlp.num_experts else 0

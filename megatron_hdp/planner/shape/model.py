@@ -1,0 +1,117 @@
+"""A model: its layers in their order, and the embedding and output layer around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The shape of a GPT."""
+
+    layers: tuple[Layer, ...]
+    """In the model's order."""
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding: padded where memory is counted; 0: neither it nor the output layer."""
+    tied_embeddings: bool = False
+    """The output layer is the embedding."""
+    norm_bias: bool = False
+    """Of the last norm."""
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int,
+        kv_channels: int,
+        ffn_hidden_size: int,
+        gated: bool,
+        rotary_percent: float = 1.0,
+        num_experts: int = 0,
+        experts_per_token: int = 1,
+        vocab_size: int = 0,
+        tied_embeddings: bool = False,
+    ) -> Self:
+        """A model whose layers are all alike, without biases; names as of Megatron's flags."""
+        attention = Attention(
+            num_heads=num_attention_heads,
+            num_groups=num_query_groups,
+            qk_channels=kv_channels,
+            v_channels=kv_channels,
+            rotary_channels=int(kv_channels * rotary_percent),
+        )
+        mlp = Mlp(
+            ffn_hidden_size=ffn_hidden_size,
+            gated=gated,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+        )
+        layer = Layer(hidden_size=hidden_size, attention=attention, mlp=mlp)
+        return cls(
+            layers=(layer,) * num_layers,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            tied_embeddings=tied_embeddings,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers."""
+        return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(layer.mlp.num_experts for layer in self.layers)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, or of the output layer."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def last_norm(self) -> int:
+        """Parameters of the norm behind the layers."""
+        return self.hidden_size * (1 + self.norm_bias)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, each once."""
+        layers = sum((layer.weights for layer in self.layers), Weights()).total
+        return layers + self.last_norm + self.embedding * (1 if self.tied_embeddings else 2)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that multiply a token in a forward pass, each at 6 FLOP forward and backward.
+
+        Those of the layers, of the experts that the token visits only, and of the output layer. An
+        embedding is looked up and not multiplied.
+        """
+        return sum(layer.matrices for layer in self.layers) + self.embedding
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of them that are experts'."""
+        return sum(layer.expert_matrices for layer in self.layers)
+
+    @property
+    def attention_width(self) -> float:
+        """Sum over layers of `Attention.width`: 6 x this x length^2 is attention's FLOP."""
+        return sum(layer.attention.width for layer in self.layers)
+
+    @property
+    def travelling_size(self) -> int:
+        """Values of a token that go around a ring in a forward pass, in all layers."""
+        return sum(layer.attention.travelling_size for layer in self.layers)
+
+    @property
+    def sent_to_experts(self) -> int:
+        """Values of a token that go to its experts in a forward pass, in all layers."""
+        return sum(layer.sent_to_experts for layer in self.layers)
