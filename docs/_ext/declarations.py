@@ -144,10 +144,14 @@ def refused() -> str:
     from megatron_hdp.options import flag_of
 
     rows = [
-        (code(flag_of(name)), code(only) if only else "not given", why)
+        (code(flag_of(name)), " or ".join(map(code, _several(only))) if only else "not given", why)
         for name, (only, why) in REFUSED.items()
     ]
     return table(("flag", "HDP needs", "because"), rows)
+
+
+def _several(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)
 
 
 def metrics() -> str:

@@ -16,7 +16,7 @@ from megatron_hdp.megatron.model import (
     FusedLossModel,
     HdpCoreAttention,
     HdpMoeTransformerLayer,
-    OwnPositionRotaryEmbedding,
+    give_own_positions,
 )
 
 # TransformerEngine's is known by its name: it may not be installed
@@ -45,7 +45,7 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         _adapt_attention(layer.self_attention, layer.layer_number)
         if isinstance(layer.mlp, MoELayer):
             HdpMoeTransformerLayer.adopt(layer)
-    model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+    give_own_positions(model)
     if fused_loss:
         FusedLossModel.adopt(model)
     return model

@@ -38,7 +38,7 @@ _STALL = "stall_timeout_seconds"
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
-_GPT = "HDP trains a GPT with rotary positions and full attention"
+_GPT = "HDP trains a GPT with rotary positions, or none, and full attention"
 _EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "heterogeneous_layers_config_path": (None, _GPT),
     "use_legacy_models": (False, _GPT),
     "spec": (None, _GPT),
-    "position_embedding_type": ("rope", _GPT),
+    "position_embedding_type": (("rope", "yarn", "none"), _GPT),
     "window_size": (None, _GPT),
     "use_mup": (False, _GPT),
     "qk_clip": (False, "HDP's attention keeps no logits"),
@@ -123,7 +123,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
     "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
 }
-"""Attribute of Megatron's arguments, if the release has it: the only value that HDP takes, why."""
+"""Attribute of Megatron's arguments, if the release has it: the only value that HDP takes, or a
+tuple of those, and why."""
 
 _ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
 
@@ -178,16 +179,37 @@ def check(args: argparse.Namespace) -> None:
         return
     check_values(ParallelOptions(stall_timeout_seconds=args.stall_timeout_seconds))
     for name, (wanted, why) in REFUSED.items():
+        several = isinstance(wanted, tuple)
         found = getattr(args, name, wanted)
-        if found != wanted and not (found is None or found is False):
+        is_wanted = found == wanted or (several and found in wanted)
+        if not is_wanted and not (found is None or found is False):
+            needed = " or ".join(map(str, wanted)) if several else wanted
             raise OptionError(
                 f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
-                f"needs {wanted}: {why}"
+                f"needs {needed}: {why}"
             )
+    _check_positions(args)
     _check_attention(getattr(args, "attention_backend", None))
     check_data(args)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
+
+
+def _check_positions(args: argparse.Namespace) -> None:
+    """Refuses scalings that Megatron-LM has flags for and does not hand on to the model."""
+    if getattr(args, "position_embedding_type", None) == "yarn" and not hasattr(
+        args, "yarn_beta_fast"
+    ):
+        raise OptionError(
+            "--position-embedding-type yarn: this Megatron-LM builds no GPT with it, as it sets "
+            "none of YaRN's values: take 0.19 or newer, or megatron_hdp's own command"
+        )
+    factor = getattr(args, "rope_scaling_factor", 8.0)
+    if getattr(args, "use_rope_scaling", False) and factor != 8.0:
+        raise OptionError(
+            f"--rope-scaling-factor: found {factor}, expected 8, which Megatron-LM's script takes "
+            "whatever this flag says: leave it out, or take megatron_hdp's own command"
+        )
 
 
 def _check_attention(backend: Any) -> None:

@@ -12,8 +12,11 @@ from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
+    OwnPositionYarnEmbedding,
+    at_own_positions,
     fused_kernel_can_count,
     fused_kernel_is_there,
+    give_own_positions,
 )
 
 __all__ = [
@@ -23,11 +26,14 @@ __all__ = [
     "HdpPackedSeqParams",
     "HdpRouter",
     "OwnPositionRotaryEmbedding",
+    "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",
+    "at_own_positions",
     "build_chunks",
     "build_gpt",
     "fused_kernel_can_count",
     "fused_kernel_is_there",
+    "give_own_positions",
     "model_dtype",
     "padded_vocab_size",
 ]

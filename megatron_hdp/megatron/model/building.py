@@ -22,9 +22,11 @@ from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.moe import balance_by_sequence, moe_settings
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
-    OwnPositionRotaryEmbedding,
     fused_kernel_can_count,
     fused_kernel_is_there,
+    give_own_positions,
+    position_settings,
+    yarn_attributes,
 )
 from megatron_hdp.megatron.options import TrainingArguments, num_model_chunks, stage_split
 from megatron_hdp.megatron.parallel import compute_device, say
@@ -79,7 +81,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     functions = {}
     if arguments.swiglu:
         functions = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
         ffn_hidden_size=arguments.ffn_hidden_size,
@@ -111,6 +113,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,
         **moe_settings(arguments),
+        **position_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -124,6 +127,9 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         apply_rope_fusion=_fuses_rotation(arguments),
         **functions,
     )
+    for name, value in yarn_attributes(arguments).items():
+        setattr(config, name, value)
+    return config
 
 
 def _fuses_rotation(arguments: TrainingArguments) -> bool:
@@ -217,10 +223,13 @@ def _chunk(
         position_embedding_type=arguments.position_embedding_type,
         rotary_percent=arguments.rotary_percent,
         rotary_base=arguments.rotary_base,
+        rope_scaling=arguments.use_rope_scaling,
+        rope_scaling_factor=arguments.rope_scaling_factor,
+        seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
         vp_stage=chunk if num_chunks > 1 else None,
     )
     if arguments.hybrid_data_parallel:
-        model.rotary_pos_emb = OwnPositionRotaryEmbedding.like(model.rotary_pos_emb)
+        give_own_positions(model)
         initialise_by_name(model, arguments.seed)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(

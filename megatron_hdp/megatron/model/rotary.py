@@ -2,6 +2,7 @@
 
 Megatron asks the embedding for a length and then for the angles of positions 0 .. length-1. This
 one answers the first question with the micro-batch's positions and the second with their angles.
+The frequencies are those of Megatron's own embedding, scaled or not.
 
 TransformerEngine's fused kernel turns row `s` of ``[s, b, heads, d]`` by row `s` of the angles
 (transformer_engine/common/fused_rope/fused_rope.cu, format SBHD). To Megatron a micro-batch is one
@@ -13,15 +14,44 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding, rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
-from megatron_hdp.megatron.options import TrainingArguments, planned_layers
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    layers_without_positions,
+    planned_layers,
+)
 from megatron_hdp.megatron.parallel import compute_device
 
 _NUM_INDICES = 2**31  # of a tensor, as the kernel counts values in 32 bits
+
+
+def position_settings(arguments: TrainingArguments) -> dict[str, Any]:
+    """What ``TransformerConfig`` needs to know of positions."""
+    skipped = layers_without_positions(arguments)
+    return {
+        "rotary_interleaved": arguments.rotary_interleaved,
+        "no_rope_freq": None if skipped is None else list(skipped),
+    }
+
+
+def yarn_attributes(arguments: TrainingArguments) -> dict[str, Any]:
+    """What Megatron's GPT and its attention look up in their configuration, no field of it."""
+    if arguments.position_embedding_type != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": arguments.rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": arguments.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": arguments.yarn_beta_fast,
+        "yarn_beta_slow": arguments.yarn_beta_slow,
+        "yarn_mscale": arguments.mscale,
+        "yarn_mscale_all_dim": arguments.mscale_all_dim,
+        "yarn_correction_range_round_to_int": arguments.yarn_correction_range_round_to_int,
+    }
 
 
 def fused_kernel_is_there() -> bool:
@@ -50,11 +80,6 @@ class OwnPositionRotaryEmbedding(RotaryEmbedding):
     @classmethod
     def like(cls, stock: RotaryEmbedding) -> OwnPositionRotaryEmbedding:
         """One with the frequencies and settings of `stock`."""
-        if type(stock) is not RotaryEmbedding:
-            raise ValueError(
-                f"hybrid data parallelism knows RotaryEmbedding (--position-embedding-type rope), "
-                f"the model has {type(stock).__name__}"
-            )
         rotary = cls.__new__(cls)
         rotary.__dict__.update(stock.__dict__)
         return rotary
@@ -85,3 +110,52 @@ class OwnPositionRotaryEmbedding(RotaryEmbedding):
     ) -> torch.Tensor:
         """Angles ``[t, 1, 1, d]`` of the positions that `get_rotary_seq_len` gave."""
         return self.get_emb(max_seq_len, offset)
+
+
+class OwnPositionYarnEmbedding(OwnPositionRotaryEmbedding):
+    """Megatron's YaRN embedding at given positions: angles, and what queries and keys grow by."""
+
+    concentration: float
+    """Factor of sines and cosines."""
+
+    @classmethod
+    def like(cls, stock: YarnRotaryEmbedding) -> OwnPositionYarnEmbedding:
+        """One with the frequencies and settings of `stock`, without its table of sines."""
+        rotary = super().like(stock)
+        angles, rotary.concentration = stock.get_emb(2)
+        rotary.inv_freq = angles[1, 0, 0].chunk(2)[0].clone()  # position 1 turns by frequencies
+        rotary.seq_len_interpolation_factor = None  # Megatron's YaRN leaves it out
+        rotary._buffers = {}
+        return rotary
+
+    def forward(
+        self, max_seq_len: torch.Tensor, offset: int = 0, packed_seq: bool = False, **_: Any
+    ) -> tuple[torch.Tensor, float]:
+        """Angles ``[t, 1, 1, d]`` of the positions that `get_rotary_seq_len` gave, the factor."""
+        return self.get_emb(max_seq_len, offset), self.concentration
+
+
+_OWN: dict[type[RotaryEmbedding], type[OwnPositionRotaryEmbedding]] = {
+    RotaryEmbedding: OwnPositionRotaryEmbedding,
+    YarnRotaryEmbedding: OwnPositionYarnEmbedding,
+}
+
+
+def at_own_positions(stock: RotaryEmbedding) -> OwnPositionRotaryEmbedding:
+    """The embedding of packed slices that has the frequencies of Megatron's.
+
+    Raises:
+        ValueError: it is another kind.
+    """
+    if type(stock) not in _OWN:
+        raise ValueError(
+            f"hybrid data parallelism knows {' and '.join(one.__name__ for one in _OWN)} "
+            f"(--position-embedding-type rope or yarn), the model has {type(stock).__name__}"
+        )
+    return _OWN[type(stock)].like(stock)
+
+
+def give_own_positions(model: GPTModel) -> None:
+    """Replaces the model's rotary embedding, where it has one."""
+    if hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb = at_own_positions(model.rotary_pos_emb)

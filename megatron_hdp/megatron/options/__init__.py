@@ -15,6 +15,9 @@ from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
+from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
+from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
+from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 
@@ -22,16 +25,20 @@ __all__ = [
     "GROUPS",
     "MoeOptions",
     "ParallelOptions",
+    "PositionOptions",
     "TrainingArguments",
     "build_parser",
     "check_data",
     "check_layout",
     "check_moe",
+    "check_positions",
     "expert_domain_size",
+    "layers_without_positions",
     "markdown_tables",
     "model_shape",
     "num_model_chunks",
     "parse_arguments",
+    "pattern_of",
     "planned_layers",
     "planned_weights",
     "shape_in",
@@ -39,4 +46,5 @@ __all__ = [
     "tokenizer_of",
     "virtual_stage_choices",
     "without_virtual_stages",
+    "zeros_and_ones",
 ]

@@ -11,6 +11,7 @@ from megatron_hdp.megatron.options.groups import (
     RunOptions,
 )
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
+from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.stages import StageSplit, parts_of
 
@@ -23,6 +24,7 @@ class TrainingArguments(
     ParallelOptions,
     OptimizationOptions,
     MoeOptions,
+    PositionOptions,
     ModelOptions,
 ):
     """All options of the training command, checked, defaults that depend on others filled in."""
@@ -31,6 +33,7 @@ class TrainingArguments(
 GROUPS = (
     HdpOptions,
     ModelOptions,
+    PositionOptions,
     MoeOptions,
     OptimizationOptions,
     ParallelOptions,

@@ -38,15 +38,6 @@ class ModelOptions:
     max_position_embeddings: int = option(
         None, minimum=1, help="Positions of the model (default: --seq-length)."
     )
-    position_embedding_type: str = option(
-        "rope", choices=("rope",), help="Position embedding; only rotary is supported."
-    )
-    rotary_base: int = option(
-        10000, minimum=1, maximum=2**53, help="Base of the rotary frequencies."
-    )
-    rotary_percent: float = option(
-        1.0, minimum=0.0, maximum=1.0, help="Share of a head's channels that is rotated."
-    )
     normalization: str = option(
         "LayerNorm", choices=("LayerNorm", "RMSNorm"), help="Normalization layer."
     )

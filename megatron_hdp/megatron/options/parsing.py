@@ -12,6 +12,7 @@ from megatron_hdp.megatron.options.checks import (
     check_schedule,
 )
 from megatron_hdp.megatron.options.moe_checks import check_moe
+from megatron_hdp.megatron.options.position_checks import check_positions
 from megatron_hdp.options import (
     OptionError,
     OptionParser,
@@ -70,6 +71,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     check_run(arguments)
     arguments = with_derived_defaults(arguments)
     check_model(arguments)
+    check_positions(arguments)
     check_parallel(arguments)
     check_moe(arguments)
     check_schedule(arguments)

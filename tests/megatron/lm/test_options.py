@@ -130,9 +130,12 @@ def test_kernels_that_know_no_rings_are_refused(name):
 @pytest.mark.parametrize("name", sorted(options.REFUSED))
 def test_everything_on_the_list_is_refused(name):
     wanted, why = options.REFUSED[name]
-    other = "other" if wanted in (None, "none", "rope", "vanilla") else [1] if wanted == [] else 2
-    assert other != wanted
-    options.check(parsed(*ON, **{name: wanted}))
+    several = wanted if isinstance(wanted, tuple) else (wanted,)
+    is_text = wanted is None or isinstance(several[0], str)
+    other = "other" if is_text else [1] if wanted == [] else 2
+    assert other not in several
+    for taken in several:
+        options.check(parsed(*ON, **{name: taken, "yarn_beta_fast": None}))
     options.check(parsed(**{name: other}))  # not without HDP
     flag = "--" + name.replace("_", "-")
     with pytest.raises(OptionError, match=rf"^{flag} \(found .*does not go with --hybrid") as info:
@@ -161,6 +164,24 @@ def test_everything_on_the_list_is_refused(name):
 def test_refusals_together(flags, megatrons, message):
     with pytest.raises(OptionError, match=message):
         options.check(parsed(*flags, **megatrons))
+
+
+@pytest.mark.parametrize(
+    ("megatrons", "message"),
+    [
+        ({"position_embedding_type": "yarn"}, "this Megatron-LM builds no GPT with it"),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            "--rope-scaling-factor: found 32.0, expected 8, which Megatron-LM's script takes",
+        ),
+    ],
+)
+def test_scalings_that_megatrons_script_leaves_out_are_refused(megatrons, message):
+    with pytest.raises(OptionError, match=message):
+        options.check(parsed(*ON, **megatrons))
+    options.check(parsed(**megatrons))
+    of_19 = {"yarn_beta_fast": None, "rope_scaling_factor": 8.0}
+    options.check(parsed(*ON, **(megatrons | of_19)))
 
 
 TE = "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear"

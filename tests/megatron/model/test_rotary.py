@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding, rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     MultimodalRotaryEmbedding,
     RotaryEmbedding,
@@ -14,7 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding, fused_kernel_is_there
+from megatron_hdp.megatron.model.rotary import (
+    OwnPositionRotaryEmbedding,
+    at_own_positions,
+    fused_kernel_is_there,
+)
 from megatron_hdp.megatron.parallel import compute_device
 from tests.support.gradients import tiny_arguments, write_corpus
 
@@ -52,6 +56,75 @@ def test_angles_are_the_rows_of_megatrons_table(settings):
     assert not torch.equal(found, table[: len(positions)])  # the positions matter
 
 
+YARNS = [
+    {"scaling_factor": 4.0},
+    {"scaling_factor": 32.0, "correction_range_round_to_int": False, "rotary_base": 150_000},
+    {"scaling_factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 8.0},
+]
+
+
+@pytest.mark.parametrize("settings", YARNS)
+def test_yarns_angles_and_factor_are_those_of_megatrons_table(settings):
+    stock = YarnRotaryEmbedding(kv_channels=64, use_cpu_initialization=True, **settings)
+    table, factor = stock.get_emb(9000)
+    positions = torch.tensor([0, 1, 2, 0, 17, 8999, 49, 3, 0], device=compute_device())
+    own = at_own_positions(stock)
+    found, found_factor = own(positions)
+    assert torch.equal(found, table[positions]) and found_factor == factor != 1
+    assert not dict(own.named_buffers()) and dict(stock.named_buffers())
+
+
+ROPES = {
+    "llama3": (
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        RotaryEmbedding,
+        {"rotary_percent": 1.0, "rope_scaling": True, "rope_scaling_factor": 32.0},
+    ),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        YarnRotaryEmbedding,
+        {"scaling_factor": 16.0},
+    ),
+    "yarn-unrounded": (
+        {"rope_type": "yarn", "factor": 32.0, "truncate": False},
+        YarnRotaryEmbedding,
+        {"scaling_factor": 32.0, "correction_range_round_to_int": False},
+    ),
+    "yarn-mscale": (
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+        YarnRotaryEmbedding,
+        {"scaling_factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    theirs, kind, settings = ROPES[name]
+    length = {"original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=theirs | length | {"rope_theta": 500_000.0},
+    )
+    rotation = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 5, 8191, 40_000, 131_071], device=compute_device())
+    cos, sin = rotation(torch.zeros(1, 1), positions[None])
+    settings = settings | (length if kind is YarnRotaryEmbedding else {})
+    stock = kind(kv_channels=64, rotary_base=500_000, use_cpu_initialization=True, **settings)
+    found, factor = at_own_positions(stock)(positions), 1.0
+    if kind is YarnRotaryEmbedding:
+        found, factor = found
+    # a frequency's last bit is a hundredth of a turn after 131,071 positions
+    near = {"rtol": 1e-4, "atol": 2e-2}
+    torch.testing.assert_close(found[:, 0, 0].cos() * factor, cos[0], **near)
+    torch.testing.assert_close(found[:, 0, 0].sin() * factor, sin[0], **near)
+    torch.testing.assert_close(found[1, 0, 0, :32], rotation.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(rotation.attention_scaling, rel=1e-6)
+
+
 def test_the_stock_embedding_is_left_as_it_was():
     stock = stock_embedding()
     before = dict(vars(stock))
@@ -63,7 +136,7 @@ def test_the_stock_embedding_is_left_as_it_was():
 def test_another_kind_of_embedding_is_refused():
     stock = MultimodalRotaryEmbedding(kv_channels=16, rotary_percent=1.0)
     with pytest.raises(ValueError, match="the model has MultimodalRotaryEmbedding"):
-        OwnPositionRotaryEmbedding.like(stock)
+        at_own_positions(stock)
 
 
 @pytest.mark.parametrize("params", [None, PackedSeqParams(qkv_format="thd")])

@@ -1,0 +1,83 @@
+"""Which options of positions go together, and which layers have none."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
+from megatron_hdp.megatron.options.position_options import PositionOptions
+from megatron_hdp.options import OptionError, flag_of
+
+_YARN = {
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+}
+_ROPE = {
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+}
+_ANY = {"rotary_base", "no_rope_freq"}
+_EFFECTIVE = {"rope": _ROPE | _ANY, "yarn": _YARN | _ANY, "none": set[str]()}
+
+
+def check_positions(args: TrainingArguments) -> None:
+    """Checks these options together, derived defaults filled in.
+
+    Raises:
+        OptionError: says what was found, what was expected and the remedy.
+    """
+    kind = args.position_embedding_type
+    for item in fields(PositionOptions):
+        name, found = item.name, getattr(args, item.name)
+        if name == "position_embedding_type" or found == item.default:
+            continue
+        if name not in _EFFECTIVE[kind]:
+            raise OptionError(
+                f"{flag_of(name)} (found {found}) has no effect with --position-embedding-type "
+                f"{kind}: leave it out, or choose another type"
+            )
+    if args.rope_scaling_factor != 8.0 and not args.use_rope_scaling:
+        raise OptionError(
+            f"--rope-scaling-factor {args.rope_scaling_factor} has no effect without "
+            "--use-rope-scaling: add the one or remove the other"
+        )
+    channels = int((args.kv_channels or 0) * args.rotary_percent)
+    if kind != "none" and (channels < 2 or channels % 2):
+        raise OptionError(
+            f"--rotary-percent {args.rotary_percent} of {args.kv_channels} channels of a head are "
+            f"{channels}, expected an even number from 2 on, as channels turn in pairs: change it "
+            "or --kv-channels"
+        )
+    layers_without_positions(args)
+
+
+def layers_without_positions(args: TrainingArguments) -> tuple[int, ...] | None:
+    """1 for each layer of the model whose queries and keys are not rotated, 0 for the others.
+
+    None where ``--no-rope-freq`` is not given.
+
+    Raises:
+        OptionError: it does not fit the layers.
+    """
+    if args.no_rope_freq is None:
+        return None
+    layers, given = args.num_layers or 1, args.no_rope_freq
+    # Megatron's own parser makes numbers of it
+    pattern = pattern_of("--no-rope-freq", given) if isinstance(given, str) else given
+    if not isinstance(pattern, int):
+        return zeros_and_ones("--no-rope-freq", tuple(pattern), layers)
+    if pattern < 1 or layers % pattern:
+        raise OptionError(
+            f"--no-rope-freq: found {pattern}, expected a number that divides the {layers} of "
+            "--num-layers, or a list of 0 and 1"
+        )
+    return tuple(int(layer % pattern == pattern - 1) for layer in range(layers))
