@@ -116,6 +116,35 @@ def test_dropout_resumes_without_hdp(run_ranks, tmp_path):
     assert run_ranks(1, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
 
 
+def said(runs):
+    """Body of a rank: what each run says of its checkpoint's positions, and its first loss."""
+    found = []
+    for arguments in runs:
+        with mock.patch("megatron_hdp.megatron.parallel.say") as say:
+            loss = pretrain(arguments)[0].loss
+        lines = [call.args[0] for call in say.call_args_list]
+        found.append(([line for line in lines if line.startswith("positions differ")], loss))
+    return found
+
+
+def test_a_context_grows_with_other_positions(run_ranks, tmp_path):
+    lengths = [length // 2 for length in LENGTHS[:6]]
+    short = run(write_corpus(tmp_path, lengths), train_iters=1, no_rope_freq="2")
+    saved = tmp_path / "checkpoints"
+    again = replace(short, load=saved, train_iters=2)
+    longer = replace(again, rotary_base=500_000, use_rope_scaling=True)
+    start = replace(longer, finetune=True, no_rope_freq="[0,0]")
+    (_, same, other, anew) = run_ranks(1, said, [replace(short, save=saved), again, longer, start])[
+        0
+    ]
+    line = (
+        "positions differ from those of the checkpoint: --rotary-base 500000 instead of 10000, "
+        "--use-rope-scaling True instead of False"
+    )
+    assert same[0] == [] and other[0] == [line] and same[1] != other[1]
+    assert anew[0] == [f"{line}, --no-rope-freq (0, 0) instead of (0, 1)"]
+
+
 def saves(arguments):
     """Body of a rank: steps whose save began, those whose save became visible, the curve."""
     begun, visible = [], []

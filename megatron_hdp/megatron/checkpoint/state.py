@@ -24,7 +24,7 @@ from megatron_hdp.data import Continuation, DataOrder
 from megatron_hdp.data.mixture import Position, position_of_run
 from megatron_hdp.megatron.checkpoint import reading, rng_state
 from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, other_positions, position_record
 
 _VERSION = 1
 _OURS = "megatron_hdp"  # the entry of a checkpoint that is not Megatron's
@@ -63,7 +63,7 @@ class TrainingState:
         self._arguments = arguments
         self.order = order
         self.announcements: list[str] = []
-        """What the log says of how a resumed run goes on in its data."""
+        """What the log says of what was loaded: how the data goes on, and what is changed."""
         self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -82,6 +82,7 @@ class TrainingState:
             "position": progress.position.to_record(),
             "order": self.order.to_record(),
             "optimizer": self._optimizer_kind(),
+            "positions": position_record(self._arguments),
         }
         if not self.order.hybrid_data_parallel:
             content["rng_state"] = rng_state.sharded()
@@ -93,7 +94,9 @@ class TrainingState:
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
         """
+        saved = reading.read_common(source).get(_OURS, {})
         self._load_weights(reading.read(self._sharded_weights(), source))
+        self.announcements = self._about_positions(saved)
         self.optimizer.reload_model_params()
 
     def resume(self, source: Path) -> Progress:
@@ -128,8 +131,12 @@ class TrainingState:
         if "rng_state" in content:
             rng_state.restore(content["rng_state"])
         self.order = goes_on.order
-        self.announcements = goes_on.announcements()
+        self.announcements = goes_on.announcements() + self._about_positions(ours)
         return progress
+
+    def _about_positions(self, saved: dict[str, Any]) -> list[str]:
+        line = other_positions(self._arguments, saved.get("positions", {}))
+        return [] if line is None else [line]
 
     def _use_own_settings(self, state: dict[Any, Any]) -> None:
         """Puts this command's flags in place of the settings that the optimizer's `state` holds.

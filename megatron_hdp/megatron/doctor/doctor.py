@@ -103,6 +103,12 @@ SEAMS = (
         parameter="max_seq_len",
     ),
     Seam(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
+        "YarnRotaryEmbedding.get_emb",
+        "YaRN's frequencies are its angles of position 1, and its factor comes with them",
+        parameter="max_seq_len",
+    ),
+    Seam(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
         "a subclass of the model asks its output layer for the loss, unless --no-hdp-fused-loss",
         parameter="loss_mask",

@@ -16,7 +16,12 @@ from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
-from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
+from megatron_hdp.megatron.options.position_checks import (
+    check_positions,
+    layers_without_positions,
+    other_positions,
+    position_record,
+)
 from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
@@ -37,11 +42,13 @@ __all__ = [
     "markdown_tables",
     "model_shape",
     "num_model_chunks",
+    "other_positions",
     "parse_arguments",
     "pattern_of",
     "planned_layers",
     "planned_weights",
     "shape_in",
+    "position_record",
     "stage_split",
     "tokenizer_of",
     "virtual_stage_choices",

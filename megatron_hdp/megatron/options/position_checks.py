@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
@@ -81,3 +83,24 @@ def layers_without_positions(args: TrainingArguments) -> tuple[int, ...] | None:
             "--num-layers, or a list of 0 and 1"
         )
     return tuple(int(layer % pattern == pattern - 1) for layer in range(layers))
+
+
+def position_record(args: TrainingArguments) -> dict[str, Any]:
+    """What a checkpoint says of its model's positions, by fields' names."""
+    record = {item.name: getattr(args, item.name) for item in fields(PositionOptions)}
+    return record | {"no_rope_freq": layers_without_positions(args)}
+
+
+def other_positions(args: TrainingArguments, saved: Mapping[str, Any]) -> str | None:
+    """A line about what the model of a checkpoint had otherwise, None where all is the same.
+
+    A context is made longer by such a change, so it is allowed.
+    """
+    differences = [
+        f"{flag_of(name)} {found} instead of {saved[name]}"
+        for name, found in position_record(args).items()
+        if name in saved and saved[name] != found
+    ]
+    if not differences:
+        return None
+    return f"positions differ from those of the checkpoint: {', '.join(differences)}"

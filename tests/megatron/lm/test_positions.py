@@ -32,7 +32,6 @@ def runs(tmp_path_factory):
     for name, flags in (("plain", ""), ("llama", LLAMA), ("yarn", YARN), ("none", NONE)):
         if name == "yarn" and not HAS_YARN:
             continue
-        # the last of a flag that is given twice counts
         one = [*HDP, "256", *flags.split()]
         plan.append(run(f"{name} one", 1, one, steps=2))
         plan.append(run(f"{name} two", 2, [*HDP, "160", *flags.split()], steps=2))
