@@ -6,7 +6,7 @@ routers add to it is computed from their logits, by the definition.
 """
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -115,8 +115,23 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
         plan: what to run instead of the strategy's plan.
         repeats: how often it runs; Megatron's DDP does some things from the second time on.
     """
+    *_, (report, chunks) = hdp_steps_of(arguments, [plan] * repeats, faults)
+    return report, whole_gradients(chunks, arguments)
+
+
+def hdp_steps_of(arguments, plans, faults=()):
+    """Report and chunks of this rank after each of several HDP steps over one batch.
+
+    No optimizer runs between them; a bias of experts moves.
+
+    Args:
+        arguments: the run.
+        plans: what the steps run; a plan of None means the strategy's.
+        faults: as of `hdp_step`.
+    """
     parallel.set_seeds(arguments.seed)
     chunks = building.build_chunks(arguments, VOCABULARY)
+    begin_with_biases(chunk.module for chunk in chunks)
     executor = setup.build_executor(arguments, chunks, Timeline())
     cost_model = setup.cost_model_of(arguments, executor)
     corpus = open_split(arguments, split_specs(arguments)["train"])
@@ -124,17 +139,35 @@ def hdp_step(arguments, *faults, plan=None, repeats=1):
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
-        if plan is not None:
-            planted.enter_context(
-                mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
-            )
-        for _ in range(repeats):
+        for plan in plans:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            report = steps.run(Position())
+            with planned_by(plan):
+                report = steps.run(Position())
+            yield report, chunks
         steps.close()
     assert steps.num_planner_failures == 0  # it was the strategy's plan that ran
-    return report, whole_gradients(chunks, arguments)
+
+
+def planned_by(plan):
+    """Within the block a step runs this plan; None: the strategy's."""
+    if plan is None:
+        return nullcontext()
+    return mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
+
+
+def begin_with_biases(models):
+    """Gives every router that balances by a bias one that changes its choices."""
+    for router in routers_of(models):
+        if router.expert_bias is not None:
+            generator = torch.Generator().manual_seed(router.layer_number)
+            router.expert_bias.copy_(torch.rand(router.num_experts, generator=generator) / 5)
+
+
+def routers_of(models):
+    """All routers of experts in some models."""
+    named = (pair for model in models for pair in model.named_modules())
+    return [module for name, module in named if name.endswith("mlp.router")]
 
 
 def whole_gradients(chunks, arguments):
@@ -159,8 +192,9 @@ def whole_gradients(chunks, arguments):
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     parallel.set_seeds(arguments.seed)
-    gpt = building.build_gpt(_stock(arguments), VOCABULARY).module
+    gpt = building.build_gpt(stock(arguments), VOCABULARY).module
     initialise_by_name(gpt, arguments.seed)
+    begin_with_biases([gpt])
     router_logits = _watch_routers(gpt)
     total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for tokens, labels, is_trained in drawn_sequences(arguments):
@@ -232,20 +266,22 @@ def _watch_routers(gpt):
     seen = []
 
     def watch(router, inputs, _):
-        seen.append(inputs[0].flatten(0, 1) @ router.weight.t())
+        bias = 0 if router.bias is None else router.bias
+        seen.append(inputs[0].flatten(0, 1) @ router.weight.t() + bias)
 
-    for name, module in gpt.named_modules():
-        if name.endswith("mlp.router"):
-            module.register_forward_hook(watch)
+    for router in routers_of([gpt]):
+        router.register_forward_hook(watch)
     return seen
 
 
 def _router_loss(arguments, logits):
     """Balancing loss and z-loss of one whole sequence at one layer, each times its tokens."""
     (length, experts), topk = logits.shape, arguments.moe_router_topk
-    probabilities = logits.softmax(-1)
+    scores = logits.softmax(-1)
+    if arguments.moe_router_score_function == "sigmoid":
+        scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
     chosen = functional.one_hot(logits.topk(topk).indices, experts).sum(1).double()
-    balance = experts * (chosen.mean(0) / topk) @ probabilities.mean(0)
+    balance = experts * (chosen.mean(0) / topk) @ scores.mean(0)
     z = logits.logsumexp(-1).square().mean()
     balance_coeff, z_coeff = arguments.moe_aux_loss_coeff, arguments.moe_z_loss_coeff or 0.0
     return length * (balance_coeff * balance + z_coeff * z)
@@ -287,11 +323,11 @@ def reference_on_first_rank(arguments):
     )
     if arguments.tensor_model_parallel_size * stages * expert_ranks > 1:
         parallel.finish()
-        parallel.initialise(_stock(arguments))
+        parallel.initialise(stock(arguments))
     return reference_gradients(arguments) if dist.get_rank() == 0 else None
 
 
-def _stock(arguments):
+def stock(arguments):
     """Megatron without HDP, parallelism, recomputation and losses of routers.
 
     The vocabulary is padded alike.

@@ -1,7 +1,7 @@
 """Lets megatron-core, which assumes CUDA, run on a machine without a GPU.
 
 Megatron's own modules see a forwarding stand-in for ``torch`` whose CUDA functions and tensor
-factories answer for the CPU; everybody else keeps the real ``torch``. Four methods of tensors
+factories answer for the CPU; everybody else keeps the real ``torch``. Five methods of tensors
 and modules cannot be replaced for Megatron alone and are replaced globally. `REDIRECTS` names all,
 ``megatron-hdp doctor`` prints it. `apply` refuses to run where there is a GPU.
 """
@@ -22,6 +22,7 @@ import torch
 from megatron_hdp.megatron.cpu.stand_in import (
     RNG_FUNCTIONS,
     NoStream,
+    float_seen_by_routers,
     nothing,
     stand_in_for_torch,
     type_seen_by_megatron,
@@ -44,6 +45,7 @@ REDIRECTS = {
     "missing; Megatron 0.16 tests it without having defined it",
     "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "a stream without work, gone with the shim",
     "Tensor.cuda, Module.cuda, Tensor.record_stream": "no-ops",
+    "Tensor.float, called by megatron.core.transformer.moe.*": "float64 stays float64 (routers)",
     "Tensor.type, called by megatron.*": "answers torch.cuda.*Tensor, by which optimizers sort",
 }
 
@@ -122,9 +124,10 @@ class _Shim(importlib.abc.MetaPathFinder):
         def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self
 
-        # Tensor inherits these three; an override on Tensor hides them.
+        # Tensor inherits these four; an override on Tensor hides them.
         self.replace(torch.Tensor, "cuda", stay)
         self.replace(torch.Tensor, "record_stream", nothing)
+        self.replace(torch.Tensor, "float", float_seen_by_routers(torch.Tensor.float))
         self.replace(torch.Tensor, "type", type_seen_by_megatron(torch.Tensor.type))
         self.replace(torch.nn.Module, "cuda", stay)
 

@@ -191,3 +191,16 @@ def type_seen_by_megatron(original: Callable[..., Any]) -> Callable[..., Any]:
         return _CUDA_TYPE_NAMES.get(self.dtype) or original(self)
 
     return tensor_type
+
+
+def float_seen_by_routers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.float`` that leaves Megatron's routers float64, where they ask for float32."""
+
+    @functools.wraps(original)
+    def tensor_float(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if self.dtype == torch.float64 and caller.startswith("megatron.core.transformer.moe."):
+            return self
+        return original(self, *args, **kwargs)
+
+    return tensor_float

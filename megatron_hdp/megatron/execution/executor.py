@@ -372,6 +372,7 @@ def _groups() -> ProcessGroupCollection:
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 

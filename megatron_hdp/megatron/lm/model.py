@@ -17,6 +17,7 @@ from megatron_hdp.megatron.model import (
     HdpCoreAttention,
     HdpMoeTransformerLayer,
     give_own_positions,
+    let_biases_be_added,
 )
 
 # TransformerEngine's is known by its name: it may not be installed
@@ -45,6 +46,7 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         _adapt_attention(layer.self_attention, layer.layer_number)
         if isinstance(layer.mlp, MoELayer):
             HdpMoeTransformerLayer.adopt(layer)
+            let_biases_be_added(layer)
     give_own_positions(model)
     if fused_loss:
         FusedLossModel.adopt(model)

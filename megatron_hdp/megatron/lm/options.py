@@ -39,7 +39,8 @@ _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
 _GPT = "HDP trains a GPT with rotary positions, or none, and full attention"
-_EXPERTS = "HDP knows routed experts in every layer, chosen by a softmax"
+_EXPERTS = "HDP knows experts of the hidden size, with weights of their own, chosen at every step"
+_STREAM = "HDP's rings and offload follow one stream beside their own"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
 _SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
@@ -63,13 +64,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         False,
         "it saves shifted states where gradients have more than one bucket",
     ),
-    "moe_layer_freq": (1, _EXPERTS),
-    "moe_shared_expert_intermediate_size": (None, _EXPERTS),
+    "moe_shared_expert_overlap": (False, _STREAM),
     "moe_expert_capacity_factor": (None, _ROUTING),
-    "moe_router_enable_expert_bias": (False, _ROUTING),
     "moe_router_force_load_balancing": (False, _ROUTING),
+    "moe_router_force_biased": (None, _ROUTING),
     "moe_input_jitter_eps": (None, _ROUTING),
-    "moe_router_score_function": ("softmax", _EXPERTS),
     "moe_enable_routing_replay": (False, _EXPERTS),
     "moe_use_upcycling": (False, _EXPERTS),
     "moe_latent_size": (None, _EXPERTS),
@@ -193,6 +192,12 @@ def check(args: argparse.Namespace) -> None:
     check_data(args)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
+    if "moe" in (getattr(args, "recompute_modules", None) or ()):
+        raise OptionError(
+            "--recompute-modules moe does not go with --hybrid-data-parallel: a router would run "
+            "again apart from its layer, where it knows no micro-batch; use --recompute-modules "
+            "moe_act, mlp or shared_experts, or --recompute-granularity full"
+        )
 
 
 def _check_positions(args: argparse.Namespace) -> None:
@@ -319,6 +324,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     values |= {name: getattr(args, name) for name in _PATHS}
+    values["moe_layer_freq"] = str(getattr(args, "moe_layer_freq", 1))
     if getattr(args, "sft", False):  # releases mask some formats differently
         release = ".".join(installed_release().split(".")[:2])
         values["sft_tokenizer_prompt_format"] += f"@{release}"

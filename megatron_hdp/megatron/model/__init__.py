@@ -8,7 +8,7 @@ from megatron_hdp.megatron.model.building import (
     padded_vocab_size,
 )
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
-from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, HdpRouter
+from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, let_biases_be_added
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
@@ -18,6 +18,7 @@ from megatron_hdp.megatron.model.rotary import (
     fused_kernel_is_there,
     give_own_positions,
 )
+from megatron_hdp.megatron.model.router import HdpRouter
 
 __all__ = [
     "FusedLossModel",
@@ -34,6 +35,7 @@ __all__ = [
     "fused_kernel_can_count",
     "fused_kernel_is_there",
     "give_own_positions",
+    "let_biases_be_added",
     "model_dtype",
     "padded_vocab_size",
 ]

@@ -19,7 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
-from megatron_hdp.megatron.model.moe import balance_by_sequence, moe_settings
+from megatron_hdp.megatron.model.moe import (
+    activation_settings,
+    balance_by_sequence,
+    let_biases_be_added,
+    moe_settings,
+)
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
@@ -28,7 +33,12 @@ from megatron_hdp.megatron.model.rotary import (
     position_settings,
     yarn_attributes,
 )
-from megatron_hdp.megatron.options import TrainingArguments, num_model_chunks, stage_split
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    expert_layers,
+    expert_layers_of_chunk,
+    num_model_chunks,
+)
 from megatron_hdp.megatron.parallel import compute_device, say
 
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
@@ -78,9 +88,6 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
     chunks = num_model_chunks(arguments)
-    functions = {}
-    if arguments.swiglu:
-        functions = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
     config = TransformerConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
@@ -112,6 +119,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,
+        **activation_settings(arguments),
         **moe_settings(arguments),
         **position_settings(arguments),
         params_dtype=dtype,
@@ -122,14 +130,18 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_gpu and _is_found(_SOFTMAX_KERNELS),
-        bias_activation_fusion=on_gpu and arguments.swiglu,
+        bias_activation_fusion=on_gpu and _fuses_activation(arguments),
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=_fuses_rotation(arguments),
-        **functions,
     )
     for name, value in yarn_attributes(arguments).items():
         setattr(config, name, value)
     return config
+
+
+def _fuses_activation(arguments: TrainingArguments) -> bool:
+    """Whether a fused kernel takes the gated unit: Megatron's of SwiGLU know no clamp."""
+    return arguments.swiglu and arguments.activation_func_clamp_value is None
 
 
 def _fuses_rotation(arguments: TrainingArguments) -> bool:
@@ -145,17 +157,22 @@ def _fuses_rotation(arguments: TrainingArguments) -> bool:
     return True
 
 
-def layer_spec(arguments: TrainingArguments) -> ModuleSpec:
-    """Megatron's local layer specification, its core attention replaced when HDP is on."""
+def layer_spec(arguments: TrainingArguments, has_experts: bool) -> ModuleSpec:
+    """Megatron's local layer specification, its core attention replaced when HDP is on.
+
+    Args:
+        arguments: model shape.
+        has_experts: whether it is a layer with experts.
+    """
     spec = get_gpt_layer_local_spec(
-        num_experts=arguments.num_experts,
+        num_experts=arguments.num_experts if has_experts else None,
         qk_layernorm=arguments.qk_layernorm,
         normalization=arguments.normalization,
     )
     attention = spec.submodules.self_attention.submodules
     if arguments.hybrid_data_parallel:
         attention.core_attention = HdpCoreAttention
-        if arguments.num_experts is not None:
+        if has_experts:
             balance_by_sequence(spec)
     if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
         spec.submodules.input_layernorm = SequenceParallelNorm
@@ -170,17 +187,20 @@ def block_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The layers of this rank's stage, or of one of its model chunks, and a last norm like theirs.
 
-    Without HDP Megatron makes them in its own way, unless a norm differs. That gives the last norm
-    another class where TransformerEngine is installed, whose extra state the checkpoints of other
-    machines lack.
+    Without HDP Megatron makes them in its own way, unless a norm differs or layers do. That gives
+    the last norm another class where TransformerEngine is installed, whose extra state the
+    checkpoints of other machines lack.
     """
-    spec = layer_spec(arguments)
-    norm = spec.submodules.input_layernorm
-    if norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel:
-        return spec
+    kinds = set(expert_layers(arguments))
+    specs = {kind: layer_spec(arguments, kind) for kind in kinds}
+    first = next(iter(specs.values()))
+    norm = first.submodules.input_layernorm
+    plain = norm is not SequenceParallelNorm and not arguments.hybrid_data_parallel
+    if plain and len(kinds) == 1:
+        return first
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    num_layers = stage_split(arguments).of_chunks(stage)[chunk]
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
+    layers = expert_layers_of_chunk(arguments, stage, chunk)
+    return TransformerBlockSubmodules(layer_specs=[specs[one] for one in layers], layer_norm=norm)
 
 
 def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
@@ -228,6 +248,8 @@ def _chunk(
         seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
         vp_stage=chunk if num_chunks > 1 else None,
     )
+    for layer in model.decoder.layers:
+        let_biases_be_added(layer)
     if arguments.hybrid_data_parallel:
         give_own_positions(model)
         initialise_by_name(model, arguments.seed)

@@ -18,12 +18,12 @@ from megatron_hdp.runtime.health import fingerprint
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-_SINK = ".softmax_offset"
+_DRAWN_VECTORS = (".softmax_offset", ".mlp.router.bias")
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def initialise_by_name(model: GPTModel, seed: int) -> None:
-    """Draws every matrix and sink of the model anew; norms and biases, ones and zeros, stay.
+    """Draws every matrix, sink and router's bias anew; norms, other biases, ones and zeros, stay.
 
     Each is drawn on the device that holds it: a GPU's generator gives other numbers than a CPU's.
 
@@ -35,7 +35,7 @@ def initialise_by_name(model: GPTModel, seed: int) -> None:
     gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     with torch.random.fork_rng(devices=gpus), torch.no_grad():
         for name, parameter in global_parameters(model):
-            if parameter.dim() < 2 and not name.endswith(_SINK):
+            if parameter.dim() < 2 and not name.endswith(_DRAWN_VECTORS):
                 continue
             into_residual = name.endswith(_INTO_RESIDUAL)
             draw = config.output_layer_init_method if into_residual else config.init_method

@@ -1,28 +1,21 @@
-"""Mixture of experts under HDP: Megatron's layer, its router told which token is whose.
-
-Megatron's own balancing losses count padding, know no rings and depend on how tokens fell into
-micro-batches. Here the router leaves them out and adds its own, exact for every plan.
-"""
+"""Mixture of experts under HDP: Megatron's layer with a router that knows whose the tokens are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.model.router import HdpRouter
+from megatron_hdp.megatron.options import TrainingArguments, layer_frequency
 from megatron_hdp.megatron.releases import submodules_of
-from megatron_hdp.runtime.loss import RouterTokens, count_routed, sequence_balance_loss, z_loss
 
 
 def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
@@ -32,7 +25,17 @@ def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
     return {
         "num_moe_experts": arguments.num_experts,
         "moe_ffn_hidden_size": arguments.moe_ffn_hidden_size,
+        "moe_layer_freq": layer_frequency(arguments.moe_layer_freq),
+        "moe_shared_expert_intermediate_size": arguments.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": arguments.moe_shared_expert_gate,
         "moe_router_topk": arguments.moe_router_topk,
+        "moe_router_score_function": arguments.moe_router_score_function,
+        "moe_router_num_groups": arguments.moe_router_num_groups,
+        "moe_router_group_topk": arguments.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": arguments.moe_router_topk_scaling_factor,
+        "moe_router_enable_expert_bias": arguments.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": arguments.moe_router_bias_update_rate,
+        "moe_router_dtype": "fp64" if arguments.fp64 else arguments.moe_router_dtype,
         "moe_router_pre_softmax": arguments.moe_router_pre_softmax,
         "moe_router_load_balancing_type": arguments.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": arguments.moe_aux_loss_coeff,
@@ -43,126 +46,45 @@ def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
     }
 
 
+def activation_settings(arguments: TrainingArguments) -> dict[str, Any]:
+    """What it needs to know of gated units, in experts or plain MLPs."""
+    if not (arguments.swiglu or arguments.quick_geglu):
+        return {}
+    return {
+        "activation_func": torch.nn.functional.silu if arguments.swiglu else quick_gelu,
+        "gated_linear_unit": True,
+        "activation_func_clamp_value": arguments.activation_func_clamp_value,
+        "glu_linear_offset": arguments.glu_linear_offset,
+    }
+
+
 def balance_by_sequence(spec: ModuleSpec) -> None:
     """Makes a layer specification with Megatron's MoE one that is right under HDP."""
     spec.module = HdpMoeTransformerLayer
     submodules_of(spec.submodules.mlp).router = HdpRouter
 
 
-class HdpRouter(TopKRouter):
-    """Megatron's router with balancing and z-loss over sequences instead of micro-batches.
+class ExpertLinear(RowParallelLinear):
+    """The second matrix of an expert with a bias.
 
-    Raises:
-        ValueError: an option whose effect would depend on the plan.
+    Megatron's MLP adds the bias to its output in place. Where one rank has a whole expert, that
+    output is a view, which autograd lets nobody change.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection | None = None,
-        **of_release: Any,
-    ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection, **of_release)
-        self._take_over_losses()
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``RowParallelLinear.forward``; the output is its own memory."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
-    @classmethod
-    def adopt(cls, stock: TopKRouter) -> None:
-        """Makes a router that Megatron has built one of this class; its parameters stay."""
-        stock.__class__ = cls
-        stock._take_over_losses()
 
-    def _take_over_losses(self) -> None:
-        config = self.config
-        for kind in ("aux_loss", "global_aux_loss"):
-            _refuse(self.get_aux_loss_coeff(kind) > 0, kind, "seq_aux_loss")
-        for kind in ("sinkhorn", "quantile_balancing"):
-            _refuse(
-                config.moe_router_load_balancing_type == kind,
-                f"{kind} routing",
-                "seq_aux_loss or none",
-            )
-        _refuse(self.enable_expert_bias, "a bias of experts", "seq_aux_loss")
-        _refuse(
-            config.moe_expert_capacity_factor is not None, "a capacity of experts", "no capacity"
-        )
-        self._balance_coeff = self.get_aux_loss_coeff("seq_aux_loss")
-        self.routing_type = "none"  # Megatron's own losses stay out
-        self._tokens: RouterTokens | None = None
-        self.losses: dict[str, torch.Tensor] = {}
-        """Sums over this rank's real tokens, without coefficients, by Megatron's names, once
-        backward has run; whoever logs them clears them."""
-
-    @contextmanager
-    def routes(self, params: HdpPackedSeqParams) -> Iterator[None]:
-        """Within the block, the router sees the tokens of this micro-batch.
-
-        Held no longer than the layer runs: recomputation enters again with the micro-batch it
-        reruns, and a router outside of any block fails instead of taking another one's.
-        """
-        self._tokens = self._seen_here(params)
-        try:
-            yield
-        finally:
-            self._tokens = None
-
-    def _seen_here(self, params: HdpPackedSeqParams) -> RouterTokens:
-        """All tokens, or with sequence parallelism this tensor-parallel rank's run of them."""
-        index, group = params.sequence_index, None
-        if self.config.sequence_parallel and self.tp_group.size() > 1:
-            group = self.tp_group
-            index = index.chunk(group.size())[group.rank()]
-        return RouterTokens(
-            index, params.layout, params.comm, group, counts=params.routed, router=self
-        )
-
-    @property
-    def tokens(self) -> RouterTokens:
-        """Whose the tokens are that are routed now."""
-        if self._tokens is None:
-            raise RuntimeError("the router runs outside of its layer and knows no micro-batch")
-        return self._tokens
-
-    def apply_z_loss(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attaches the z-loss of this rank's real tokens to `logits` ``[t, E]``."""
-        coeff = self.config.moe_z_loss_coeff
-        if not coeff or not self._is_learning():
-            return logits
-        loss = z_loss(logits, self.tokens)
-        self._note("z_loss", loss)
-        return MoEAuxLossAutoScaler.apply(logits, coeff * loss)
-
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's choice of experts, the sequences' balancing loss attached.
-
-        Args:
-            logits: ``[t, 1, E]``.
-            padding_mask: not used; the micro-batch knows its padding.
-
-        Returns:
-            Weights ``[t, E]``, zero where a token does not go, and where it goes, bool ``[t, E]``.
-        """
-        probs, routing_map = super().routing(logits)
-        if self._balance_coeff and self.training:
-            count_routed(routing_map, self.tokens)
-        if self._balance_coeff and self._is_learning():
-            logits = logits.view(routing_map.shape)
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            scores = torch.softmax(logits, dim=-1, dtype=dtype)
-            note = partial(self._note, "seq_load_balancing_loss")
-            loss = sequence_balance_loss(scores, self.tokens, note)
-            probs = MoEAuxLossAutoScaler.apply(probs, self._balance_coeff * loss)
-        return probs, routing_map
-
-    def _note(self, name: str, loss: torch.Tensor) -> None:
-        self.losses[name] = self.losses.get(name, 0.0) + loss.detach()
-
-    def _is_learning(self) -> bool:
-        """False in evaluation and in the pass that recomputation repeats."""
-        return bool(self.training) and torch.is_grad_enabled()
+def let_biases_be_added(layer: TransformerLayer) -> None:
+    """Makes experts with biases, of a layer that Megatron has built, ones that can run."""
+    experts: Any = getattr(layer.mlp, "experts", None)
+    if type(experts) is not SequentialMLP or not layer.config.add_bias_linear:
+        return
+    for expert in experts.local_experts:
+        if type(expert.linear_fc2) is RowParallelLinear:
+            expert.linear_fc2.__class__ = ExpertLinear
 
 
 # TransformerEngine's is known by its name: Megatron may not have it
@@ -197,11 +119,3 @@ class HdpMoeTransformerLayer(TransformerLayer):
         """See ``TransformerLayer.forward``."""
         with self.mlp.router.routes(packed_seq_params):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-def _refuse(condition: bool, found: str, expected: str) -> None:
-    if condition:
-        raise ValueError(
-            f"hybrid data parallelism does not support {found}, whose effect depends on the plan; "
-            f"use {expected}"
-        )

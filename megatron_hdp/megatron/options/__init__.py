@@ -11,6 +11,11 @@ from megatron_hdp.megatron.options.arguments import (
     without_virtual_stages,
 )
 from megatron_hdp.megatron.options.checks import check_data, check_layout
+from megatron_hdp.megatron.options.expert_layers import (
+    expert_layers,
+    expert_layers_of_chunk,
+    layer_frequency,
+)
 from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
@@ -39,6 +44,9 @@ __all__ = [
     "check_positions",
     "expert_domain_size",
     "layers_without_positions",
+    "expert_layers",
+    "expert_layers_of_chunk",
+    "layer_frequency",
     "markdown_tables",
     "model_shape",
     "num_model_chunks",

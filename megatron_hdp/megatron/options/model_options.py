@@ -45,6 +45,17 @@ class ModelOptions:
         1e-5, minimum=0.0, maximum=1.0, help="Epsilon of the normalization."
     )
     swiglu: bool = option(False, help="Gated linear units with SiLU instead of GELU.")
+    quick_geglu: bool = option(
+        False, help="Gated linear units with x sigmoid(1.702 x) instead of GELU."
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        minimum=0.0,
+        help="Clamp a gated unit: its gate from above, its linear half from both sides.",
+    )
+    glu_linear_offset: float = option(
+        0.0, help="Added to the linear half of a gated unit (gpt-oss: 1)."
+    )
     untie_embeddings_and_output_weights: bool = option(
         False, help="Give the output layer its own weights."
     )
@@ -95,9 +106,46 @@ class MoeOptions:
     moe_ffn_hidden_size: int | None = option(
         None, minimum=1, help="Size of an expert (default: --ffn-hidden-size)."
     )
+    moe_layer_freq: str = option(
+        "1",
+        metavar="N|PATTERN",
+        help="Which layers hold experts: every N-th from the first on, or a list with 1 for such a "
+        "layer and 0 for a plain MLP of --ffn-hidden-size, like '[0]*3+[1]*58'.",
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, minimum=1, help="Size of the experts that every token meets, all together."
+    )
+    moe_shared_expert_gate: bool = option(
+        False, help="Weigh what the shared experts give by a sigmoid of its own."
+    )
     moe_router_topk: int = option(2, minimum=1, help="Experts that a token goes to.")
+    moe_router_score_function: str = option(
+        "softmax", choices=("softmax", "sigmoid"), help="Scores of a token's experts."
+    )
     moe_router_pre_softmax: bool = option(
         False, help="Softmax over all experts before the choice instead of over the chosen after."
+    )
+    moe_router_num_groups: int | None = option(
+        None, minimum=1, help="Groups of experts, of which a token goes to --moe-router-group-topk."
+    )
+    moe_router_group_topk: int | None = option(
+        None, minimum=1, help="Groups that a token's experts are chosen from."
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, minimum=0.0, help="Weights of a token's experts are multiplied by this."
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        help="Balance without a loss: a bias, which the choice alone sees, goes up after each step "
+        "for experts that got fewer tokens than the mean, and down for those that got more.",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, minimum=0.0, help="How far that bias goes at a step."
+    )
+    moe_router_dtype: str | None = option(
+        None,
+        choices=("fp32", "fp64"),
+        help="Precision of a router's logits and weights (default: the model's; --fp64: fp64).",
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",

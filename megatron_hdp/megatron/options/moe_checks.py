@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments, expert_domain_size
+from megatron_hdp.megatron.options.expert_layers import expert_layers
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.options import OptionError, flag_of
 
@@ -17,6 +18,8 @@ def check_moe(args: TrainingArguments) -> None:
         _check_unused(args)
         return
     _check_router(args)
+    _check_choice(args)
+    _check_layers(args)
     _check_ranks(args)
     if args.hybrid_data_parallel:
         _check_with_hdp(args)
@@ -38,20 +41,83 @@ def _check_router(args: TrainingArguments) -> None:
         raise OptionError(
             f"--moe-router-topk {topk} is more than --num-experts {experts}: lower it"
         )
-    if topk == 1 and not args.moe_router_pre_softmax:
+    sigmoid = args.moe_router_score_function == "sigmoid"
+    if topk == 1 and not args.moe_router_pre_softmax and not sigmoid:
         raise OptionError(
             "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one chosen expert "
             "is always 1 and gives the router no gradient"
         )
-    if args.add_bias_linear:
+    if sigmoid and args.moe_router_pre_softmax:
         raise OptionError(
-            "--num-experts needs --disable-bias-linear: adding a bias to an expert's output fails "
-            "in Megatron's own layers"
+            "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid: "
+            "leave one of them out"
+        )
+    if args.moe_router_enable_expert_bias and not sigmoid:
+        raise OptionError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: Megatron "
+            "adds the bias to such scores only"
         )
     if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
         raise OptionError(
             f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} has no effect with "
             "--moe-router-load-balancing-type none: choose another type or remove it"
+        )
+
+
+def _check_choice(args: TrainingArguments) -> None:
+    """Checks groups of experts, of which a token's are chosen."""
+    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
+    experts, topk = args.num_experts or 0, args.moe_router_topk
+    if (groups is None) != (chosen is None):
+        raise OptionError(
+            "--moe-router-num-groups and --moe-router-group-topk go together: give both or neither"
+        )
+    if groups is None or chosen is None:
+        return
+    if experts % groups or chosen > groups:
+        raise OptionError(
+            f"found --moe-router-num-groups {groups} and --moe-router-group-topk {chosen}, "
+            f"expected a number of groups that divides --num-experts {experts}, and no more chosen "
+            "than there are: change one of them"
+        )
+    if topk % chosen or topk // chosen > experts // groups:
+        raise OptionError(
+            f"--moe-router-topk {topk}: expected a multiple of --moe-router-group-topk {chosen}, "
+            f"and no more than {chosen} x {experts // groups}, the experts of the chosen groups, "
+            "as a group's score is the sum of its best ones: change one of them"
+        )
+
+
+def _check_layers(args: TrainingArguments) -> None:
+    """Checks which layers hold experts, and what stands beside them."""
+    if not any(expert_layers(args)):
+        raise OptionError(
+            f"--moe-layer-freq {args.moe_layer_freq}: found no layer with experts, expected one at "
+            "least: leave --num-experts out"
+        )
+    shared, tensor_ranks = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    if shared is None and args.moe_shared_expert_gate:
+        raise OptionError(
+            "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size: "
+            "add the one or remove the other"
+        )
+    if (shared or 0) % tensor_ranks:
+        raise OptionError(
+            f"--moe-shared-expert-intermediate-size {shared} is not a multiple of "
+            f"--tensor-model-parallel-size {tensor_ranks}: change one of them"
+        )
+    if not args.add_bias_linear:
+        return
+    if shared is not None:
+        raise OptionError(
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear: Megatron's shared "
+            "experts have no bias"
+        )
+    if args.expert_tensor_parallel_size > 1:
+        raise OptionError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} needs "
+            "--disable-bias-linear: each of these ranks would add an expert's bias to the sum over "
+            "them; or give --expert-tensor-parallel-size 1"
         )
 
 

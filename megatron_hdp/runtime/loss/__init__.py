@@ -3,6 +3,7 @@
 from megatron_hdp.runtime.loss.balance import (
     RoutedCounts,
     RouterTokens,
+    balancing_scores,
     count_routed,
     sequence_balance_loss,
     z_loss,
@@ -15,6 +16,7 @@ __all__ = [
     "LossSums",
     "RoutedCounts",
     "RouterTokens",
+    "balancing_scores",
     "count_routed",
     "linear_cross_entropy",
     "sequence_balance_loss",

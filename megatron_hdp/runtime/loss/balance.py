@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 
+_LEAST_SUM = 1e-20  # Megatron's, against a division by 0
+
 
 @dataclass(frozen=True, eq=False)
 class RouterTokens:
@@ -86,6 +88,20 @@ def count_routed(routing_map: torch.Tensor, tokens: RouterTokens) -> None:
     tokens.counts.note(tokens.router, counts)
 
 
+def balancing_scores(logits: torch.Tensor, score_function: str) -> torch.Tensor:
+    """Scores ``[t, E]`` that the balancing loss levels; each token's add up to 1.
+
+    Args:
+        logits: ``[t, E]``, the router's.
+        score_function: ``softmax``, or ``sigmoid`` (DeepSeek-V3, arXiv 2412.19437, equation 19).
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if score_function == "softmax":
+        return torch.softmax(logits, dim=-1, dtype=dtype)
+    scores = torch.sigmoid(logits.to(dtype))
+    return scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+
+
 def sequence_balance_loss(
     scores: torch.Tensor, tokens: RouterTokens, note: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
@@ -101,7 +117,7 @@ def sequence_balance_loss(
     nowhere.
 
     Args:
-        scores: ``[t, E]``, softmax of the router's logits over all experts.
+        scores: ``[t, E]``, `balancing_scores` of the router's logits over all experts.
         tokens: whose they are; `count_routed` must have been called with them.
         note: gets the loss, a scalar, in backward.
 

@@ -322,7 +322,7 @@ def test_the_checks_see_a_module_that_kept_the_stand_in(run):
 
 def test_redirects_name_every_global_replacement():
     text = " ".join(shim.REDIRECTS)
-    names = ["Tensor.cuda", "Tensor.type", "Tensor.record_stream", "Module.cuda"]
+    names = ["Tensor.cuda", "Tensor.float", "Tensor.type", "Tensor.record_stream", "Module.cuda"]
     for name in [
         *names,
         "all_to_all_single",

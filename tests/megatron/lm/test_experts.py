@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from tests.megatron.lm.runs import (
     HDP,
@@ -14,6 +15,7 @@ from tests.megatron.lm.runs import (
     planned,
     require_same,
     scalars,
+    weights,
 )
 from tests.support.gradients import write_corpus
 
@@ -21,6 +23,15 @@ pytestmark = MARKS
 
 EXPERTS = f"""{MODEL} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"""
+DEEPSEEK = f"""{EXPERTS} --num-layers 3 --moe-layer-freq [0]+[1]*2 --ffn-hidden-size 48
+--moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 20 --moe-shared-expert-gate
+--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+--moe-router-num-groups 2 --moe-router-group-topk 1
+--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"""
+GPT_OSS = f"""{EXPERTS.replace("--swiglu", "").replace("--disable-bias-linear", "")} --quick-geglu
+--activation-func-clamp-value 0.4 --glu-linear-offset 1.0"""
+ACROSS = ["--expert-model-parallel-size", "2"]
+STAGES = ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"]
 APART = [*TENSOR, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 
 
@@ -36,9 +47,22 @@ def runs(tmp_path_factory):
             run("first", 1, [*HDP, "256"], save="experts"),
             run("one", 1, [*HDP, "256", "--finetune"], load="experts"),
             run("apart", 4, [*HDP, "256", "--finetune", *APART], load="experts"),
+            *of_model(folder, "deepseek", DEEPSEEK, 4, [*ACROSS, *STAGES]),
+            *of_model(folder, "gpt-oss", GPT_OSS, 2, ACROSS),
         ],
     )
     return folder
+
+
+def of_model(folder, name, model, ranks, layout):
+    """Runs from the weights of a first one: on one rank, and on several."""
+    run = partial(planned, folder, model=model)
+    on = [*HDP, "256", "--finetune"]
+    return [
+        run(f"{name} first", 1, [*HDP, "256"], save=f"{name} weights"),
+        run(f"{name} one", 1, on, load=f"{name} weights", save=f"{name} of one"),
+        run(f"{name} apart", ranks, [*on, *layout], load=f"{name} weights", save=f"{name} apart"),
+    ]
 
 
 def test_experts_across_ranks_are_those_of_one(runs):
@@ -48,3 +72,17 @@ def test_experts_across_ranks_are_those_of_one(runs):
         for step, value in one[tag].items():
             assert apart[tag][step] == pytest.approx(value, rel=1e-5)
     assert all(1 <= value < 2 for value in one["seq_load_balancing_loss"].values())
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gpt-oss"])
+def test_models_of_today_across_ranks_are_those_of_one(runs, name):
+    require_same(scalars(runs, f"{name} apart"), scalars(runs, f"{name} one"), rel=1e-5)
+
+
+def test_biases_of_experts_move_as_on_one_rank(runs):
+    one, apart = (weights(runs, f"deepseek {name}") for name in ("of one", "apart"))
+    names = [name for name in one if name.endswith("router.expert_bias")]
+    assert names and not any(name.startswith("optimizer") for name in names)
+    for name in names:
+        assert one[name].abs().max() >= 0.05  # the first run's steps of 0.05, and these
+        assert torch.equal(apart[name], one[name])

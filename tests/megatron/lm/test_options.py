@@ -61,6 +61,7 @@ LACKING = {
     "logits_save_dir": ("0.16", "0.17", "0.18"),
     "moe_expert_rank_capacity_factor": ("0.16", "0.17"),
     "moe_paged_stash": ("0.16", "0.17"),
+    "moe_router_force_biased": ("0.16",),
     "moe_use_legacy_grouped_gemm": ("0.17", "0.18", "0.19"),
     "optimizer_cuda_graph": ("0.16",),
     "step_batch_size_schedule": ("0.16", "0.17"),
@@ -158,6 +159,7 @@ def test_everything_on_the_list_is_refused(name):
             {"train_data_path": ["a"]},
             "--train-data-path, expected",
         ),
+        (ON, {"recompute_modules": ["core_attn", "moe"]}, "--recompute-modules moe does not go"),
         (("--hdp-strategy", "static"), {}, "no effect without --hybrid-data-parallel"),
     ],
 )
@@ -241,7 +243,13 @@ VIRTUAL = {
             "128 is not a multiple of --tensor-model-parallel-size 3",
         ),
         ((*ON, "--hdp-offload", "auto"), {}, "no effect with 2 layers on a rank"),
-        (ON, EXPERTS | {"add_bias_linear": True}, "needs --disable-bias-linear"),
+        (
+            ON,
+            EXPERTS | {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "needs --disable-bias-linear",
+        ),
+        (ON, EXPERTS | {"moe_router_score_function": "sqrtsoftplus"}, "expected softmax or sigmoi"),
+        (ON, EXPERTS | {"moe_layer_freq": [1, 0, 1]}, "found 3 layers, expected --num-layers 2"),
         (ON, EXPERTS | {"moe_router_load_balancing_type": "aux_loss"}, "use seq_aux_loss, or"),
         (
             ON,
@@ -271,8 +279,17 @@ def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
         options.check_derived(args)
 
 
-def test_experts_go_together_with_hdp():
-    options.check_derived(parsed(*ON, **EXPERTS))
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8},
+        {"moe_layer_freq": 2, "add_bias_linear": True},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    ],
+)
+def test_experts_go_together_with_hdp(more):
+    options.check_derived(parsed(*ON, **EXPERTS | more))
 
 
 @pytest.mark.parametrize("group", [None, 2])

@@ -134,7 +134,7 @@ def test_other_kinds_of_experts_are_refused(kind):
     torch.nn.Module.__init__(layer)
     layer.layer_number, layer.mlp = 3, torch.nn.Module()
     layer.mlp.router, layer.mlp.experts = TopKRouter.__new__(TopKRouter), kind.__new__(kind)
-    with mock.patch("megatron_hdp.megatron.model.moe.HdpRouter.adopt") as adopt:
+    with mock.patch("megatron_hdp.megatron.model.router.HdpRouter.adopt") as adopt:
         if kind is not GroupedMLP:
             HdpMoeTransformerLayer.adopt(layer)
             assert adopt.called and type(layer) is HdpMoeTransformerLayer

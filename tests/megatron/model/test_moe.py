@@ -9,7 +9,7 @@ import torch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.model.moe import HdpRouter
+from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.planner import plan
 from tests.support.drawn import first_rows
 from tests.support.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
@@ -176,7 +176,7 @@ def finalize_with_doubled_experts(self, num_loss_tokens, model, *args, **kwargs)
 
 FINALIZE = HdpExecutor._finalize
 SEEN_HERE = HdpRouter._seen_here
-ROUTER = "megatron_hdp.megatron.model.moe.HdpRouter"
+ROUTER = "megatron_hdp.megatron.model.router.HdpRouter"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """Options of experts that do not go together are refused with the remedy."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_hdp.megatron.options import expert_domain_size, parse_arguments
+from megatron_hdp.megatron.options import (
+    expert_domain_size,
+    expert_layers,
+    expert_layers_of_chunk,
+    parse_arguments,
+)
 from megatron_hdp.options import OptionError
 from tests.megatron.options.test_arguments import HDP, REQUIRED
 
@@ -26,7 +32,44 @@ def test_defaults_follow_megatron() -> None:
     [
         ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
         ("--moe-router-topk 1", "needs --moe-router-pre-softmax"),
-        ("--add-bias-linear", "needs --disable-bias-linear"),
+        (
+            "--add-bias-linear --moe-shared-expert-intermediate-size 8",
+            "Megatron's shared experts have no bias",
+        ),
+        (
+            "--add-bias-linear --expert-tensor-parallel-size 2 --expert-model-parallel-size 2",
+            "each of these ranks would add an expert's bias",
+        ),
+        ("--moe-shared-expert-gate", "no effect without --moe-shared-expert-intermediate-size"),
+        (
+            "--moe-shared-expert-intermediate-size 9 --tensor-model-parallel-size 2 "
+            "--sequence-parallel",
+            "size 9 is not a multiple of --tensor-model-parallel-size 2",
+        ),
+        ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax has no effect",
+        ),
+        ("--moe-router-score-function sqrtsoftplus", "invalid choice: 'sqrtsoftplus'"),
+        ("--moe-router-num-groups 2", "go together: give both or neither"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", "divides --num-experts 8"),
+        ("--moe-router-num-groups 2 --moe-router-group-topk 4", "no more chosen than there are"),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3",
+            "expected a multiple of --moe-router-group-topk 2",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 4",
+            "no more than 1 x 2, the experts of the chosen groups",
+        ),
+        ("--moe-layer-freq [0]*2", "found no layer with experts"),
+        ("--moe-layer-freq [1]*3", "found 3 layers, expected --num-layers 2"),
+        ("--moe-layer-freq 0", "found '0', expected a number of at least 1, or lists"),
+        ("--moe-layer-freq [2,1]", "found '[2,1]', expected a number"),
+        ("--moe-layer-freq [1]+1", "found '[1]+1', expected a number"),
+        ("--moe-layer-freq [0]*99999999999", "expected a number"),
+        ("--moe-layer-freq open", "expected a number"),
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "no effect with"),
         ("--moe-router-load-balancing-type sinkhorn", "invalid choice: 'sinkhorn'"),
         ("--expert-model-parallel-size 3", "not a multiple of --expert-model-parallel-size 3"),
@@ -48,6 +91,37 @@ def test_a_bad_combination_is_refused(argv: str, message: str) -> None:
     with pytest.raises(OptionError) as error:
         parse_arguments([*REQUIRED, *MOE, *argv.split()])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "expected"),
+    [
+        ("1", 3, [1, 1, 1]),
+        ("2", 5, [1, 0, 1, 0, 1]),
+        ("[0]*1+[1]*3", 4, [0, 1, 1, 1]),
+        ("([1]*2+[0])*2", 6, [1, 1, 0, 1, 1, 0]),
+        ("[0, 1]", 2, [0, 1]),
+    ],
+)
+def test_layers_with_experts(text: str, layers: int, expected: list[int]) -> None:
+    flags = ["--num-layers", str(layers), "--moe-layer-freq", text]
+    assert expert_layers(parse_arguments([*REQUIRED, *MOE, *flags])) == tuple(map(bool, expected))
+    assert expert_layers(parse_arguments([*REQUIRED, *flags[:2]])) == (False,) * layers
+
+
+def test_layers_of_a_model_chunk() -> None:
+    flags = ["--num-layers", "5", "--moe-layer-freq", "[0]*2+[1]*3"]
+    layout = ["--pipeline-model-parallel-layout", "Et|t|tt|tL", "--pipeline-model-parallel-size"]
+    args = parse_arguments([*REQUIRED, *MOE, *HDP, *flags, *layout, "2"])
+    chunks = [expert_layers_of_chunk(args, stage, chunk) for chunk in (0, 1) for stage in (0, 1)]
+    assert chunks == [(False,), (False,), (True, True), (True,)]
+
+
+def test_a_pattern_in_yaml(tmp_path: Path) -> None:
+    for text, expected in (("2", (True, False)), ("'[0]+[1]'", (False, True))):
+        (tmp_path / "model.yaml").write_text(f"moe-layer-freq: {text}\n")
+        args = parse_arguments([*REQUIRED, *MOE, "--config", str(tmp_path / "model.yaml")])
+        assert expert_layers(args) == expected
 
 
 @pytest.mark.parametrize(

@@ -313,8 +313,8 @@ def seed_one_more(seed):
     SET_SEEDS(seed + 1)
 
 
-def spec_with_hdp_attention(arguments):
-    spec = LAYER_SPEC(arguments)
+def spec_with_hdp_attention(arguments, has_experts):
+    spec = LAYER_SPEC(arguments, has_experts)
     spec.submodules.self_attention.submodules.core_attention = HdpCoreAttention
     return spec
 

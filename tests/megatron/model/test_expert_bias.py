@@ -1,0 +1,123 @@
+"""The bias that balances experts without a loss: after every step what one rank alone finds."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from tests.megatron.model.test_expert_models import ACROSS, MODELS, UNEVEN
+from tests.megatron.model.test_moe import LENGTHS, ROOM, TENSOR
+from tests.support.drawn import first_rows
+from tests.support.gradients import (
+    VOCABULARY,
+    begin_with_biases,
+    drawn_sequences,
+    hdp_steps_of,
+    moe_arguments,
+    routers_of,
+    stock,
+    write_corpus,
+)
+from tests.support.random_plans import random_plan
+
+RATE = 0.07  # moves choices from step to step
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def run(folder, **overrides):
+    settings = ROOM | MODELS["deepseek"] | {"moe_router_bias_update_rate": RATE} | overrides
+    return moe_arguments(write_corpus(folder, LENGTHS), **settings)
+
+
+def plans_of(arguments, ranks):
+    """The strategy's plan and two others."""
+    lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
+    capacity = arguments.hdp_tokens_per_rank
+    drawn = [
+        random_plan(lengths, ranks=ranks, tokens_per_rank=capacity, seed=seed) for seed in (1, 2)
+    ]
+    return [None, *drawn]
+
+
+def hdp_biases(arguments, plans, *faults):
+    """By layer, the biases after each step; of all stages."""
+    found = []
+    for _, chunks in hdp_steps_of(arguments, plans, faults):
+        mine = biases_of(chunk.module for chunk in chunks)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        found.append({number: one for stage in everyone for number, one in stage.items()})
+    return found
+
+
+def biases_of(models):
+    return {router.layer_number: router.expert_bias.clone() for router in routers_of(models)}
+
+
+def reference_biases(arguments, num_steps):
+    """The same of Megatron's own model, which counts every sequence by itself."""
+    parallel.set_seeds(arguments.seed)
+    gpt = building.build_gpt(stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
+    begin_with_biases([gpt])
+    found = []
+    counts = {}
+
+    def count(router, _, routed):
+        counts[router] = counts.get(router, 0) + routed[1].sum(0).double()
+
+    for router in routers_of([gpt]):
+        router.register_forward_hook(count)
+    for _ in range(num_steps):
+        counts.clear()
+        for tokens, _, _ in drawn_sequences(arguments):
+            mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)[None, None]
+            gpt(torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], mask)
+        for router, counted in counts.items():
+            router.expert_bias += RATE * torch.sign(counted.mean() - counted).float()
+        found.append(biases_of([gpt]))
+    return found
+
+
+def differences(arguments, plans, *faults):
+    """Body of a rank: the largest difference after each step; None on ranks but the first."""
+    parallel.initialise(arguments)
+    found = hdp_biases(arguments, plans, *faults)
+    parallel.finish()
+    parallel.initialise(stock(arguments))
+    if dist.get_rank():
+        return None
+    expected = reference_biases(arguments, len(plans))
+    assert all(one.keys() == other.keys() for one, other in zip(found, expected, strict=True))
+    return [
+        max((mine[number] - whole[number]).abs().max().item() for number in whole)
+        for mine, whole in zip(found, expected, strict=True)
+    ]
+
+
+LAYOUTS = {
+    "across": (2, 2, ACROSS),
+    "alone-recomputed": (3, 3, RECOMPUTED),
+    "stages-across": (4, 2, UNEVEN | ACROSS),
+    "tensor-across": (4, 2, TENSOR | {"expert_model_parallel_size": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["across", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])],
+)
+def test_biases_after_steps_of_other_plans(run_ranks, tmp_path, layout):
+    ranks, hdp_ranks, overrides = LAYOUTS[layout]
+    arguments = run(tmp_path, **overrides)
+    found = run_ranks(ranks, differences, arguments, plans_of(arguments, hdp_ranks))[0]
+    assert max(found) <= 1e-6, found
