@@ -12,6 +12,8 @@ from megatron_hdp.megatron.options.arguments import (
 from megatron_hdp.megatron.options.checks import check_model
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.megatron.options.parsing import build_parser
+from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
+from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
@@ -25,34 +27,48 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
         vocab_size: entries, padded or not.
     """
     norm_bias = arguments.normalization == "LayerNorm"
-    attention = Attention(
+    skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers
+    return ModelShape(
+        layers=tuple(
+            Layer(
+                hidden_size=arguments.hidden_size,
+                attention=_attention(arguments, knows_positions=not skips),
+                mlp=_mlp(arguments),
+                norm_bias=norm_bias,
+            )
+            for skips in skipped
+        ),
+        hidden_size=arguments.hidden_size,
+        vocab_size=vocab_size,
+        tied_embeddings=not arguments.untie_embeddings_and_output_weights,
+        norm_bias=norm_bias,
+    )
+
+
+def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attention:
+    """Of one layer."""
+    turns = knows_positions and arguments.position_embedding_type != "none"
+    return Attention(
         num_heads=arguments.num_attention_heads,
         num_groups=arguments.num_query_groups,
         qk_channels=arguments.kv_channels,
         v_channels=arguments.kv_channels,
-        rotary_channels=int(arguments.kv_channels * arguments.rotary_percent),
+        rotary_channels=int(arguments.kv_channels * arguments.rotary_percent) if turns else 0,
         qkv_bias=arguments.add_bias_linear or arguments.add_qkv_bias,
         output_bias=arguments.add_bias_linear,
         qk_norm=arguments.qk_layernorm,
-        norm_bias=norm_bias,
+        norm_bias=arguments.normalization == "LayerNorm",
     )
+
+
+def _mlp(arguments: TrainingArguments) -> Mlp:
     experts = arguments.num_experts or 0
-    mlp = Mlp(
+    return Mlp(
         ffn_hidden_size=(experts and arguments.moe_ffn_hidden_size) or arguments.ffn_hidden_size,
         gated=arguments.swiglu,
         bias=arguments.add_bias_linear,
         num_experts=experts,
         experts_per_token=min(arguments.moe_router_topk, max(1, experts)),
-    )
-    layer = Layer(
-        hidden_size=arguments.hidden_size, attention=attention, mlp=mlp, norm_bias=norm_bias
-    )
-    return ModelShape(
-        layers=(layer,) * arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        vocab_size=vocab_size,
-        tied_embeddings=not arguments.untie_embeddings_and_output_weights,
-        norm_bias=norm_bias,
     )
 
 
@@ -68,10 +84,11 @@ def shape_in(path: Path) -> ModelShape:
     namespace = parser.parse_args(yaml_to_argv(path, parser, skip_others=True))
     namespace.seq_length = namespace.tensor_model_parallel_size = 1  # which a shape has not
     try:
-        for group in (ModelOptions, MoeOptions):
+        for group in (ModelOptions, PositionOptions, MoeOptions):
             check_values(from_namespace(group, namespace))
         arguments = with_derived_defaults(from_namespace(TrainingArguments, namespace))
         check_model(arguments)
+        check_positions(arguments)
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
     return model_shape(arguments, arguments.vocab_size or 0)

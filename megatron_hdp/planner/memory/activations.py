@@ -8,7 +8,8 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
   ``b h s``; twice a layer
 - sine and cosine of the token's angles, for queries and for keys: ``4 b d``, on every tensor rank
   (TransformerEngine's kernel keeps the angles instead, once for all layers: counted all the same)
-- queries and keys after rotation ``b (q + k) / p``; what the QKV layer put out, because values are
+- queries and keys after rotation ``b (q + k) / p``, without it queries alone, if several share a
+  key, as they are gathered (else views); what the QKV layer put out, because values are
   a view into it, ``b (q + 2 k) / p``
 - output of attention ``b q / p`` and log-sum-exp ``4 heads / p``
 - what the MLP's first layer put out, ``2 b f / p`` if gated, and the activation, ``b f / p``
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_hdp.planner.memory.job import Job
-from megatron_hdp.planner.shape import Layer, Mlp
+from megatron_hdp.planner.shape import Attention, Layer, Mlp
 
 _FLOAT32, _INT64 = 4, 8
 
@@ -31,16 +32,23 @@ def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     """Bytes that a layer keeps of one token of the micro-batch on one GPU, by what they are."""
     b, share, split = job.value_bytes, job.token_share, 1 / job.tensor_ranks
     attention, h = layer.attention, layer.hidden_size
-    turned, values = attention.query_size + attention.key_size, attention.value_size
+    projected = attention.query_size + attention.key_size + attention.value_size
     return {
         "norm inputs": 2 * (b * h + _FLOAT32) * share,
         "norm outputs": 2 * b * h * share,
         "rotary angles": 4 * b * attention.rotary_channels,
-        "projected qkv": b * (turned + values) * split,
-        "rotated q, k": b * turned * split,
+        "projected qkv": b * projected * split,
+        "rotated q, k": b * _rotated(attention) * split,
         "attention output": b * attention.output_size * split,
         "log-sum-exp": _log_sum_exp(layer) * split,
     } | _kept_of_mlp(job, layer.mlp, h)
+
+
+def _rotated(attention: Attention) -> int:
+    """Values of queries and keys that are not views into what was projected."""
+    if attention.rotary_channels:
+        return attention.query_size + attention.key_size
+    return attention.query_size if attention.num_heads > attention.num_groups else 0
 
 
 def _kept_of_mlp(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:

@@ -41,6 +41,9 @@ ONE_RANK = {
     "float32": {},
     "wide": BF16 | {"hidden_size": 128, "ffn_hidden_size": 96, "num_query_groups": 4},
     "multi-query": BF16 | {"num_query_groups": 1, "rotary_percent": 0.5},
+    "yarn": BF16 | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0},
+    "no-positions": BF16 | {"position_embedding_type": "none"},
+    "no-positions-in-layers": BF16 | {"no_rope_freq": "1", "num_query_groups": 4},
     "full-recompute": BF16
     | {
         "recompute_granularity": "full",
