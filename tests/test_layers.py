@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "data", "runtime"},
     },
     "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
+    "session": {"planner", "data", "runtime", "megatron"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
@@ -95,7 +96,7 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
-TORCH_ROOMS = {"runtime", "megatron", "training", "profile", "cli"}
+TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
 # Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm,

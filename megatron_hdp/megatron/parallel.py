@@ -208,6 +208,13 @@ def num_hdp_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
+def sum_over_hdp_ranks(tensor: torch.Tensor) -> None:
+    """Adds up a tensor over the HDP ranks, in place, where gradients are added up, too."""
+    dist.all_reduce(
+        tensor, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+
+
 class MetParameters(NamedTuple):
     """Parameters of the whole model that a token meets."""
 

@@ -91,7 +91,7 @@ def products_alone(case: Case) -> torch.Tensor:
             logits = buffer[: len(part)]
             torch.mm(part, case.weight.t(), out=logits)
             torch.mm(logits, case.weight, out=dhidden[: len(part)])
-            fused._add_product(dweight, logits.t(), part)
+            fused.add_product(dweight, logits.t(), part)
         return torch.zeros((), device=case.hidden.device)
 
 

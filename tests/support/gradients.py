@@ -63,7 +63,7 @@ def write_corpus(folder, lengths, seed=0, corrupt=()):
 
 
 def tiny_arguments(prefix, **overrides):
-    """A GPT of two small layers in float64, one global batch of everything."""
+    """A GPT of two small layers in float64, one global batch of everything (None: no data)."""
     settings = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -83,13 +83,13 @@ def tiny_arguments(prefix, **overrides):
         "fp64": True,
         "train_iters": 20,
         "lr": 1e-3,
-        "data_path": (prefix,),
+        "data_path": () if prefix is None else (prefix,),
         "split": "1,0,0",
         "distributed_timeout_minutes": 5,
         "stall_timeout_seconds": 300.0,
         "hybrid_data_parallel": True,
         "hdp_tokens_per_rank": 64,
-        "global_batch_size": count_documents(prefix),
+        "global_batch_size": 1 if prefix is None else count_documents(prefix),
         "expert_tensor_parallel_size": overrides.get("tensor_model_parallel_size", 1),
     }
     return TrainingArguments(**(settings | overrides))

@@ -12,7 +12,7 @@ from megatron_hdp.data.steps.micro_batch import (
     read_micro_batch,
 )
 from megatron_hdp.data.steps.packed_shares import PackedShares
-from megatron_hdp.data.steps.planning import StepPlanner
+from megatron_hdp.data.steps.planning import StepPlanner, plan_by
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed
 from megatron_hdp.data.steps.rank_step import LostSource, RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
@@ -42,6 +42,7 @@ __all__ = [
     "FEWEST_TOKENS",
     "padding_micro_batch",
     "pieces_of",
+    "plan_by",
     "read_micro_batch",
     "read_step",
     "work_of",

@@ -19,6 +19,36 @@ from megatron_hdp.planner import Plan, compute_s, plan, told_as
 from megatron_hdp.planner.lockstep import planned_for
 
 
+def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = None) -> Plan:
+    """Return the plan of sequences of these lengths.
+
+    Args:
+        settings: to plan by.
+        lengths: tokens of each.
+        strategy: to plan by, if not the settings'.
+
+    Raises:
+        ValueError: a sequence fits on no number of ranks.
+    """
+    planned = planned_for(
+        strategy or settings.strategy,
+        pipeline=settings.pipeline,
+        lockstep_ranks=settings.lockstep_ranks,
+    )
+    with told_as(PLANNER_FLAGS):
+        return plan(
+            lengths,
+            ranks=settings.num_ranks,
+            tokens_per_rank=settings.tokens_per_rank,
+            max_length=settings.max_length,
+            slice_multiple=settings.slice_multiple,
+            cost_model=settings.cost_model,
+            ranks_per_node=settings.cost_model.ranks_per_node,
+            offload=settings.offload,
+            **planned,
+        )
+
+
 class StepPlanner:
     """Draws and plans the steps over one split of the data, primitive by primitive.
 
@@ -83,23 +113,7 @@ class StepPlanner:
         settings = settings or self.settings
         if self._users.balance is not None and strategy is None:
             return balanced(self._users.balance, lengths, settings)
-        planned = planned_for(
-            strategy or settings.strategy,
-            pipeline=settings.pipeline,
-            lockstep_ranks=settings.lockstep_ranks,
-        )
-        with told_as(PLANNER_FLAGS):
-            return plan(
-                lengths,
-                ranks=settings.num_ranks,
-                tokens_per_rank=settings.tokens_per_rank,
-                max_length=settings.max_length,
-                slice_multiple=settings.slice_multiple,
-                cost_model=settings.cost_model,
-                ranks_per_node=settings.cost_model.ranks_per_node,
-                offload=settings.offload,
-                **planned,
-            )
+        return plan_by(settings, lengths, strategy)
 
     def distribute(self, made: Plan, position: Position) -> Plan:
         """Return a plan on the HDP ranks that run it: those that it names, if nobody says more."""

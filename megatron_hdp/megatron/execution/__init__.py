@@ -1,5 +1,6 @@
 """One rank's micro-batches of a step, run by Megatron's own schedule, DDP and finalisation."""
 
 from megatron_hdp.megatron.execution.executor import HdpExecutor, RankOutcome
+from megatron_hdp.megatron.execution.own_loss import OwnLoss
 
-__all__ = ["HdpExecutor", "RankOutcome"]
+__all__ = ["HdpExecutor", "OwnLoss", "RankOutcome"]

@@ -7,13 +7,12 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -29,6 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
+from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss, arrays_with
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import HdpPackedSeqParams
@@ -120,6 +120,7 @@ class HdpExecutor:
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._learns = False  # whether forwards are those of a step, so that backward follows
+        self._own_loss: OwnLoss | None = None
         self._losses: list[torch.Tensor] = []
         self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
@@ -150,21 +151,23 @@ class HdpExecutor:
     def run(
         self,
         micro_batches: Sequence[RankMicroBatch],
-        num_loss_tokens: int,
+        divisor: float,
         forward_only: bool = False,
         num_sources: int = 1,
         ends_together: bool = False,
+        own_loss: OwnLoss | None = None,
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
         Args:
             micro_batches: this rank's, in order; at least one on every rank, with several chunks a
                 multiple of the stages.
-            num_loss_tokens: loss tokens of the *global* batch, the divisor of every gradient.
+            divisor: of every gradient, above 0: loss tokens of the *global* batch.
             forward_only: no backward and no gradient sync (evaluation).
             num_sources: of the data, by which losses are added up.
             ends_together: whether ``--overlap-grad-reduce`` may reduce inside of the last backward,
                 see `planner.lockstep.end_together`.
+            own_loss: in the place of the cross entropy; the model must have the fused loss.
         """
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
@@ -173,7 +176,7 @@ class HdpExecutor:
         self.timeline.reset()
         self._losses, self.gradient_norms = [], []
         self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
-        self._config.finalize_model_grads_func = partial(self._finalize, num_loss_tokens)
+        self._config.finalize_model_grads_func = partial(self._finalize, divisor)
         table = self._table(len(micro_batches))
         indices = [micro_batches[m].index for m, _ in table]
         with (
@@ -181,11 +184,11 @@ class HdpExecutor:
             noting_compute(self._config, self.timeline, indices, [chunk for _, chunk in table]),
             self._grad_sync.during(ends_together),
         ):
-            self._learns = not forward_only
+            self._learns, self._own_loss = not forward_only, own_loss
             try:
                 self._run_schedule(micro_batches, forward_only)
             finally:
-                self._learns = False
+                self._learns, self._own_loss = False, None
         if forward_only:
             self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
@@ -290,7 +293,10 @@ class HdpExecutor:
         self, micro_batches: Sequence[RankMicroBatch]
     ) -> Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]:
         """Micro-batches with their tensors on the device, each copied while the one before runs."""
-        return with_arrays_ahead(micro_batches, _arrays_of, compute_device(), self._copy_stream)
+        arrays_of: Callable[[RankMicroBatch], Arrays] = _arrays_of
+        if self._own_loss is not None and self.place.is_last_stage:
+            arrays_of = arrays_with(_arrays_of, self._own_loss)
+        return with_arrays_ahead(micro_batches, arrays_of, compute_device(), self._copy_stream)
 
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
         """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
@@ -319,6 +325,9 @@ class HdpExecutor:
             loss_sums=sums,
             is_whole_loss=self._learns,
         )
+        own_loss = self._own_loss
+        if own_loss is not None:
+            params.loss_head = partial(own_loss.of, micro_batch, tensors)
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
@@ -329,7 +338,7 @@ class HdpExecutor:
                 tensors["positions"][None],
                 None,
                 packed_seq_params=params,
-                **(targets if self.fused_loss else {}),
+                **(targets if self.fused_loss and own_loss is None else {}),
             )
         return output, partial(self._loss, sums=sums, **targets)
 
@@ -350,9 +359,9 @@ class HdpExecutor:
             embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
 
     def _finalize(
-        self, num_loss_tokens: int, model: list[Any], num_tokens: Any = None, **kwargs: Any
+        self, divisor: float, model: list[Any], num_tokens: Any = None, **kwargs: Any
     ) -> None:
-        """Stock gradient finalisation, dividing in double precision by a count known beforehand."""
+        """Stock gradient finalisation, dividing in double precision by what was known before."""
         if self._pipeline is not None:
             self._pipeline.finish()
         self._reached_sync = self.timeline.now()
@@ -360,7 +369,7 @@ class HdpExecutor:
             self._grad_sync.begin()
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
-            chunk.scale_gradients(1.0 / max(num_loss_tokens, 1))
+            chunk.scale_gradients(1.0 / divisor)
 
 
 def _groups() -> ProcessGroupCollection:
@@ -376,7 +385,7 @@ def _groups() -> ProcessGroupCollection:
     return groups
 
 
-def _arrays_of(micro_batch: RankMicroBatch) -> dict[str, npt.NDArray[Any]]:
+def _arrays_of(micro_batch: RankMicroBatch) -> Arrays:
     """What of a micro-batch goes to the device, ``[t]`` each; of padding the source is 0."""
     sources = np.array([*micro_batch.sources, 0])  # padding's index is -1, and it has no loss
     return {

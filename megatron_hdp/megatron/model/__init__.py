@@ -8,6 +8,7 @@ from megatron_hdp.megatron.model.building import (
     padded_vocab_size,
 )
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
+from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, let_biases_be_added
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
@@ -26,6 +27,7 @@ __all__ = [
     "HdpMoeTransformerLayer",
     "HdpPackedSeqParams",
     "HdpRouter",
+    "LastStage",
     "OwnPositionRotaryEmbedding",
     "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",

@@ -7,6 +7,7 @@ micro-batch's forward again later, when another one would be current.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, RoutedCounts
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
@@ -46,6 +48,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     """What the routers of experts counted."""
     is_whole_loss: bool = field(kw_only=True, default=False)
     """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""
+    loss_head: Callable[[LastStage], torch.Tensor] | None = field(kw_only=True, default=None)
+    """What makes the loss's sum at the end of the model, instead of the cross entropy of labels."""
 
 
 class HdpCoreAttention(MegatronModule):

@@ -10,6 +10,7 @@ names and what checkpoints hold stay Megatron's. (From 0.18 on ``forward`` takes
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy
 
 
@@ -61,7 +63,14 @@ class FusedLossModel(GPTModel):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`."""
+        """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`.
+
+        With a loss of the caller's own: what it makes of the hidden states.
+        """
+        loss_head = getattr(packed_seq_params, "loss_head", None)
+        if loss_head is not None and self.post_process:
+            learns = bool(packed_seq_params.is_whole_loss)
+            return loss_head(self.output_layer.last_stage(hidden_states, self._tied(), learns))
         if labels is None or not self.post_process:
             return super()._postprocess(
                 hidden_states=hidden_states,
@@ -70,16 +79,19 @@ class FusedLossModel(GPTModel):
                 packed_seq_params=packed_seq_params,
                 **others,
             )
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(
             hidden_states,
-            weight,
+            self._tied(),
             labels=labels,
             loss_mask=loss_mask,
             loss_sums=getattr(packed_seq_params, "loss_sums", None),
             is_whole_loss=getattr(packed_seq_params, "is_whole_loss", False),
         )
+
+    def _tied(self) -> torch.Tensor | None:
+        """The embedding's weights where the output layer has none of its own."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else None
 
 
 class FusedLossOutputLayer(ColumnParallelLinear):
@@ -96,6 +108,19 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         layer = cls.__new__(cls)
         layer.__dict__.update(stock.__dict__)
         return layer
+
+    def last_stage(
+        self, states: torch.Tensor, weight: torch.Tensor | None, is_whole_loss: bool
+    ) -> LastStage:
+        """What a loss of the caller's own may take from here; arguments as of `forward`."""
+        if weight is None:
+            weight = self.weight
+        return LastStage(
+            states=states,
+            group=self.tp_group,
+            is_shared_out=self.sequence_parallel,
+            take_weight=partial(_taken, weight, is_whole_loss),
+        )
 
     def forward(
         self,
@@ -127,18 +152,22 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=group)
         else:  # backward sums the ranks' parts
             hidden = copy_to_tensor_model_parallel_region(input_, group=group)
-        if weight is None:
-            weight = self.weight
-        main_grad = _buffer_of(weight) if is_whole_loss else None
+        weight, main_grad = _taken(self.weight if weight is None else weight, is_whole_loss)
         return linear_cross_entropy(
             hidden.flatten(0, 1),
-            weight if main_grad is None else _added_to_main_grad(weight),
+            weight,
             labels.transpose(0, 1).flatten(),
             loss_mask.transpose(0, 1).flatten(),
             group if group.size() > 1 else None,
             sums=loss_sums,
             main_grad=main_grad,
         )
+
+
+def _taken(weight: torch.Tensor, is_whole_loss: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights as a fused loss takes them, and the buffer that it adds their gradient to."""
+    main_grad = _buffer_of(weight) if is_whole_loss else None
+    return weight if main_grad is None else _added_to_main_grad(weight), main_grad
 
 
 def _buffer_of(weight: torch.Tensor) -> torch.Tensor | None:

@@ -3,12 +3,19 @@
 from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
-from megatron_hdp.megatron.step.non_finite import NonFiniteError, non_finite_parameters
+from megatron_hdp.megatron.step.non_finite import (
+    NonFinite,
+    NonFiniteError,
+    gather_words,
+    non_finite_parameters,
+)
+from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
 from megatron_hdp.megatron.step.report import (
     EvaluationLoss,
     SourceFigures,
     StepFigures,
     StepReport,
+    over_all_ranks,
     words_by_source,
 )
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
@@ -18,6 +25,7 @@ __all__ = [
     "DataPlane",
     "EvaluationLoss",
     "HdpSteps",
+    "NonFinite",
     "NonFiniteError",
     "SourceFigures",
     "StepFigures",
@@ -27,10 +35,14 @@ __all__ = [
     "build_executor",
     "cost_model_of",
     "data_order",
+    "gather_words",
     "has_documents",
     "join_data_plane",
     "non_finite_parameters",
     "open_split",
+    "over_all_ranks",
+    "plan_settings",
+    "reader_of",
     "split_specs",
     "words_by_source",
 ]

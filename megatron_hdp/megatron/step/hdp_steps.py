@@ -185,7 +185,7 @@ class HdpSteps:
             self._say_what_ends(step.totals)
         outcome = self.executor.run(
             step.micro_batches,
-            amounts.loss_tokens,
+            max(amounts.loss_tokens, 1),
             forward_only,
             len(self.corpus.sources),
             step.share.ends_together,

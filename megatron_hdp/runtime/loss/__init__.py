@@ -9,6 +9,7 @@ from megatron_hdp.runtime.loss.balance import (
     z_loss,
 )
 from megatron_hdp.runtime.loss.fused_cross_entropy import linear_cross_entropy
+from megatron_hdp.runtime.loss.log_probs import linear_log_probs
 from megatron_hdp.runtime.loss.sums import LossSums
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 
@@ -19,6 +20,7 @@ __all__ = [
     "balancing_scores",
     "count_routed",
     "linear_cross_entropy",
+    "linear_log_probs",
     "sequence_balance_loss",
     "token_sum_loss",
     "z_loss",

@@ -227,7 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = rows_for(weight.device, weight.dtype)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         weights = loss_mask.to(dtype)
-        columns = labels - _rank(group) * len(weight)
+        columns = labels - rank_in(group) * len(weight)
         losses = torch.empty_like(weights)
         dhidden = torch.empty_like(hidden) if learns and ctx.needs_input_grad[0] else None
         dweight = main_grad if learns else None
@@ -239,7 +239,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = buffer[: len(hidden[part])]
             torch.mm(hidden[part], weight.t(), out=logits)
             scores, figures = rows.statistics(logits, columns[part])
-            log_sums, targets = _over_the_vocabulary(figures, group)
+            log_sums, targets = over_the_vocabulary(figures, group)
             losses[part] = log_sums - targets
             if dhidden is None and dweight is None:
                 continue
@@ -248,7 +248,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
-                _add_product(dweight, dlogits.t(), hidden[part])
+                add_product(dweight, dlogits.t(), hidden[part])
         ctx.weight = weight.detach()
         ctx.in_main_grad = main_grad is not None
         # not saved tensors: they are ours to scale in place
@@ -278,11 +278,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, None, None, None, None, None, None
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's place in a group, 0 without one."""
     return 0 if group is None else dist.get_rank(group)
 
 
-def _over_the_vocabulary(
+def over_the_vocabulary(
     figures: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log of the sum of exp, label's logit), ``[c]`` each, of all ranks' parts together.
@@ -301,7 +302,7 @@ def _over_the_vocabulary(
     return top + (sums * (largest - top).exp()).sum(0).log(), targets.sum(0)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """``total += left @ right``, the product not rounded to the factors' precision."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

@@ -107,10 +107,10 @@ def first_rank(group):
     return 0
 
 
-OVER_THE_VOCABULARY = fused._over_the_vocabulary
+OVER_THE_VOCABULARY = fused.over_the_vocabulary
 FAULTS_OF_RANKS = {
     "wrong offset": ("_rank", first_rank),
-    "ranks not combined": ("_over_the_vocabulary", only_my_part),
+    "ranks not combined": ("over_the_vocabulary", only_my_part),
 }
 
 
@@ -145,7 +145,7 @@ def forget_chunks(total, left, right):
     [
         ("rows_for", lambda *_: OneRowWrong()),
         ("rows_for", lambda *_: LabelForgotten()),
-        ("_add_product", forget_chunks),
+        ("add_product", forget_chunks),
     ],
     ids=["row dropped", "label forgotten", "chunk dropped"],
 )

@@ -1,0 +1,55 @@
+"""A loss of the caller's own, in the place of the cross entropy of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+
+from megatron_hdp.data.steps import RankMicroBatch
+from megatron_hdp.megatron.model import LastStage
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class OwnLoss(Protocol):
+    """What the last stage minimises, micro-batch by micro-batch; its sum is divided once."""
+
+    def arrays(self, micro_batch: RankMicroBatch) -> Mapping[str, npt.NDArray[Any]]:
+        """What it needs of a micro-batch on the device, of types of at most 8 bytes.
+
+        Names of its own: the micro-batch's tokens, labels, positions, loss mask and sources are
+        there already.
+        """
+        ...
+
+    def of(
+        self, micro_batch: RankMicroBatch, tensors: Mapping[str, torch.Tensor], last: LastStage
+    ) -> torch.Tensor:
+        """The sum of the loss of a micro-batch's tokens on this rank.
+
+        Args:
+            micro_batch: which.
+            tensors: `arrays` on the device, and what the micro-batch brings by itself.
+            last: the end of the model.
+
+        Returns:
+            Scalar of at least float32; alike on tensor-parallel ranks, and depending on the hidden
+            states even where nothing of the micro-batch carries loss.
+        """
+        ...
+
+
+def arrays_with(
+    arrays_of: Callable[[RankMicroBatch], Arrays], own_loss: OwnLoss
+) -> Callable[[RankMicroBatch], Arrays]:
+    """The arrays of a micro-batch, and those that a loss adds."""
+
+    def both(micro_batch: RankMicroBatch) -> Arrays:
+        given, added = arrays_of(micro_batch), own_loss.arrays(micro_batch)
+        assert not given.keys() & added.keys(), "a loss names its arrays anew"
+        return {**given, **added}
+
+    return both

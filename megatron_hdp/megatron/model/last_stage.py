@@ -1,0 +1,105 @@
+"""What a loss of the caller's own may take from the end of the model, for one micro-batch.
+
+It is given in the packed-sequence parameters (`HdpPackedSeqParams.loss_head`), and called where the
+model would make logits. Tokens are chosen before anything is made of them, so prompts, padding and
+masked tokens cost no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from megatron_hdp.runtime.loss import linear_cross_entropy, linear_log_probs
+
+
+@dataclass(frozen=True)
+class LastStage:
+    """The last stage's hidden states of a micro-batch, and its output weights.
+
+    One loss takes one of its methods, once. Rows are places among the micro-batch's tokens on this
+    rank, int64 ``[n]``; tensor-parallel ranks give the same.
+    """
+
+    states: torch.Tensor
+    """``[s, 1, h]`` behind the last norm; with sequence parallelism this rank's run of them."""
+    group: dist.ProcessGroup
+    """The ranks that share the vocabulary."""
+    is_shared_out: bool
+    """Whether tensor-parallel ranks share the tokens (sequence parallelism)."""
+    take_weight: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+    """Output weights ``[V / TP, h]`` as a fused loss takes them, and their buffer of gradients."""
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[n, h]``, for a loss that every tensor-parallel rank makes alike."""
+        states = self.states
+        if self.is_shared_out:
+            states = gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=False, group=self.group
+            )
+        chosen: torch.Tensor = _WithoutGradient.apply(
+            states.flatten(0, 1).index_select(0, rows), self.take_weight()[0]
+        )
+        return chosen
+
+    def log_probs(
+        self, rows: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """Log-probabilities ``[n]`` of labels ``[n]``; see `linear_log_probs`.
+
+        Args:
+            rows: whose hidden states predict them.
+            labels: token ids.
+            temperature: what logits are divided by.
+        """
+        hidden = self._for_vocabulary(rows)
+        if temperature != 1.0:
+            hidden = hidden / temperature
+        weight, main_grad = self.take_weight()
+        return linear_log_probs(hidden, weight, labels, self._sharers(), main_grad=main_grad)
+
+    def weighted_nll(
+        self, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of negative log-probabilities of labels ``[n]``, each times its weight ``[n]``."""
+        hidden = self._for_vocabulary(rows)
+        weight, main_grad = self.take_weight()
+        return linear_cross_entropy(
+            hidden, weight, labels, weights, self._sharers(), main_grad=main_grad
+        )
+
+    def _for_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states whose gradients backward sums over the ranks that share the vocabulary."""
+        if self.is_shared_out:
+            states = gather_from_sequence_parallel_region(self.states, group=self.group)
+        else:
+            states = copy_to_tensor_model_parallel_region(self.states, group=self.group)
+        return states.flatten(0, 1).index_select(0, rows)
+
+    def _sharers(self) -> dist.ProcessGroup | None:
+        return self.group if self.group.size() > 1 else None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Passes hidden states on; the output weights, which are not used, get a gradient of 0.
+
+    Megatron's DDP waits for a gradient of every parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.like = weight.detach()
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = ctx.like.new_zeros(()).expand_as(ctx.like) if ctx.needs_input_grad[1] else None
+        return grad, zeros

@@ -1,0 +1,15 @@
+"""HDP under a loop of one's own: batches as arrays, weights by token, log-probabilities, losses."""
+
+from megatron_hdp.session.batch import TokenBatch
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, weights_of
+from megatron_hdp.session.report import SessionReport
+from megatron_hdp.session.session import HdpSession
+
+__all__ = [
+    "FromHidden",
+    "FromLogProbs",
+    "HdpSession",
+    "SessionReport",
+    "TokenBatch",
+    "weights_of",
+]

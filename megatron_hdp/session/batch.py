@@ -1,0 +1,212 @@
+"""Sequences of a global batch as arrays, and what the caller knows of each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture import Position, Step
+
+Array = npt.NDArray[Any]
+
+_KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
+_MOST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The sequences of one global batch; every rank of the job passes the same.
+
+    Arrays are numpy's, torch's or lists, one for each sequence, with one entry for each of its
+    tokens. Entry ``t`` is about token ``t`` itself: whether it is trained, what it weighs, what was
+    known of it. It is predicted by the tokens before it, so nothing is asked of the first one of a
+    sequence where a loss is about predictions.
+    """
+
+    tokens: Sequence[Any]
+    """Token ids, ``[length]`` each, at least one."""
+    loss_mask: Sequence[Any] | None = None
+    """Bool or 0 and 1, ``[length]`` each: which tokens carry loss; all by default."""
+    weights: Sequence[Any] | None = None
+    """Floating-point, ``[length]`` each: what each token's loss is multiplied by; 1 by default."""
+    arrays: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name, what a loss of the caller's own is to be given: ``[length, ...]`` each, numbers of
+    at most 8 bytes."""
+
+
+class CheckedBatch:
+    """A batch that can be run: arrays of all sequences one behind another, ``[tokens, ...]``.
+
+    It is a `data.steps.TokenSource` of one source whose rows are the sequences.
+    """
+
+    def __init__(self, batch: TokenBatch, *, vocab_size: int, max_length: int) -> None:
+        """Convert and check.
+
+        Args:
+            batch: the caller's.
+            vocab_size: token ids must be below this.
+            max_length: tokens of the longest sequence.
+
+        Raises:
+            ValueError: lengths that differ, tokens outside the vocabulary, NaN, nothing to run.
+        """
+        tokens = [_of_token(one, "tokens", i) for i, one in enumerate(batch.tokens)]
+        if not tokens:
+            raise ValueError("found a batch of no sequences, expected at least one")
+        self.lengths: Int64Array = np.array([len(one) for one in tokens], dtype=np.int64)
+        _require_lengths(self.lengths, max_length)
+        _require_tokens(tokens, vocab_size)
+        self.offsets: Int64Array = np.cumsum(self.lengths) - self.lengths
+        self.token_ids: Int64Array = np.concatenate(tokens).astype(np.int64)
+        mask = self._flat("loss_mask", batch.loss_mask)
+        if mask is not None and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("found a loss_mask that is neither 0 nor 1: pass weights instead")
+        everything = np.ones(len(self.token_ids), dtype=np.bool_)
+        self.loss_mask = everything if mask is None else mask.astype(np.bool_)
+        self.weights = self._flat("weights", batch.weights)
+        self.arrays = {name: self._flat_array(name, one) for name, one in batch.arrays.items()}
+
+    def num_loss_tokens(self, shift: int) -> Int64Array:
+        """Return those of each sequence, ``[n]``, but the first `shift` tokens of it."""
+        counted = self.loss_mask.astype(np.int64)
+        counted[self.offsets] *= shift == 0
+        return np.add.reduceat(counted, self.offsets)
+
+    def step(self) -> Step:
+        """Return the sequences as a step that was drawn."""
+        num = len(self.lengths)
+        return Step(
+            sources=np.zeros(num, dtype=np.int64),
+            rows=np.arange(num),
+            starts=np.zeros(num, dtype=np.int64),
+            lengths=self.lengths,
+            num_labels=self.lengths - 1,
+            num_loss_tokens=self.num_loss_tokens(1),
+            before=Position(),
+            after=Position(),
+            max_length=int(self.lengths.max()),
+            weights=(1.0,),
+        )
+
+    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
+        """Return tokens of a sequence."""
+        begin = int(self.offsets[row]) + start
+        return self.token_ids[begin : begin + count]
+
+    def is_trained(self, source: int, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return whether the tokens behind ``[start, stop)`` of a sequence carry loss."""
+        begin = int(self.offsets[row])
+        return self.loss_mask[begin + start + 1 : begin + stop + 1]
+
+    def names(self) -> tuple[str, ...]:
+        """Return what it holds beside tokens and mask, with types and shapes of a token's entry."""
+        given = {"weights": self.weights} if self.weights is not None else {}
+        held = {**given, **{f"arrays[{name!r}]": one for name, one in self.arrays.items()}}
+        return tuple(f"{name} {one.dtype} {one.shape[1:]}" for name, one in held.items())
+
+    def fingerprints(self) -> dict[str, int]:
+        """Return 64 bits of each part, for ranks to compare."""
+        parts = {
+            "lengths of the sequences": self.lengths,
+            "tokens": self.token_ids,
+            "loss_mask": self.loss_mask,
+            **({"weights": self.weights} if self.weights is not None else {}),
+            **{f"arrays[{name!r}]": one for name, one in self.arrays.items()},
+        }
+        return {name: xxhash.xxh3_64(one.tobytes()).intdigest() for name, one in parts.items()}
+
+    def per_sequence(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return values of all tokens, ``[tokens]``, sequence by sequence."""
+        return list(values.split(self.lengths.tolist()))
+
+    def _flat(self, name: str, given: Sequence[Any] | None) -> Array | None:
+        """Arrays ``[length]`` of finite numbers, one behind another."""
+        if given is None:
+            return None
+        flat = self._flat_array(name, given)
+        if flat.ndim > 1:
+            raise ValueError(f"found {name} of shape [length, ...], expected one number a token")
+        if flat.dtype.kind == "f" and not np.isfinite(flat).all():
+            where = int(np.flatnonzero(~np.isfinite(flat))[0])
+            i = int(np.searchsorted(self.offsets, where, side="right")) - 1
+            raise ValueError(
+                f"found {name} {flat[where]} at token {where - int(self.offsets[i])} of sequence "
+                f"{i}, expected finite numbers: take such tokens out with loss_mask, and give them "
+                "0 here"
+            )
+        return flat
+
+    def _flat_array(self, name: str, given: Sequence[Any]) -> Array:
+        arrays = [_of_token(one, name, i) for i, one in enumerate(given)]
+        if len(arrays) != len(self.lengths):
+            raise ValueError(
+                f"found {len(arrays):,} arrays in {name}, expected one for each of the "
+                f"{len(self.lengths):,} sequences"
+            )
+        for i, (array, length) in enumerate(zip(arrays, self.lengths.tolist(), strict=True)):
+            if len(array) != length:
+                raise ValueError(
+                    f"found {len(array):,} entries in {name} of sequence {i}, expected "
+                    f"{length:,}: one for each of its tokens, the first one's included"
+                )
+        kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"found {name} of {', '.join(f'{kind} {shape}' for kind, shape in sorted(kinds))}, "
+                "expected one type and shape of an entry in all sequences"
+            )
+        return np.concatenate(arrays)
+
+
+def _of_token(given: Any, name: str, i: int) -> Array:
+    """An array of numbers with an entry for each token."""
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        given = (given.float() if given.dtype == torch.bfloat16 else given).numpy()
+    try:
+        array = np.asarray(given)
+    except ValueError as error:  # of unequal rows
+        raise ValueError(f"{name} of sequence {i} is no array: {error}") from error
+    if array.ndim == 0 or (array.size and array.dtype.kind not in _KINDS):
+        raise ValueError(
+            f"found {name} of sequence {i} of shape {array.shape} and type {array.dtype}, expected "
+            "an array of numbers with one entry a token"
+        )
+    if array.dtype.itemsize > _MOST_BYTES:
+        raise ValueError(f"found {name} of type {array.dtype}, expected at most 8 bytes a number")
+    return array
+
+
+def _require_lengths(lengths: Int64Array, max_length: int) -> None:
+    if not lengths.all():
+        i = int(np.flatnonzero(lengths == 0)[0])
+        raise ValueError(f"sequence {i} is empty, expected at least one token: leave it out")
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_length:
+        raise ValueError(
+            f"sequence {longest} has {int(lengths[longest]):,} tokens, expected at most "
+            f"--seq-length {max_length:,}: cut it, or raise --seq-length"
+        )
+
+
+def _require_tokens(tokens: Sequence[Array], vocab_size: int) -> None:
+    for i, one in enumerate(tokens):
+        if one.dtype.kind not in "iu" or one.ndim > 1:
+            raise ValueError(
+                f"found tokens of sequence {i} of type {one.dtype} and shape {one.shape}, expected "
+                "integers, one a token"
+            )
+        least, most = int(one.min()), int(one.max())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(
+                f"found token {least if least < 0 else most} in sequence {i}, expected ids from 0 "
+                f"to {vocab_size - 1}: take the tokenizer of the model's vocabulary"
+            )

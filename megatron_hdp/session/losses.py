@@ -1,0 +1,85 @@
+"""Losses of the caller's own, from log-probabilities or from hidden states.
+
+A function sees the tokens with loss of one micro-batch on one rank, in no order that it may rely
+on. Which tokens come together depends on the plan. So that the result does not, a token's loss must
+be a function of what is given *of this token*: its row of the arrays, nothing of its neighbours,
+no mean over rows. What is returned is summed over all tokens of the global batch and divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Losses: TypeAlias = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+TokenFunction: TypeAlias = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Losses]
+"""Of ``[n]`` log-probabilities or ``[n, h]`` hidden states, and of the batch's arrays by name,
+``[n, ...]`` each on the same device: losses ``[n]``, or their sum as a scalar. With them it may
+return figures by name, ``[n]`` or scalars, to be summed over the global batch and reported."""
+
+
+@dataclass(frozen=True)
+class FromLogProbs:
+    """A loss made of the tokens' log-probabilities, as those of policy gradients are."""
+
+    function: TokenFunction
+    """Given ``log p(token | tokens before it)``, nats, ``[n]``, float32 or (for a model in float64)
+    float64. Every tensor-parallel rank of the last stage calls it and must make the same of it."""
+    temperature: float = 1.0
+    """What logits are divided by before the softmax, above 0."""
+
+
+@dataclass(frozen=True)
+class FromHidden:
+    """A loss made of hidden states: distillation, heads that predict values or rewards."""
+
+    function: TokenFunction
+    """Given the hidden states ``[n, h]`` of the tokens themselves behind the last norm, in the
+    model's precision. Every tensor-parallel rank of the last stage calls it and must make the same
+    of it."""
+    parameters: Sequence[torch.nn.Parameter] = ()
+    """Of the function's own, which begin alike on all ranks. After a step ``grad`` holds their
+    gradient over the global batch, divided like the others, on the ranks of the last stage; on
+    others it is None."""
+
+
+Loss: TypeAlias = FromLogProbs | FromHidden
+
+
+def weights_of(
+    loss: Callable[[Sequence[torch.Tensor]], torch.Tensor], log_probs: Iterable[Any]
+) -> tuple[float, list[torch.Tensor]]:
+    """Weights by token that train a loss over whole sequences, or over the whole batch.
+
+    A loss of which a token's part depends on others (a ratio of whole sequences, a margin between
+    two of them) cannot be had in one pass, since no rank sees all tokens. But its gradient goes
+    through the log-probabilities alone, so it is that of a sum in which each token weighs
+    ``- d loss / d log_prob``. `HdpSession.log_probs` gives them, at the price of one more forward.
+
+    Args:
+        loss: of the log-probabilities of each sequence, ``[length]``; to a scalar.
+        log_probs: as `HdpSession.log_probs` returns them.
+
+    Returns:
+        The loss, and the weights for `TokenBatch.weights`, ``[length]`` each. Step with them and
+        ``divisor=1``: the gradient is the loss's, the loss that the step reports is not.
+
+    Raises:
+        ValueError: the loss is no scalar that depends on them.
+    """
+    given = [torch.as_tensor(one).detach().clone().requires_grad_() for one in log_probs]
+    found = loss(given)
+    if found.shape != () or not found.requires_grad:
+        raise ValueError(
+            f"the loss has shape {tuple(found.shape)} and requires_grad = {found.requires_grad}; "
+            "expected a scalar made of the log-probabilities"
+        )
+    gradients = torch.autograd.grad(found, given, allow_unused=True)
+    weights = [
+        torch.zeros_like(one) if gradient is None else -gradient
+        for one, gradient in zip(given, gradients, strict=True)
+    ]
+    return float(found), weights

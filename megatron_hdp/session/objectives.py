@@ -1,0 +1,162 @@
+"""What the last stage makes of a micro-batch: weighted sums, losses of the caller's, log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.steps import RankMicroBatch
+from megatron_hdp.megatron.model import LastStage
+from megatron_hdp.session.batch import CheckedBatch
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, Losses, TokenFunction
+
+Arrays = dict[str, npt.NDArray[Any]]
+Tensors = Mapping[str, torch.Tensor]
+
+_ROWS, _TARGETS, _WEIGHTS, _ARRAY = "own rows", "own targets", "own weights", "own array "
+
+
+def tokens_with_loss(
+    batch: CheckedBatch, micro_batch: RankMicroBatch, shift: int
+) -> tuple[Int64Array, Int64Array]:
+    """(rows of the micro-batch, places among the batch's tokens) of what carries loss, ``[n]``.
+
+    Args:
+        batch: of all ranks.
+        micro_batch: of this one.
+        shift: 1 where a row predicts the token behind it, 0 where it is about its own.
+    """
+    ids = np.array([*micro_batch.sequence_ids, 0])[micro_batch.sequence_index]
+    at = micro_batch.positions + shift
+    is_there = (micro_batch.sequence_index >= 0) & (at < batch.lengths[ids])
+    places = np.where(is_there, batch.offsets[ids] + at, 0)
+    rows = np.flatnonzero(is_there & batch.loss_mask[places])
+    return rows, places[rows]
+
+
+class WeightedNll:
+    """Sum of the tokens' negative log-probabilities, each times its weight."""
+
+    shift = 1
+
+    def __init__(self, batch: CheckedBatch) -> None:
+        self._batch = batch
+
+    def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
+        """See `OwnLoss.arrays`."""
+        rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
+        weights = self._batch.weights
+        return {
+            _ROWS: rows,
+            _TARGETS: self._batch.token_ids[places],
+            _WEIGHTS: np.ones(len(rows)) if weights is None else weights[places],
+        }
+
+    def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
+        """See `OwnLoss.of`."""
+        return last.weighted_nll(tensors[_ROWS], tensors[_TARGETS], tensors[_WEIGHTS])
+
+
+class LogProbs:
+    """Keeps the tokens' log-probabilities; nothing to learn from."""
+
+    shift = 1
+
+    def __init__(self, batch: CheckedBatch, temperature: float) -> None:
+        self._batch = batch
+        self._temperature = temperature
+        self._found: list[tuple[Int64Array, torch.Tensor]] = []
+
+    def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
+        """See `OwnLoss.arrays`."""
+        rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
+        return {_ROWS: rows, _TARGETS: self._batch.token_ids[places]}
+
+    def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
+        """See `OwnLoss.of`."""
+        found = last.log_probs(tensors[_ROWS], tensors[_TARGETS], self._temperature)
+        _, places = tokens_with_loss(self._batch, micro_batch, self.shift)
+        self._found.append((places, found))
+        return found.sum()
+
+    def all(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of all tokens of the batch, ``[tokens]``: this rank's, and 0 for others."""
+        found = torch.zeros(len(self._batch.token_ids), dtype=dtype)
+        for places, values in self._found:
+            found[torch.from_numpy(places)] = values.to("cpu", dtype)
+        return found
+
+
+class OwnFunction:
+    """What a function of the caller's makes of the tokens with loss.
+
+    Attributes:
+        sums: figures that it returned, by name, summed over this rank's micro-batches.
+    """
+
+    def __init__(self, batch: CheckedBatch, loss: FromLogProbs | FromHidden) -> None:
+        self._batch = batch
+        self._loss = loss
+        self.shift = 1 if isinstance(loss, FromLogProbs) else 0
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
+        """See `OwnLoss.arrays`."""
+        rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
+        found = {_ROWS: rows, _TARGETS: self._batch.token_ids[places]}
+        return found | {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
+
+    def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
+        """See `OwnLoss.of`."""
+        rows = tensors[_ROWS]
+        if isinstance(self._loss, FromLogProbs):
+            given = last.log_probs(rows, tensors[_TARGETS], self._loss.temperature)
+        else:
+            given = last.hidden(rows)
+        if not len(rows):  # a function's mean of nothing would be NaN
+            return given.sum()
+        arrays = {name: tensors[f"{_ARRAY}{name}"] for name in self._batch.arrays}
+        losses, figures = _parts(self._loss.function, self._loss.function(given, arrays))
+        self._require(losses, len(rows))
+        for name, one in figures.items():
+            total = one.detach().sum().double()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+
+    def sums(self) -> dict[str, float]:
+        """The figures that the function returned, summed over this rank's micro-batches."""
+        return {name: float(one) for name, one in self._sums.items()}
+
+    def _require(self, losses: torch.Tensor, num: int) -> None:
+        what = "log-probabilities" if self.shift else "hidden states"
+        if losses.shape not in ((num,), ()):
+            raise ValueError(
+                f"{_name(self._loss.function)} returned losses of shape {tuple(losses.shape)}, "
+                f"expected one for each of the {num} {what} that it was given, or their sum"
+            )
+        if torch.is_grad_enabled() and not losses.requires_grad:
+            raise ValueError(
+                f"{_name(self._loss.function)} returned losses without a gradient, expected them "
+                f"to depend on the {what} that it was given: detach nothing of these"
+            )
+
+
+def _parts(
+    function: TokenFunction, found: Losses
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    losses, figures = found if isinstance(found, tuple) else (found, {})
+    if not isinstance(losses, torch.Tensor):
+        raise ValueError(
+            f"{_name(function)} returned {type(losses).__name__}, expected a tensor of losses, or "
+            "a pair of it and figures by name"
+        )
+    return losses, figures
+
+
+def _name(function: TokenFunction) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

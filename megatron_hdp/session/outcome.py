@@ -1,0 +1,94 @@
+"""What ranks did in a step of a session, put together, and whether it may be used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data.steps import RankMicroBatch
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution import RankOutcome
+from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.megatron.step import (
+    NonFinite,
+    NonFiniteError,
+    gather_words,
+    non_finite_parameters,
+    over_all_ranks,
+)
+
+
+def totals_of(outcome: RankOutcome, place: RankPlace, has_sums: bool) -> dict[str, float]:
+    """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
+    job = over_all_ranks(
+        sums={
+            "loss": sum(outcome.losses),
+            "ring_bytes": outcome.ring_bytes,
+            "offloaded_bytes": outcome.offloaded_bytes,
+            "ranks with sums": has_sums,
+        },
+        maxima={"makespan_s": outcome.until_sync_s},
+        device=parallel.compute_device(),
+    )
+    return job | {"loss": job["loss"] / place.num_tensor_ranks}
+
+
+def require_finite_loss(
+    total: float, micro_batches: Sequence[RankMicroBatch], losses: Sequence[float]
+) -> None:
+    """Raises on every rank, naming sequences, if the loss of a micro-batch is NaN or infinite."""
+    if math.isfinite(total):
+        return
+    found = [
+        NonFinite(one.index, f"loss {loss}", f"sequences {_listed(one.sequence_ids)} of the batch")
+        for one, loss in zip(micro_batches, losses, strict=False)
+        if not math.isfinite(loss)
+    ]
+    lines = "\n  ".join(gather_words(found))
+    raise NonFiniteError(
+        f"the loss is {total}, expected a finite number: leave the optimizer's step out, look at "
+        f"these sequences, or go back to earlier weights\n  {lines}"
+    )
+
+
+def finish_gradients(
+    chunks: Sequence[Any],
+    parameters: Sequence[torch.nn.Parameter],
+    place: RankPlace,
+    divisor: float,
+) -> None:
+    """Completes the gradients of a loss's own parameters, and looks at those of the model.
+
+    Args:
+        chunks: of this rank, with gradients that are summed over ranks and divided.
+        parameters: of the loss, with this rank's part of their gradients.
+        place: of this rank.
+        divisor: of the gradients.
+    """
+    if place.is_last_stage:
+        for one in parameters:
+            gradient = torch.zeros_like(one) if one.grad is None else one.grad
+            parallel.sum_over_hdp_ranks(gradient)
+            one.grad = gradient / divisor
+    names = non_finite_parameters(chunks)
+    if names:
+        raise NonFiniteError(
+            f"the gradient is NaN or infinite, first in {', '.join(names)}, expected finite "
+            "numbers: leave the optimizer's step out, and go back to earlier weights"
+        )
+
+
+def summed(sums: Mapping[str, float], place: RankPlace) -> dict[str, float]:
+    """Figures by name, added up over all ranks; tensor-parallel ranks hold the same."""
+    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, sums if place.tensor_rank == 0 else {})
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))

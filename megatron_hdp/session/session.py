@@ -1,0 +1,361 @@
+"""HDP under a loop of the caller's own: plan a batch, run it, leave gradients to the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data.steps import RankMicroBatch, StepShares, plan_by, read_micro_batch
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
+from megatron_hdp.megatron.model import build_chunks
+from megatron_hdp.megatron.optimizer import build_optimizer
+from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
+from megatron_hdp.megatron.step import (
+    build_executor,
+    cost_model_of,
+    plan_settings,
+    reader_of,
+)
+from megatron_hdp.planner import Plan
+from megatron_hdp.runtime.health import fingerprint, require_agreement
+from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.session.agreeing import on_all_ranks
+from megatron_hdp.session.batch import CheckedBatch, TokenBatch
+from megatron_hdp.session.losses import FromHidden, Loss
+from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
+from megatron_hdp.session.outcome import (
+    finish_gradients,
+    require_finite_loss,
+    summed,
+    totals_of,
+)
+from megatron_hdp.session.report import SessionReport
+
+
+class HdpSession:
+    """Runs global batches of sequences under HDP; loop, data and optimizer are the caller's.
+
+    Every rank of the job makes one and makes the same calls with the same arguments: whole batches,
+    of which each rank reads its part. They are compared before anything is communicated; a
+    difference stops all ranks.
+
+    Attributes:
+        arguments: of the run.
+        chunks: this rank's parts of the model, each in Megatron's DDP.
+        place: of this rank.
+        cost_model: that plans are made by.
+    """
+
+    def __init__(
+        self, arguments: TrainingArguments, chunks: Sequence[Any], *, vocab_size: int
+    ) -> None:
+        """Prepare to run a model, once Megatron's groups are there.
+
+        Args:
+            arguments: those of the training command that say what the model is, how it is laid out
+                over ranks and how it is planned; what they say of data and batches is not looked
+                at.
+            chunks: this rank's parts of the model, each in Megatron's DDP; made by `build_chunks`,
+                or by Megatron and adapted before they were wrapped.
+            vocab_size: token ids must be below this.
+
+        Raises:
+            ValueError: options that a session does not know.
+            DisagreementError: ranks would plan by different cost models.
+        """
+        _require_known(arguments)
+        self.arguments = arguments
+        self.chunks = list(chunks)
+        self._executor = build_executor(arguments, self.chunks, Timeline())
+        self.place = self._executor.place
+        self.cost_model = cost_model_of(arguments, self._executor)
+        self._vocab_size = vocab_size
+        self._settings = plan_settings(arguments, self.place, self.cost_model, vocab_size)
+        self._reader = reader_of(self.place, vocab_size, broadcast_at=())
+        facts = {
+            "cost model": fingerprint(self.cost_model.to_json()),
+            "layout and capacity": fingerprint(arguments.hdp_tokens_per_rank, arguments.seq_length),
+            "vocabulary": vocab_size,
+        }
+        require_agreement(facts, parallel.compute_device())
+        self._has_joined = self._has_groups = False
+
+    @classmethod
+    def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
+        """A session with a model of its own, freshly initialised.
+
+        Joins the job that torchrun started, if this process has not joined one, and makes
+        Megatron's groups; `close` undoes both.
+
+        Args:
+            flags: of the training command, ``--config FILE`` among them.
+            vocab_size: entries of the tokenizer.
+
+        Raises:
+            OptionError: an unknown, missing or unusable flag.
+            ValueError: the ranks do not fit the layout, or do not come.
+        """
+        arguments = parse_arguments(["--hybrid-data-parallel", *flags], needs_data=False)
+        has_joined = not dist.is_initialized()
+        if has_joined:
+            parallel.join_job(arguments)
+        parallel.initialise(arguments)
+        parallel.set_seeds(arguments.seed)
+        session = cls(arguments, build_chunks(arguments, vocab_size), vocab_size=vocab_size)
+        session._has_joined, session._has_groups = has_joined, True
+        return session
+
+    def build_optimizer(self) -> Any:
+        """Megatron's optimizer over the model, as the arguments configure it."""
+        return build_optimizer(self.arguments, self.chunks)
+
+    def plan(self, batch: TokenBatch | Sequence[Any]) -> Plan:
+        """The plan of a batch by its lengths, as `step` makes it; communicates nothing.
+
+        Raises:
+            ValueError: a batch that cannot be run, or a sequence that fits on no number of ranks.
+        """
+        return plan_by(self._settings, self._checked(batch).lengths)
+
+    def step(
+        self,
+        batch: TokenBatch | Sequence[Any],
+        loss: Loss | None = None,
+        *,
+        divisor: float | None = None,
+        plan: Plan | None = None,
+        forward_only: bool = False,
+    ) -> SessionReport:
+        """Runs a global batch: clears Megatron's gradients, then leaves this batch's in them.
+
+        What is minimised is one sum over all tokens with loss, divided once. Without `loss` it is
+        the sum of each one's negative log-probability, in nats, times its weight. The gradient is
+        that of one rank that ran each sequence alone, whatever the plan. What routers of experts
+        add is summed over tokens and divided likewise.
+
+        Args:
+            batch: the sequences; a plain sequence of arrays of token ids will do.
+            loss: the caller's own.
+            divisor: above 0; by default the number of tokens with loss.
+            plan: to run instead of the session's, for the same lengths.
+            forward_only: leaves gradients alone, and dropout is off.
+
+        Raises:
+            ValueError: on every rank: a batch, loss or plan that cannot be run.
+            DisagreementError: ranks hold different batches, plans, losses or divisors.
+            NonFiniteError: the loss or a gradient is NaN or infinite.
+        """
+        checked, made = self._agreed(batch, plan, "step", _kind(loss), divisor, forward_only)
+        objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
+        loss_tokens = int(checked.num_loss_tokens(objective.shift).sum())
+        divisor = _divisor(divisor, loss_tokens)
+        parameters = loss.parameters if isinstance(loss, FromHidden) else ()
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            for one in parameters:
+                one.grad = None
+        micro_batches, outcome = self._run(checked, made, divisor, objective, forward_only)
+        sums = objective.sums() if isinstance(objective, OwnFunction) else {}
+        job = totals_of(outcome, self.place, bool(sums))
+        require_finite_loss(job["loss"], micro_batches, outcome.losses)
+        if not forward_only:
+            finish_gradients(self.chunks, parameters, self.place, divisor)
+        return SessionReport(
+            loss=job["loss"] / divisor,
+            divisor=divisor,
+            sums=summed(sums, self.place) if job["ranks with sums"] else {},
+            sequences=len(checked.lengths),
+            tokens=len(checked.token_ids),
+            loss_tokens=loss_tokens,
+            plan=made,
+            makespan_s=job["makespan_s"],
+            ring_bytes=int(job["ring_bytes"]),
+            offloaded_bytes=int(job["offloaded_bytes"]),
+        )
+
+    def log_probs(
+        self,
+        batch: TokenBatch | Sequence[Any],
+        *,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        to: Literal["all", "first"] = "all",
+        plan: Plan | None = None,
+    ) -> list[torch.Tensor] | None:
+        """Log-probabilities of a batch's tokens, each given those before it, in the batch's order.
+
+        Forward only; dropout is off, gradients and weights stay as they are. Logits exist a chunk
+        at a time, and only for tokens in the batch's loss mask.
+
+        Args:
+            batch: the sequences; weights and arrays are not used.
+            temperature: what logits are divided by before the softmax, above 0.
+            dtype: of the result: float32 or float64.
+            to: which ranks get the result: all of them, or the job's first.
+            plan: to run instead of the session's, for the same lengths.
+
+        Returns:
+            One tensor a sequence, ``[length]`` nats, on the CPU; 0 for a sequence's first token and
+            for those outside the loss mask. None on ranks that were to get none.
+
+        Raises:
+            ValueError: on every rank: a batch or a plan that cannot be run.
+            DisagreementError: ranks hold different batches or plans.
+            NonFiniteError: one of them is NaN or infinite.
+        """
+        checked, made = self._agreed(batch, plan, "log_probs", temperature, str(dtype), to)
+        objective = LogProbs(checked, _temperature(temperature))
+        micro_batches, outcome = self._run(checked, made, 1.0, objective, True)
+        job = totals_of(outcome, self.place, False)
+        require_finite_loss(job["loss"], micro_batches, outcome.losses)
+        found = torch.zeros(len(checked.token_ids), dtype=dtype)
+        if self.place.is_last_stage and self.place.tensor_rank == 0:
+            found = objective.all(dtype)
+        found = found.to(parallel.compute_device())
+        if to == "all":
+            dist.all_reduce(found)  # of every token one rank has more than 0
+            return checked.per_sequence(found.cpu())
+        dist.reduce(found, 0)
+        return checked.per_sequence(found.cpu()) if parallel.is_first_rank() else None
+
+    def close(self) -> None:
+        """Ends what `from_flags` began; the model stays."""
+        if self._has_groups:
+            parallel.finish()
+        if self._has_joined:
+            parallel.leave_job()
+        self._has_joined = self._has_groups = False
+
+    def _checked(self, batch: TokenBatch | Sequence[Any]) -> CheckedBatch:
+        given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
+        return CheckedBatch(
+            given, vocab_size=self._vocab_size, max_length=self.arguments.seq_length
+        )
+
+    def _agreed(
+        self,
+        batch: TokenBatch | Sequence[Any],
+        plan: Plan | None,
+        *call: object,
+    ) -> tuple[CheckedBatch, Plan]:
+        """The batch and its plan, once all ranks hold the same and are about to do the same."""
+
+        def prepared() -> tuple[CheckedBatch, Plan]:
+            checked = self._checked(batch)
+            return checked, self._usable(plan, checked)
+
+        checked, made = on_all_ranks(prepared)
+        device = parallel.compute_device()
+        facts = {
+            "what is called": fingerprint(call),
+            "number of sequences": len(checked.lengths),
+            "names and types of the arrays": fingerprint(checked.names()),
+            "plan": made.fingerprint(),
+        }
+        require_agreement(facts, device)
+        require_agreement(checked.fingerprints(), device)
+        return checked, made
+
+    def _usable(self, plan: Plan | None, checked: CheckedBatch) -> Plan:
+        if plan is None:
+            plan = plan_by(self._settings, checked.lengths)
+        num_ranks = self.place.num_hdp_ranks
+        if plan.num_ranks != num_ranks or plan.slice_multiple != self._settings.slice_multiple:
+            raise ValueError(
+                f"found a plan for {plan.num_ranks} ranks and slices of multiples of "
+                f"{plan.slice_multiple}, expected {num_ranks} and {self._settings.slice_multiple}: "
+                "let session.plan make it"
+            )
+        plan.validate(num_layers=self.cost_model.num_layers)
+        return plan
+
+    def _run(
+        self,
+        checked: CheckedBatch,
+        plan: Plan,
+        divisor: float,
+        objective: OwnLoss,
+        forward_only: bool,
+    ) -> tuple[tuple[RankMicroBatch, ...], RankOutcome]:
+        """This rank's micro-batches, once they have run."""
+        settings = self._settings
+        shares = StepShares(
+            checked.step(),
+            plan,
+            is_aligned=settings.is_aligned,
+            lockstep_ranks=settings.lockstep_ranks,
+            group_size=settings.pipeline.group_size,
+        )
+        (share,) = shares.of([self.place.hdp_rank])
+        micro_batches = tuple(
+            read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
+        )
+        with self._without_dropout() if forward_only else nullcontext():
+            outcome = self._executor.run(
+                micro_batches,
+                divisor,
+                forward_only,
+                ends_together=share.ends_together,
+                own_loss=objective,
+            )
+        return micro_batches, outcome
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        were_training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk, was_training in zip(self.chunks, were_training, strict=True):
+                chunk.train(was_training)
+
+
+def _require_known(arguments: TrainingArguments) -> None:
+    """Refuses what a session does not know."""
+    if not arguments.hybrid_data_parallel:
+        raise ValueError("found no --hybrid-data-parallel, which a session runs by: add it")
+    if not arguments.hdp_fused_loss:
+        raise ValueError(
+            "found --no-hdp-fused-loss: a session's losses begin at the model's hidden states, "
+            "without its logits: leave it out"
+        )
+    if arguments.hidden_dropout:
+        raise ValueError(
+            f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "
+            "do not depend on the plan, and what dropout draws would"
+        )
+
+
+def _kind(loss: Loss | None) -> tuple[object, ...]:
+    """What ranks compare of a loss of the caller's own."""
+    if loss is None:
+        return ()
+    name = getattr(loss.function, "__qualname__", type(loss.function).__name__)
+    return type(loss).__name__, name, getattr(loss, "temperature", None)
+
+
+def _divisor(given: float | None, loss_tokens: int) -> float:
+    if not loss_tokens:
+        raise ValueError(
+            "found no token with loss in the batch, expected at least one: a sequence's first "
+            "token is predicted by nothing, and loss_mask may take out the others"
+        )
+    divisor = float(loss_tokens if given is None else given)
+    if not (math.isfinite(divisor) and divisor > 0):
+        raise ValueError(f"found divisor {given}, expected a finite number above 0")
+    return divisor
+
+
+def _temperature(given: float) -> float:
+    if not (math.isfinite(given) and given > 0):
+        raise ValueError(f"found temperature {given}, expected a finite number above 0")
+    return given

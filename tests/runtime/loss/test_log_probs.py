@@ -1,0 +1,103 @@
+"""Log-probabilities from hidden states against PyTorch's of all logits, chunks of all sizes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.runtime.loss import linear_log_probs
+from tests.runtime.loss.test_fused_cross_entropy import ONE_TOKEN, TOKENS, VOCABULARY, case
+from tests.support.largest_tensor import LargestTensor
+
+
+def squared(log_probs):
+    """Of which every token's gradient is its own."""
+    return log_probs.square().sum()
+
+
+def learn(hidden, weight, labels, group=None, **options):
+    """(log-probabilities, d hidden, d weight)."""
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found = linear_log_probs(hidden, weight, labels, group, **options)
+    squared(found).backward()
+    return found.detach(), hidden.grad, weight.grad
+
+
+def reference(tokens=TOKENS):
+    """The same, by definition."""
+    hidden, weight, labels, _ = case(tokens)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found = (hidden @ weight.t()).log_softmax(-1).gather(1, labels.clamp(0)[:, None])[:, 0]
+    squared(found).backward()
+    return found.detach(), hidden.grad, weight.grad
+
+
+def largest_error(found, expected):
+    return max(
+        ((a.double() - b).norm() / b.norm().clamp(min=1e-300)).item()
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def labelled(dtype=torch.float64):
+    hidden, weight, labels, _ = case(dtype=dtype)
+    return hidden, weight, labels.clamp(0)
+
+
+@pytest.mark.parametrize("tokens_a_chunk", [1, 5, 22, 23, 1000])
+def test_equals_log_softmax_in_float64(tokens_a_chunk):
+    found = learn(*labelled(), logits_bytes=tokens_a_chunk * ONE_TOKEN)
+    assert largest_error(found, reference()) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 3e-6)])
+def test_other_precisions(dtype, tolerance):
+    found = learn(*labelled(dtype))
+    assert [one.dtype for one in found] == [torch.float32, dtype, dtype]
+    assert largest_error(found, reference()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_are_added_to_a_buffer(dtype):
+    hidden, weight, labels = labelled(dtype)
+    buffer = torch.ones_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+    found, dhidden, _ = learn(hidden, weight, labels, main_grad=buffer)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-13
+    assert largest_error((found, dhidden, buffer - 1), reference()) < tolerance
+
+
+def test_no_token_gives_zeros():
+    hidden, weight, labels = (one[:0] if i != 1 else one for i, one in enumerate(labelled()))
+    found, dhidden, dweight = learn(hidden, weight, labels)
+    assert found.shape == (0,) and dhidden.shape == hidden.shape and not dweight.any()
+
+
+def on_one_rank():
+    """The largest error of this rank's part, gradients of the hidden states summed over ranks."""
+    hidden, weight, labels = labelled()
+    width = VOCABULARY // dist.get_world_size()
+    mine = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+    found, dhidden, dweight = learn(hidden, weight[mine].clone(), labels, dist.group.WORLD)
+    dist.all_reduce(dhidden)
+    expected, expected_dhidden, expected_dweight = reference()
+    return largest_error(
+        (found, dhidden, dweight), (expected, expected_dhidden, expected_dweight[mine])
+    )
+
+
+def test_ranks_share_the_vocabulary(run_ranks):
+    assert max(run_ranks(3, on_one_rank)) < 1e-13
+
+
+def test_no_tensor_is_as_large_as_the_logits():
+    hidden, weight, labels = labelled()
+    with LargestTensor() as largest:
+        learn(hidden, weight, labels, logits_bytes=5 * ONE_TOKEN)
+    assert largest.elements < TOKENS * VOCABULARY
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    hidden, weight, labels = labelled()
+    with pytest.raises(ValueError, match="expected one label a hidden state"):
+        linear_log_probs(hidden, weight, labels[1:])

@@ -1,0 +1,152 @@
+"""A session's gradients and log-probabilities equal those of one rank, whatever the plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_hdp.megatron.model import last_stage
+from megatron_hdp.runtime.loss import log_probs
+from megatron_hdp.session import objectives
+from tests.support.gradients import EXPERTS
+from tests.support.own_loop import arguments_of, errors_of
+
+TOLERANCE, OF_LOG_PROBS = 1e-10, 1e-12
+KINDS = ("weighted", "clipped", "hot", "distilled", "values", "log-probs")
+
+
+def check(errors):
+    wrong = {
+        case: error
+        for case, error in errors.items()
+        if not error <= (OF_LOG_PROBS if case[0] == "log-probs" else TOLERANCE)
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_loss_under_rings(run_ranks, ranks):
+    check(run_ranks(ranks, errors_of, arguments_of(), KINDS, (None, 0, 1))[0])
+
+
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+TP2 = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+PP2 = {"pipeline_model_parallel_size": 2, "hdp_tokens_per_rank": 200}
+LAYOUTS = {  # ranks, overrides
+    "tp2-overlap": (2, TP2 | SHARDED | {"hdp_tokens_per_rank": 200}),
+    "tp2-sp": (4, TP2 | {"sequence_parallel": True}),
+    "pp2": (2, PP2),
+    "pp2-tied-overlap": (4, PP2 | SHARDED | {"untie_embeddings_and_output_weights": False}),
+    "pp2-v2": (2, PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}),
+    "tied-overlap": (2, SHARDED | {"untie_embeddings_and_output_weights": False}),
+    "experts": (2, EXPERTS | {"expert_model_parallel_size": 2}),
+    "recompute": (
+        2,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "offload": (2, {"num_layers": 4, "hdp_offload": "auto"}),
+}
+QUICK = {"tp2-overlap", "pp2", "experts"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+)
+def test_every_loss_in_layouts(run_ranks, layout):
+    ranks, overrides = LAYOUTS[layout]
+    check(run_ranks(ranks, errors_of, arguments_of(**overrides), KINDS)[0])
+
+
+def weights_of_the_token_before(self, micro_batch):
+    """Takes each token's weight from its neighbour."""
+    found = ARRAYS(self, micro_batch)
+    _, places = TOKENS_WITH_LOSS(self._batch, micro_batch, 1)
+    return found | {objectives._WEIGHTS: self._batch.weights[places - 1]}
+
+
+def divisor_of_this_rank(given, loss_tokens):
+    """Divides by another number on each rank, as a mean over a rank's own tokens would."""
+    return float(loss_tokens + dist.get_rank())
+
+
+def in_the_order_of_the_micro_batch(batch, micro_batch, shift):
+    """Takes a sequence's place in the micro-batch for its place in the batch."""
+    ids = tuple(range(len(micro_batch.sequence_ids)))
+    return TOKENS_WITH_LOSS(batch, replace(micro_batch, sequence_ids=ids), shift)
+
+
+def one_place_further(batch, micro_batch, shift):
+    """Takes the prediction of a token for the one before it."""
+    rows, places = TOKENS_WITH_LOSS(batch, micro_batch, shift)
+    return np.maximum(rows - 1, 0), places
+
+
+def gathered_as_for_logits(states, tensor_parallel_output_grad=True, group=None):
+    """Sums gradients over tensor-parallel ranks that have all of them each."""
+    return GATHER(states, tensor_parallel_output_grad=True, group=group)
+
+
+def of_this_part_alone(figures, group):
+    """Normalises over this rank's part of the vocabulary."""
+    return WHOLE_VOCABULARY(figures, None)
+
+
+def leave_alone(gradient):
+    """Adds up nothing."""
+
+
+ARRAYS, TOKENS_WITH_LOSS = objectives.WeightedNll.arrays, objectives.tokens_with_loss
+WHOLE_VOCABULARY = log_probs.over_the_vocabulary
+GATHER = last_stage.gather_from_sequence_parallel_region
+OBJECTIVES, LAST_STAGE = "megatron_hdp.session.objectives", "megatron_hdp.megatron.model.last_stage"
+TENSOR_RANKS = LAYOUTS["tp2-sp"][1] | {"hdp_tokens_per_rank": 200}
+FAULTS = {  # kind of loss, fault, overrides
+    "weights shifted by one": (
+        "weighted",
+        (f"{OBJECTIVES}.WeightedNll.arrays", weights_of_the_token_before),
+        {},
+    ),
+    "divisor of a rank": (
+        "clipped",
+        ("megatron_hdp.session.session._divisor", divisor_of_this_rank),
+        {},
+    ),
+    "order of the data mixed": (
+        "log-probs",
+        (f"{OBJECTIVES}.tokens_with_loss", in_the_order_of_the_micro_batch),
+        {},
+    ),
+    "prediction of another token": (
+        "log-probs",
+        (f"{OBJECTIVES}.tokens_with_loss", one_place_further),
+        {},
+    ),
+    "head of one rank": (
+        "values",
+        ("megatron_hdp.megatron.parallel.sum_over_hdp_ranks", leave_alone),
+        {},
+    ),
+    "hidden gradients summed": (
+        "distilled",
+        (f"{LAST_STAGE}.gather_from_sequence_parallel_region", gathered_as_for_logits),
+        TENSOR_RANKS,
+    ),
+    "vocabulary not exchanged": (
+        "clipped",
+        ("megatron_hdp.runtime.loss.log_probs.over_the_vocabulary", of_this_part_alone),
+        TENSOR_RANKS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_planted_fault_fails_the_check(run_ranks, name):
+    kind, fault, overrides = FAULTS[name]
+    errors = run_ranks(2, errors_of, arguments_of(**overrides), (kind,), (0,), fault)[0]
+    assert min(errors.values()) > 1e-6, errors

@@ -1,0 +1,208 @@
+"""Steps of a session on real ranks, and the same of one rank that runs each sequence alone.
+
+The reference is megatron-core's stock model; log-probabilities are PyTorch's, losses are summed as
+they are defined, over whole sequences.
+"""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.initialisation import global_parameters, initialise_by_name
+from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch
+from tests.support import gradients
+from tests.support.gradients import VOCABULARY, largest_error, tiny_arguments, whole_gradients
+from tests.support.random_plans import random_plan
+
+LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
+HIDDEN = 16
+
+
+def arguments_of(**overrides):
+    """A tiny model in float64 whose longest sequences need two ranks."""
+    common = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+    return tiny_arguments(None, **(common | overrides))
+
+
+def batch_of(lengths=LENGTHS, seed=0):
+    """Random tokens, masks, weights of both signs, and arrays for the losses below."""
+    rng = np.random.default_rng(seed)
+
+    def each(make):
+        return [make(length) for length in lengths]
+
+    return TokenBatch(
+        tokens=each(lambda n: rng.integers(0, VOCABULARY, n)),
+        loss_mask=each(lambda n: rng.random(n) < 0.7),
+        weights=each(rng.standard_normal),
+        arrays={
+            "old": each(lambda n: torch.from_numpy(-6 + rng.standard_normal(n))),
+            "advantage": each(lambda n: rng.standard_normal(n).astype(np.float32)),
+            "teacher": each(lambda n: rng.standard_normal((n, HIDDEN))),
+            "returns": each(lambda n: rng.standard_normal(n).tolist()),
+        },
+    )
+
+
+def clipped(log_probs, arrays):
+    """The clipped objective of PPO, and how many ratios were clipped."""
+    ratio = (log_probs - arrays["old"]).exp()
+    advantage = arrays["advantage"].double()
+    losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return losses, {"clipped": ((ratio - 1).abs() > 0.2).double(), "ratio": ratio}
+
+
+def distilled(hidden, arrays):
+    """Distance from a teacher's hidden states, summed by the function itself."""
+    return (hidden - arrays["teacher"]).square().sum()
+
+
+class Values:
+    """A head that predicts returns; alike on every rank."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        head = torch.randn(HIDDEN, generator=generator, dtype=torch.float64)
+        self.head = torch.nn.Parameter(head)
+
+    def __call__(self, hidden, arrays):
+        return (hidden @ self.head - arrays["returns"]).square()
+
+
+def loss_of(kind):
+    """(what a session is given, divisor) of a kind of loss."""
+    if kind == "clipped":
+        return FromLogProbs(clipped), len(LENGTHS)
+    if kind == "hot":
+        return FromLogProbs(clipped, temperature=0.7), None
+    if kind == "distilled":
+        return FromHidden(distilled), None
+    if kind == "values":
+        values = Values()
+        return FromHidden(values, [values.head]), 0.25
+    return None, None
+
+
+def session_of(arguments):
+    """A session over a fresh model, in a job whose groups are there."""
+    parallel.set_seeds(arguments.seed)
+    chunks = building.build_chunks(arguments, VOCABULARY)
+    return HdpSession(arguments, chunks, vocab_size=VOCABULARY)
+
+
+def plan_of(session, batch, seed):
+    """The session's plan, or a random one."""
+    if seed is None:
+        return None
+    return random_plan(
+        [len(one) for one in batch.tokens],
+        ranks=session.place.num_hdp_ranks,
+        tokens_per_rank=session.arguments.hdp_tokens_per_rank,
+        seed=seed,
+        offload=session.arguments.hdp_offload != "off",
+    )
+
+
+def step_of(session, batch, kind, seed):
+    """(loss, whole gradients) of a step, those of the loss's own parameters under ``head``."""
+    loss, divisor = loss_of(kind)
+    report = session.step(batch, loss, divisor=divisor, plan=plan_of(session, batch, seed))
+    if seed is not None and session.arguments.hdp_offload != "off":
+        assert report.offloaded_bytes
+    found = whole_gradients(session.chunks, session.arguments)
+    if kind == "values":
+        heads = [None] * dist.get_world_size()
+        dist.all_gather_object(heads, loss.parameters[0].grad)
+        found["head"] = next(one for one in heads if one is not None)
+    return report, found
+
+
+def errors_of(arguments, kinds, seeds=(None, 0), *faults):
+    """Body of a rank: by kind of loss and plan the largest error, on the first rank."""
+    parallel.initialise(arguments)
+    batch, found = batch_of(), {}
+    with ExitStack() as planted:
+        for target, replacement in faults:
+            planted.enter_context(mock.patch(target, replacement))
+        session = session_of(arguments)
+        for kind in kinds:
+            for seed in seeds:
+                if kind == "log-probs":
+                    plan = plan_of(session, batch, seed)
+                    found[kind, seed] = session.log_probs(batch, dtype=torch.float64, plan=plan)
+                else:
+                    report, grads = step_of(session, batch, kind, seed)
+                    found[kind, seed] = report.loss, grads
+    parallel.finish()
+    parallel.initialise(gradients._stock(arguments))
+    if dist.get_rank():
+        return None
+    expected = {kind: reference(arguments, batch, kind) for kind in kinds}
+    return {
+        (kind, seed): (
+            largest_difference(one, expected[kind])
+            if kind == "log-probs"
+            else largest_error(one, expected[kind])
+        )
+        for (kind, seed), one in found.items()
+    }
+
+
+def largest_difference(found, expected):
+    """Of arrays, sequence by sequence."""
+    assert [one.shape for one in found] == [one.shape for one in expected]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def reference(arguments, batch, kind):
+    """Loss and gradients, or log-probabilities, from this rank alone, sequence by sequence."""
+    parallel.set_seeds(arguments.seed)
+    gpt = building.build_gpt(gradients._stock(arguments), VOCABULARY).module
+    initialise_by_name(gpt, arguments.seed)
+    routers, hidden = gradients._watch_routers(gpt), []
+    gpt.decoder.register_forward_hook(lambda *found: hidden.append(found[-1][:, 0]))
+    loss, divisor = loss_of(kind)
+    total, num, log_probs = torch.zeros(()).double(), 0, []
+    of_routers = torch.zeros(()).double()
+    for i, tokens in enumerate(map(torch.as_tensor, batch.tokens)):
+        length, mask = len(tokens), torch.as_tensor(batch.loss_mask[i])
+        causal = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        logits = gpt(tokens[None], torch.arange(length)[None], causal)[0]
+        of_routers = of_routers + sum(gradients._router_loss(arguments, seen) for seen in routers)
+        routers.clear()
+        logits = logits / getattr(loss, "temperature", 1.0)
+        predicted = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        arrays = {name: torch.as_tensor(np.asarray(one[i])) for name, one in batch.arrays.items()}
+        if kind in ("distilled", "values"):
+            rows, given = mask, hidden.pop()[mask]
+        else:
+            rows, given = mask.clone(), predicted[mask[1:]]
+            rows[0] = False
+        num += int(rows.sum())
+        arrays = {name: one[rows] for name, one in arrays.items()}
+        if loss is None:
+            weights = torch.as_tensor(batch.weights[i])[rows]
+            total = total - (weights * given).sum()
+        else:
+            losses = loss.function(given, arrays)
+            losses = losses[0] if isinstance(losses, tuple) else losses
+            total = total + losses.sum()
+        whole = torch.zeros(length).double()
+        whole[rows] = given.detach() if kind == "log-probs" else 0.0
+        log_probs.append(whole)
+    if kind == "log-probs":
+        return log_probs
+    divisor = divisor or num
+    names, parameters = zip(*global_parameters(gpt), strict=True)
+    if kind == "values":
+        names, parameters = (*names, "head"), (*parameters, loss.parameters[0])
+    grads = torch.autograd.grad((total + of_routers) / divisor, parameters, allow_unused=True)
+    grads = [
+        torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)
+    ]
+    return (total / divisor).item(), dict(zip(names, grads, strict=True))
