@@ -109,7 +109,7 @@ def first_rank(group):
 
 OVER_THE_VOCABULARY = fused.over_the_vocabulary
 FAULTS_OF_RANKS = {
-    "wrong offset": ("_rank", first_rank),
+    "wrong offset": ("rank_in", first_rank),
     "ranks not combined": ("over_the_vocabulary", only_my_part),
 }
 
