@@ -139,7 +139,7 @@ def errors_of(arguments, kinds, seeds=(None, 0), *faults):
                     report, grads = step_of(session, batch, kind, seed)
                     found[kind, seed] = report.loss, grads
     parallel.finish()
-    parallel.initialise(gradients._stock(arguments))
+    parallel.initialise(gradients.stock(arguments))
     if dist.get_rank():
         return None
     expected = {kind: reference(arguments, batch, kind) for kind in kinds}
@@ -162,7 +162,7 @@ def largest_difference(found, expected):
 def reference(arguments, batch, kind):
     """Loss and gradients, or log-probabilities, from this rank alone, sequence by sequence."""
     parallel.set_seeds(arguments.seed)
-    gpt = building.build_gpt(gradients._stock(arguments), VOCABULARY).module
+    gpt = building.build_gpt(gradients.stock(arguments), VOCABULARY).module
     initialise_by_name(gpt, arguments.seed)
     routers, hidden = gradients._watch_routers(gpt), []
     gpt.decoder.register_forward_hook(lambda *found: hidden.append(found[-1][:, 0]))
