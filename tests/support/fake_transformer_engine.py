@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
+from megatron_hdp.runtime.kernels.padded import PaddedKernel
 from megatron_hdp.runtime.kernels.segments import bucket
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -71,7 +72,8 @@ class DotProductAttention(torch.nn.Module):
         type(self).made += 1
         assert how.pop("qkv_format") == "thd" and how.pop("attn_mask_type") == "padding_causal"
         assert how.pop("attention_dropout") == 0.0
-        self.shapes = (num_heads, num_gqa_groups, head_dim)
+        sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        self.shapes = (num_heads, num_gqa_groups, *sizes)
         self.scale = how.pop("softmax_scale")
         assert not how
         self.group = self.members = None
@@ -82,7 +84,7 @@ class DotProductAttention(torch.nn.Module):
         self.group, self.members = group, members
 
     def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, **how):
-        assert (q.shape[1], k.shape[1], q.shape[2]) == self.shapes
+        assert (q.shape[1], k.shape[1], q.shape[2], v.shape[2]) == self.shapes
         for x in (q, k, v):  # what it knows a memory layout for
             assert x.stride() == (x.shape[1] * x.shape[2], x.shape[2], 1)
             assert x.storage_offset() == 0
@@ -94,7 +96,7 @@ class DotProductAttention(torch.nn.Module):
         assert len(counts) == (len(lengths) if self.deterministic else bucket(len(lengths)))
         assert max_seqlen_q == max_seqlen_kv >= max(lengths) and max_seqlen_q % 64 == 0
         self._choose(q, k, len(counts), max_seqlen_q)
-        kernel = RingAttention(CpuFlashKernel())
+        kernel = RingAttention(PaddedKernel(CpuFlashKernel()))
         if self.group is None:
             assert not how
             layout = TokenLayout((0,), 0, (), lengths)

@@ -35,10 +35,11 @@ def full_attention(q, k, v, window=None, sink=None):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], v)
 
 
-def random_sequence(length, seed, head_dim, dtype):
+def random_sequence(length, seed, head_dim, dtype, value_dim):
     """(q, k, v, dout) of one sequence in float64, with values that `dtype` holds exactly."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    of_heads = (HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, value_dim), (HEADS, value_dim)
+    shapes = [(length, *of_head) for of_head in of_heads]
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [x.to(dtype).double() for x in parts]
 
@@ -79,6 +80,7 @@ def errors_of_part(
     head_dim=8,
     window=None,
     has_sink=False,
+    value_dim=None,
 ):
     """Relative errors of (out, dq, dk, dv) over this rank's tokens, or zeros outside the ring.
 
@@ -92,9 +94,10 @@ def errors_of_part(
         local_lengths: tokens of each local sequence.
         dtype: what the backend is given.
         device: where it runs.
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys.
         window: tokens that a query sees, itself included; all unless given.
         has_sink: whether each head has a sink.
+        value_dim: of values; None: the same.
     """
     rank, device = dist.get_rank(comm.group) if comm else ring[0], torch.device(device)
     if rank not in ring:
@@ -105,7 +108,7 @@ def errors_of_part(
     wholes += [(n, 1000 + 10 * rank + i) for i, n in enumerate(local_lengths)]
     rows = [slice_rows(length, degree, index) for length in lengths]
     rows += [torch.arange(length) for length in local_lengths]
-    parts = [random_sequence(*whole, head_dim, dtype) for whole in wholes]
+    parts = [random_sequence(*whole, head_dim, dtype, value_dim or head_dim) for whole in wholes]
     q, k, v, dout = (
         torch.cat([part[i][r] for part, r in zip(parts, rows, strict=True)]).to(device, dtype)
         for i in range(4)

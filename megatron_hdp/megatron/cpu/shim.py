@@ -43,6 +43,8 @@ REDIRECTS = {
     "megatron.core.tensor_parallel.random": "CUDA RNG state is the CPU generator's",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "None where TransformerEngine is "
     "missing; Megatron 0.16 tests it without having defined it",
+    "megatron.core.transformer.multi_latent_attention.HAVE_TE": "false where TransformerEngine is "
+    "missing; Megatron 0.16 then compares with what stands in for a class of its",
     "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "a stream without work, gone with the shim",
     "Tensor.cuda, Module.cuda, Tensor.record_stream": "no-ops",
     "Tensor.float, called by megatron.core.transformer.moe.*": "float64 stays float64 (routers)",
@@ -51,6 +53,7 @@ REDIRECTS = {
 
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
+_LATENT_ATTENTION = "megatron.core.transformer.multi_latent_attention"
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED_KERNELS = "megatron.legacy.fused_kernels"
 _TRAINING = "megatron.training"
@@ -107,6 +110,8 @@ class _Shim(importlib.abc.MetaPathFinder):
                 self.replace_in(module, function, value)
         elif name == _MOE_UTILS and "te_general_gemm" not in names:
             self.replace(module, "te_general_gemm", None)
+        elif name == _LATENT_ATTENTION and not isinstance(names.get("TELinear"), type):
+            self.replace_in(module, "HAVE_TE", False)
         elif name == _DISPATCHERS:
             dispatcher = names.get("MoEAlltoAllTokenDispatcher", module)
             self.replace_in(dispatcher, "cuda_dtoh_stream", NoStream())

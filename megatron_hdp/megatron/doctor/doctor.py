@@ -119,6 +119,11 @@ SEAMS = (
         parameter="runtime_gather_output",
     ),
     Seam(
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.forward",
+        "a subclass, named by the layer specification, runs a pass of its own over its projections",
+        parameter="packed_seq_params",
+    ),
+    Seam(
         "megatron.core.transformer.moe.moe_layer:MoESubmodules.router",
         "the layer specification names HDP's router of experts",
     ),

@@ -11,10 +11,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_hdp.megatron.model import (
     FusedLossModel,
     HdpCoreAttention,
+    HdpMlaSelfAttention,
     HdpMoeTransformerLayer,
     give_own_positions,
     let_biases_be_added,
@@ -56,13 +58,22 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
 def _adapt_attention(attention: Any, layer_number: int) -> None:
     found = f"{type(attention).__name__} with {type(attention.core_attention).__name__}"
     if (
-        type(attention) is not SelfAttention
+        type(attention) not in (SelfAttention, MLASelfAttention)
         or type(attention.core_attention).__name__ not in _CORE_ATTENTIONS
     ):
         raise ValueError(
-            f"hybrid data parallelism knows SelfAttention with {' or '.join(_CORE_ATTENTIONS)}, "
-            f"layer {layer_number} has {found}"
+            f"hybrid data parallelism knows SelfAttention or MLASelfAttention with "
+            f"{' or '.join(_CORE_ATTENTIONS)}, layer {layer_number} has {found}"
         )
-    core_attention = HdpCoreAttention(attention.config, layer_number, AttnMaskType.causal, "self")
+    is_latent = isinstance(attention, MLASelfAttention)
+    core_attention = HdpCoreAttention(
+        attention.config,
+        layer_number,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=attention.softmax_scale if is_latent else None,
+    )
     core_attention.take_over(attention.core_attention)
     attention.core_attention = core_attention
+    if is_latent:
+        HdpMlaSelfAttention.adopt(attention)

@@ -84,7 +84,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
     "mtp_num_layers": (None, _GPT),
-    "multi_latent_attention": (False, _GPT),
+    "cache_mla_latents": (False, "it serves inference"),
+    "mla_down_proj_fusion": (False, "HDP knows projections with weights of their own"),
     "experimental_attention_variant": (None, _GPT),
     "hybrid_override_pattern": (None, _GPT),
     "hybrid_layer_pattern": (None, _GPT),
@@ -189,6 +190,8 @@ def check(args: argparse.Namespace) -> None:
             )
     _check_positions(args)
     _check_attention(getattr(args, "attention_backend", None))
+    if getattr(args, "multi_latent_attention", False):
+        _check_latent_attention(args)
     check_data(args)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
@@ -225,6 +228,23 @@ def _check_attention(backend: Any) -> None:
             f"--attention-backend {found} does not go with --hybrid-data-parallel, which needs "
             "auto, fused or flash: HDP's rings run by --hdp-attention, and TransformerEngine's "
             "unfused kernels know no rings; --hdp-attention torch needs no TransformerEngine"
+        )
+
+
+def _check_latent_attention(args: argparse.Namespace) -> None:
+    """Refuses what Megatron cannot build, or recomputes in its own pass through the layer."""
+    if args.transformer_impl != "transformer_engine":
+        raise OptionError(
+            f"--multi-latent-attention with --transformer-impl {args.transformer_impl}: expected "
+            f"transformer_engine, as the local attention of Megatron {installed_release()} takes "
+            "no heads of two sizes and its model cannot be built: install TransformerEngine, or "
+            "train with megatron-hdp's own command, which needs none"
+        )
+    if "mla_up_proj" in (getattr(args, "recompute_modules", None) or ()):
+        raise OptionError(
+            "--recompute-modules mla_up_proj does not go with --hybrid-data-parallel, whose rings "
+            "take the latent of multi-latent attention themselves: leave it out, or recompute "
+            "whole layers"
         )
 
 
@@ -307,7 +327,8 @@ def settle(args: argparse.Namespace) -> None:
     ``--multiple-validation-sets``.
     """
     args.calculate_per_token_loss = True
-    args.apply_rope_fusion = getattr(args, "apply_rope_fusion", False) and fused_kernel_is_there()
+    fuses = getattr(args, "apply_rope_fusion", False) and fused_kernel_is_there()
+    args.apply_rope_fusion = fuses and not getattr(args, "multi_latent_attention", False)
     args.hdp_validation_sets = None
     if getattr(args, "multiple_validation_sets", False):
         args.hdp_validation_sets = list(getattr(args, "validation_set_names", None) or [])

@@ -9,6 +9,7 @@ from megatron_hdp.megatron.model.building import (
 )
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.last_stage import LastStage
+from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
 from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, let_biases_be_added
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
@@ -24,6 +25,7 @@ from megatron_hdp.megatron.model.router import HdpRouter
 __all__ = [
     "FusedLossModel",
     "HdpCoreAttention",
+    "HdpMlaSelfAttention",
     "HdpMoeTransformerLayer",
     "HdpPackedSeqParams",
     "HdpRouter",

@@ -65,6 +65,8 @@ class HdpCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -112,7 +114,7 @@ class HdpCoreAttention(MegatronModule):
         Args:
             query: ``[t, 1, heads, d]``.
             key: ``[t, 1, kv_heads, d]``.
-            value: ``[t, 1, kv_heads, d]``.
+            value: ``[t, 1, kv_heads, d]``; under multi-latent attention of a size of its own.
             attention_mask: not used; every sequence is causal within itself.
             attn_mask_type: not used, likewise.
             attention_bias: must be None.

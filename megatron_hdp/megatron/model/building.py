@@ -14,11 +14,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention, mla_settings
 from megatron_hdp.megatron.model.moe import (
     activation_settings,
     balance_by_sequence,
@@ -88,7 +89,8 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
     chunks = num_model_chunks(arguments)
-    config = TransformerConfig(
+    latent = arguments.multi_latent_attention
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
         ffn_hidden_size=arguments.ffn_hidden_size,
@@ -122,6 +124,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         **activation_settings(arguments),
         **moe_settings(arguments),
         **position_settings(arguments),
+        **mla_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -148,6 +151,8 @@ def _fuses_rotation(arguments: TrainingArguments) -> bool:
     """Whether queries and keys are turned by TransformerEngine's kernel, which knows no float64."""
     if arguments.position_embedding_type != "rope" or arguments.fp64 or not fused_kernel_is_there():
         return False
+    if arguments.multi_latent_attention:
+        return False
     if not fused_kernel_can_count(arguments):
         say(
             "rotary positions are not fused: a micro-batch may have 2^31 values of queries, keys "
@@ -167,18 +172,23 @@ def layer_spec(arguments: TrainingArguments, has_experts: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=arguments.num_experts if has_experts else None,
         qk_layernorm=arguments.qk_layernorm,
+        multi_latent_attention=arguments.multi_latent_attention,
         normalization=arguments.normalization,
     )
     attention = spec.submodules.self_attention.submodules
     if arguments.hybrid_data_parallel:
         attention.core_attention = HdpCoreAttention
+        if arguments.multi_latent_attention:
+            spec.submodules.self_attention.module = HdpMlaSelfAttention
         if has_experts:
             balance_by_sequence(spec)
     if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
         spec.submodules.input_layernorm = SequenceParallelNorm
         spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
         if arguments.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+            key_norm = "kv_layernorm" if arguments.multi_latent_attention else "k_layernorm"
+            attention.q_layernorm = SequenceParallelNorm
+            setattr(attention, key_norm, SequenceParallelNorm)
     return spec
 
 

@@ -4,6 +4,7 @@ from megatron_hdp.megatron.options.arguments import (
     GROUPS,
     TrainingArguments,
     expert_domain_size,
+    head_sizes,
     num_model_chunks,
     planned_layers,
     stage_split,
@@ -17,6 +18,8 @@ from megatron_hdp.megatron.options.expert_layers import (
     layer_frequency,
 )
 from megatron_hdp.megatron.options.groups import ParallelOptions
+from megatron_hdp.megatron.options.mla_checks import check_mla
+from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
@@ -33,6 +36,7 @@ from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 
 __all__ = [
     "GROUPS",
+    "MlaOptions",
     "MoeOptions",
     "ParallelOptions",
     "PositionOptions",
@@ -40,9 +44,11 @@ __all__ = [
     "build_parser",
     "check_data",
     "check_layout",
+    "check_mla",
     "check_moe",
     "check_positions",
     "expert_domain_size",
+    "head_sizes",
     "layers_without_positions",
     "expert_layers",
     "expert_layers_of_chunk",

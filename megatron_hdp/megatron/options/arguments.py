@@ -10,6 +10,7 @@ from megatron_hdp.megatron.options.groups import (
     ParallelOptions,
     RunOptions,
 )
+from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.options import HdpOptions, OptionError
@@ -23,6 +24,7 @@ class TrainingArguments(
     DataOptions,
     ParallelOptions,
     OptimizationOptions,
+    MlaOptions,
     MoeOptions,
     PositionOptions,
     ModelOptions,
@@ -34,6 +36,7 @@ GROUPS = (
     HdpOptions,
     ModelOptions,
     PositionOptions,
+    MlaOptions,
     MoeOptions,
     OptimizationOptions,
     ParallelOptions,
@@ -56,6 +59,13 @@ def expert_domain_size(args: TrainingArguments) -> int:
     """
     ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
     return max(1, ranks // args.tensor_model_parallel_size)
+
+
+def head_sizes(args: TrainingArguments) -> tuple[int, int]:
+    """Channels of a head: of queries and keys, and of values."""
+    if args.multi_latent_attention:
+        return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    return args.kv_channels, args.kv_channels
 
 
 def num_model_chunks(args: TrainingArguments) -> int:

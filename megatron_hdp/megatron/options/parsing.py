@@ -11,6 +11,7 @@ from megatron_hdp.megatron.options.checks import (
     check_run,
     check_schedule,
 )
+from megatron_hdp.megatron.options.mla_checks import check_mla
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.position_checks import check_positions
 from megatron_hdp.options import (
@@ -74,6 +75,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     check_positions(arguments)
     check_parallel(arguments)
     check_moe(arguments)
+    check_mla(arguments)
     check_schedule(arguments)
     arguments.validate(
         global_batch_size=arguments.global_batch_size,

@@ -29,6 +29,10 @@ _ROPE = {
 }
 _ANY = {"rotary_base", "no_rope_freq"}
 _EFFECTIVE = {"rope": _ROPE | _ANY, "yarn": _YARN | _ANY, "none": set[str]()}
+_EFFECTIVE_IN_MLA = {  # whose embedding Megatron gives no other options
+    "rope": {"rotary_base", "rotary_percent"},
+    "yarn": {"rotary_base"} | _YARN - {"yarn_correction_range_round_to_int"},
+}
 
 
 def check_positions(args: TrainingArguments) -> None:
@@ -37,27 +41,36 @@ def check_positions(args: TrainingArguments) -> None:
     Raises:
         OptionError: says what was found, what was expected and the remedy.
     """
-    kind = args.position_embedding_type
+    kind, flag = args.position_embedding_type, "--position-embedding-type"
+    effective, head = _EFFECTIVE[kind], args.kv_channels or 0
+    if args.multi_latent_attention:
+        if kind != "rope":
+            raise OptionError(
+                f"--position-embedding-type {kind} does not go with --multi-latent-attention: "
+                "leave it out, --rope-type says how latent attention turns its heads"
+            )
+        kind, flag = args.rope_type or "yarn", "--multi-latent-attention and --rope-type"
+        effective, head = _EFFECTIVE_IN_MLA[kind], args.qk_pos_emb_head_dim
     for item in fields(PositionOptions):
         name, found = item.name, getattr(args, item.name)
         if name == "position_embedding_type" or found == item.default:
             continue
-        if name not in _EFFECTIVE[kind]:
+        if name not in effective:
             raise OptionError(
-                f"{flag_of(name)} (found {found}) has no effect with --position-embedding-type "
-                f"{kind}: leave it out, or choose another type"
+                f"{flag_of(name)} (found {found}) has no effect with {flag} {kind}: leave it out, "
+                "or choose another type"
             )
     if args.rope_scaling_factor != 8.0 and not args.use_rope_scaling:
         raise OptionError(
             f"--rope-scaling-factor {args.rope_scaling_factor} has no effect without "
             "--use-rope-scaling: add the one or remove the other"
         )
-    channels = int((args.kv_channels or 0) * args.rotary_percent)
+    channels = int(head * args.rotary_percent)
     if kind != "none" and (channels < 2 or channels % 2):
         raise OptionError(
-            f"--rotary-percent {args.rotary_percent} of {args.kv_channels} channels of a head are "
-            f"{channels}, expected an even number from 2 on, as channels turn in pairs: change it "
-            "or --kv-channels"
+            f"--rotary-percent {args.rotary_percent} of {head} channels of a head are {channels}, "
+            "expected an even number from 2 on, as channels turn in pairs: change it or "
+            f"{'--qk-pos-emb-head-dim' if args.multi_latent_attention else '--kv-channels'}"
         )
     layers_without_positions(args)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_hdp.megatron.options.arguments import (
     TrainingArguments,
+    head_sizes,
     stage_split,
     with_derived_defaults,
 )
@@ -48,11 +49,12 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
 def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attention:
     """Of one layer."""
     turns = knows_positions and arguments.position_embedding_type != "none"
+    qk_channels, v_channels = head_sizes(arguments)
     return Attention(
         num_heads=arguments.num_attention_heads,
         num_groups=arguments.num_query_groups,
-        qk_channels=arguments.kv_channels,
-        v_channels=arguments.kv_channels,
+        qk_channels=qk_channels,
+        v_channels=v_channels,
         rotary_channels=int(arguments.kv_channels * arguments.rotary_percent) if turns else 0,
         qkv_bias=arguments.add_bias_linear or arguments.add_qkv_bias,
         output_bias=arguments.add_bias_linear,

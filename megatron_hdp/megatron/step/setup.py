@@ -12,6 +12,7 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
+    head_sizes,
     model_shape,
     planned_layers,
     stage_split,
@@ -54,7 +55,8 @@ def build_executor(
     allow_variants()
     place = rank_place(arguments)
     comm = new_ring_comm(arguments, timeline)
-    kind = device, model_dtype(arguments), arguments.kv_channels
+    head_dim, _ = head_sizes(arguments)
+    kind = device, model_dtype(arguments), head_dim
     shapes = _shapes_of(arguments, place)
     attention = select_attention(*kind, arguments.hdp_attention, comm, shapes)
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
@@ -73,6 +75,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
     num_ranks, least = place.num_hdp_ranks, arguments.hdp_float32_rings_from
     if least is not None:  # longer rings are for another backend
         num_ranks = min(num_ranks, least - 1)
+    head_dim, value_dim = head_sizes(arguments)
     return RunShapes(
         heads=arguments.num_attention_heads // place.num_tensor_ranks,
         kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
@@ -80,6 +83,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
         tokens_per_rank=tokens,
         num_ranks=num_ranks,
         sink=arguments.softmax_type != "vanilla",
+        value_dim=value_dim if value_dim != head_dim else None,
     )
 
 

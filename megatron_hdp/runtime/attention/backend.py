@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         Args:
             q: ``[t, heads, d]``, this rank's tokens in the layout's order.
             k: ``[t, kv_heads, d]``.
-            v: ``[t, kv_heads, d]``.
+            v: ``[t, kv_heads, d]``; its size may differ where the run's shapes said so.
             layout: what the tokens are; equal ring slices on every member.
             comm: the HDP communicator; not used when the layout has no ring.
             scale: softmax scale, usually ``1 / sqrt(d)``.
@@ -39,7 +39,7 @@ class AttentionBackend(Protocol):
                 and has no value.
 
         Returns:
-            ``[t, heads, d]``, differentiable in `q`, `k`, `v` and `sink`.
+            ``[t, heads, d]``, d that of `v`, differentiable in `q`, `k`, `v` and `sink`.
 
         Raises:
             ValueError: the tensors do not have the layout's tokens.
@@ -63,6 +63,8 @@ class RunShapes:
     """HDP ranks: members of the largest ring that is not for another backend."""
     sink: bool = False
     """Whether layers have a sink."""
+    value_dim: int | None = None
+    """Size of a value's head where it differs from that of queries and keys."""
 
 
 NO_RUN = RunShapes()

@@ -18,6 +18,7 @@ from megatron_hdp.runtime.kernels import (
     CpuFlashKernel,
     FlashAttnKernel,
     MatmulKernel,
+    PaddedKernel,
     TorchFlashKernel,
     refusal,
 )
@@ -59,7 +60,7 @@ def select_attention(
     Args:
         device: a CPU or an NVIDIA GPU.
         dtype: of queries, keys and values.
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys, and of values unless the shapes say otherwise.
         choice: "auto", `OUR_RING`, or the one name of ``--hdp-attention`` to take.
         comm: where given, TransformerEngine must accept a ring's group over it, and is tried on
             a ring too.
@@ -71,7 +72,9 @@ def select_attention(
     refused: dict[str, str] = {}
     for name in _SEVERAL.get(choice, (choice,)):
         try:
-            backend = _LOADERS[name](device, dtype, head_dim, comm)
+            backend = _LOADERS[name](device, dtype, max(head_dim, shapes.value_dim or 0), comm)
+            if shapes.value_dim not in (None, head_dim) and isinstance(backend, RingAttention):
+                backend = RingAttention(PaddedKernel(backend.kernel))
             try_out(backend, device, dtype, head_dim, shapes)
             notes: tuple[str, ...] = ()
             if isinstance(backend, TransformerEngineAttention):

@@ -117,7 +117,7 @@ class TransformerEngineAttention:
         comm: RingComm,
         scale: float,
     ) -> torch.Tensor:
-        module = self._module("ring", q, k, scale)
+        module = self._module("ring", q, v, scale)
         if self._groups is None or self._groups.comm is not comm:
             self._groups = RingGroups(comm)
         group = self._groups.of(layout.ring)
@@ -133,17 +133,17 @@ class TransformerEngineAttention:
         segments: Segments,
         scale: float,
     ) -> torch.Tensor:
-        module = self._module("local", q, k, scale)
+        module = self._module("local", q, v, scale)
         with self._choices.made_for("local"):
             return _attend(module, q, k, v, segments, is_ring=False)
 
-    def _module(self, kind: str, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.nn.Module:
-        (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
-        key = (kind, heads, kv_heads, head_dim, scale)
+    def _module(self, kind: str, q: torch.Tensor, v: torch.Tensor, scale: float) -> torch.nn.Module:
+        (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
+        key = (kind, heads, kv_heads, head_dim, value_dim, scale)
         if key not in self._modules:
             self._modules[key] = self._new_module(
                 heads,
-                head_dim,
+                head_dim if head_dim == value_dim else (head_dim, value_dim),
                 num_gqa_groups=kv_heads,
                 attention_dropout=0.0,
                 qkv_format="thd",
@@ -218,7 +218,7 @@ def _attend(
         pad_between_seqs=False,
         **padded,
     )
-    return out.view(q.shape)
+    return out.view(*q.shape[:2], v.shape[-1])
 
 
 def _canonical(x: torch.Tensor) -> torch.Tensor:

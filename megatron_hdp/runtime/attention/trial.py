@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
-from megatron_hdp.runtime.kernels import MatmulKernel
+from megatron_hdp.runtime.kernels import MatmulKernel, PaddedKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout, Transfer
 
 _LENGTHS = (48, 16)
@@ -35,7 +35,7 @@ def try_out(
     """
     layout = TokenLayout((0,), 0, (), _LENGTHS, device)
     no_ring: Any = None  # nothing is sent
-    exact = RingAttention(MatmulKernel())
+    exact = _exact()
     scale = head_dim**-0.5
     inputs = _random(device, dtype, head_dim, shapes)
     kinds: dict[str, dict[str, Any]] = {"": {}}
@@ -81,7 +81,7 @@ def try_out_ring(
     layout = TokenLayout((me, 1 if me == 0 else 0), 0, _LENGTHS, (), device)
     whole = TokenLayout((me,), 0, (), tuple(2 * n for n in _LENGTHS), device)
     echo = EchoComm(comm.group)
-    exact = RingAttention(MatmulKernel())
+    exact = _exact()
     scale = head_dim**-0.5
 
     def by_definition(
@@ -129,13 +129,18 @@ class EchoComm(RingComm):
         return Transfer(self, works, sent, received)
 
 
+def _exact() -> RingAttention:
+    return RingAttention(PaddedKernel(MatmulKernel()))
+
+
 def _random(
     device: torch.device, dtype: torch.dtype, head_dim: int, shapes: RunShapes
 ) -> list[torch.Tensor]:
     """q, k, v and the gradient of the output; draws none of the run's numbers."""
     random = torch.Generator().manual_seed(0)
-    heads, kv_heads = shapes.heads, shapes.kv_heads
-    sizes = [(sum(_LENGTHS), n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    heads, kv_heads, value_dim = shapes.heads, shapes.kv_heads, shapes.value_dim or head_dim
+    of_heads = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
+    sizes = [(sum(_LENGTHS), *size) for size in of_heads]
     return [torch.randn(size, generator=random).to(device, dtype) for size in sizes]
 
 

@@ -3,6 +3,7 @@
 from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
+from megatron_hdp.runtime.kernels.padded import PaddedKernel
 from megatron_hdp.runtime.kernels.segments import Segments
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "CpuFlashKernel",
     "FlashAttnKernel",
     "MatmulKernel",
+    "PaddedKernel",
     "Segments",
     "TorchFlashKernel",
     "refusal",

@@ -94,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
-            dkv = dq_total.new_zeros((2, *k[ring].shape))
+            dkv = dq_total.new_zeros(k[ring].numel() + v[ring].numel())
             spare, arriving = torch.empty_like(dkv), None
             for step, (keys, values) in blocks:
                 rows, q_segments, kv_rows, kv_segments = _block(layout, step)
@@ -114,14 +114,15 @@ class _RingAttention(torch.autograd.Function):
                 # to what the members before us found for these keys and values, add ours
                 if arriving is not None:
                     dkv, spare = arriving.wait(), dkv
-                dkv[0][kv_rows] += dk_block
-                dkv[1][kv_rows] += dv_block
+                dk_total, dv_total = _parts(dkv, k[ring], v[ring])
+                dk_total[kv_rows] += dk_block
+                dv_total[kv_rows] += dv_block
                 arriving = comm.pass_on(dkv, layout.ring, layout.index, into=spare)
             assert arriving is not None, "a ring has at least two members"
-            dkv = arriving.wait()
+            dk_total, dv_total = _parts(arriving.wait(), k[ring], v[ring])
             dq[ring] = dq_total
-            dk[ring] += dkv[0]
-            dv[ring] += dkv[1]
+            dk[ring] += dk_total
+            dv[ring] += dv_total
         dsink = None if sink is None else _gradient_of_sink(sink, dout, out, lse)
         return dq, dk, dv, dsink, None, None, None, None
 
@@ -148,20 +149,26 @@ def _gradient_of_sink(
 
 def _travelling_kv(
     k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, comm: RingComm
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The keys and values that pass by, ``[2, t, kv_heads, d]``, with the step: 0 are our own.
+) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """The keys and values that pass by, with the step: 0 are our own.
 
     Those of a step are already on their way to the next member when they are yielded. They are
     overwritten two steps later: both their transfer and their block come before.
     """
-    kv = torch.stack((k, v))
+    kv = torch.cat((k.flatten(), v.flatten()))
     spare = torch.empty_like(kv)
     for step in range(layout.degree):
         if step + 1 < layout.degree:
             transfer = comm.pass_on(kv, layout.ring, layout.index, into=spare)
-        yield step, kv
+        yield step, _parts(kv, k, v)
         if step + 1 < layout.degree:
             kv, spare = transfer.wait(), kv
+
+
+def _parts(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What travels as one, as keys and values in the shapes of `k` and `v`."""
+    keys, values = kv.split((k.numel(), v.numel()))
+    return keys.view(k.shape), values.view(v.shape)
 
 
 def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:

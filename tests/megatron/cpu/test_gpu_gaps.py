@@ -1,7 +1,10 @@
 """What Megatron leaves undefined without TransformerEngine is filled in, and taken away again."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_hdp.megatron.cpu import gpu_gaps
@@ -36,3 +39,21 @@ def test_what_is_there_stays(monkeypatch):
     gpu_gaps.fill()
     gpu_gaps.revert()
     assert moe_utils.te_general_gemm == "transformer engine's"
+
+
+def test_latent_attention_asks_nothing_of_a_class_that_is_missing(monkeypatch):
+    monkeypatch.setattr(multi_latent_attention, "TELinear", MagicMock())
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
+    gpu_gaps.fill()
+    assert multi_latent_attention.HAVE_TE is False
+    gpu_gaps.fill()
+    gpu_gaps.revert()
+    assert multi_latent_attention.HAVE_TE is True
+
+
+def test_latent_attention_keeps_a_transformer_engine_that_is_there(monkeypatch):
+    monkeypatch.setattr(multi_latent_attention, "TELinear", torch.nn.Linear)
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
+    gpu_gaps.fill()
+    assert multi_latent_attention.HAVE_TE is True
+    gpu_gaps.revert()

@@ -59,6 +59,7 @@ LACKING = {
     "hybrid_layer_pattern": ("0.16",),
     "logits_load_dir": ("0.16", "0.17", "0.18"),
     "logits_save_dir": ("0.16", "0.17", "0.18"),
+    "mla_down_proj_fusion": ("0.16",),
     "moe_expert_rank_capacity_factor": ("0.16", "0.17"),
     "moe_paged_stash": ("0.16", "0.17"),
     "moe_router_force_biased": ("0.16",),

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron_hdp.runtime.attention import selection as attention
+from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.selection import select_attention, try_out
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
+from megatron_hdp.runtime.kernels.padded import PaddedKernel
 from megatron_hdp.runtime.ring.attention import RingAttention
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -103,6 +105,19 @@ def test_a_cpu_uses_the_kernel_of_torch(dtype):
 def test_torch_on_a_gpu_takes_flash_kernels_where_they_fit(monkeypatch, dtype, head_dim, name):
     monkeypatch.setattr(attention, "try_out", lambda *how: None)
     assert select_attention(GPU, dtype, head_dim, "torch").backend.name == name
+
+
+def test_values_of_another_size_are_tried_and_padded_in_our_own_ring():
+    selection = select_attention(CPU, torch.float64, 16, shapes=RunShapes(value_dim=8))
+    assert selection.backend.name == "torch-sdpa-cpu"
+    assert isinstance(selection.backend.kernel, PaddedKernel)
+
+
+def test_the_larger_size_says_whether_flash_kernels_fit(monkeypatch):
+    monkeypatch.setattr(attention, "try_out", lambda *how: None)
+    shapes = RunShapes(value_dim=260)
+    name = select_attention(GPU, torch.bfloat16, 128, "torch", shapes=shapes).backend.name
+    assert name == "torch-matmul (exact, slow)"
 
 
 @pytest.mark.parametrize("name", ["transformer-engine", "flash-attn"])

@@ -19,13 +19,14 @@ from tests.support.ring_cases import errors_of_part, gloo_comm
 CPU = torch.device("cpu")
 
 
-def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers):
+def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers, value_dim=None):
     """Body of a rank: largest error, bytes sent, whether waiting was noted, modules made."""
     fake.install()
     comm, attend = gloo_comm(), TransformerEngineAttention(CPU)
     assert attend.name == "transformer-engine 2.20.2"
     errors = [
-        max(errors_of_part(attend, comm, ring, chunks, local_lengths)) for _ in range(num_layers)
+        max(errors_of_part(attend, comm, ring, chunks, local_lengths, value_dim=value_dim))
+        for _ in range(num_layers)
     ]
     waited = comm.timeline.totals_s[RING_WAIT] > 0
     return max(errors), comm.bytes_sent, waited, fake.DotProductAttention.made, len(fake.chosen)
@@ -42,6 +43,11 @@ def test_it_is_called_as_it_wants_to_be(run_ranks, ring):
         assert sent == (2 * 3 * (degree - 1) * kv_bytes if degree > 1 else 0)
         assert waited == (degree > 1)
         assert made == (2 if degree > 1 else 1)
+
+
+def test_it_is_told_of_values_of_another_size(run_ranks):
+    for error, *_ in run_ranks(2, attend_by_transformer_engine, (1, 0), [3, 1], [7], 1, 5):
+        assert error < 1e-13
 
 
 def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks):

@@ -7,6 +7,7 @@ import torch
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
+from megatron_hdp.runtime.kernels.padded import PaddedKernel
 from megatron_hdp.runtime.ring import attention
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -74,6 +75,21 @@ def test_the_plain_kernel_is_exact_in_float64(run_ranks, degree):
     ring = list(range(degree))
     results = run_ranks(degree, attend_on_one_rank, ring, [5, 1], [7, 1], kernel=MatmulKernel())
     assert max(error for error, _ in results) < 1e-13
+
+
+def attend_with_other_values(value_dim):
+    """Errors and bytes sent of heads of two sizes."""
+    comm, attend = gloo_comm(), RingAttention(PaddedKernel(CpuFlashKernel()))
+    sizes = {"head_dim": HEAD_DIM, "value_dim": value_dim}
+    errors = errors_of_part(attend, comm, [1, 0], [5, 1, 8], [7, 1], **sizes)
+    return max(errors), comm.bytes_sent
+
+
+@pytest.mark.parametrize("value_dim", [5, 11])
+def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
+    for error, sent in run_ranks(2, attend_with_other_values, value_dim):
+        assert error < 1e-13
+        assert sent == 3 * sum((10, 2, 16)) * KV_HEADS * (HEAD_DIM + value_dim) * 8
 
 
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):

@@ -1,0 +1,202 @@
+"""Multi-latent attention (DeepSeek-V2) under HDP: Megatron's parameters, a forward pass of our own.
+
+Megatron's own pass turns packed tokens by their place in the pack, refuses rings of a micro-batch,
+and gives the rotated part of the keys, which all heads share, the gradient of one tensor-parallel
+rank's heads alone where its projection's output is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.model.rotary import at_own_positions
+from megatron_hdp.megatron.options import TrainingArguments
+
+_OF_CONFIG = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+)
+_OF_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def mla_settings(arguments: TrainingArguments) -> dict[str, Any]:
+    """What ``MLATransformerConfig`` needs beside the rest; nothing for another attention."""
+    if not arguments.multi_latent_attention:
+        return {}
+    settings = {name: getattr(arguments, name) for name in _OF_CONFIG}
+    settings |= {name: getattr(arguments, f"yarn_{name}") for name in _OF_YARN}
+    return settings | {"multi_latent_attention": True, "rope_type": arguments.rope_type or "yarn"}
+
+
+class HdpMlaSelfAttention(MLASelfAttention):
+    """Megatron's multi-latent attention, its tokens turned by their own positions.
+
+    Its core attention must be `HdpCoreAttention`.
+    """
+
+    rotary_pos_emb: RotaryEmbedding
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._take_over()
+
+    @classmethod
+    def adopt(cls, stock: MLASelfAttention) -> None:
+        """Makes an attention that Megatron has built one of this class; its parameters stay."""
+        stock.__class__ = cls
+        stock._take_over()
+
+    def _take_over(self) -> None:
+        config = self.config
+        if config.cache_mla_latents:
+            raise ValueError(
+                "hybrid data parallelism does not support cache_mla_latents, which serves "
+                "inference: leave --cache-mla-latents out"
+            )
+        if self.recompute_up_proj:
+            raise ValueError(
+                "hybrid data parallelism does not recompute mla_up_proj alone: leave it out of "
+                "--recompute-modules, or recompute whole layers"
+            )
+        if hasattr(self, "linear_qkv_down_proj"):
+            raise ValueError(
+                "hybrid data parallelism does not support fused down-projections: leave "
+                "--mla-down-proj-fusion out"
+            )
+        self.rotary_pos_emb = at_own_positions(self.rotary_pos_emb)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of one micro-batch.
+
+        Args:
+            hidden_states: ``[t, 1, h]``, with sequence parallelism this rank's run of them.
+            attention_mask: not used; every sequence is causal within itself.
+            packed_seq_params: the micro-batch.
+
+        Returns:
+            Like `hidden_states`, and the output projection's bias, which is not added yet.
+        """
+        if not isinstance(packed_seq_params, HdpPackedSeqParams):
+            raise TypeError("latent attention needs HdpPackedSeqParams: run through HdpExecutor")
+        cos, sin = self._rotation(packed_seq_params, hidden_states.dtype)
+        query = self._query(hidden_states, cos, sin)
+        latent, rotated = self._latent(hidden_states)
+        rotated = _turned(rotated[:, :, None], cos, sin)
+        key, value = self._key_and_value(latent, rotated)
+        out = self._attend(query, key, value, packed_seq_params)
+        projected, bias = self.linear_proj(out)
+        return projected, bias
+
+    def _rotation(
+        self, params: HdpPackedSeqParams, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine ``[t, 1, 1, d/2]`` of the tokens' angles, scaled as YaRN wants it."""
+        found = self.rotary_pos_emb(params.positions)
+        angles, scale = found if isinstance(found, tuple) else (found, 1.0)
+        angles, _ = angles.chunk(2, -1)  # of the first of all pairs, and of the second
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def _query(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """``[t, 1, heads, qk_head_dim + qk_pos_emb_head_dim]``."""
+        config = self.config
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            latent, _ = self.linear_q_down_proj(hidden_states)
+            if latent.shape[-1] != config.q_lora_rank:  # each tensor-parallel rank made some
+                latent = self._own_tokens(self._whole_channels(latent))
+            query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        plain, rotated = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
+        return torch.cat((plain, _turned(rotated, cos, sin)), -1)
+
+    def _latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent of keys and values, and the part of the keys to rotate, ``[t, 1, ...]`` each.
+
+        With sequence parallelism the latent is that of this rank's run of tokens, the other of all.
+        What follows uses both for this rank's heads; gradients are summed over all ranks' heads.
+        """
+        config, sizes = self.config, (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim)
+        both, _ = self.linear_kv_down_proj(hidden_states)
+        if both.shape[-1] != sum(sizes):
+            latent, rotated = self._whole_channels(both).split(sizes, -1)
+            latent, is_whole = self._own_tokens(latent), True
+        else:
+            latent, rotated = both.split(sizes, -1)
+            is_whole = not config.sequence_parallel
+        if is_whole:
+            rotated = copy_to_tensor_model_parallel_region(rotated, group=self.pg_collection.tp)
+        else:
+            rotated = gather_from_sequence_parallel_region(rotated, group=self.pg_collection.tp)
+        return latent, rotated
+
+    def _key_and_value(
+        self, latent: torch.Tensor, rotated: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[t, 1, heads, ...]`` of this rank's heads."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        both = both.unflatten(-1, (heads, -1))
+        plain, value = both.split((config.qk_head_dim, config.v_head_dim), -1)
+        return torch.cat((plain, rotated.expand(-1, -1, heads, -1)), -1), value
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: HdpPackedSeqParams,
+    ) -> torch.Tensor:
+        """``[t, 1, heads * v_head_dim]``."""
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.core_attention(
+                query, key, value, None, packed_seq_params=params
+            )
+            return out
+
+        if self.checkpoint_core_attention and self.training:
+            out: torch.Tensor = tensor_parallel.checkpoint(attend, False, query, key, value)
+            return out
+        return attend(query, key, value)
+
+    def _whole_channels(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from_tensor_model_parallel_region(x, group=self.pg_collection.tp)
+
+    def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's run of the tokens, where ranks share them."""
+        if not self.config.sequence_parallel:
+            return x
+        return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbouring channels turned; then the first of all pairs before the second.
+
+    Channels beyond those that have an angle stay (a rotary percentage).
+    """
+    num_turned = 2 * cos.shape[-1]
+    x, rest = x[..., :num_turned], x[..., num_turned:]
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

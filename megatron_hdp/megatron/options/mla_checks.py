@@ -1,0 +1,76 @@
+"""Which options of multi-latent attention go together, with each other and with HDP."""
+
+from dataclasses import fields
+
+from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.megatron.options.mla_options import MlaOptions
+from megatron_hdp.options import OptionError, flag_of
+
+
+def check_mla(args: TrainingArguments) -> None:
+    """Checks these options together, derived defaults filled in.
+
+    Raises:
+        OptionError: says what was found, what was expected and the remedy.
+    """
+    if not args.multi_latent_attention:
+        _check_unused(args)
+        return
+    if not args.hybrid_data_parallel:
+        raise OptionError(
+            "--multi-latent-attention goes with --hybrid-data-parallel in this command: Megatron's "
+            "own local attention takes no heads of two sizes: add it, or train with Megatron-LM's "
+            "script"
+        )
+    _check_attention(args)
+    _check_tensor_ranks(args)
+
+
+def _check_unused(args: TrainingArguments) -> None:
+    for item in fields(MlaOptions):
+        if getattr(args, item.name) != item.default:
+            raise OptionError(
+                f"{flag_of(item.name)} has no effect without --multi-latent-attention: add the one "
+                "or remove the other"
+            )
+
+
+def _check_attention(args: TrainingArguments) -> None:
+    if args.group_query_attention:
+        raise OptionError(
+            "--multi-latent-attention with --group-query-attention or --num-query-groups: its "
+            "latent serves all heads, so there are no groups: leave them out"
+        )
+    if args.add_qkv_bias:
+        raise OptionError(
+            "--add-qkv-bias has no effect with --multi-latent-attention, whose projections have "
+            "none: leave it out"
+        )
+    if args.softmax_type != "vanilla":
+        raise OptionError(
+            f"--softmax-type {args.softmax_type} does not go with --multi-latent-attention, whose "
+            "models have no sink: leave it out"
+        )
+
+
+def _check_tensor_ranks(args: TrainingArguments) -> None:
+    """Megatron shares out the rows of down-projections between tensor-parallel ranks."""
+    ranks = args.tensor_model_parallel_size
+    if ranks > 1 and args.qk_layernorm and args.q_lora_rank and not args.sequence_parallel:
+        raise OptionError(
+            "--multi-latent-attention with --qk-layernorm, --q-lora-rank and "
+            f"--tensor-model-parallel-size {ranks} needs --sequence-parallel: without it Megatron "
+            "adds up the gradient of the queries' norm once for every tensor-parallel rank"
+        )
+    latent = args.kv_lora_rank + args.qk_pos_emb_head_dim
+    if latent % ranks:
+        raise OptionError(
+            f"--kv-lora-rank {args.kv_lora_rank} + --qk-pos-emb-head-dim "
+            f"{args.qk_pos_emb_head_dim} = {latent} is not a multiple of "
+            f"--tensor-model-parallel-size {ranks}: use fewer tensor-parallel ranks"
+        )
+    if (args.q_lora_rank or 0) % ranks:
+        raise OptionError(
+            f"--q-lora-rank {args.q_lora_rank} is not a multiple of --tensor-model-parallel-size "
+            f"{ranks}: use fewer tensor-parallel ranks"
+        )

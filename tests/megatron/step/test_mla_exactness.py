@@ -1,0 +1,81 @@
+"""The gold test of multi-latent attention: gradients equal those of one rank, whatever the plan."""
+
+import pytest
+
+from tests.megatron.step.test_exactness import LENGTHS, drawn_lengths
+from tests.support.gradients import errors_of, write_corpus
+from tests.support.mla import mla_arguments, plain_stock_attention
+from tests.support.random_plans import random_plan
+
+TOLERANCE = 1e-10
+CAPACITY = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+NO_QUERY_LATENT = {"q_lora_rank": None, "qk_layernorm": False, "rope_type": "rope"}
+NO_QUERY_LATENT |= {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+
+
+def cases_of(folder, ranks, num_plans=2, **overrides):
+    """One random plan after another, and a strategy's own."""
+    prefix = write_corpus(folder, LENGTHS)
+    arguments = mla_arguments(prefix, **CAPACITY | overrides)
+    lengths = drawn_lengths(arguments, LENGTHS)
+    plans = [
+        random_plan(lengths, ranks=ranks, tokens_per_rank=128, seed=seed)
+        for seed in range(num_plans)
+    ]
+    return [(arguments, plan) for plan in (None, *plans)]
+
+
+def mla_errors(cases, *faults):
+    """Body of a rank: see `errors_of`; the reference is Megatron's own latent attention."""
+    with plain_stock_attention():
+        return errors_of(cases, *faults)
+
+
+def check(run_ranks, tmp_path, ranks, replicas, **overrides):
+    errors = run_ranks(ranks, mla_errors, cases_of(tmp_path, replicas, **overrides))[0]
+    assert max(errors) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("overrides", [{}, NO_QUERY_LATENT], ids=["yarn", "no-query-latent"])
+def test_gradients_equal_one_rank(run_ranks, tmp_path, overrides):
+    check(run_ranks, tmp_path, 3, 3, **overrides)
+
+
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS = {  # ranks, HDP ranks, overrides
+    "tp2-without-norms": (4, 2, {"tensor_model_parallel_size": 2, "qk_layernorm": False}),
+    "tp2-sp": (4, 2, TP2_SP),
+    "tp2-sp-no-query-latent": (4, 2, TP2_SP | NO_QUERY_LATENT),
+    "pp2": (4, 2, {"pipeline_model_parallel_size": 2}),
+    "pp2-v2-full-recompute": (
+        4,
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        }
+        | FULL_RECOMPUTE,
+    ),
+    "tp2-sp-full-recompute": (4, 2, TP2_SP | FULL_RECOMPUTE),
+    "selective-recompute": (3, 3, {"recompute_granularity": "selective"}),
+    "distributed-optimizer": (
+        3,
+        3,
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name == "tp2-sp" else pytest.mark.slow) for name in LAYOUTS],
+)
+def test_gradients_of_layouts(run_ranks, tmp_path, layout):
+    ranks, replicas, overrides = LAYOUTS[layout]
+    check(run_ranks, tmp_path, ranks, replicas, **overrides)
