@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
     "session": {"planner", "data", "runtime", "megatron"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},
+    "convert": {"data", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "runtime", "training"},
     "ray_launch": set(),
@@ -92,11 +93,11 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *{"cli/shared", "cli/data_commands", "cli/checking"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
-        "profile",
+        *{"profile", "convert"},
     },
 }
 BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
-TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "cli"}
+TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "convert", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
 # Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm,

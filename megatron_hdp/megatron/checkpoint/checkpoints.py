@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_hdp.megatron.checkpoint import checksums, reading, write_results
-from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+from megatron_hdp.megatron.checkpoint.folder import RELEASE, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
 from megatron_hdp.megatron.checkpoint.together import (
@@ -75,7 +75,12 @@ class Checkpoints:
             continued = None if weights_only else source
             if line := on_first_rank(partial(folder.begin_at, continued)):
                 self._say(line)
-        return Progress() if source is None else self._load_from(source, weights_only)
+        if source is None:
+            return Progress()
+        progress = self._load_from(source, weights_only)
+        if folder is not None:
+            on_first_rank(partial(folder.take_along, source))
+        return progress
 
     def save(self, progress: Progress) -> None:
         """Saves, unless this very state is saved already; asynchronously with ``--async-save``.
@@ -152,13 +157,15 @@ class Checkpoints:
                 continue
             found = on_first_rank(partial(self._find, path))
             if found is not None:
-                return found, weights_only
+                return found, weights_only or found.name == RELEASE
             self._say(f"no checkpoint in {path} yet")
         return None, False
 
     def _find(self, path: Path) -> Path | None:
         folder, iteration = CheckpointFolder(path), self._arguments.ckpt_step
         if iteration is None or path != self._arguments.load:
+            if release := folder.release():
+                return release
             iteration = folder.latest()
         return None if iteration is None else folder.find(iteration)
 

@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: one appears when it is whole, whenever the run is killed.
 
     iter_0000010/                       a whole checkpoint
+    release/                            weights that no run has saved, such as converted ones
     latest_checkpointed_iteration.txt   which one is the latest, Megatron's name
     iter_0000020.partial-9f31c2e0/      being written, or left behind by a kill
     iter_0000010.replaced/              the whole one that a new iter_0000010 is about to replace
@@ -20,6 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What the tracker says, and the checkpoint is called, where the weights are no run's: Megatron's
+word."""
+
+MODEL_FILES = "hugging_face"
+"""Folder beside checkpoints: configuration and tokenizer of the model that the weights began as."""
 
 _NAME = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -39,7 +46,9 @@ class CheckpointFolder:
 
     @staticmethod
     def iteration_of(place: Path) -> int:
-        """The iteration of a checkpoint that `find` gave."""
+        """The iteration of a checkpoint that `find` or `release` gave; 0 before the first."""
+        if place.name == RELEASE:
+            return 0
         name = _NAME.fullmatch(place.name)
         assert name is not None, place
         return int(name[1])
@@ -49,8 +58,23 @@ class CheckpointFolder:
         found = (_NAME.fullmatch(path.name) for path in self.path.glob("iter_*"))
         return sorted({int(name[1]) for name in found if name})
 
+    def release(self) -> Path | None:
+        """The checkpoint that no run has saved, if the tracker names it.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if _text_of(self.path / TRACKER) != RELEASE:
+            return None
+        if not (self.path / RELEASE).is_dir():
+            raise ValueError(
+                f"{self.path} does not hold the folder {RELEASE} that its tracker names: put it "
+                f"back, or convert the weights again ({self._held()})"
+            )
+        return self.path / RELEASE
+
     def latest(self) -> int | None:
-        """The iteration that the tracker names; None where nothing was saved yet.
+        """The iteration that the tracker names; None where no run has saved yet.
 
         Raises:
             ValueError: the tracker holds no iteration, or is gone while checkpoints are there.
@@ -59,6 +83,8 @@ class CheckpointFolder:
         held = self.iterations()  # first: a first save that ends after this is no lost tracker
         for path in (tracker, next_one, tracker):  # the last: a writer renamed the second meanwhile
             text = _text_of(path)
+            if path == tracker and text == RELEASE:
+                return None
             if path == next_one and text is not None:  # a kill before the tracker was there
                 if _NUMBER.fullmatch(text) and int(text) in self.iterations():
                     return int(text)

@@ -7,10 +7,11 @@ that it was resumed from, which ``--ckpt-step`` gave up, or of which a kill left
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.owner import Ownership
 
 _ROOM_BYTES = 1 << 20
@@ -78,6 +79,19 @@ class RunFolder:
     def holds(self, source: Path) -> bool:
         """Whether a checkpoint lies in this folder."""
         return self.path.resolve() == source.parent.resolve()
+
+    def take_along(self, source: Path) -> None:
+        """Copies the files of the model that a loaded checkpoint began as, if it has them.
+
+        Args:
+            source: the checkpoint.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        files, kept = source.parent / MODEL_FILES, self.path / MODEL_FILES
+        if files.is_dir() and not kept.exists():
+            shutil.copytree(files, kept)
 
     def begin(self, iteration: int) -> Path:
         """An empty folder to write into.

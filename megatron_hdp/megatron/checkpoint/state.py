@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_hdp.data import Continuation, DataOrder
 from megatron_hdp.data.mixture import Position, position_of_run
 from megatron_hdp.megatron.checkpoint import reading, rng_state
+from megatron_hdp.megatron.checkpoint.released import ARGUMENTS, record_of
 from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments, other_positions, position_record
 
@@ -83,6 +84,7 @@ class TrainingState:
             "order": self.order.to_record(),
             "optimizer": self._optimizer_kind(),
             "positions": position_record(self._arguments),
+            ARGUMENTS: record_of(self._arguments),
         }
         if not self.order.hybrid_data_parallel:
             content["rng_state"] = rng_state.sharded()

@@ -119,7 +119,8 @@ def continue_order(
         OptionError: what was found, what was expected and the remedy.
     """
     source, before = f"--load {args.load}", getattr(saved, _ORDER, None)
-    if arguments is None and before is None:
+    drawn = getattr(saved, "consumed_train_samples", 0)  # none by weights that no run has saved
+    if before is None and (arguments is None or not drawn):
         return
     if arguments is None or before is None:
         found, expected = ("with", "without") if before is None else ("without", "with")

@@ -1,0 +1,94 @@
+"""``megatron-hdp convert``: weights of Hugging Face's files to a checkpoint, and back."""
+
+import argparse
+from pathlib import Path
+
+from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.exit_codes import ExitCode
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "convert", help="weights of Hugging Face to a checkpoint of Megatron, and back"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--from-hf",
+        type=Path,
+        metavar="FOLDER",
+        help="a model as transformers saves it: config.json, safetensors, tokenizer",
+    )
+    source.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="folder of checkpoints in the format torch_dist: of --to, or of --save of a run",
+    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", type=Path, metavar="DIR", help="folder to make, for --load")
+    target.add_argument(
+        "--to-hf", type=Path, metavar="FOLDER", help="folder to make, for from_pretrained"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="with --from-hf: write the model's flags into this YAML file too (they are in "
+        "DIR/model.yaml)",
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="with --from: the model that training began with, whose config.json and tokenizer are "
+        "taken along (default: DIR/hugging_face, which --to and our own runs keep)",
+    )
+    parser.add_argument(
+        "--ckpt-step",
+        type=whole(1, 10**15),
+        metavar="N",
+        help="with --from: the step whose checkpoint is converted (default: the latest)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    if arguments.from_hf is not None:
+        from megatron_hdp.convert.to_megatron import to_megatron
+
+        to_megatron(arguments.from_hf, arguments.to, arguments.config, _say)
+        print(f"{arguments.to}: give it to --load; {arguments.to}/model.yaml to --config")
+    else:
+        from megatron_hdp.convert.to_hugging_face import to_hugging_face
+
+        to_hugging_face(
+            *(arguments.source, arguments.to_hf, _say),
+            like=arguments.like,
+            step=arguments.ckpt_step,
+        )
+        print(f"{arguments.to_hf}: transformers' from_pretrained takes it")
+    return ExitCode.DONE
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse flags of the other direction."""
+    from_hf = arguments.from_hf is not None
+    if from_hf != (arguments.to is not None):
+        raise ValueError(
+            "found --from-hf with --to-hf or --from with --to, expected --from-hf with --to, or "
+            "--from with --to-hf"
+        )
+    others = {"--like": arguments.like, "--ckpt-step": arguments.ckpt_step}
+    if not from_hf:
+        others = {"--config": arguments.config}
+    given = [flag for flag, value in others.items() if value is not None]
+    if given:
+        side = "--from-hf" if from_hf else "--from"
+        raise ValueError(f"{given[0]}: found it with {side}, expected it with the other: remove it")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face's files to a checkpoint of Megatron's, and back, tensor by tensor."""

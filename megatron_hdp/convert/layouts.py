@@ -1,0 +1,96 @@
+"""How tensors of Hugging Face stand in one of Megatron's: one below another, or by groups.
+
+A layout says which of them form a part, that is read, changed and written at once, and where that
+stands in Megatron's tensor. What it changes, it changes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_hdp.convert.sizes import Sizes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of one of Megatron's tensors, of one layer and one expert."""
+
+    sources: tuple[int, ...]
+    """Which of the row's tensors it is made of."""
+    first: int
+    """Row of Megatron's tensor at which it begins."""
+    shape: Shape
+
+
+class Layout(Protocol):
+    """What `table.Row` needs to know."""
+
+    def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
+        """The regions of Megatron's tensor, given the shapes of Hugging Face's."""
+        ...
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """A part from its tensors."""
+        ...
+
+    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """The tensors of a part."""
+        ...
+
+
+class Below:
+    """One tensor below another, as the gate of a gated MLP stands above its other half."""
+
+    def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
+        """Each tensor is a part."""
+        found, first = [], 0
+        for i, shape in enumerate(shapes):
+            found.append(Part((i,), first, shape))
+            first += shape[0]
+        return found
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """As it is."""
+        return tensors[0]
+
+    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """As it is."""
+        return [tensor]
+
+
+class ByGroup:
+    """Queries, keys and values: group by group its heads of queries, its keys, its values."""
+
+    def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
+        """All three are one part."""
+        rows = sum(shape[0] for shape in shapes)
+        return [Part((0, 1, 2), 0, (rows, *shapes[0][1:]))]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """Written piece by piece into what was asked for once."""
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        whole = tensors[0].new_empty(rows, *tensors[0].shape[1:])
+        for part, tensor in zip(self._views(whole, sizes), tensors, strict=True):
+            part.copy_(tensor.view(part.shape))
+        return whole
+
+    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """A copy of each of the three."""
+        return [part.reshape(-1, *tensor.shape[1:]) for part in self._views(tensor, sizes)]
+
+    @staticmethod
+    def _views(whole: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+        groups, head = sizes["groups"], sizes["head"]
+        by_group = whole.view(groups, -1, *whole.shape[1:])
+        queries = by_group.shape[1] - 2 * head
+        return tuple(by_group.split([queries, head, head], dim=1))
+
+
+BELOW = Below()
+BY_GROUP = ByGroup()

@@ -1,0 +1,79 @@
+"""Rows that families of models share, under Hugging Face's usual names."""
+
+from __future__ import annotations
+
+from megatron_hdp.convert.flags import is_tied
+from megatron_hdp.convert.layouts import BY_GROUP
+from megatron_hdp.convert.table import Row
+
+OUTER = (
+    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}),
+    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+    Row(
+        "output_layer.weight",
+        {"lm_head.weight": "vocabulary hidden"},
+        when=lambda config: not is_tied(config),
+    ),
+)
+
+NORMS = (
+    Row("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
+    Row(
+        "mlp.linear_fc1.layer_norm_weight",
+        {"post_attention_layernorm.weight": "hidden"},
+        also=("pre_mlp_layernorm.weight",),  # before experts, of TransformerEngine's specification
+    ),
+)
+
+ATTENTION = (
+    Row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "query hidden",
+            "self_attn.k_proj.weight": "key hidden",
+            "self_attn.v_proj.weight": "key hidden",
+        },
+        BY_GROUP,
+    ),
+    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}),
+)
+
+QKV_BIAS = (
+    Row(
+        "self_attention.linear_qkv.bias",
+        {
+            "self_attn.q_proj.bias": "query",
+            "self_attn.k_proj.bias": "key",
+            "self_attn.v_proj.bias": "key",
+        },
+        BY_GROUP,
+    ),
+)
+
+QK_NORMS = (
+    Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
+    Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
+)
+
+MLP = (
+    Row(
+        "mlp.linear_fc1.weight",
+        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
+    ),
+    Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}),
+)
+
+EXPERTS = (
+    Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}),
+    Row(
+        "mlp.experts.experts.linear_fc1.weight",
+        {
+            "mlp.experts.{e}.gate_proj.weight": "expert_ffn hidden",
+            "mlp.experts.{e}.up_proj.weight": "expert_ffn hidden",
+        },
+    ),
+    Row(
+        "mlp.experts.experts.linear_fc2.weight",
+        {"mlp.experts.{e}.down_proj.weight": "hidden expert_ffn"},
+    ),
+)

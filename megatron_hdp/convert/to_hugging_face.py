@@ -1,0 +1,227 @@
+"""From a checkpoint of Megatron's, saved on any layout, to Hugging Face's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hdp.convert import hf_folder
+from megatron_hdp.convert.dist_reader import DistReader
+from megatron_hdp.convert.families import family_of
+from megatron_hdp.convert.flags import update
+from megatron_hdp.convert.hf_folder import CONFIG, SINGLE, listed
+from megatron_hdp.convert.safetensors_file import SafetensorsWriter
+from megatron_hdp.convert.table import Family, Piece, pieces
+from megatron_hdp.convert.workplace import Workplace, require_new, workplace
+from megatron_hdp.data.prepare import progress_bar
+from megatron_hdp.megatron.checkpoint import released
+from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.verification import inventory
+
+SHARD_BYTES = 5_000_000_000
+"""Of a file: what transformers takes."""
+_VERSION = 1
+_DTYPE = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint and the model that it is of."""
+
+    place: Path
+    like: Path
+    config: dict[str, Any]
+    """As it will be written."""
+    family: Family
+    reader: DistReader
+    pieces: list[Piece]
+
+    @classmethod
+    def find(cls, source: Path, like: Path | None, step: int | None) -> Trained:
+        """Looks at a checkpoint and at the files of the model that it began with.
+
+        Raises:
+            ValueError: something is missing, damaged or does not fit; says what.
+        """
+        place = _checkpoint(source, step)
+        like = like or source / MODEL_FILES
+        if not (like / CONFIG).is_file():
+            raise ValueError(
+                f"{like / CONFIG}: found no such file, expected the model's configuration: give "
+                "--like with the folder of the model that training began with"
+            )
+        before = hf_folder.read_json(like / CONFIG)
+        family = family_of(before, str(like / CONFIG))
+        config = update(before, family.flags(before), released.flags_of(place))
+        reader = DistReader(place)
+        stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
+        plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
+        _require_all(place, reader, plan)
+        _set_dtype(config, reader.dtype(plan[0].key))
+        return cls(place, like, config, family, reader, plan)
+
+    def identity(self) -> str:
+        """What decides the content of the files."""
+        at = (self.place / ".metadata").stat()
+        content = [_VERSION, str(self.place.resolve()), at.st_size, at.st_mtime_ns, self.config]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Of a piece in the files."""
+        itemsize: int = self.reader.dtype(piece.key).itemsize
+        return math.prod(piece.region) * itemsize
+
+    def shards(self) -> list[list[Piece]]:
+        """The pieces of each file: never does one tensor lie in two."""
+        found: list[list[Piece]] = [[]]
+        num_bytes = 0
+        for piece in self.pieces:
+            held = {entry.name for one in found[-1][-1:] for entry in one.entries}
+            goes_on = held & {entry.name for entry in piece.entries}
+            if found[-1] and num_bytes + self.num_bytes(piece) > SHARD_BYTES and not goes_on:
+                found.append([])
+                num_bytes = 0
+            found[-1].append(piece)
+            num_bytes += self.num_bytes(piece)
+        return found
+
+
+def to_hugging_face(
+    source: Path,
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    like: Path | None = None,
+    step: int | None = None,
+) -> None:
+    """Converts a checkpoint.
+
+    Args:
+        source: folder of checkpoints, as ``--save`` takes it.
+        target: folder of the model, made here.
+        say: prints one line.
+        like: folder of the model that training began with; by default the one in `source`.
+        step: whose checkpoint; the latest if not given.
+
+    Raises:
+        ValueError: what was found, expected, and the remedy; nothing half-written is at `target`.
+        OSError: a file cannot be read or written.
+    """
+    require_new(target)
+    trained = Trained.find(source, like, step)
+    shards = trained.shards()
+    with workplace(target, trained.identity(), say) as work:
+        shard_of: dict[str, str] = {}
+        with progress_bar("convert", sum(map(trained.num_bytes, trained.pieces))) as tell:
+            for number, shard in enumerate(shards):
+                name = _shard_name(number, len(shards))
+                if work.record_of(name) is None:
+                    _write_shard(trained, shard, work.folder / name, tell)
+                    work.finish(name, True)
+                else:
+                    tell(sum(map(trained.num_bytes, shard)))
+                shard_of.update({one.name: name for piece in shard for one in piece.entries})
+        if len(shards) > 1:
+            total = sum(map(trained.num_bytes, trained.pieces))
+            hf_folder.write_index(work.folder, shard_of, total)
+        _write_rest(trained, work)
+
+
+def _checkpoint(source: Path, step: int | None) -> Path:
+    folder = CheckpointFolder(source)
+    place = folder.release() if step is None else None
+    if place is None:
+        step = folder.latest() if step is None else step
+        if step is None:
+            raise ValueError(
+                f"{source}: found no checkpoint, expected the folder of --save of a run, or of --to"
+            )
+        place = folder.find(step)
+    if faults := inventory(place).outer_faults():
+        raise ValueError(
+            f"{faults[0]}: the checkpoint is damaged, take another one: `megatron-hdp verify "
+            f"{source}` says which is good"
+        )
+    return place
+
+
+def _with_key(piece: Piece, reader: DistReader) -> Piece:
+    """The piece under the key that the checkpoint has."""
+    held = [key for key in (piece.key, *piece.also) if key in reader.keys]
+    return replace(piece, key=held[0]) if held else piece
+
+
+def _require_all(place: Path, reader: DistReader, plan: Sequence[Piece]) -> None:
+    missing = sorted({piece.key for piece in plan} - reader.keys)
+    if missing:
+        raise ValueError(
+            f"{place}: found no {listed(missing)}, expected the tensors of the model in {CONFIG}: "
+            "give --like with the folder of the model that training began with"
+        )
+    used = {key for piece in plan for key in (piece.key, *piece.also)}
+    left = sorted(key for key in reader.keys - used if "optimizer" not in key)
+    if left:
+        raise ValueError(
+            f"{place}: found tensors that the model in {CONFIG} does not have, expected none: "
+            f"{listed(left)}. They would be lost: give --like with the folder of the right model"
+        )
+    for piece in plan:
+        found = reader.shape(piece.key)
+        fits = found == piece.shape
+        if piece.is_vocabulary:
+            fits = found[1:] == piece.shape[1:] and found[0] >= piece.shape[0]
+        if not fits:
+            raise ValueError(
+                f"{place}: found {piece.key} of shape {list(found)}, expected {list(piece.shape)}"
+                f"{' or more rows' if piece.is_vocabulary else ''} by {CONFIG}: give --like with "
+                "the folder of the model that training began with"
+            )
+
+
+def _set_dtype(config: dict[str, Any], dtype: torch.dtype) -> None:
+    for key in _DTYPE:
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+
+
+def _shard_name(number: int, of: int) -> str:
+    return SINGLE if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+
+
+def _write_shard(
+    trained: Trained, shard: Sequence[Piece], path: Path, tell: Callable[[int], Any]
+) -> None:
+    tensors = {
+        entry.name: (trained.reader.dtype(piece.key), entry.shape)
+        for piece in shard
+        for entry in piece.entries
+    }
+    file = SafetensorsWriter(path, dict(sorted(tensors.items())))
+    try:
+        for piece in shard:
+            _write_piece(trained, piece, file)
+            tell(trained.num_bytes(piece))
+    finally:
+        file.close()
+
+
+def _write_piece(trained: Trained, piece: Piece, file: SafetensorsWriter) -> None:
+    """A function of its own, so that no tensor outlives it."""
+    region = trained.reader.read(piece.key, piece.offsets, piece.lengths).reshape(piece.region)
+    tensors = piece.layout.to_hugging_face(region, trained.family.sizes(trained.config))
+    for entry, tensor in zip(piece.entries, tensors, strict=True):
+        file.write(entry.name, tensor, entry.part)
+
+
+def _write_rest(trained: Trained, work: Workplace) -> None:
+    hf_folder.carry(trained.like, work.folder)
+    if trained.config != hf_folder.read_json(trained.like / CONFIG):
+        text = json.dumps(trained.config, indent=2, sort_keys=True)
+        (work.folder / CONFIG).write_text(text + "\n")

@@ -1,0 +1,260 @@
+"""From Hugging Face's files to a checkpoint that Megatron loads on any layout."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_hdp.convert import dist_writer, hf_folder
+from megatron_hdp.convert.dist_writer import Chunk, DistFile
+from megatron_hdp.convert.families import family_of
+from megatron_hdp.convert.flags import as_yaml
+from megatron_hdp.convert.hf_folder import CONFIG, listed
+from megatron_hdp.convert.safetensors_file import Stored
+from megatron_hdp.convert.table import Config, Family, Piece, pieces
+from megatron_hdp.convert.workplace import Workplace, require_new, workplace
+from megatron_hdp.data.prepare import progress_bar
+from megatron_hdp.megatron.checkpoint import released
+from megatron_hdp.megatron.checkpoint.checksums import FileSum
+from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, RELEASE
+from megatron_hdp.megatron.options import TrainingArguments
+
+FILE_BYTES = 1 << 30
+"""Of a checkpoint's file: what a run that is killed loses at most."""
+MODEL_YAML = "model.yaml"
+_VERSION = 1  # of what is written; another one does not go on with it
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of Hugging Face and what it becomes."""
+
+    folder: Path
+    config: Config
+    family: Family
+    flags: dict[str, Any]
+    tensors: dict[str, Stored]
+    pieces: list[Piece]
+
+    @classmethod
+    def find(cls, folder: Path) -> Model:
+        """Reads what a folder says of itself.
+
+        Raises:
+            ValueError: it is not all there, or no model that can be converted; says why.
+        """
+        config = hf_folder.read_json(folder / CONFIG)
+        family = family_of(config, str(folder / CONFIG))
+        try:
+            flags = family.flags(config)
+        except KeyError as error:
+            raise ValueError(f"{folder / CONFIG}: found no {error}, expected it") from None
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from None
+        _require_known(flags, folder)
+        tensors = hf_folder.find_tensors(folder)
+        plan = pieces(family, config, stacked=is_stacked(flags))
+        _require_all(folder, family, tensors, plan)
+        return cls(folder, config, family, flags, tensors, plan)
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Of its tensors."""
+        found = 0
+        for entry in piece.entries:
+            stored = self.tensors[entry.name]
+            found += stored.num_bytes // (1 if entry.part is None else stored.shape[0])
+        return found
+
+    def identity(self) -> str:
+        """What decides the content of its checkpoint."""
+        shards = {one.path: one.path.stat() for one in self.tensors.values()}
+        content = {
+            "version": _VERSION,
+            "config": self.config,
+            "shards": [(path.name, at.st_size, at.st_mtime_ns) for path, at in shards.items()],
+            "tensors": {name: (one.path.name, one.begin) for name, one in self.tensors.items()},
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def is_stacked(flags: Mapping[str, Any]) -> bool:
+    """Whether Megatron keeps the layers of a model in one tensor: not if they differ."""
+    return "moe_layer_freq" not in flags
+
+
+def to_megatron(folder: Path, target: Path, yaml: Path | None, say: Callable[[str], None]) -> None:
+    """Converts the model in `folder`.
+
+    Args:
+        folder: with config.json, safetensors and perhaps a tokenizer.
+        target: of the checkpoint, made here: what ``--load`` takes.
+        yaml: where to write the model's flags as well.
+        say: prints one line.
+
+    Raises:
+        ValueError: what was found, expected, and the remedy; nothing half-written is at `target`.
+        OSError: a file cannot be read or written.
+    """
+    require_new(target)
+    if yaml is not None and yaml.exists():
+        raise ValueError(f"--config {yaml}: found a file there, expected none: give another name")
+    model = Model.find(folder)
+    text = _yaml_of(model, target)
+    with workplace(target, model.identity(), say) as work:
+        release = work.folder / RELEASE
+        release.mkdir(exist_ok=True)
+        files, sums = _write_tensors(model, work, release)
+        _write_rest(model, release, files, sums)
+        hf_folder.carry(folder, work.folder / MODEL_FILES)
+        (work.folder / MODEL_YAML).write_text(text)
+    if yaml is not None:
+        yaml.write_text(text)
+
+
+def _write_tensors(
+    model: Model, work: Workplace, release: Path
+) -> tuple[list[tuple[str, list[Chunk]]], dict[str, FileSum]]:
+    """The files of tensors, those of earlier runs included, and their checksums."""
+    groups = list(_groups(model))
+    total = sum(map(model.num_bytes, model.pieces))
+    files, sums = [], {}
+    with progress_bar("convert", total) as tell:
+        for number, group in enumerate(groups):
+            name = f"__{number}_0.distcp"
+            record = work.record_of(name)
+            if record is None:
+                record = _write_file(model, group, release / name, tell)
+                work.finish(name, record)
+            else:
+                tell(sum(map(model.num_bytes, group)))
+            files.append((name, list(dist_writer.from_records(record["chunks"]))))
+            sums[name] = FileSum(**record["sum"])
+    return files, sums
+
+
+def _groups(model: Model) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    for piece in model.pieces:
+        if group and sum(map(model.num_bytes, group)) + model.num_bytes(piece) > FILE_BYTES:
+            yield group
+            group = []
+        group.append(piece)
+    yield group
+
+
+def _write_file(
+    model: Model, group: Sequence[Piece], path: Path, tell: Callable[[int], Any]
+) -> dict[str, Any]:
+    file = DistFile(path)
+    try:
+        for piece in group:
+            _write_piece(model, piece, file)
+            tell(model.num_bytes(piece))
+    finally:
+        file.close()
+    chunks = [dist_writer.as_record(chunk) for chunk in file.chunks]
+    return {"chunks": chunks, "sum": asdict(FileSum.of_file(path))}
+
+
+def _write_piece(model: Model, piece: Piece, file: DistFile) -> None:
+    """A function of its own, so that no tensor outlives it."""
+    tensors = [model.tensors[entry.name].read(entry.part) for entry in piece.entries]
+    tensor = piece.layout.to_megatron(tensors, model.family.sizes(model.config))
+    keys = (piece.key, *piece.also)
+    file.write(keys, piece.shape, piece.offsets, piece.lengths, tensor)
+
+
+def _write_rest(
+    model: Model,
+    release: Path,
+    files: list[tuple[str, list[Chunk]]],
+    sums: dict[str, FileSum],
+) -> None:
+    """What Megatron reads besides weights."""
+    name = f"__{len(files)}_0.distcp"
+    file = DistFile(release / name)
+    empty = file.write_nothing(sorted(set(_states(model.pieces))))
+    file.close()
+    sums[name] = FileSum.of_file(release / name)
+    dist_writer.write_metadata(release, files, (name, empty))
+    released.write_common(release, model.flags | {"seq_length": _longest(model)} | _padded(model))
+    released.finish(release, sums)
+
+
+def _states(plan: Sequence[Piece]) -> Iterator[str]:
+    """Keys of what modules keep besides weights, nothing; TransformerEngine's modules ask for more.
+
+    Megatron's modules without such a state look for it all the same.
+    """
+    for piece in plan:
+        num_fronts = len(piece.shape) - len(piece.region)
+        place, of = piece.offsets[:num_fronts], piece.shape[:num_fronts]
+        for key in (piece.key, *piece.also):
+            module, _, last = key.rpartition(".")
+            yield released.state_key(module, place, of)
+            if last.startswith("layer_norm_") and "self_attention" in module:
+                attention = module.rpartition(".")[0]
+                yield released.state_key(f"{attention}.core_attention", place, of)
+
+
+def _longest(model: Model) -> int:
+    return int(model.flags["max_position_embeddings"])
+
+
+def _padded(model: Model) -> dict[str, int]:
+    return {"padded_vocab_size": model.flags["make_vocab_size_divisible_by"]}
+
+
+def _yaml_of(model: Model, target: Path) -> str:
+    flags = {**model.flags, "seq_length": _longest(model)}
+    if any((model.folder / name).exists() for name in _TOKENIZERS):
+        flags["tokenizer_type"] = "HuggingFaceTokenizer"
+        flags["tokenizer_model"] = str((target / MODEL_FILES).resolve())
+    return as_yaml(flags, f"{model.family.name}: what training has to know of {model.folder.name}")
+
+
+def _require_known(flags: Mapping[str, Any], folder: Path) -> None:
+    known = {one.name for one in fields(TrainingArguments)}
+    if unknown := sorted(set(flags) - known):
+        names = ", ".join("--" + name.replace("_", "-") for name in unknown)
+        raise ValueError(
+            f"{folder / CONFIG}: found a model that needs {names}, expected one that training "
+            "knows: it would be another model without"
+        )
+
+
+def _require_all(
+    folder: Path, family: Family, tensors: Mapping[str, Stored], plan: Sequence[Piece]
+) -> None:
+    """Compares the tensors that a configuration means with those that are there."""
+    expected = {entry.name: entry.shape for piece in plan for entry in piece.entries}
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"{folder}: found {len(expected) - len(missing):,} of the {len(expected):,} tensors "
+            f"that {CONFIG} means, expected also {listed(missing)}: fetch all shards of one "
+            "revision"
+        )
+    left = [
+        name
+        for name in sorted(set(tensors) - set(expected))
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.derived)
+    ]
+    if left:
+        raise ValueError(
+            f"{folder}: found {len(left):,} tensors that no model of {family.name} with this "
+            f"{CONFIG} has, expected none: {listed(left)}. They would be lost: this is another "
+            "model, or has something added"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{tensors[name].path}: found {name} of shape {list(tensors[name].shape)}, "
+                f"expected {list(shape)} by {CONFIG}: fetch both of the same revision"
+            )

@@ -1,0 +1,137 @@
+"""Where a conversion writes: a folder that takes its name when all of it is there.
+
+    DIR.partial/            what is finished so far; the next run goes on with it
+        made-from.txt       what it is made from; another source begins anew
+        lock                held by the process that writes
+        __3_0.distcp.done   what is known of a finished file; without it the file is written again
+
+A kill at any moment leaves finished files and perhaps one that is not; what readers see is one
+rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_hdp.data.prepare import only_one
+
+_MADE_FROM, _LOCK, _DONE = "made-from.txt", "lock", ".done"
+
+
+class Workplace:
+    """A folder that is being made; see `workplace`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def record_of(self, name: str) -> Any:
+        """What `finish` was told of a file; None if it is not finished."""
+        try:
+            return json.loads((self.folder / f"{name}{_DONE}").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def finish(self, name: str, record: Any) -> None:
+        """Notes that a file, which is on the disk, is finished."""
+        path = self.folder / f"{name}{_DONE}"
+        written = path.with_name(path.name + ".tmp")
+        with written.open("w") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+
+
+@contextmanager
+def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Iterator[Workplace]:
+    """Where to make `target`, a folder, which appears as a whole when the block ends.
+
+    Args:
+        target: of the folder.
+        made_from: what decides its content; what was finished of another content is removed.
+        say: prints one line.
+
+    Raises:
+        ValueError: the target is there, or the disk is full.
+        OSError: another process makes it, for one.
+    """
+    partial = target.with_name(target.name + ".partial")
+    require_new(target)
+    partial.mkdir(parents=True, exist_ok=True)
+    with only_one(partial / _LOCK, str(target), 0.0, say):
+        _begin(partial, made_from, say)
+        try:
+            yield Workplace(partial)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"{target.parent}: found {shutil.disk_usage(partial).free:,} bytes free, expected "
+                "room for what is left: make room and give the same command again, it goes on with "
+                f"what lies in {partial}"
+            ) from error
+        require_new(target)
+        for path in (*partial.glob(f"*{_DONE}"), *partial.glob("*.tmp"), partial / _MADE_FROM):
+            path.unlink()
+        (partial / _LOCK).unlink()
+        _sync_all(partial)
+        os.rename(partial, target)
+        _sync(target.parent)
+
+
+def require_new(target: Path) -> None:
+    """Refuses a target that holds something.
+
+    Raises:
+        ValueError: it does.
+    """
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise ValueError(
+            f"{target}: found something there, expected nothing: give another folder, or remove it"
+        )
+
+
+def _begin(partial: Path, made_from: str, say: Callable[[str], None]) -> None:
+    path = partial / _MADE_FROM
+    before = path.read_text() if path.exists() else None
+    if before == made_from:
+        say(f"going on with what lies in {partial}")
+        return
+    others = [one for one in partial.iterdir() if one.name != _LOCK]
+    if others and before is None:
+        raise ValueError(
+            f"{partial}: found files that no conversion has written ({others[0].name}), expected "
+            "such a folder to hold what an earlier run of this command has finished: move it away"
+        )
+    if before is not None:
+        say(f"{partial} holds what was made from something else: beginning anew")
+    for one in sorted(others, key=lambda path: path.name == _MADE_FROM):
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+    path.write_text(made_from)
+
+
+def _sync_all(folder: Path) -> None:
+    """Forces small files and the folders' entries to the disk; large files are there."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if path.stat().st_size < 1 << 20:
+                _sync(path)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,57 @@
+"""Tiny random models of every family, as transformers saves them."""
+
+import torch
+import transformers
+
+VOCABULARY = 300
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 12, "moe_intermediate_size": 12}
+
+MODELS = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 12}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "qwen3-moe-pre": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": False}),
+}
+"""Class and what its configuration has of its own."""
+
+
+def save_model(name, folder, *, dtype=torch.float32, **how):
+    """Saves a model whose every number is random; returns its folder.
+
+    Args:
+        name: in `MODELS`.
+        folder: to make.
+        dtype: of the weights.
+        how: arguments of save_pretrained.
+    """
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**(_COMMON | settings))
+    torch.manual_seed(len(name))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1))
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def logits_of(folder, tokens):
+    """What transformers gives for one sequence, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model.eval()(tokens[None]).logits[0]

@@ -1,0 +1,105 @@
+"""Every family: the same logits on both sides, and the same tensors when they come back."""
+
+import json
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_hdp.convert.to_hugging_face import to_hugging_face
+from megatron_hdp.convert.to_megatron import to_megatron
+from megatron_hdp.data import TokenWriter
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.checkpoint.state import TrainingState
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.training.loop import pretrain
+from tests.convert.models import MODELS, VOCABULARY, logits_of, save_model
+
+LENGTHS = [50, 7, 30, 90, 12, 64]
+TRAINING = ["--train-iters=1", "--lr=0", "--split=1,0,0", f"--global-batch-size={len(LENGTHS)}"]
+HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank=64", "--hdp-long-sequence=error"]
+
+
+def logits_of_ours(folder, tokens, argv):
+    """Body of a rank: logits of the model that the written YAML describes, by stock attention."""
+    arguments = parse_arguments(["--config", str(folder / "model.yaml"), *argv], needs_data=False)
+    parallel.initialise(arguments)
+    parallel.set_seeds(arguments.seed)
+    model = building.build_gpt(arguments, VOCABULARY)
+    state = TrainingState(arguments, None, [model], mock.Mock(), None)
+    state.load_weights(folder / "release")
+    length = len(tokens)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        return model.module(tokens[None], torch.arange(length)[None], mask)[0].numpy()
+
+
+def losses_of(argv):
+    """Body of a rank: the loss of every step."""
+    return [one.loss for one in pretrain(parse_arguments(argv))]
+
+
+def documents(folder):
+    """A corpus within the byte tokenizer's vocabulary; its prefix, and the documents."""
+    generator = np.random.default_rng(0)
+    found = [generator.integers(0, 256, length) for length in LENGTHS]
+    with TokenWriter(folder / "corpus", 257) as writer:
+        for document in found:
+            writer.add(document)
+    return str(folder / "corpus"), found
+
+
+def loss_of(folder, sequences):
+    """Mean loss over all labels by transformers."""
+    total, count = 0.0, 0
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence)
+        logits = logits_of(folder, tokens[:-1])
+        total += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+        count += len(tokens) - 1
+    return total / count
+
+
+def same_tensors(found, expected):
+    """Whether two folders hold the same tensors bit for bit, and the same configuration."""
+    tensors = [
+        {
+            name: one
+            for path in sorted(folder.glob("*.safetensors"))
+            for name, one in load_file(path).items()
+        }
+        for folder in (found, expected)
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        other = tensors[1][name]
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other), name
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (found, expected)]
+    return configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways(run_ranks, tmp_path, name):
+    model = save_model(name, tmp_path / "model")
+    to_megatron(model, tmp_path / "checkpoint", tmp_path / "model.yaml", print)
+    tokens = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
+    (found,) = run_ranks(1, logits_of_ours, tmp_path / "checkpoint", tokens, TRAINING)
+    expected = logits_of(model, tokens).numpy()
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    to_hugging_face(tmp_path / "checkpoint", tmp_path / "back", print)
+    assert same_tensors(tmp_path / "back", model)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_first_loss_under_hdp(run_ranks, tmp_path, name):
+    model = save_model(name, tmp_path / "model")
+    checkpoint = tmp_path / "checkpoint"
+    to_megatron(model, checkpoint, None, print)
+    prefix, sequences = documents(tmp_path)
+    argv = [f"--config={checkpoint}/model.yaml", f"--load={checkpoint}", f"--data-path={prefix}"]
+    argv += [*TRAINING, *HDP, "--moe-aux-loss-coeff=0"]
+    (found, *_) = run_ranks(2, losses_of, argv)
+    assert found[0] == pytest.approx(loss_of(model, sequences), rel=2e-6)
