@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -130,21 +131,12 @@ def _add(tensors: dict[str, TensorStorageMetadata], key: str, chunk: Chunk) -> M
     return MetadataIndex(key, torch.Size(chunk.offsets), len(known.chunks) - 1)
 
 
-def as_record(chunk: Chunk) -> list[object]:
+def as_record(chunk: Chunk) -> dict[str, Any]:
     """What `from_record` takes, of numbers and texts."""
-    dtype = str(chunk.dtype).removeprefix("torch.")
-    return [
-        *(list(chunk.keys), list(chunk.shape), list(chunk.offsets), list(chunk.lengths)),
-        *(dtype, chunk.begin, chunk.num_bytes),
-    ]
+    return {**asdict(chunk), "dtype": str(chunk.dtype).removeprefix("torch.")}
 
 
-def from_records(records: Sequence[Sequence[object]]) -> Iterator[Chunk]:
-    """The chunks that `as_record` described."""
-    for keys, shape, offsets, lengths, dtype, begin, num_bytes in records:
-        yield Chunk(
-            *(tuple(one) for one in (keys, shape, offsets, lengths)),  # type: ignore[arg-type]
-            getattr(torch, str(dtype)),
-            begin,  # type: ignore[arg-type]
-            num_bytes,  # type: ignore[arg-type]
-        )
+def from_record(record: Mapping[str, Any]) -> Chunk:
+    """The chunk that `as_record` described."""
+    numbers = {name: tuple(record[name]) for name in ("keys", "shape", "offsets", "lengths")}
+    return Chunk(**{**record, **numbers, "dtype": getattr(torch, record["dtype"])})

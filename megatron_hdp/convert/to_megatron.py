@@ -133,18 +133,20 @@ def _write_tensors(
                 work.finish(name, record)
             else:
                 tell(sum(map(model.num_bytes, group)))
-            files.append((name, list(dist_writer.from_records(record["chunks"]))))
+            files.append((name, [dist_writer.from_record(one) for one in record["chunks"]]))
             sums[name] = FileSum(**record["sum"])
     return files, sums
 
 
 def _groups(model: Model) -> Iterator[list[Piece]]:
     group: list[Piece] = []
+    num_bytes = 0
     for piece in model.pieces:
-        if group and sum(map(model.num_bytes, group)) + model.num_bytes(piece) > FILE_BYTES:
+        if group and num_bytes + model.num_bytes(piece) > FILE_BYTES:
             yield group
-            group = []
+            group, num_bytes = [], 0
         group.append(piece)
+        num_bytes += model.num_bytes(piece)
     yield group
 
 

@@ -14,10 +14,19 @@ _COMMON = {
     "max_position_embeddings": 128,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "head_dim": 12, "moe_intermediate_size": 12}
+_SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama3.1": ("Llama", {"rope_parameters": _SCALED, "max_position_embeddings": 16384}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 12}),

@@ -78,7 +78,7 @@ def flags_of(folder: Path) -> dict[str, Any]:
     """
     common = read_common(folder)
     if "args" in common:  # Megatron-LM's, or `write_common`'s
-        return vars(common["args"])
+        return dict(vars(common["args"]))
     found: dict[str, Any] = common.get(_OURS, {}).get(ARGUMENTS, {})
     return found
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_hdp.megatron.checkpoint import folder as checkpoint_folder
-from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.folder import RELEASE, TRACKER, CheckpointFolder
 
 FILES = ("__0_0.distcp", "common.pt", "metadata.json")
 TRACED = {checkpoint_folder.__file__, shutil.__file__}
@@ -202,6 +202,18 @@ def test_a_missing_checkpoint_is_named_with_those_that_are_there(tmp_path):
 def test_a_tracker_that_holds_no_number_is_shown(tmp_path):
     folder = CheckpointFolder(tmp_path)
     write(folder, 3, "x")
-    (tmp_path / TRACKER).write_text("release\n")
-    with pytest.raises(ValueError, match="found 'release', expected the number"):
+    (tmp_path / TRACKER).write_text("released\n")
+    with pytest.raises(ValueError, match="found 'released', expected the number"):
         folder.latest()
+
+
+def test_weights_that_no_run_has_saved(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    (tmp_path / TRACKER).write_text(RELEASE)
+    assert folder.latest() is None
+    with pytest.raises(ValueError, match="does not hold the folder release"):
+        folder.release()
+    (tmp_path / RELEASE).mkdir()
+    assert folder.release() == tmp_path / RELEASE and folder.iteration_of(folder.release()) == 0
+    write(folder, 3, "x")  # a run that saves into it begins there
+    assert folder.release() is None and folder.latest() == 3
