@@ -1,21 +1,24 @@
-"""Sets the virtual stages of ``configs/*.yaml`` and writes the figures of docs/configurations.md.
+"""Sets the virtual stages of ``configs/`` and writes the tables of docs/configurations.md, models.md.
 
 ``python scripts/configurations.py`` checks each configuration on the GPUs that its head names. One
 with pipeline stages gets the virtual stages that ``megatron-hdp check`` proposes for it if it has
-none. The rows of the page's table and what stands between its marks are written anew; other text is
+none. The rows of the pages' tables and what stands between marks are written anew; other text is
 left alone.
 """
 
 import argparse
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_hdp.cli.checking import Finding, as_text, check
 
 ROOT = Path(__file__).parents[1]
 CONTEXTS = ("256k", "512k", "1m", "2m")
+"""Of the paper's models, configs/MODEL-CONTEXT.yaml, on docs/configurations.md."""
+MODELS_CONTEXTS = ("32k", "128k", "1m")
+"""Of published ones, configs/MODEL/CONTEXT.yaml, on docs/models.md."""
 SHOWN = "llama-70b-256k"
 """The configuration whose stages and choices the page shows."""
 
@@ -129,20 +132,32 @@ def main() -> None:
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="holds configs/ and docs/")
     root = parser.parse_args().root
-    configs = root / "configs"
+    configs, docs = root / "configs", root / "docs"
     first = sorted(configs.glob(f"*-{CONTEXTS[0]}.yaml"))
     models = [path.stem.removesuffix(f"-{CONTEXTS[0]}") for path in first]
     found = {
         model: [checked(configs / f"{model}-{context}.yaml") for context in CONTEXTS]
         for model in models
     }
-    path = root / "docs" / "configurations.md"
-    rows = [row(model, found[model]) for model in models]
     shown_model, _, context = SHOWN.rpartition("-")
     stages, choices = stages_and_choices(found[shown_model][CONTEXTS.index(context)])
+    page = written(docs / "configurations.md", found)
+    blocks = {"stages": stages, "choices": choices}
+    (docs / "configurations.md").write_text(with_blocks(page, blocks))
+    published = {
+        path.parent.name: [checked(path.with_name(f"{one}.yaml")) for one in MODELS_CONTEXTS]
+        for path in sorted(configs.glob(f"*/{MODELS_CONTEXTS[0]}.yaml"))
+    }
+    written(docs / "models.md", published)
+
+
+def written(path: Path, found: Mapping[str, Sequence[Finding]]) -> str:
+    """A page with the models' rows, written and printed; its text."""
+    rows = [row(model, of_contexts) for model, of_contexts in found.items()]
     page = with_rows(path.read_text(), rows)
-    path.write_text(with_blocks(page, {"stages": stages, "choices": choices}))
-    print("\n".join(rows))
+    path.write_text(page)
+    print(*rows, sep="\n", end="\n" if rows else "")
+    return page
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"plugin"},
     "cli/shared": {"planner", "megatron/options"},
     "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
-    "cli/checking": {"planner", "data", "megatron", "simulator"},
+    "cli/checking": {"cli/shared", "planner", "data", "megatron", "simulator"},
     "cli": {
         *{"cli/shared", "cli/data_commands", "cli/checking"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},

@@ -31,12 +31,19 @@ def test_it_sets_what_is_proposed_and_writes_the_page(script, tmp_path, monkeypa
     marks = "<!-- {0} -->\nold\n<!-- end of {0} -->\n"
     blocks = marks.format("stages") + marks.format("choices")
     page.write_text(f"| llama-7b | kept |\n| llama-70b | old |\n\n{blocks}after\n")
+    published = configs / "mixtral-8x22b"
+    shutil.copytree(ROOT / "configs" / published.name, published)
+    models = page.with_name("models.md")
+    models.write_text(f"| {published.name} | old |\n")
     monkeypatch.setattr(script, "CONTEXTS", ("256k",))
+    monkeypatch.setattr(script, "MODELS_CONTEXTS", ("32k",))
     monkeypatch.setattr(sys, "argv", ["configurations", "--root", str(tmp_path)])
     script.main()
     assert (configs / name).read_text() == shipped
     written = page.read_text()
-    (row,) = capsys.readouterr().out.splitlines()
+    row, other = capsys.readouterr().out.splitlines()
+    assert models.read_text() == f"{other}\n"
+    assert re.fullmatch(r"\| mixtral-8x22b \| 512 \| .* \| 0\.\d{3}, \d+\.\d s, V \d+ \|", other)
     assert re.fullmatch(r"\| llama-70b \| 8,192 \| .* \| 0\.\d{3}, \d\.\d s, V \d+ \|", row)
     assert written.startswith(f"| llama-7b | kept |\n{row}\n\n<!-- stages -->\n```text\n  stage ")
     assert "old" not in written and written.endswith("after\n")

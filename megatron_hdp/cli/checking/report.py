@@ -6,6 +6,7 @@ import orjson
 
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
+from megatron_hdp.cli.shared.numbers import short
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.units import seconds
@@ -65,10 +66,13 @@ def as_text(finding: Finding) -> str:
 def _headline(finding: Finding, job: Job) -> str:
     stages = f" x {job.stages} stages" if job.stages > 1 else ""
     experts = f", experts over {job.expert_ranks} ranks" if job.shape.has_experts else ""
+    shape = job.shape
     return (
+        f"{short(shape.parameters)} parameters, {short(shape.active_parameters)} of them multiply "
+        f"a token; {shape.num_layers} layers, vocabulary {shape.vocab_size:,}\n"
         f"{job.num_gpus:,} GPUs: {job.hdp_ranks:,} HDP ranks x {job.tensor_ranks} tensor ranks"
         f"{stages}{experts}; {job.tokens_per_rank:,} tokens a rank, context "
-        f"{finding.context_tokens:,}, vocabulary {job.shape.vocab_size:,}"
+        f"{finding.context_tokens:,}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_hdp.cli.shared.numbers import short
 from megatron_hdp.megatron.options import shape_in
 from megatron_hdp.planner.shape import MODELS, Model, model_of
 
@@ -31,15 +32,8 @@ def find_model(name: str) -> Model:
 
 def describe(name: str, model: Model) -> str:
     """Return what the model costs, in a few words."""
-    experts = f", {_short(model.expert_parameters)} in experts" if model.expert_parameters else ""
+    experts = f", {short(model.expert_parameters)} in experts" if model.expert_parameters else ""
     return (
-        f"{name}  ({_short(model.active_parameters)} parameters a token{experts}, "
+        f"{name}  ({short(model.active_parameters)} parameters a token{experts}, "
         f"{model.kv_bytes_per_token:,} B of K and V a token)"
     )
-
-
-def _short(number: float) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.0f}"
