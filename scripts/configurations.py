@@ -1,9 +1,9 @@
-"""Sets the virtual stages of ``configs/`` and writes the tables of docs/configurations.md, models.md.
+"""Sets the virtual stages of ``configs/`` and writes the tables of two pages of docs/.
 
 ``python scripts/configurations.py`` checks each configuration on the GPUs that its head names. One
 with pipeline stages gets the virtual stages that ``megatron-hdp check`` proposes for it if it has
-none. The rows of the pages' tables and what stands between marks are written anew; other text is
-left alone.
+none. The rows of the tables of configurations.md and models.md, and what stands between marks, are
+written anew; other text is left alone.
 """
 
 import argparse
