@@ -21,7 +21,7 @@ class StagedTransfer:
 class StagedComm(RingComm):
     """A `RingComm` over a gloo group for tensors of any device."""
 
-    def exchange(self, sent, following, received, previous):
+    def trade(self, sent, to, received, of):
         room = torch.empty(received.shape, dtype=received.dtype)
-        on_host = super().exchange(sent.detach().cpu().contiguous(), following, room, previous)
+        on_host = super().trade(sent.detach().cpu().contiguous(), to, room, of)
         return StagedTransfer(on_host, received)

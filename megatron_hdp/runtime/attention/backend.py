@@ -24,6 +24,7 @@ class AttentionBackend(Protocol):
         comm: RingComm,
         scale: float,
         *,
+        window: int | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends, together with the other members of the layout's ring.
@@ -35,6 +36,7 @@ class AttentionBackend(Protocol):
             layout: what the tokens are; equal ring slices on every member.
             comm: the HDP communicator; not used when the layout has no ring.
             scale: softmax scale, usually ``1 / sqrt(d)``.
+            window: tokens that a query sees, the last of them itself; all before it unless given.
             sink: ``[heads]``; a score that stands in each query's softmax beside those of its keys
                 and has no value.
 
@@ -61,8 +63,12 @@ class RunShapes:
     """The most tokens of a micro-batch."""
     num_ranks: int = 1
     """HDP ranks: members of the largest ring that is not for another backend."""
+    windows: tuple[int, ...] = ()
+    """Those of layers that have one, each once."""
     sink: bool = False
     """Whether layers have a sink."""
+    plain_layers: bool = True
+    """Whether some layer has neither."""
     value_dim: int | None = None
     """Size of a value's head where it differs from that of queries and keys."""
 

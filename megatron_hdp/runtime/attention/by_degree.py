@@ -37,12 +37,13 @@ class AttentionByDegree:
         comm: RingComm,
         scale: float,
         *,
+        window: int | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         is_long = layout.degree >= self._least_degree
         attend = self._long_rings if is_long else self._others
-        return attend(q, k, v, layout, comm, scale, sink=sink)
+        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
 
 
 def with_float32_rings(

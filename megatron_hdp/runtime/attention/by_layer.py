@@ -1,6 +1,6 @@
-"""Two attention backends in one run: layers with a sink by our own ring.
+"""Two attention backends in one run: layers with a window or a sink by our own ring.
 
-TransformerEngine's rings know none, and its attention gives no log-sum-exp to add one afterwards.
+TransformerEngine's rings know neither, and its attention gives no log-sum-exp to add a sink to.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
 
 
 class AttentionByLayer:
-    """Layers with a sink by one backend, all others by another.
+    """Layers with a window or a sink by one backend, all others by another.
 
     All ranks that run a layer choose alike.
 
     Args:
-        plain: of layers without.
-        others: of layers with a sink.
+        plain: of layers with neither.
+        others: of the rest.
     """
 
     def __init__(self, plain: AttentionBackend, others: AttentionBackend) -> None:
         self._plain, self._others = plain, others
-        self.name = f"{plain.name}, layers with a sink by {others.name}"
+        self.name = f"{plain.name}, layers with a window or a sink by {others.name}"
 
     def __call__(
         self,
@@ -37,18 +37,19 @@ class AttentionByLayer:
         comm: RingComm,
         scale: float,
         *,
+        window: int | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
-        if sink is None:
+        if window is None and sink is None:
             return self._plain(q, k, v, layout, comm, scale)
-        return self._others(q, k, v, layout, comm, scale, sink=sink)
+        return self._others(q, k, v, layout, comm, scale, window=window, sink=sink)
 
 
 def with_own_ring(
     selection: Selection, device: torch.device, dtype: torch.dtype, head_dim: int, shapes: RunShapes
 ) -> Selection:
-    """The selection, with layers that have a sink by our own ring.
+    """The selection, with layers that have a window or a sink by our own ring.
 
     Args:
         selection: for all else; if it is our own ring already, it stays as it is.
@@ -60,11 +61,12 @@ def with_own_ring(
     Raises:
         ValueError: there is no kernel for our ring; says why.
     """
-    if not shapes.sink or isinstance(selection.backend, RingAttention):
+    if isinstance(selection.backend, RingAttention) or not (shapes.windows or shapes.sink):
         return selection
     ours = select_attention(device, dtype, head_dim, OUR_RING, shapes=shapes)
-    return replace(
-        selection,
-        backend=AttentionByLayer(selection.backend, ours.backend),
-        refused=selection.refused | ours.refused,
-    )
+    refused = selection.refused | ours.refused
+    if not shapes.plain_layers:
+        why = "every layer has a window or a sink, and its rings know neither"
+        return replace(ours, refused={selection.backend.name: why} | refused)
+    backend = AttentionByLayer(selection.backend, ours.backend)
+    return replace(selection, backend=backend, refused=refused)

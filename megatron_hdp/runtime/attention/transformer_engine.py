@@ -58,10 +58,11 @@ class TransformerEngineAttention:
         comm: RingComm,
         scale: float,
         *,
+        window: int | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `attention.AttentionBackend`; layers with a sink are for another one."""
-        assert sink is None, "AttentionByLayer keeps sinks away"
+        """See `attention.AttentionBackend`; layers with a window or a sink are for another one."""
+        assert window is None and sink is None, "AttentionByLayer keeps them away"
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
         if not layout.ring_slices:

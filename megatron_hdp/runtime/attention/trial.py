@@ -17,6 +17,7 @@ from megatron_hdp.runtime.kernels import MatmulKernel, PaddedKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout, Transfer
 
 _LENGTHS = (48, 16)
+_WINDOW = 5
 _TOLERANCE = 2e-2  # bfloat16 keeps 8 bits
 _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,7 +29,9 @@ def try_out(
     head_dim: int,
     shapes: RunShapes = NO_RUN,
 ) -> None:
-    """Tries whole sequences, with the run's heads; on our own ring, with a sink if it has one.
+    """Tries whole sequences, with the run's heads; our own ring also with a window and with a sink.
+
+    These two only where the run has them.
 
     Raises:
         RuntimeError: output or gradients differ; the message says by how much.
@@ -39,16 +42,27 @@ def try_out(
     scale = head_dim**-0.5
     inputs = _random(device, dtype, head_dim, shapes)
     kinds: dict[str, dict[str, Any]] = {"": {}}
-    if shapes.sink and isinstance(backend, RingAttention):
-        kinds[" with a sink"] = {"sink": inputs[0][0, :, 0]}
+    if isinstance(backend, RingAttention):
+        if shapes.windows:
+            kinds[" in a window"] = {"window": _WINDOW}
+            kinds[" in a window, with a halo"] = {"window": _WINDOW, **_with_halo(device)}
+        if shapes.sink:
+            kinds[" with a sink"] = {"sink": inputs[0][0, :, 0]}
     for kind, how in kinds.items():
+        how = {"layout": layout, "comm": no_ring, "scale": scale} | how
         _compare(
             backend.name,
             f"{_LENGTHS} tokens{kind}",
-            partial(backend, layout=layout, comm=no_ring, scale=scale, **how),
-            [partial(exact, layout=layout, comm=no_ring, scale=scale, **how)],
+            partial(backend, **how),
+            [partial(exact, **how)],
             inputs,
         )
+
+
+def _with_halo(device: torch.device) -> dict[str, Any]:
+    """Slices of a ring of two, whose other member is an echo: queries see keys before the first."""
+    no_group: Any = None  # nothing is sent
+    return {"layout": TokenLayout((0, 1), 0, _LENGTHS, (), device), "comm": EchoComm(no_group)}
 
 
 def try_out_ring(
@@ -118,10 +132,14 @@ def _whole(
 class EchoComm(RingComm):
     """Whatever is sent comes back as what the previous member sent."""
 
-    def exchange(
-        self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
+    def trade(
+        self,
+        sent: torch.Tensor,
+        to: Sequence[tuple[int, int]],
+        received: torch.Tensor,
+        of: Sequence[tuple[int, int]],
     ) -> Transfer:
-        """See `RingComm.exchange`; a copy on the current stream."""
+        """See `RingComm.trade`; a copy on the current stream."""
         received.copy_(sent)
         works: list[Any] = []
         if received.is_cuda:  # whatever stream waits for it comes after the copy

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_hdp.runtime.kernels.matmul import MatmulKernel
 from megatron_hdp.runtime.kernels.segments import Segments
 
 
@@ -19,7 +20,9 @@ class AttentionKernel(Protocol):
 
     Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of
     kv_heads (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64
-    for float64 inputs). `causal` needs equal query and key segments.
+    for float64 inputs). With `causal` the last query of a segment sees the last key; with a
+    `window` besides, a query sees that many keys, the last of them its own. Query and key segments
+    are then equal, or with a window the latter longer.
     """
 
     name: str
@@ -33,6 +36,8 @@ class AttentionKernel(Protocol):
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the block."""
         ...
@@ -49,6 +54,8 @@ class AttentionKernel(Protocol):
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of the block, given output and LSE over all blocks."""
         ...
@@ -68,8 +75,14 @@ class CpuFlashKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionKernel.forward`."""
+        """See `AttentionKernel.forward`; with a window by `MatmulKernel`."""
+        if window is not None:
+            return MatmulKernel().forward(
+                q, k, v, q_segments, k_segments, causal, scale, window=window
+            )
         outs, lses = [], []
         for qs, ks, vs in zip(
             q.split(q_segments.lengths),
@@ -96,8 +109,14 @@ class CpuFlashKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.backward`."""
+        if window is not None:
+            return MatmulKernel().backward(
+                dout, q, k, v, out, lse, q_segments, k_segments, causal, scale, window=window
+            )
         by_query = [x.split(q_segments.lengths) for x in (dout, q, out, lse)]
         by_key = [x.split(k_segments.lengths) for x in (k, v)]
         blocks = []

@@ -39,6 +39,8 @@ class TorchFlashKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -53,6 +55,7 @@ class TorchFlashKernel:
             causal,
             False,  # no debug mask
             scale=scale,
+            **_sides(window),
         )
         return out, lse.transpose(0, 1)
 
@@ -68,6 +71,8 @@ class TorchFlashKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout only
@@ -87,6 +92,7 @@ class TorchFlashKernel:
             random_state,
             random_state,
             scale=scale,
+            **_sides(window),
         )
         return dq, dk, dv
 
@@ -118,6 +124,8 @@ class FlashAttnKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = self._interface._flash_attn_varlen_forward(
@@ -131,6 +139,7 @@ class FlashAttnKernel:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,
+            **_sides(window, none=-1),
         )
         return out, lse.transpose(0, 1)
 
@@ -146,6 +155,8 @@ class FlashAttnKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -166,13 +177,18 @@ class FlashAttnKernel:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
+            **_sides(window, none=-1),
             softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
+
+
+def _sides(window: int | None, none: int | None = None) -> dict[str, int | None]:
+    """The window as keys before and behind the query's own; without one, `none` on both sides."""
+    before, behind = (none, none) if window is None else (window - 1, 0)
+    return {"window_size_left": before, "window_size_right": behind}
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -13,10 +13,11 @@ import torch
 from megatron_hdp.runtime.kernels.segments import Segments
 
 _MAX_SCORES = 1 << 25  # at a time: 128 MiB in float32
+_SHORTEST = 64  # queries at a time with a window, however short
 
 
 class MatmulKernel:
-    """Scores of a chunk of queries against all keys of its segment, in at least float32."""
+    """Scores of a chunk of queries against all keys that it may see, in at least float32."""
 
     name = "torch-matmul (exact, slow)"
 
@@ -29,11 +30,13 @@ class MatmulKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
-        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale):
+        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale, window):
             chunk_lse = scores.logsumexp(-1, keepdim=True)
             weights = (scores - chunk_lse).exp()
             out[rows] = _to_rows(weights @ _by_head(v[keys])[:, None]).to(out.dtype)
@@ -52,12 +55,14 @@ class MatmulKernel:
         k_segments: Segments,
         causal: bool,
         scale: float,
+        *,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         groups = k.shape[1]
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (k, v))
-        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale):
+        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale, window):
             weights = (scores - _to_heads(lse[rows][..., None], groups)).exp()
             dout_c, q_c = (_to_heads(x[rows], groups) for x in (dout, q))
             row_sum = (dout[rows].to(_wide(q)) * out[rows]).sum(-1, keepdim=True)
@@ -76,20 +81,33 @@ def _chunks(
     k_segments: Segments,
     causal: bool,
     scale: float,
+    window: int | None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Rows of some queries, rows of their keys, scores ``[kv_heads, heads / kv_heads, q, k]``."""
+    """Rows of some queries, rows of their keys, scores ``[kv_heads, heads / kv_heads, q, k]``.
+
+    With a window, a chunk is about as long as it, so that work grows with the tokens.
+    """
     q_start = k_start = 0
     for num_q, num_k in zip(q_segments.lengths, k_segments.lengths, strict=True):
-        keys = slice(k_start, k_start + num_k)
-        step = max(1, _MAX_SCORES // (q.shape[1] * num_k))
+        step, later = max(1, _MAX_SCORES // (q.shape[1] * num_k)), num_k - num_q
+        if window is not None:
+            step = min(max(window, _SHORTEST), max(1, _MAX_SCORES // (q.shape[1] * 2 * window)))
         for first in range(0, num_q, step):
             last = min(first + step, num_q)
-            rows = slice(q_start + first, q_start + last)
+            rows, begin = slice(q_start + first, q_start + last), 0
+            end = last + later if causal else num_k
+            if window is not None:
+                begin = max(0, first + later + 1 - window)
+            keys = slice(k_start + begin, k_start + end)
             queries = _to_heads(q[rows], k.shape[1])
             scores = queries @ _by_head(k[keys])[:, None].mT * scale
             if causal:
-                visible = torch.ones(last - first, num_k, dtype=torch.bool, device=q.device)
-                scores.masked_fill_(~visible.tril(first), float("-inf"))
+                own = first + later - begin  # the first query's own key
+                visible = torch.ones(last - first, end - begin, dtype=torch.bool, device=q.device)
+                visible.tril_(own)
+                if window is not None:
+                    visible.triu_(own + 1 - window)
+                scores.masked_fill_(~visible, float("-inf"))
             yield rows, keys, scores
         q_start, k_start = q_start + num_q, k_start + num_k
 

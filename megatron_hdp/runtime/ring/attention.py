@@ -4,6 +4,7 @@ Keys and values travel around the ring while queries stay (head-tail slices give
 same causal area). Backward sends keys and values around once more, and the gradient of a slice's
 keys and values follows one hop behind them, so that it ends at its owner after ``D - 1`` hops:
 three times ``(D - 1) / D`` of the micro-batch's KV bytes in all (ByteScale, sections 5.1 and 7).
+With a window that is shorter than the ring's longest sequence, `windowed` serves instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from megatron_hdp.runtime.kernels import AttentionKernel, Segments
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
+from megatron_hdp.runtime.ring.sink import gradient_of_sink, with_sink
+from megatron_hdp.runtime.ring.windowed import WindowedAttention
 
 _ALL = slice(None)
 
@@ -36,12 +39,19 @@ class RingAttention:
         comm: RingComm,
         scale: float,
         *,
+        window: int | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.AttentionBackend`."""
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
-        return _RingAttention.apply(q, k, v, sink, layout, comm, self.kernel, scale)
+        if window is not None and window >= max(layout.longest_in_ring, layout.longest):
+            window = None  # it hides nothing
+        how = layout, comm, self.kernel, scale, window
+        # members of a ring decide alike, whatever lies beside their slices
+        if window is not None and (window < layout.longest_in_ring or not layout.ring_slices):
+            return WindowedAttention.apply(q, k, v, sink, *how)
+        return _RingAttention.apply(q, k, v, sink, *how)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -56,12 +66,14 @@ class _RingAttention(torch.autograd.Function):
         comm: RingComm,
         kernel: AttentionKernel,
         scale: float,
+        window: int | None,
     ) -> torch.Tensor:
+        """`window`: of the local sequences; it reaches over each of the ring's."""
         ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
         if layout.ring_slices:
             blocks = _travelling_kv(k[ring], v[ring], layout, comm)
             next(blocks)  # our own keys and values leave while we attend to them
-        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
+        out, lse = kernel.forward(q, k, v, segments, segments, True, scale, window=window)
         if layout.ring_slices:
             total, total_lse = _accumulator(out[ring]), lse[ring].clone()
             for step, (keys, values) in blocks:
@@ -77,10 +89,10 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _merge(total, total_lse, rows, block_out, block_lse)
             out[ring], lse[ring] = total, total_lse
-        if sink is not None:
-            out, lse = _with_sink(out, lse, sink)
+        out, lse = with_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
+        ctx.window = window
         return out
 
     @staticmethod
@@ -91,7 +103,8 @@ class _RingAttention(torch.autograd.Function):
         if layout.ring_slices:
             blocks = _travelling_kv(k[ring], v[ring], layout, comm)
             next(blocks)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
+        how = segments, segments, True, scale
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, *how, window=ctx.window)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
             dkv = dq_total.new_zeros(k[ring].numel() + v[ring].numel())
@@ -123,28 +136,7 @@ class _RingAttention(torch.autograd.Function):
             dq[ring] = dq_total
             dk[ring] += dk_total
             dv[ring] += dv_total
-        dsink = None if sink is None else _gradient_of_sink(sink, dout, out, lse)
-        return dq, dk, dv, dsink, None, None, None, None
-
-
-def _with_sink(
-    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp with the sink's score in every softmax, whose value is zero.
-
-    Given these, backward of the blocks is right as it is: weights and row sums come from them.
-    """
-    total = torch.logaddexp(lse, sink.to(lse.dtype))
-    return (out * (lse - total).exp()[..., None]).to(out.dtype), total
-
-
-def _gradient_of_sink(
-    sink: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
-    """The sink's weight times minus the row sum of every token; `dout` of padding is zero."""
-    weight = (sink.to(lse.dtype) - lse).exp()
-    row_sum = (dout.to(lse.dtype) * out).sum(-1)
-    return -(weight * row_sum).sum(0).to(sink.dtype)
+        return dq, dk, dv, gradient_of_sink(sink, dout, out, lse), *[None] * 5
 
 
 def _travelling_kv(

@@ -7,6 +7,8 @@ wait for the transfer, not the host. What is launched between the two runs besid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -82,11 +84,30 @@ class RingComm:
         self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
     ) -> Transfer:
         """Starts sending to one HDP rank and receiving from another, as one operation of NCCL."""
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=following),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous),
+        return self.trade(sent, [(following, len(sent))], received, [(previous, len(received))])
+
+    def trade(
+        self,
+        sent: torch.Tensor,
+        to: Sequence[tuple[int, int]],
+        received: torch.Tensor,
+        of: Sequence[tuple[int, int]],
+    ) -> Transfer:
+        """Starts sending to some HDP ranks and receiving from some, as one operation of NCCL.
+
+        Args:
+            sent: contiguous; must stay unchanged until `wait`.
+            to: who gets them, with how many rows, in their order; each rank once.
+            received: contiguous.
+            of: likewise, who sends them.
+        """
+        operations = []
+        for operation, tensor, peers in ((dist.isend, sent, to), (dist.irecv, received, of)):
+            parts = tensor.split([rows for _, rows in peers])
+            operations += [
+                dist.P2POp(operation, part, group=self.group, group_peer=peer)
+                for part, (peer, _) in zip(parts, peers, strict=True)
             ]
-        )
+        works = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += sent.numel() * sent.element_size()
         return Transfer(self, works, sent, received)

@@ -39,6 +39,8 @@ class TokenLayout:
     """Tokens of each ring slice's head chunk (and tail chunk)."""
     ring_tokens: int = field(init=False)
     """Tokens at the front that belong to ring slices."""
+    halos: dict[int, object] = field(init=False, default_factory=dict)
+    """What attention with a window has worked out for this layout, by window."""
 
     def __post_init__(self) -> None:
         if any(tokens % 2 for tokens in self.ring_slices):
@@ -103,6 +105,16 @@ class TokenLayout:
     def whole_segments(self) -> Segments:
         """The ring's sequences as they are over all its members."""
         return Segments.of(tuple(n * self.degree for n in self.ring_slices), self.device)
+
+    @property
+    def longest_in_ring(self) -> int:
+        """Tokens of the ring's longest sequence, over all its members; 0 where there is no ring."""
+        return max(self.ring_slices, default=0) * self.degree
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest whole sequence on this rank alone; 0 where there is none."""
+        return max(self.local_lengths, default=0)
 
     @property
     def degree(self) -> int:

@@ -20,7 +20,7 @@ class Named:
     def __init__(self, name):
         self.name = name
 
-    def __call__(self, q, k, v, layout, comm, scale, *, sink=None):
+    def __call__(self, q, k, v, layout, comm, scale, *, window=None, sink=None):
         return self.name
 
 

@@ -1,4 +1,4 @@
-"""Layers with a sink by our own ring, everything else by what was chosen."""
+"""Layers with a window or a sink by our own ring, everything else by what was chosen."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ class Named:
     def __init__(self, name):
         self.name = name
 
-    def __call__(self, q, k, v, layout, comm, scale, *, sink=None):
-        return self.name, sink
+    def __call__(self, q, k, v, layout, comm, scale, *, window=None, sink=None):
+        return self.name, window, sink
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +36,21 @@ def select(shapes):
     return with_own_ring(selection, GPU, torch.bfloat16, 128, shapes)
 
 
-def test_layers_with_a_sink_go_to_our_ring():
-    selection = select(RunShapes(sink=True))
-    assert str(selection) == "transformer-engine, layers with a sink by flash-attn"
-    assert selection.backend(0, 0, 0, 0, 0, 1.0) == ("transformer-engine", None)
-    assert selection.backend(0, 0, 0, 0, 0, 1.0, sink=7) == ("flash-attn", 7)
+@pytest.mark.parametrize("shapes", [RunShapes(sink=True), RunShapes(windows=(8,))])
+def test_layers_with_a_window_or_a_sink_go_to_our_ring(shapes):
+    selection = select(shapes)
+    assert str(selection) == "transformer-engine, layers with a window or a sink by flash-attn"
+    assert selection.backend(0, 0, 0, 0, 0, 1.0) == ("transformer-engine", None, None)
+    assert selection.backend(0, 0, 0, 0, 0, 1.0, sink=7) == ("flash-attn", None, 7)
+    assert selection.backend(0, 0, 0, 0, 0, 1.0, window=8) == ("flash-attn", 8, None)
+
+
+def test_where_no_layer_is_plain_our_ring_serves_all():
+    selection = select(RunShapes(windows=(8,), plain_layers=False))
+    assert str(selection) == (
+        "flash-attn; not transformer-engine: every layer has a window or a sink, and its rings "
+        "know neither"
+    )
 
 
 def test_without_sinks_and_for_our_own_ring_nothing_changes():

@@ -129,8 +129,8 @@ def test_a_dtype_is_refused_before_anything_is_loaded(name):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel."""
 
-    def backward(self, *arguments):
-        dq, dk, dv = super().backward(*arguments)
+    def backward(self, *arguments, window=None):
+        dq, dk, dv = super().backward(*arguments, window=window)
         return dq, dk / 2, dv
 
 
@@ -140,11 +140,33 @@ def test_a_kernel_that_computes_wrongly_is_not_taken():
         try_out(RingAttention(HalfTheGradient()), CPU, torch.bfloat16, 16)
 
 
+class AlignedAtTheBeginning(CpuFlashKernel):
+    """A planted fault: the first query of a segment sees the first key, whatever comes before."""
+
+    def forward(self, q, k, v, q_segments, k_segments, causal, scale, *, window=None):
+        if window is None or q_segments.lengths == k_segments.lengths:
+            return super().forward(q, k, v, q_segments, k_segments, causal, scale, window=window)
+        rows = [torch.arange(n) for n in q_segments.lengths]
+        firsts = k_segments.offsets[:-1].tolist()
+        rows = torch.cat([row + first for row, first in zip(rows, firsts, strict=True)])
+        same = q_segments, q_segments, causal, scale
+        return super().forward(q, k[rows], v[rows], *same, window=window)
+
+
+def test_the_trial_has_windows_and_a_halo():
+    shapes = RunShapes(windows=(9,))
+    wrong = RingAttention(AlignedAtTheBeginning())
+    try_out(RingAttention(CpuFlashKernel()), CPU, torch.bfloat16, 16, shapes)
+    try_out(wrong, CPU, torch.bfloat16, 16)  # not without windows
+    with pytest.raises(RuntimeError, match=r"computes out .* tokens in a window, with a halo"):
+        try_out(wrong, CPU, torch.bfloat16, 16, shapes)
+
+
 class WrongWithEmptySegments(RingAttention):
     """A planted fault of a library that is given more segments than there are sequences."""
 
-    def __call__(self, q, k, v, layout, comm, scale, *, sink=None):
-        out = super().__call__(q, k, v, layout, comm, scale, sink=sink)
+    def __call__(self, q, k, v, layout, comm, scale, *, window=None, sink=None):
+        out = super().__call__(q, k, v, layout, comm, scale, window=window, sink=sink)
         has_empty = bool((layout.local_segments.bucketed_offsets.diff() == 0).any())
         return out * float("nan") if has_empty else out
 

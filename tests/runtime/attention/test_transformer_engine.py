@@ -202,9 +202,11 @@ def test_what_flash_attn_costs_in_rings_is_said(run_ranks):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel, in blocks of a ring only."""
 
-    def backward(self, dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale):
+    def backward(
+        self, dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale, *, window=None
+    ):
         dq, dk, dv = super().backward(
-            dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale
+            dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale, window=window
         )
         return dq, dk if causal else dk / 2, dv
 
@@ -212,8 +214,8 @@ class HalfTheGradient(CpuFlashKernel):
 class Forgetful(CpuFlashKernel):
     """A planted fault: blocks of other members count for nothing."""
 
-    def forward(self, q, k, v, q_segments, kv_segments, causal, scale):
-        out, lse = super().forward(q, k, v, q_segments, kv_segments, causal, scale)
+    def forward(self, q, k, v, q_segments, kv_segments, causal, scale, *, window=None):
+        out, lse = super().forward(q, k, v, q_segments, kv_segments, causal, scale, window=window)
         return out, lse if causal else lse - 50
 
 

@@ -15,26 +15,89 @@ from megatron_hdp.runtime.kernels.segments import Segments
 from tests.support.ring_cases import relative_error
 
 CPU = torch.device("cpu")
-CASES = {"causal": ((5, 1, 40), (5, 1, 40), True), "rectangular": ((6, 3), (2, 9), False)}
+CASES = {  # queries, keys, causal, window
+    "causal": ((5, 1, 40), (5, 1, 40), True, None),
+    "rectangular": ((6, 3), (2, 9), False, None),
+    "window": ((5, 1, 40), (5, 1, 40), True, 7),
+    "halo": ((5, 90, 3), (9, 96, 3), True, 7),
+    "alone": ((5, 3), (5, 4), True, 1),
+}
 
 
 def block(case, dtype=torch.float64):
-    """Arguments of a block's forward, and the gradient of its output."""
-    q_lengths, k_lengths, causal = CASES[case]
+    """Tensors of a block's forward, how it attends, and the gradient of its output."""
+    q_lengths, k_lengths, causal, window = CASES[case]
     random = torch.Generator().manual_seed(1)
     tokens = [(sum(q_lengths), 4), (sum(k_lengths), 2), (sum(k_lengths), 2), (sum(q_lengths), 4)]
     q, k, v, dout = (
         torch.randn(*shape, 16, generator=random, dtype=torch.float64) for shape in tokens
     )
     segments = [Segments.of(lengths, CPU) for lengths in (q_lengths, k_lengths)]
-    return [x.to(dtype) for x in (q, k, v)], [*segments, causal, 0.25], dout.to(dtype)
+    how = dict(zip(("q_segments", "k_segments"), segments, strict=True))
+    how |= {"causal": causal, "scale": 0.25, "window": window}
+    return [x.to(dtype) for x in (q, k, v)], how, dout.to(dtype)
 
 
 def results_of(kernel, case, dtype=torch.float64):
     """(out, lse, dq, dk, dv) of a block."""
     inputs, how, dout = block(case, dtype)
-    out, lse = kernel.forward(*inputs, *how)
-    return [out, lse, *kernel.backward(dout, *inputs, out, lse, *how)]
+    out, lse = kernel.forward(*inputs, **how)
+    return [out, lse, *kernel.backward(dout, *inputs, out, lse, **how)]
+
+
+def by_definition(case):
+    """The same, segment by segment, with a mask of all queries and keys."""
+    inputs, how, dout = block(case)
+    inputs = [x.requires_grad_() for x in inputs]
+    q, k, v = inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])
+    by_query, by_key = how["q_segments"].lengths, how["k_segments"].lengths
+    outs, lses = [], []
+    for q_s, k_s, v_s in zip(q.split(by_query), k.split(by_key), v.split(by_key), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q_s, k_s) * how["scale"]
+        if how["causal"]:
+            behind = torch.arange(len(k_s)) - torch.arange(len(q_s))[:, None]
+            behind = behind - (len(k_s) - len(q_s))
+            scores = scores.masked_fill(behind > 0, -torch.inf)
+            if how["window"] is not None:
+                scores = scores.masked_fill(behind <= -how["window"], -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_s))
+        lses.append(scores.logsumexp(-1).t())
+    out = torch.cat(outs)
+    found = [out, torch.cat(lses), *torch.autograd.grad(out, inputs, dout)]
+    return [x.detach() for x in found]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", [MatmulKernel(), CpuFlashKernel()], ids=lambda one: one.name)
+def test_kernels_of_a_cpu_are_exact(kernel, case):
+    for found, expected in zip(results_of(kernel, case), by_definition(case), strict=True):
+        assert (found - expected).norm() < 1e-13 * max(1, expected.norm())
+
+
+def test_a_window_one_too_wide_is_seen():
+    class Wide(MatmulKernel):
+        def forward(self, *tensors, window, **how):
+            return super().forward(*tensors, window=window + 1, **how)
+
+    errors = map(relative_error, results_of(Wide(), "window"), by_definition("window"))
+    assert min(errors) > 1e-2
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_work_with_a_window_grows_with_the_tokens(monkeypatch, window):
+    """Scores of a long sequence: all pairs, or of each query a few windows."""
+    seen, tokens = [], 4096
+    chunks = matmul._chunks
+
+    def count(*how):
+        for rows, keys, scores in chunks(*how):
+            seen.append(scores.numel())
+            yield rows, keys, scores
+
+    monkeypatch.setattr(matmul, "_chunks", count)
+    x, segments = torch.zeros(tokens, 1, 2), Segments.of((tokens,), CPU)
+    MatmulKernel().forward(x, x, x, segments, segments, True, 1.0, window=window)
+    assert sum(seen) >= tokens**2 / 2 if window is None else sum(seen) <= tokens * (64 + window)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,10 +109,11 @@ def test_the_plain_kernel_agrees_with_the_cpu_kernel(case):
         assert relative_error(found, expected) < 1e-14
 
 
-def test_the_plain_kernel_in_chunks_gives_the_same(monkeypatch):
-    whole = results_of(MatmulKernel(), "causal")
+@pytest.mark.parametrize("case", ["causal", "halo"])
+def test_the_plain_kernel_in_chunks_gives_the_same(monkeypatch, case):
+    whole = results_of(MatmulKernel(), case)
     monkeypatch.setattr(matmul, "_MAX_SCORES", 4 * 40 * 7)  # 7 queries at a time, of 40
-    for found, expected in zip(results_of(MatmulKernel(), "causal"), whole, strict=True):
+    for found, expected in zip(results_of(MatmulKernel(), case), whole, strict=True):
         assert relative_error(found, expected) < 1e-14
 
 
@@ -74,16 +138,17 @@ def test_torch_flash_kernel_by_shapes():
     with FakeTensorMode():
         q = fake(24, 4, 64)
         of_fused = torch.empty_strided((24, 2, 64), (2 * 192, 192, 1), dtype=q.dtype, device="cuda")
-        for k, v, k_lengths in (
-            (fake(24, 2, 64), of_fused, (16, 8)),
-            (fake(12, 2, 64), fake(12, 2, 64), (8, 4)),
+        for k, v, k_lengths, how in (
+            (fake(24, 2, 64), of_fused, (16, 8), {"causal": False}),
+            (fake(12, 2, 64), fake(12, 2, 64), (8, 4), {"causal": False}),
+            (fake(24, 2, 64), of_fused, (16, 8), {"causal": True, "window": 5}),
         ):
-            q_segments, k_segments = fake_segments((16, 8)), fake_segments(k_lengths)
-            out, lse = kernel.forward(q, k, v, q_segments, k_segments, False, 0.1)
+            segments, how = (fake_segments((16, 8)), fake_segments(k_lengths)), how | {"scale": 0.1}
+            out, lse = kernel.forward(q, k, v, *segments, **how)
             assert out.shape == q.shape and out.dtype == q.dtype
             assert lse.shape == (24, 4) and lse.dtype == torch.float32
             assert lse.stride() == (1, 24)  # backward reads [heads, t] without a copy
-            dq, dk, dv = kernel.backward(out, q, k, v, out, lse, q_segments, k_segments, False, 0.1)
+            dq, dk, dv = kernel.backward(out, q, k, v, out, lse, *segments, **how)
             assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
@@ -117,10 +182,11 @@ class FakeFlashAttn(types.ModuleType):
         leftpad_k=None,
         seqused_k=None,
     ):
-        assert dropout_p == 0.0 and (window_size_left, window_size_right) == (-1, -1)
+        assert dropout_p == 0.0
         self.max_lengths.append((max_seqlen_q, max_seqlen_k))
         how = (_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, softmax_scale)
-        out, lse = CpuFlashKernel().forward(q, k, v, *how)
+        window = _window(window_size_left, window_size_right)
+        out, lse = CpuFlashKernel().forward(q, k, v, *how, window=window)
         return out, lse.t().contiguous(), None, None
 
     def _flash_attn_varlen_backward(
@@ -150,9 +216,16 @@ class FakeFlashAttn(types.ModuleType):
     ):
         assert softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], q.shape[0])
         how = (_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, softmax_scale)
-        grads = CpuFlashKernel().backward(dout, q, k, v, out, softmax_lse.t(), *how)
+        window = _window(window_size_left, window_size_right)
+        grads = CpuFlashKernel().backward(dout, q, k, v, out, softmax_lse.t(), *how, window=window)
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
+
+
+def _window(left, right):
+    """Keys that a query sees, by those before and behind its own; -1 is no limit."""
+    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+    return None if left < 0 else left + 1
 
 
 def _segments(offsets):
@@ -175,7 +248,7 @@ def test_flash_attn_is_called_as_it_wants_to_be(flash_attn, case):
     kernel = FlashAttnKernel()
     assert kernel.name == "flash-attn 2.8.3"
     found = results_of(kernel, case)
-    q_lengths, k_lengths, _ = CASES[case]
+    q_lengths, k_lengths, *_ = CASES[case]
     assert package.max_lengths == [(max(q_lengths), max(k_lengths))]
     for one, expected in zip(found, results_of(CpuFlashKernel(), case), strict=True):
         assert torch.equal(one, expected)

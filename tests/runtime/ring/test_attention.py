@@ -41,6 +41,51 @@ def test_one_ring_sequence_and_a_rank_outside_the_ring(run_ranks):
     assert max(error for error, _ in results) < 1e-13
 
 
+WINDOWS = [1, 2, 5, 9, 33, 1000]  # of chunks of 5, 1 and 8: within one, over many, over all
+
+
+def attend_in_windows(ring, chunks, local_lengths, windows, has_sink):
+    """Body of a rank: (error, bytes sent) for each of the windows."""
+    comm, attend = gloo_comm(), RingAttention(CpuFlashKernel())
+    how = {"head_dim": HEAD_DIM, "has_sink": has_sink}
+    found = []
+    for window in windows:
+        comm.bytes_sent = 0
+        errors = errors_of_part(attend, comm, ring, chunks, local_lengths, window=window, **how)
+        found.append((max(errors), comm.bytes_sent))
+    return found
+
+
+def halo_bytes(index, degree, chunks, window):
+    """Keys and values before both neighbours' chunks, twice, and gradients of those before ours."""
+    head, tail, tokens = index, 2 * degree - 1 - index, 0
+    for chunk in chunks:
+
+        def before(place, chunk=chunk):
+            return min(window - 1, place * chunk)
+
+        if index + 1 < degree:
+            tokens += 2 * before(head + 1) + before(tail)
+        if index > 0:
+            tokens += 2 * before(tail + 1) + before(head)
+    return tokens * 2 * KV_HEADS * HEAD_DIM * 8
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 5])
+def test_windows_equal_full_attention_in_them(run_ranks, degree):
+    ring, chunks, has_sink = list(range(degree))[::-1], [5, 1, 8], degree % 2 == 1
+    windows = WINDOWS if has_sink else WINDOWS[1:]  # one key alone has no gradient
+    results = run_ranks(degree, attend_in_windows, ring, chunks, [7, 1, 40], windows, has_sink)
+    for rank, found in enumerate(results):
+        assert max(error for error, _ in found) < 1e-13, (rank, found)
+        index = ring.index(rank)
+        for window, (_, sent) in zip(windows, found, strict=True):
+            if degree == 1:
+                assert sent == 0
+            elif window < 2 * degree * max(chunks):
+                assert sent == halo_bytes(index, degree, chunks, window)
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_a_sink_is_one_key_more(run_ranks, degree):
     ring = list(range(degree))
@@ -49,8 +94,8 @@ def test_a_sink_is_one_key_more(run_ranks, degree):
 
 
 def attend_with_half_the_gradient_of_the_sink():
-    right = attention._gradient_of_sink
-    with mock.patch.object(attention, "_gradient_of_sink", lambda *how: right(*how) / 2):
+    right = attention.gradient_of_sink
+    with mock.patch.object(attention, "gradient_of_sink", lambda *how: right(*how) / 2):
         return attend_on_one_rank([0], [], [7, 3], has_sink=True)
 
 
@@ -95,9 +140,9 @@ def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):
     """A planted fault: each block's backward uses its own log-sum-exp."""
 
-    def backward(self, dout, q, k, v, out, lse, q_segments, k_segments, causal, scale):
-        out, lse = self.forward(q, k, v, q_segments, k_segments, causal, scale)
-        return super().backward(dout, q, k, v, out, lse, q_segments, k_segments, causal, scale)
+    def backward(self, dout, q, k, v, out, lse, *how, window=None):
+        out, lse = self.forward(q, k, v, *how, window=window)
+        return super().backward(dout, q, k, v, out, lse, *how, window=window)
 
 
 def attend_with_a_fault():
