@@ -158,6 +158,11 @@ SEAMS = (
         "HDP's attention has Megatron's sink, under its name; in a checkout it takes that one over",
     ),
     Seam(
+        "megatron.core.transformer.utils:is_layer_window_attention",
+        "HDP's attention asks it which layers have a window",
+        parameter="layer_number",
+    ),
+    Seam(
         "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
         "ranks may run different numbers of micro-batches through it",
         parameter="num_microbatches",

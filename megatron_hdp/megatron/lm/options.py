@@ -21,6 +21,7 @@ from megatron_hdp.megatron.options import (
     check_data,
     check_layout,
     check_moe,
+    check_windows,
     num_model_chunks,
 )
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
@@ -38,7 +39,7 @@ _STALL = "stall_timeout_seconds"
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
-_GPT = "HDP trains a GPT with rotary positions, or none, and full attention"
+_GPT = "HDP trains a GPT with rotary positions, or none"
 _EXPERTS = "HDP knows experts of the hidden size, with weights of their own, chosen at every step"
 _STREAM = "HDP's rings and offload follow one stream beside their own"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
@@ -94,7 +95,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "use_legacy_models": (False, _GPT),
     "spec": (None, _GPT),
     "position_embedding_type": (("rope", "yarn", "none"), _GPT),
-    "window_size": (None, _GPT),
     "use_mup": (False, _GPT),
     "qk_clip": (False, "HDP's attention keeps no logits"),
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
@@ -303,6 +303,7 @@ def check_derived(args: argparse.Namespace) -> None:
     """
     arguments = training_arguments(args)
     check_layout(arguments)
+    check_windows(arguments)
     if num_model_chunks(arguments) > 1:
         _check_interleaved_schedule(args)
     if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):
@@ -346,6 +347,9 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         values[item.name] = tuple(value) if isinstance(value, list) else value
     values |= {name: getattr(args, name) for name in _PATHS}
     values["moe_layer_freq"] = str(getattr(args, "moe_layer_freq", 1))
+    for name in ("window_size", "window_attn_skip_freq"):
+        found = getattr(args, name, None)
+        values[name] = None if found is None else str(found)
     if getattr(args, "sft", False):  # releases mask some formats differently
         release = ".".join(installed_release().split(".")[:2])
         values["sft_tokenizer_prompt_format"] += f"@{release}"

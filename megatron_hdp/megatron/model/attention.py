@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 
@@ -77,7 +78,7 @@ class HdpCoreAttention(MegatronModule):
             f"context parallel size {config.context_parallel_size}",
             "--context-parallel-size 1: HDP forms its own rings",
         )
-        _refuse(config.window_size is not None, "sliding-window attention", "full attention")
+        self.window = _window_of(config, layer_number)
         scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
@@ -137,6 +138,7 @@ class HdpCoreAttention(MegatronModule):
             params.layout,
             params.comm,
             self.scale,
+            window=self.window,
             sink=self.softmax_offset,
         )
         return out.reshape(out.shape[0], 1, -1)
@@ -157,6 +159,17 @@ class HdpCoreAttention(MegatronModule):
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
         return sharded
+
+
+def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Tokens that a query of the layer sees, itself included; None where it sees all before it."""
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return None
+    before, behind = config.window_size
+    _refuse(before < 0 or behind != 0, f"a window of {before},{behind}", "--window-size N,0")
+    return int(before) + 1
 
 
 def _part_of_tensor_ranks(sink: torch.nn.Parameter) -> torch.nn.Parameter:

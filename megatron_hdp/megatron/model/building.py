@@ -39,6 +39,7 @@ from megatron_hdp.megatron.options import (
     expert_layers,
     expert_layers_of_chunk,
     num_model_chunks,
+    window_settings,
 )
 from megatron_hdp.megatron.parallel import compute_device, say
 
@@ -124,6 +125,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         **activation_settings(arguments),
         **moe_settings(arguments),
         **position_settings(arguments),
+        **window_settings(arguments),
         **mla_settings(arguments),
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -33,6 +33,7 @@ from megatron_hdp.megatron.options.position_checks import (
 from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
+from megatron_hdp.megatron.options.windows import check_windows, layer_windows, window_settings
 
 __all__ = [
     "GROUPS",
@@ -47,12 +48,14 @@ __all__ = [
     "check_mla",
     "check_moe",
     "check_positions",
+    "check_windows",
     "expert_domain_size",
-    "head_sizes",
-    "layers_without_positions",
     "expert_layers",
     "expert_layers_of_chunk",
+    "head_sizes",
     "layer_frequency",
+    "layer_windows",
+    "layers_without_positions",
     "markdown_tables",
     "model_shape",
     "num_model_chunks",
@@ -61,11 +64,12 @@ __all__ = [
     "pattern_of",
     "planned_layers",
     "planned_weights",
-    "shape_in",
     "position_record",
+    "shape_in",
     "stage_split",
     "tokenizer_of",
     "virtual_stage_choices",
+    "window_settings",
     "without_virtual_stages",
     "zeros_and_ones",
 ]

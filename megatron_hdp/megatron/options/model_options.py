@@ -74,6 +74,17 @@ class ModelOptions:
         help="Softmax of attention: plain, or with a sink beside the keys, whose score is 0 or "
         "learnt by each head.",
     )
+    window_size: str | None = option(
+        None,
+        metavar="N,0",
+        help="Tokens before itself that a query sees, and none behind (default: all before).",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        metavar="N|LIST",
+        help="With --window-size, layers that see all: every N-th, or 0 for each of them in a list "
+        "like [1,0]*2, and 1 for those with a window (default: none).",
+    )
     hidden_dropout: float = option(
         0.1,
         minimum=0.0,

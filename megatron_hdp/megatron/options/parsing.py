@@ -14,6 +14,7 @@ from megatron_hdp.megatron.options.checks import (
 from megatron_hdp.megatron.options.mla_checks import check_mla
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.position_checks import check_positions
+from megatron_hdp.megatron.options.windows import check_windows
 from megatron_hdp.options import (
     OptionError,
     OptionParser,
@@ -73,6 +74,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     arguments = with_derived_defaults(arguments)
     check_model(arguments)
     check_positions(arguments)
+    check_windows(arguments)
     check_parallel(arguments)
     check_moe(arguments)
     check_mla(arguments)

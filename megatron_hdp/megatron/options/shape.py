@@ -15,6 +15,7 @@ from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.megatron.options.position_options import PositionOptions
+from megatron_hdp.megatron.options.windows import check_windows
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
@@ -91,6 +92,7 @@ def shape_in(path: Path) -> ModelShape:
         arguments = with_derived_defaults(from_namespace(TrainingArguments, namespace))
         check_model(arguments)
         check_positions(arguments)
+        check_windows(arguments)
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
     return model_shape(arguments, arguments.vocab_size or 0)

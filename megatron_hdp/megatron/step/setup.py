@@ -13,6 +13,7 @@ from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
     head_sizes,
+    layer_windows,
     model_shape,
     planned_layers,
     stage_split,
@@ -76,13 +77,16 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
     if least is not None:  # longer rings are for another backend
         num_ranks = min(num_ranks, least - 1)
     head_dim, value_dim = head_sizes(arguments)
+    windows, sink = layer_windows(arguments), arguments.softmax_type != "vanilla"
     return RunShapes(
         heads=arguments.num_attention_heads // place.num_tensor_ranks,
         kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
         longest=arguments.seq_length,
         tokens_per_rank=tokens,
         num_ranks=num_ranks,
-        sink=arguments.softmax_type != "vanilla",
+        windows=tuple(sorted({window for window in windows if window is not None})),
+        sink=sink,
+        plain_layers=not sink and None in windows,
         value_dim=value_dim if value_dim != head_dim else None,
     )
 

@@ -1,4 +1,4 @@
-"""Sinks in a stock Megatron-LM: its own parameters, the losses of one rank and of stock itself.
+"""Windows and sinks in a stock Megatron-LM: its own parameters, the losses of one rank.
 
 Needs what test_training.py needs.
 """
@@ -25,7 +25,8 @@ from tests.support.gradients import write_corpus
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
-MODEL = f"{MODEL} --softmax-type learnable --make-vocab-size-divisible-by 384"
+MODEL = f"""{MODEL} --softmax-type learnable --window-size 31,0 --window-attn-skip-freq [1,0]
+--make-vocab-size-divisible-by 384"""
 SINKS = "decoder.layers.self_attention.core_attention.softmax_offset"
 
 
