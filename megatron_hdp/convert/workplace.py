@@ -1,12 +1,13 @@
 """Where a conversion writes: a folder that takes its name when all of it is there.
 
     DIR.partial/            what is finished so far; the next run goes on with it
+        files/              becomes DIR
         made-from.txt       what it is made from; another source begins anew
         lock                held by the process that writes
         __3_0.distcp.done   what is known of a finished file; without it the file is written again
 
 A kill at any moment leaves finished files and perhaps one that is not; what readers see is one
-rename.
+rename. One right after that leaves the rest of the folder behind, without files.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from typing import Any
 
 from megatron_hdp.data.prepare import only_one
 
-_MADE_FROM, _LOCK, _DONE = "made-from.txt", "lock", ".done"
+_FILES, _MADE_FROM, _LOCK, _DONE = "files", "made-from.txt", "lock", ".done"
 
 
 class Workplace:
     """A folder that is being made; see `workplace`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, partial: Path) -> None:
+        self._partial = partial
+        self.folder = partial / _FILES
+        """Where to write."""
 
     def record_of(self, name: str) -> Any:
         """What `finish` was told of a file; None if it is not finished."""
         try:
-            return json.loads((self.folder / f"{name}{_DONE}").read_bytes())
+            return json.loads((self._partial / f"{name}{_DONE}").read_bytes())
         except FileNotFoundError:
             return None
 
     def finish(self, name: str, record: Any) -> None:
         """Notes that a file, which is on the disk, is finished."""
-        path = self.folder / f"{name}{_DONE}"
+        path = self._partial / f"{name}{_DONE}"
         written = path.with_name(path.name + ".tmp")
         with written.open("w") as file:
             json.dump(record, file)
@@ -78,12 +81,10 @@ def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Itera
                 f"what lies in {partial}"
             ) from error
         require_new(target)
-        for path in (*partial.glob(f"*{_DONE}"), *partial.glob("*.tmp"), partial / _MADE_FROM):
-            path.unlink()
-        (partial / _LOCK).unlink()
-        _sync_all(partial)
-        os.rename(partial, target)
+        _sync_all(partial / _FILES)
+        os.rename(partial / _FILES, target)
         _sync(target.parent)
+        shutil.rmtree(partial)
 
 
 def require_new(target: Path) -> None:
@@ -101,21 +102,22 @@ def require_new(target: Path) -> None:
 
 
 def _begin(partial: Path, made_from: str, say: Callable[[str], None]) -> None:
-    path = partial / _MADE_FROM
+    path, files = partial / _MADE_FROM, partial / _FILES
     before = path.read_text() if path.exists() else None
-    if before == made_from:
+    if before == made_from and files.is_dir():  # or it became the target
         say(f"going on with what lies in {partial}")
         return
     others = [one for one in partial.iterdir() if one.name != _LOCK]
-    if others and before is None:
+    if before is None and (set(others) - {files} or (files.is_dir() and any(files.iterdir()))):
         raise ValueError(
             f"{partial}: found files that no conversion has written ({others[0].name}), expected "
             "such a folder to hold what an earlier run of this command has finished: move it away"
         )
-    if before is not None:
+    if before not in (None, made_from):
         say(f"{partial} holds what was made from something else: beginning anew")
     for one in sorted(others, key=lambda path: path.name == _MADE_FROM):
         shutil.rmtree(one) if one.is_dir() else one.unlink()
+    files.mkdir()
     path.write_text(made_from)
 
 
