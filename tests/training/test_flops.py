@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import expert_layers
 from megatron_hdp.training.flops import ModelFlops
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.megatron_formula import formula_of
@@ -28,6 +29,17 @@ SHAPES = {
         "num_experts": 4,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 20,
+        "add_bias_linear": False,
+    },
+    "today's experts": {
+        "num_layers": 3,
+        "num_experts": 4,
+        "moe_layer_freq": "[0]+[1]*2",
+        "moe_router_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_ffn_hidden_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+        "moe_shared_expert_gate": True,
         "add_bias_linear": False,
     },
     "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
@@ -102,9 +114,8 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
             **vars(arguments),
             "seq_length": LENGTH,
             "padded_vocab_size": VOCABULARY,
-            "moe_layer_freq": 1,
+            "moe_layer_freq": [int(one) for one in expert_layers(arguments)],
             "mtp_num_layers": None,
-            "moe_shared_expert_intermediate_size": None,
             "moe_latent_size": None,
             "multi_latent_attention": False,
             "attention_output_gate": False,
@@ -115,6 +126,7 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
     )
     expected = formula(settings, 5)
     found = ModelFlops.of_model(arguments, VOCABULARY).of_batch(5 * LENGTH, 5 * LENGTH**2)
-    num_experts = arguments.num_experts or 0  # Megatron leaves the router out
-    found -= 6 * 5 * LENGTH * arguments.num_layers * arguments.hidden_size * num_experts
+    # Megatron leaves the router out, and the gate of shared experts
+    routed = (arguments.num_experts or 0) + arguments.moe_shared_expert_gate
+    found -= 6 * 5 * LENGTH * sum(expert_layers(arguments)) * arguments.hidden_size * routed
     assert found == pytest.approx(expected, rel=1e-12)

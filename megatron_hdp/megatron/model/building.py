@@ -145,8 +145,13 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
 
 
 def _fuses_activation(arguments: TrainingArguments) -> bool:
-    """Whether a fused kernel takes the gated unit: Megatron's of SwiGLU know no clamp."""
-    return arguments.swiglu and arguments.activation_func_clamp_value is None
+    """Whether Megatron's fused kernel takes the gated unit: of SwiGLU without a clamp, else of
+    routed experts alone.
+    """
+    if arguments.swiglu:
+        return arguments.activation_func_clamp_value is None and not arguments.glu_linear_offset
+    only_routed = arguments.moe_shared_expert_intermediate_size is None
+    return arguments.quick_geglu and all(expert_layers(arguments)) and only_routed
 
 
 def _fuses_rotation(arguments: TrainingArguments) -> bool:

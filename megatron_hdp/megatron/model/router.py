@@ -155,7 +155,7 @@ class HdpRouter(TopKRouter):
         """
         if self.expert_bias is None and not self.config.moe_router_group_topk:
             return routing_map
-        chosen = logits.topk(self.topk, dim=1).indices
+        chosen = logits.detach().topk(self.topk, dim=1).indices
         return torch.zeros_like(routing_map).scatter_(1, chosen, True)
 
     def _apply_expert_bias(

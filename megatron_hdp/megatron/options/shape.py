@@ -11,13 +11,14 @@ from megatron_hdp.megatron.options.arguments import (
     with_derived_defaults,
 )
 from megatron_hdp.megatron.options.checks import check_model
+from megatron_hdp.megatron.options.expert_layers import expert_layers
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.windows import check_windows
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
-from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape
+from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Router
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
 
 
@@ -35,10 +36,10 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
             Layer(
                 hidden_size=arguments.hidden_size,
                 attention=_attention(arguments, knows_positions=not skips),
-                mlp=_mlp(arguments),
+                mlp=_mlp(arguments, has_experts),
                 norm_bias=norm_bias,
             )
-            for skips in skipped
+            for skips, has_experts in zip(skipped, expert_layers(arguments), strict=True)
         ),
         hidden_size=arguments.hidden_size,
         vocab_size=vocab_size,
@@ -64,14 +65,29 @@ def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attent
     )
 
 
-def _mlp(arguments: TrainingArguments) -> Mlp:
-    experts = arguments.num_experts or 0
+def _mlp(arguments: TrainingArguments, has_experts: bool) -> Mlp:
+    """A layer's MLP, or its mixture of experts."""
+    gated = arguments.swiglu or arguments.quick_geglu
+    if not has_experts:
+        return Mlp(
+            ffn_hidden_size=arguments.ffn_hidden_size, gated=gated, bias=arguments.add_bias_linear
+        )
+    experts, topk = arguments.num_experts or 1, arguments.moe_router_topk
+    groups, chosen = arguments.moe_router_num_groups or 0, arguments.moe_router_group_topk or 1
     return Mlp(
-        ffn_hidden_size=(experts and arguments.moe_ffn_hidden_size) or arguments.ffn_hidden_size,
-        gated=arguments.swiglu,
+        ffn_hidden_size=arguments.moe_ffn_hidden_size or arguments.ffn_hidden_size,
+        gated=gated,
         bias=arguments.add_bias_linear,
         num_experts=experts,
-        experts_per_token=min(arguments.moe_router_topk, max(1, experts)),
+        experts_per_token=min(topk, experts),
+        router=Router(
+            sigmoid=arguments.moe_router_score_function == "sigmoid",
+            bias=arguments.moe_router_enable_expert_bias,
+            scores_of_groups=groups * (topk // chosen),
+            float32=arguments.moe_router_dtype == "fp32",
+        ),
+        shared_ffn_hidden_size=arguments.moe_shared_expert_intermediate_size or 0,
+        shared_gate=arguments.moe_shared_expert_gate,
     )
 
 

@@ -14,7 +14,8 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
 - output of attention ``b q / p`` and log-sum-exp ``4 heads / p``
 - what the MLP's first layer put out, ``2 b f / p`` if gated, and the activation, ``b f / p``
 
-An expert's tokens are those of `k` experts a token, spread evenly over ranks. On CPUs Megatron's
+An expert's tokens are those of `k` experts a token, spread evenly over ranks; shared experts are an
+MLP beside them, whose gate keeps its output, too. On CPUs Megatron's
 unfused functions and PyTorch's norms keep more;
 `tests/megatron/model/test_activation_formula.py` says what and holds the rest to autograd.
 """
@@ -59,11 +60,25 @@ def _kept_of_mlp(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:
     tokens = mlp.experts_per_token * share
     return {
         "router": _router_bytes(job, mlp) * share,
-        # an expert's tensor ranks all get the tokens of all of them
+        # an expert's tensor ranks all get the tokens of all of them, and their weights
         "experts' inputs": tokens * b * hidden_size * job.expert_tensor_ranks,
+        "experts' weights": tokens * _router_value(job, mlp) * job.expert_tensor_ranks,
         "experts' inner": tokens * b * inner * width,
         "experts' activation": tokens * b * width,
+    } | _kept_of_shared_experts(job, mlp, hidden_size)
+
+
+def _kept_of_shared_experts(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:
+    b, width = job.value_bytes, mlp.shared_ffn_hidden_size / job.tensor_ranks
+    if not mlp.shared_ffn_hidden_size:
+        return {}
+    kept = {
+        "shared experts' inner": b * mlp.inner_matrices * width,
+        "shared experts' activation": b * width,
     }
+    if mlp.shared_gate:
+        kept["shared experts' output, gate"] = b * (hidden_size + 1) * job.token_share
+    return kept
 
 
 def _log_sum_exp(layer: Layer) -> float:
@@ -72,10 +87,25 @@ def _log_sum_exp(layer: Layer) -> float:
 
 def _router_bytes(job: Job, mlp: Mlp) -> float:
     """Scores, the map and the losses' probabilities; indices and probabilities of the choices."""
-    an_expert = 2 * _FLOAT32 + job.value_bytes + 1
-    a_choice = 2 * _INT64 + _FLOAT32 + job.value_bytes
-    weight_and_mask = _FLOAT32 + 1
-    return an_expert * mlp.num_experts + a_choice * mlp.experts_per_token + weight_and_mask
+    router, value = mlp.router, _router_value(job, mlp)
+    an_expert = 2 * _FLOAT32 + value + 1
+    a_choice = 2 * _INT64 + _FLOAT32
+    a_token = _FLOAT32 + 1  # weight and mask
+    if router.sigmoid:  # scores before and after they add up to 1, in the routing and in the loss
+        an_expert += 2 * _FLOAT32
+        a_choice += value - _FLOAT32
+        a_token += value + _FLOAT32
+        if router.bias and value < _FLOAT32:
+            an_expert += value
+    if router.scores_of_groups:
+        an_expert += 1
+        a_choice += _INT64
+        a_token += _INT64 * router.scores_of_groups
+    return an_expert * mlp.num_experts + a_choice * mlp.experts_per_token + a_token
+
+
+def _router_value(job: Job, mlp: Mlp) -> int:
+    return _FLOAT32 if mlp.router.float32 else job.value_bytes
 
 
 def kept_after_forward(job: Job) -> float:
@@ -143,6 +173,7 @@ def backward_bytes(job: Job, layer: Layer) -> float:
         tokens = layer.mlp.experts_per_token * job.token_share
         # gradients inside the experts and of their inputs, as computed and as sent
         mlp = tokens * b * (inner * layer.mlp.ffn_hidden_size + 3 * h)
+        mlp += b * inner * layer.mlp.shared_ffn_hidden_size * split
     else:
         mlp = b * inner * layer.mlp.ffn_hidden_size * split
     gathered = 2 * b * h  # input and its gradient, on all tensor ranks

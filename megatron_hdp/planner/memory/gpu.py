@@ -153,8 +153,11 @@ def _optimizer_bytes(job: Job, dense: float, experts: float) -> float:
 
 def _largest_matrix(job: Job, layer: Layer) -> float:
     mlp = layer.mlp
-    inner = mlp.inner_matrices * layer.hidden_size * mlp.ffn_hidden_size
-    return inner / (job.expert_tensor_ranks if mlp.num_experts else job.tensor_ranks)
+    inner = mlp.inner_matrices * layer.hidden_size
+    if not mlp.num_experts:
+        return inner * mlp.ffn_hidden_size / job.tensor_ranks
+    expert = mlp.ffn_hidden_size / job.expert_tensor_ranks
+    return inner * max(expert, mlp.shared_ffn_hidden_size / job.tensor_ranks)
 
 
 def _loss_bytes(job: Job, tokens: int, weights: float) -> float:

@@ -1,6 +1,6 @@
 """The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
 
-from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
+from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Router, Weights
 from megatron_hdp.planner.shape.model import ModelShape
 from megatron_hdp.planner.shape.named import (
     BYTES_PER_VALUE,
@@ -18,6 +18,7 @@ __all__ = [
     "Mlp",
     "Model",
     "ModelShape",
+    "Router",
     "Weights",
     "cost_model_of",
     "model_of",

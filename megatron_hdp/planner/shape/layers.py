@@ -99,6 +99,20 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Router:
+    """How experts are scored and chosen; only memory depends on it."""
+
+    sigmoid: bool = False
+    """Scores are sigmoids, else a softmax."""
+    bias: bool = False
+    """A bias balances the choice, which is not that of the greatest scores then."""
+    scores_of_groups: int = 0
+    """Scores by which groups are chosen before experts: the best ones of each group; 0: no groups."""
+    float32: bool = False
+    """Logits and weights are float32, else of the model's type."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """The MLP of one layer, or its mixture of experts."""
 
@@ -109,6 +123,11 @@ class Mlp:
     num_experts: int = 0
     """0: a plain MLP."""
     experts_per_token: int = 1
+    router: Router = Router()
+    shared_ffn_hidden_size: int = 0
+    """Of the experts that every token meets, all together."""
+    shared_gate: bool = False
+    """What they give is weighed by a number of its own."""
 
     @property
     def inner_matrices(self) -> int:
@@ -116,10 +135,11 @@ class Mlp:
         return 2 if self.gated else 1
 
     def dense_matrices(self, hidden_size: int) -> int:
-        """Parameters that multiply every token where it is: an MLP's, or the router's."""
-        if self.num_experts:
-            return hidden_size * self.num_experts
-        return self._matrices(hidden_size)
+        """Parameters that multiply every token where it is: not those of experts it is sent to."""
+        if not self.num_experts:
+            return self._matrices(hidden_size)
+        of_all = hidden_size * (self.num_experts + self.shared_gate)
+        return of_all + self._shared_matrices(hidden_size)
 
     def expert_matrices(self, hidden_size: int) -> int:
         """Parameters that multiply a token in the experts that it visits."""
@@ -131,14 +151,22 @@ class Mlp:
         outer = hidden_size if self.bias else 0
         if self.num_experts:
             expert = self._matrices(hidden_size) + inner + outer
+            shared = self._shared_matrices(hidden_size)
+            router_bias = self.num_experts if self.bias else 0
             return Weights(
-                whole=self.dense_matrices(hidden_size), experts=self.num_experts * expert
+                split=shared,
+                whole=self.dense_matrices(hidden_size) - shared + router_bias,
+                experts=self.num_experts * expert,
             )
         return Weights(split=self._matrices(hidden_size) + inner, whole=outer)
 
     def _matrices(self, hidden_size: int) -> int:
         """Of the MLP, or of one expert."""
         return (self.inner_matrices + 1) * hidden_size * self.ffn_hidden_size
+
+    def _shared_matrices(self, hidden_size: int) -> int:
+        """Of the shared experts."""
+        return (self.inner_matrices + 1) * hidden_size * self.shared_ffn_hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def of_model(folder, name, model, ranks, layout):
     run = partial(planned, folder, model=model)
     on = [*HDP, "256", "--finetune"]
     return [
-        run(f"{name} first", 1, [*HDP, "256"], save=f"{name} weights"),
+        run(f"{name} first", 1, [*HDP, "256"], save=f"{name} weights", steps=3),
         run(f"{name} one", 1, on, load=f"{name} weights", save=f"{name} of one"),
         run(f"{name} apart", ranks, [*on, *layout], load=f"{name} weights", save=f"{name} apart"),
     ]
@@ -84,5 +84,5 @@ def test_biases_of_experts_move_as_on_one_rank(runs):
     names = [name for name in one if name.endswith("router.expert_bias")]
     assert names and not any(name.startswith("optimizer") for name in names)
     for name in names:
-        assert one[name].abs().max() >= 0.05  # the first run's steps of 0.05, and these
+        assert one[name].abs().min() >= 0.05 - 1e-6  # an odd number of steps, one run and the next
         assert torch.equal(apart[name], one[name])

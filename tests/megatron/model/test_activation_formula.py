@@ -54,6 +54,24 @@ ONE_RANK = {
 }
 
 
+SIGMOID = {"num_experts": 8, "moe_router_score_function": "sigmoid"}
+GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+EXPERTS = {
+    "experts": {},
+    "experts-bf16": BF16 | {"num_experts": 8},
+    "shared": BF16 | {"moe_shared_expert_intermediate_size": 48},
+    "shared-gated": {
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_shared_expert_gate": True,
+    },
+    "sigmoid": BF16 | SIGMOID,
+    "bias": BF16 | SIGMOID | {"moe_router_enable_expert_bias": True},
+    "groups": BF16 | GROUPS | {"moe_router_enable_expert_bias": True},
+    "float32-router": BF16 | GROUPS | {"moe_router_dtype": "fp32"},
+    "biased": BF16 | {"add_bias_linear": True},
+}
+
+
 def counted(cases):
     """Of each case what the executor counts, in bytes of a token and layer, and the parameters."""
     found = []
@@ -67,17 +85,22 @@ def counted(cases):
     return found
 
 
-def more_on_cpus(job):
-    """Bytes of a token and layer that the formula leaves out: what unfused functions keep."""
+def more_on_cpus(job, layer=None):
+    """Bytes of a token and layer that the formula leaves out: what unfused functions keep.
+
+    Of the model's first layer unless another is given.
+    """
+    layer = layer or job.shape.layers[0]
     if job.recompute == "full":
         return (
-            4 * job.shape.layers[0].attention.qk_channels
+            4 * layer.attention.qk_channels
         )  # angles that all layers share, counted to the first; on GPUs too
-    b, mlp = job.value_bytes, job.shape.layers[0].mlp
+    b, mlp = job.value_bytes, layer.mlp
     width = mlp.ffn_hidden_size
     norms = 2 * job.token_share * (8 - b) * job.shape.hidden_size
     if mlp.num_experts:
-        return norms + 3 * b * width * mlp.experts_per_token * job.token_share
+        shared = 2 * b * mlp.shared_ffn_hidden_size / job.tensor_ranks
+        return norms + shared + 3 * b * width * mlp.experts_per_token * job.token_share
     return norms + 2 * b * width / job.tensor_ranks
 
 
@@ -97,9 +120,8 @@ def expected(arguments, world=1):
 def test_on_one_rank_and_with_experts(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, [64])
     cases = [tiny_arguments(prefix, **SHAPE | case) for case in ONE_RANK.values()]
-    names = [*ONE_RANK, "experts", "experts-bf16"]
-    cases.append(moe_arguments(prefix, **SHAPE))
-    cases.append(moe_arguments(prefix, **SHAPE | BF16 | {"num_experts": 8}))
+    names = [*ONE_RANK, *EXPERTS]
+    cases += [moe_arguments(prefix, **SHAPE | case) for case in EXPERTS.values()]
     found = run_ranks(1, counted, cases)[0]
     for name, arguments, measured in zip(names, cases, found, strict=True):
         (bytes_, parameters), (of_formula, counted_up) = measured, expected(arguments)
@@ -112,6 +134,31 @@ def test_between_tensor_ranks(run_ranks, tmp_path):
     cases = [tiny_arguments(prefix, **SHAPE | TENSOR_RANKS | case) for case in (BF16, {})]
     for found in run_ranks(2, counted, cases):
         assert found == [expected(arguments, 2) for arguments in cases]
+
+
+def test_of_shared_experts_between_tensor_ranks(run_ranks, tmp_path):
+    """Experts cut over the same ranks, each of which has all tokens of them."""
+    cut = TENSOR_RANKS | {"expert_tensor_parallel_size": 2}
+    arguments = moe_arguments(
+        write_corpus(tmp_path, [64]), **SHAPE | BF16 | cut | EXPERTS["shared-gated"]
+    )
+    for ((bytes_, parameters),) in run_ranks(2, counted, [arguments]):
+        of_formula, counted_up = expected(arguments, 2)
+        assert parameters == counted_up
+        assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments))
+
+
+@pytest.mark.parametrize("pattern", ["[0]*2+[1]", "[1]*2+[0]"])
+def test_of_dense_layers_beside_sparse_ones(run_ranks, tmp_path, pattern):
+    """What the executor counts is the most that one of the layers before the last keeps."""
+    shape = SHAPE | BF16 | EXPERTS["shared"] | {"moe_layer_freq": pattern}
+    arguments = moe_arguments(write_corpus(tmp_path, [64]), **shape)
+    ((found, parameters),) = run_ranks(1, counted, [arguments])[0]
+    job = job_of(arguments, 1, VOCABULARY)
+    layer = job.shape.layers[0]
+    of_formula = sum(kept_bytes(job, layer).values()) + more_on_cpus(job, layer)
+    assert found == pytest.approx(of_formula, abs=tolerance(arguments))
+    assert parameters == expected(arguments)[1]
 
 
 def test_a_tensor_left_out_would_be_seen(tmp_path):
