@@ -344,20 +344,43 @@ IN_REPLICAS = (
 )
 
 
+STAGES = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}
+SPREAD_STAGES = (4, STAGES | SPREAD[1])
+
 BFLOAT16 = {"fp64": False, "bf16": True}
+TODAYS = {
+    "num_layers": 3,
+    "moe_layer_freq": "[0]+[1]*2",
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+}
 
 
 @pytest.mark.parametrize(
     "before, after, overrides, tolerance",
     [
         (SPREAD, ALL_HERE, {}, 1e-10),
+        (SPREAD_STAGES, ALL_HERE, TODAYS, 1e-10),
+        pytest.param(ALL_HERE, SPREAD_STAGES, TODAYS | SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(SPREAD, IN_REPLICAS, SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, {}, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, BFLOAT16, 2e-3, marks=pytest.mark.slow),
         pytest.param(SPREAD, ALL_HERE, BFLOAT16, 2e-3, marks=pytest.mark.slow),
     ],
-    ids=["gathered", "spread-sharded", "into-replicas-sharded", "spread", "spread16", "gathered16"],
+    ids=[
+        "gathered",
+        "todays-gathered",
+        "todays-spread-sharded",
+        "spread-sharded",
+        "into-replicas-sharded",
+        "spread",
+        "spread16",
+        "gathered16",
+    ],
 )
 def test_experts_resume_elsewhere(run_ranks, tmp_path, before, after, overrides, tolerance):
     whole = run(write_corpus(tmp_path, LENGTHS), **(EXPERTS | overrides))

@@ -3,7 +3,12 @@
 import math
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.options import model_shape, num_model_chunks, stage_split
+from megatron_hdp.megatron.options import (
+    expert_layers,
+    model_shape,
+    num_model_chunks,
+    stage_split,
+)
 from megatron_hdp.planner.memory import Job
 
 if TYPE_CHECKING:
@@ -54,7 +59,7 @@ def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
             f"{tensor_ranks} x --pipeline-model-parallel-size {stages} = {rank_gpus}: use "
             f"{num_gpus // rank_gpus * rank_gpus or rank_gpus:,} GPUs or other degrees"
         )
-    if arguments.num_experts is None and arguments.ffn_hidden_size % tensor_ranks:
+    if not all(expert_layers(arguments)) and arguments.ffn_hidden_size % tensor_ranks:
         refusals.append(
             f"--ffn-hidden-size {arguments.ffn_hidden_size} is not a multiple of "
             f"--tensor-model-parallel-size {tensor_ranks}: change one of them"

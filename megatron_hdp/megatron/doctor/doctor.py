@@ -138,6 +138,20 @@ SEAMS = (
         parameter="logits",
     ),
     Seam(
+        "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        "that router counts real tokens by expert, each once a step",
+        parameter="routing_map",
+    ),
+    Seam(
+        "megatron.core.distributed.finalize_model_grads:_update_router_expert_bias",
+        "moves the bias of experts by these counts, summed over all ranks of a stage",
+    ),
+    Seam(
+        "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
+        "a subclass, the second matrix of experts with biases, gives its output memory of its own",
+        parameter="input_",
+    ),
+    Seam(
         "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
         "what the router adds takes part in backward",
     ),

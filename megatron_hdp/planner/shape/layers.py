@@ -107,7 +107,7 @@ class Router:
     bias: bool = False
     """A bias balances the choice, which is not that of the greatest scores then."""
     scores_of_groups: int = 0
-    """Scores by which groups are chosen before experts: the best ones of each group; 0: no groups."""
+    """By which groups are chosen before experts, the best ones of each; 0: there are no groups."""
     float32: bool = False
     """Logits and weights are float32, else of the model's type."""
 
