@@ -112,6 +112,12 @@ class HdpOptions:
         "ring. Without it TransformerEngine's adds them up in bfloat16 at every hop: about 0.6 % "
         "off at 64 ranks, 0.3 % in float32. Ours sends a third more bytes.",
     )
+    hdp_mla_ring: str = option(
+        "auto",
+        choices=("auto", "latent", "kv"),
+        help="What travels in rings of multi-latent attention: the latent, of which each member "
+        "makes keys and values anew, or these themselves; auto asks the cost model for each ring.",
+    )
     hdp_fused_loss: bool = option(
         True,
         help="Make the logits of all tokens before the loss: more memory, the same result.",

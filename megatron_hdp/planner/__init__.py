@@ -4,6 +4,7 @@ from megatron_hdp.planner.bounds import compute_s, lower_bound_s, pipeline_lower
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.evaluation import Evaluation, Figures, evaluate, figures, replay
 from megatron_hdp.planner.problem import told_as
+from megatron_hdp.planner.ring_ways import RingWays
 from megatron_hdp.planner.slices import chunk_tokens, slice_tokens
 from megatron_hdp.planner.strategies import STRATEGIES, plan, tight_bound_s
 from megatron_hdp.planner.types import MicroBatch, Plan, PlanError
@@ -17,6 +18,7 @@ __all__ = [
     "MicroBatch",
     "Plan",
     "PlanError",
+    "RingWays",
     "chunk_tokens",
     "compute_s",
     "evaluate",

@@ -19,6 +19,7 @@ from megatron_hdp.megatron.options import (
     ParallelOptions,
     TrainingArguments,
     check_data,
+    check_latent_ring,
     check_layout,
     check_moe,
     check_windows,
@@ -190,7 +191,9 @@ def check(args: argparse.Namespace) -> None:
             )
     _check_positions(args)
     _check_attention(getattr(args, "attention_backend", None))
-    if getattr(args, "multi_latent_attention", False):
+    is_latent = getattr(args, "multi_latent_attention", False)
+    check_latent_ring(multi_latent_attention=is_latent, hdp_mla_ring=options.hdp_mla_ring)
+    if is_latent:
         _check_latent_attention(args)
     check_data(args)
     if getattr(args, "moe_grouped_gemm", False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.mappings import (
@@ -19,10 +20,13 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.model.rotary import at_own_positions
 from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.runtime.attention import AttentionByLatent
+from megatron_hdp.runtime.ring import LatentRing
 
 _OF_CONFIG = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -101,8 +105,16 @@ class HdpMlaSelfAttention(MLASelfAttention):
         query = self._query(hidden_states, cos, sin)
         latent, rotated = self._latent(hidden_states)
         rotated = _turned(rotated[:, :, None], cos, sin)
-        key, value = self._key_and_value(latent, rotated)
-        out = self._attend(query, key, value, packed_seq_params)
+        attention = packed_seq_params.attention
+        if isinstance(attention, AttentionByLatent) and attention.latent_travels(
+            packed_seq_params.layout
+        ):
+            out = self._attend_to_latents(
+                query, latent, rotated, attention.latent_ring, packed_seq_params
+            )
+        else:
+            key, value = self._key_and_value(latent, rotated)
+            out = self._attend(query, key, value, packed_seq_params)
         projected, bias = self.linear_proj(out)
         return projected, bias
 
@@ -159,7 +171,8 @@ class HdpMlaSelfAttention(MLASelfAttention):
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         both = both.unflatten(-1, (heads, -1))
         plain, value = both.split((config.qk_head_dim, config.v_head_dim), -1)
-        return torch.cat((plain, rotated.expand(-1, -1, heads, -1)), -1), value
+        # a view of values would keep what both are parts of
+        return torch.cat((plain, rotated.expand(-1, -1, heads, -1)), -1), value.contiguous()
 
     def _attend(
         self,
@@ -181,6 +194,33 @@ class HdpMlaSelfAttention(MLASelfAttention):
             return out
         return attend(query, key, value)
 
+    def _attend_to_latents(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        latent_ring: LatentRing,
+        params: HdpPackedSeqParams,
+    ) -> torch.Tensor:
+        """The same, whose ring passes the latent on; keys and values are kept nowhere."""
+        projection = self.linear_kv_up_proj
+        _gather_parameters(projection)
+        latent = _normed(self.kv_layernorm(latent), projection, self.config)
+        if self.config.sequence_parallel:
+            latent = gather_from_sequence_parallel_region(latent, group=self.pg_collection.tp)
+        else:
+            latent = copy_to_tensor_model_parallel_region(latent, group=self.pg_collection.tp)
+        out = latent_ring(
+            query[:, 0],
+            latent[:, 0],
+            rotated[:, 0, 0],
+            _AddedByDdp.apply(projection.weight),
+            params.layout,
+            params.comm,
+            self.core_attention.scale,
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
     def _whole_channels(self, x: torch.Tensor) -> torch.Tensor:
         return gather_from_tensor_model_parallel_region(x, group=self.pg_collection.tp)
 
@@ -189,6 +229,44 @@ class HdpMlaSelfAttention(MLASelfAttention):
         if not self.config.sequence_parallel:
             return x
         return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+
+
+def _gather_parameters(projection: torch.nn.Module) -> None:
+    """Waits for parameters that Megatron's optimizer may still gather, as a forward pass would."""
+    for hook in projection._forward_pre_hooks.values():
+        hook(projection, ())
+
+
+def _normed(
+    latent: torch.Tensor, projection: torch.nn.Module, config: TransformerConfig
+) -> torch.Tensor:
+    """The latent as the projection's weight takes it: TransformerEngine's layer norms it first."""
+    gain = getattr(projection, "layer_norm_weight", None)
+    if gain is None:
+        return latent
+    gain = gain + 1 if config.layernorm_zero_centered_gamma else gain
+    size, eps = latent.shape[-1:], config.layernorm_epsilon
+    if config.normalization == "RMSNorm":
+        return functional.rms_norm(latent, size, gain, eps)
+    return functional.layer_norm(latent, size, gain, projection.layer_norm_bias, eps)
+
+
+class _AddedByDdp(torch.autograd.Function):
+    """A weight whose gradient Megatron's DDP adds to its buffer.
+
+    Layers that add it there themselves, as TransformerEngine's may, mark the weight, and DDP goes
+    by the mark of the last backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.nn.Parameter) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.weight.grad_added_to_main_grad = False
+        return gradient
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron_hdp.megatron.options.expert_layers import (
     layer_frequency,
 )
 from megatron_hdp.megatron.options.groups import ParallelOptions
-from megatron_hdp.megatron.options.mla_checks import check_mla
+from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import MoeOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
@@ -44,6 +44,7 @@ __all__ = [
     "TrainingArguments",
     "build_parser",
     "check_data",
+    "check_latent_ring",
     "check_layout",
     "check_mla",
     "check_moe",

@@ -13,6 +13,9 @@ def check_mla(args: TrainingArguments) -> None:
     Raises:
         OptionError: says what was found, what was expected and the remedy.
     """
+    check_latent_ring(
+        multi_latent_attention=args.multi_latent_attention, hdp_mla_ring=args.hdp_mla_ring
+    )
     if not args.multi_latent_attention:
         _check_unused(args)
         return
@@ -24,6 +27,19 @@ def check_mla(args: TrainingArguments) -> None:
         )
     _check_attention(args)
     _check_tensor_ranks(args)
+
+
+def check_latent_ring(*, multi_latent_attention: bool, hdp_mla_ring: str) -> None:
+    """Checks what rings pass on with the model's kind of attention.
+
+    Raises:
+        OptionError: there is no latent.
+    """
+    if hdp_mla_ring != "auto" and not multi_latent_attention:
+        raise OptionError(
+            f"--hdp-mla-ring {hdp_mla_ring} has no effect without --multi-latent-attention: add "
+            "the one or remove the other"
+        )
 
 
 def _check_unused(args: TrainingArguments) -> None:

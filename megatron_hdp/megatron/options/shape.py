@@ -12,6 +12,7 @@ from megatron_hdp.megatron.options.arguments import (
 )
 from megatron_hdp.megatron.options.checks import check_model
 from megatron_hdp.megatron.options.expert_layers import expert_layers
+from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
@@ -52,16 +53,25 @@ def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attent
     """Of one layer."""
     turns = knows_positions and arguments.position_embedding_type != "none"
     qk_channels, v_channels = head_sizes(arguments)
+    latent, turned = {}, arguments.kv_channels
+    if arguments.multi_latent_attention:
+        turned = arguments.qk_pos_emb_head_dim
+        latent = {
+            "kv_rank": arguments.kv_lora_rank,
+            "q_rank": arguments.q_lora_rank or 0,
+            "shared_channels": turned,
+        }
     return Attention(
         num_heads=arguments.num_attention_heads,
         num_groups=arguments.num_query_groups,
         qk_channels=qk_channels,
         v_channels=v_channels,
-        rotary_channels=int(arguments.kv_channels * arguments.rotary_percent) if turns else 0,
-        qkv_bias=arguments.add_bias_linear or arguments.add_qkv_bias,
+        rotary_channels=int(turned * arguments.rotary_percent) if turns else 0,
+        qkv_bias=(arguments.add_bias_linear or arguments.add_qkv_bias) and not latent,
         output_bias=arguments.add_bias_linear,
         qk_norm=arguments.qk_layernorm,
         norm_bias=arguments.normalization == "LayerNorm",
+        **latent,
     )
 
 
@@ -103,7 +113,7 @@ def shape_in(path: Path) -> ModelShape:
     namespace = parser.parse_args(yaml_to_argv(path, parser, skip_others=True))
     namespace.seq_length = namespace.tensor_model_parallel_size = 1  # which a shape has not
     try:
-        for group in (ModelOptions, PositionOptions, MoeOptions):
+        for group in (ModelOptions, PositionOptions, MlaOptions, MoeOptions):
             check_values(from_namespace(group, namespace))
         arguments = with_derived_defaults(from_namespace(TrainingArguments, namespace))
         check_model(arguments)

@@ -28,13 +28,15 @@ from megatron_hdp.megatron.parallel import (
     say,
 )
 from megatron_hdp.megatron.step.report import over_all_ranks
-from megatron_hdp.planner import CostModel
+from megatron_hdp.planner import CostModel, RingWays
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.runtime.attention import (
+    AttentionByLatent,
     RunShapes,
     Selection,
     select_attention,
     with_float32_rings,
+    with_latent_ring,
     with_own_ring,
 )
 from megatron_hdp.runtime.clocks import clock_of
@@ -62,6 +64,8 @@ def build_executor(
     attention = select_attention(*kind, arguments.hdp_attention, comm, shapes)
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
     attention = with_own_ring(attention, *kind, shapes)
+    if arguments.multi_latent_attention:
+        attention = with_latent_ring(attention, arguments.hdp_mla_ring, *kind, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
     gradients = new_gradient_group(arguments) if len(chunks) > 1 else None
@@ -115,7 +119,34 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         ValueError: layers count (activations are to be offloaded, or the file has figures of one
             layer), and the file is about other layers; or a speed is no number, or not one a rank.
     """
-    found = _cost_model_at_full_speed(arguments, executor)
+    found = _with_speeds(arguments, executor, _cost_model_at_full_speed(arguments, executor))
+    if not isinstance(executor.attention, AttentionByLatent):
+        return found
+    ways = _ring_ways(arguments, executor, found)
+    executor.attention.decide_by(
+        lambda layout: ways.latent_is_faster(
+            [tokens * layout.degree for tokens in layout.ring_slices], layout.ring
+        )
+    )
+    return ways.latent  # where keys and values travel, that takes less
+
+
+def _ring_ways(
+    arguments: TrainingArguments, executor: HdpExecutor, cost_model: CostModel
+) -> RingWays:
+    shape, size = model_shape(arguments, vocab_size=0), model_dtype(arguments).itemsize
+    return RingWays.of(
+        cost_model,
+        kv_bytes_per_token=shape.travelling_size * size,
+        latent_bytes_per_token=shape.latent_size * size * executor.place.num_tensor_ranks,
+        projection_share=shape.latent_matrices
+        / (shape.active_parameters - shape.expert_parameters),
+    )
+
+
+def _with_speeds(
+    arguments: TrainingArguments, executor: HdpExecutor, found: CostModel
+) -> CostModel:
     if arguments.hdp_rank_speeds is None:
         return found
     path, num_ranks = arguments.hdp_rank_speeds, executor.place.num_hdp_ranks

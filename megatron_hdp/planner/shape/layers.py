@@ -49,9 +49,15 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normalised, head by head."""
+    """Queries and keys are normalised, head by head; of multi-latent attention the latents."""
     norm_bias: bool = False
     """Of these norms."""
+    kv_rank: int = 0
+    """Size of the latent that keys and values are made of (multi-latent attention); 0: none."""
+    q_rank: int = 0
+    """Size of the latent that its queries are made of; 0: none."""
+    shared_channels: int = 0
+    """Of its keys' heads, the last channels, which are not made of the latent and one for all."""
 
     @property
     def query_size(self) -> int:
@@ -79,19 +85,35 @@ class Attention:
         return self.key_size + self.value_size
 
     @property
+    def latent_size(self) -> int:
+        """Values of a token that may travel in place of its keys and values; 0: none may."""
+        return self.kv_rank + self.shared_channels if self.kv_rank else 0
+
+    @property
+    def latent_matrices(self) -> int:
+        """Parameters that make keys and values of the latent."""
+        made = self.num_heads * (self.qk_channels - self.shared_channels + self.v_channels)
+        return self.kv_rank * made
+
+    @property
     def width(self) -> float:
         """Channels of a query-key pair's two products, halved: 4 x this is its FLOP, forward."""
         return (self.query_size + self.output_size) / 2
 
     def matrices(self, hidden_size: int) -> int:
         """Parameters that multiply a token."""
+        if self.kv_rank:
+            queries = self.q_rank * (hidden_size + self.query_size)
+            into = hidden_size * (self.latent_size + (0 if self.q_rank else self.query_size))
+            return queries + into + self.latent_matrices + hidden_size * self.output_size
         into = self.query_size + self.key_size + self.value_size
         return hidden_size * (into + self.output_size)
 
     def weights(self, hidden_size: int) -> Weights:
         """All parameters."""
         bias = self.query_size + self.key_size + self.value_size if self.qkv_bias else 0
-        norms = 2 * self.qk_channels * (1 + self.norm_bias) if self.qk_norm else 0
+        normed = self.kv_rank + self.q_rank if self.kv_rank else 2 * self.qk_channels
+        norms = normed * (1 + self.norm_bias) if self.qk_norm else 0
         return Weights(
             split=self.matrices(hidden_size) + bias,
             whole=norms + (hidden_size if self.output_bias else 0),

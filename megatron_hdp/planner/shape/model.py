@@ -112,6 +112,16 @@ class ModelShape:
         return sum(layer.attention.travelling_size for layer in self.layers)
 
     @property
+    def latent_size(self) -> int:
+        """Values of a token that may travel in place of them, in all layers."""
+        return sum(layer.attention.latent_size for layer in self.layers)
+
+    @property
+    def latent_matrices(self) -> int:
+        """Parameters that make keys and values of latents, in all layers."""
+        return sum(layer.attention.latent_matrices for layer in self.layers)
+
+    @property
     def sent_to_experts(self) -> int:
         """Values of a token that go to its experts in a forward pass, in all layers."""
         return sum(layer.sent_to_experts for layer in self.layers)

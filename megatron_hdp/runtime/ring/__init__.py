@@ -4,9 +4,11 @@ from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
 from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
+from megatron_hdp.runtime.ring.latent import LatentRing
 from megatron_hdp.runtime.ring.layout import TokenLayout
 
 __all__ = [
+    "LatentRing",
     "RingAttention",
     "RingComm",
     "RingGroup",

@@ -1,9 +1,12 @@
 """The gold test of multi-latent attention: gradients equal those of one rank, whatever the plan."""
 
+from dataclasses import replace
+
 import pytest
 
+from megatron_hdp.megatron import parallel
 from tests.megatron.step.test_exactness import LENGTHS, drawn_lengths
-from tests.support.gradients import errors_of, write_corpus
+from tests.support.gradients import errors_of, hdp_step, write_corpus
 from tests.support.mla import mla_arguments, plain_stock_attention
 from tests.support.random_plans import random_plan
 
@@ -36,9 +39,33 @@ def check(run_ranks, tmp_path, ranks, replicas, **overrides):
     assert max(errors) <= TOLERANCE, errors
 
 
+WAYS = ("kv", "latent")
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("overrides", [{}, NO_QUERY_LATENT], ids=["yarn", "no-query-latent"])
-def test_gradients_equal_one_rank(run_ranks, tmp_path, overrides):
-    check(run_ranks, tmp_path, 3, 3, **overrides)
+def test_gradients_equal_one_rank(run_ranks, tmp_path, overrides, way):
+    check(run_ranks, tmp_path, 3, 3, hdp_mla_ring=way, **overrides)
+
+
+def bytes_of_ways(arguments, plan):
+    """Body of a rank: bytes that all ranks send around rings, by what travels."""
+    parallel.initialise(arguments)
+    return [hdp_step(replace(arguments, hdp_mla_ring=way), plan=plan)[0].ring_bytes for way in WAYS]
+
+
+def test_what_travels_is_counted(run_ranks, tmp_path):
+    _, _, (arguments, plan) = cases_of(tmp_path, 3)
+    tokens = 0  # of members, once for each hop
+    for i in range(plan.num_micro_batches):
+        degree = int(plan.rank_offsets[i + 1] - plan.rank_offsets[i])
+        rows = plan.sequences[plan.sequence_offsets[i] : plan.sequence_offsets[i + 1]]
+        lengths = plan.lengths[rows].tolist() if degree > 1 else []
+        tokens += (degree - 1) * sum(-(-n // (2 * degree)) * 2 * degree for n in lengths)
+    assert tokens > 0
+    values = {"kv": 4 * (6 + 4 + 5), "latent": 10 + 4}  # of a token in a layer
+    expected = [3 * arguments.num_layers * tokens * values[way] * 8 for way in WAYS]
+    assert run_ranks(3, bytes_of_ways, arguments, plan)[0] == expected
 
 
 FULL_RECOMPUTE = {
@@ -72,10 +99,14 @@ LAYOUTS = {  # ranks, HDP ranks, overrides
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name == "tp2-sp" else pytest.mark.slow) for name in LAYOUTS],
-)
-def test_gradients_of_layouts(run_ranks, tmp_path, layout):
+def pairs():
+    for layout in LAYOUTS:
+        for way in WAYS:
+            marks = () if layout == "tp2-sp" else pytest.mark.slow
+            yield pytest.param(layout, way, marks=marks)
+
+
+@pytest.mark.parametrize("layout, way", list(pairs()))
+def test_gradients_of_layouts(run_ranks, tmp_path, layout, way):
     ranks, replicas, overrides = LAYOUTS[layout]
-    check(run_ranks, tmp_path, ranks, replicas, **overrides)
+    check(run_ranks, tmp_path, ranks, replicas, hdp_mla_ring=way, **overrides)

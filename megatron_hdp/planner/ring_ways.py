@@ -1,0 +1,83 @@
+"""Multi-latent attention: its keys and values travel around a ring, or the latent they come from.
+
+The latent is much smaller, and every member makes keys and values of it anew: it projects what
+arrives in forward, and once more in backward, where the projection has gradients of its own too.
+So a hop costs four such projections of its tokens, forward and backward, in place of traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from megatron_hdp.planner.bounds import attention_s, exposed_s, merge_s
+from megatron_hdp.planner.cost_model import CostModel
+
+_PROJECTIONS_OF_A_HOP = 4  # forward; in backward once more, gradient of the input, of the weights
+
+
+@dataclass(frozen=True)
+class RingWays:
+    """What a run's rings cost, by what travels."""
+
+    kv: CostModel
+    """Keys and values."""
+    latent: CostModel
+    """The latent: fewer bytes, and each further step takes time of its own."""
+
+    @classmethod
+    def of(
+        cls,
+        cost_model: CostModel,
+        *,
+        kv_bytes_per_token: float,
+        latent_bytes_per_token: float,
+        projection_share: float,
+    ) -> Self:
+        """The two ways.
+
+        Args:
+            cost_model: of the run, whatever it says of bytes.
+            kv_bytes_per_token: of keys and values over all layers, all tensor-parallel ranks'.
+            latent_bytes_per_token: of the latent, which each tensor-parallel rank sends whole.
+            projection_share: parameters that make keys and values of the latent, as a share of
+                all that multiply a token and are no experts'.
+        """
+        # a token's pass through all of them, forward, is a third of what they cost in all
+        one_projection_s = cost_model.b * projection_share / 3
+        return cls(
+            kv=replace(cost_model, kv_bytes_per_token=kv_bytes_per_token),
+            latent=replace(
+                cost_model,
+                kv_bytes_per_token=latent_bytes_per_token,
+                merge_b=cost_model.merge_b + _PROJECTIONS_OF_A_HOP * one_projection_s,
+            ),
+        )
+
+    def latent_is_faster(self, lengths: Sequence[int], ring: Sequence[int]) -> bool:
+        """Whether a ring had better pass the latent on; the same on all its members.
+
+        Args:
+            lengths: tokens of the ring's whole sequences.
+            ring: its HDP ranks.
+        """
+        return _ring_s(self.latent, lengths, ring) < _ring_s(self.kv, lengths, ring)
+
+
+def _ring_s(cost_model: CostModel, lengths: Sequence[int], ring: Sequence[int]) -> float:
+    """What a member waits for traffic and does for each further step."""
+    degree = len(ring)
+    degrees, tokens = np.array([float(degree)]), np.array([sum(lengths) / degree])
+    in_one_node = len({rank // cost_model.ranks_per_node for rank in ring}) == 1
+    if in_one_node:
+        bandwidth, hop_s = cost_model.intra_node_bytes_per_s, cost_model.intra_node_hop_s
+    else:
+        bandwidth, hop_s = cost_model.inter_node_bytes_per_s, cost_model.inter_node_hop_s
+    transfer = 3 * (degrees - 1) * tokens * cost_model.kv_bytes_per_token / bandwidth
+    attention = attention_s(np.array(lengths, dtype=np.int64), cost_model).sum() / degrees
+    hop = np.array([cost_model.num_layers * hop_s])
+    exposed = exposed_s(degrees, transfer, hop, attention)
+    return float((exposed + merge_s(degrees, tokens, cost_model))[0])
