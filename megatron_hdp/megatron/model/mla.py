@@ -225,10 +225,10 @@ class HdpMlaSelfAttention(MLASelfAttention):
         return gather_from_tensor_model_parallel_region(x, group=self.pg_collection.tp)
 
     def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's run of the tokens, where ranks share them."""
+        """This rank's run of the tokens, where ranks share them; a view would keep all of them."""
         if not self.config.sequence_parallel:
             return x
-        return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
+        return scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp).clone()
 
 
 def _gather_parameters(projection: torch.nn.Module) -> None:

@@ -12,6 +12,10 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
   key, as they are gathered (else views); what the QKV layer put out, because values are
   a view into it, ``b (q + 2 k) / p``
 - output of attention ``b q / p`` and log-sum-exp ``4 heads / p``
+- of multi-latent attention: what goes into a latent's norm, its statistics and what comes out
+  (without norms the latent once), ``s`` of the tokens; the rotated part of keys beside it, where
+  it is a view; sine and cosine once, ``b d``; queries, keys and values ``b (q + k + v) / p``. A
+  ring whose latent travels keeps no keys and values: it is counted as if it did
 - what the MLP's first layer put out, ``2 b f / p`` if gated, and the activation, ``b f / p``
 
 An expert's tokens are those of `k` experts a token, spread evenly over ranks; shared experts are an
@@ -33,16 +37,40 @@ def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     """Bytes that a layer keeps of one token of the micro-batch on one GPU, by what they are."""
     b, share, split = job.value_bytes, job.token_share, 1 / job.tensor_ranks
     attention, h = layer.attention, layer.hidden_size
-    projected = attention.query_size + attention.key_size + attention.value_size
+    of_attention = _kept_of_latents if attention.kv_rank else _kept_of_qkv
     return {
         "norm inputs": 2 * (b * h + _FLOAT32) * share,
         "norm outputs": 2 * b * h * share,
-        "rotary angles": 4 * b * attention.rotary_channels,
-        "projected qkv": b * projected * split,
-        "rotated q, k": b * _rotated(attention) * split,
+        **of_attention(job, attention),
         "attention output": b * attention.output_size * split,
         "log-sum-exp": _log_sum_exp(layer) * split,
     } | _kept_of_mlp(job, layer.mlp, h)
+
+
+def _kept_of_qkv(job: Job, attention: Attention) -> dict[str, float]:
+    b, split = job.value_bytes, 1 / job.tensor_ranks
+    return {
+        "rotary angles": 4 * b * attention.rotary_channels,
+        "projected qkv": b * (attention.query_size + attention.travelling_size) * split,
+        "rotated q, k": b * _rotated(attention) * split,
+    }
+
+
+def _kept_of_latents(job: Job, attention: Attention) -> dict[str, float]:
+    b, share = job.value_bytes, job.token_share
+    latents = attention.q_rank + attention.kv_rank
+    # between ranks that share tokens a latent is cut off from what was projected together with it
+    beside = 0 if share < 1 else b * attention.shared_channels
+    kept = {"latents": b * latents * share + beside}
+    if attention.qk_norm:
+        num_norms = 1 + (attention.q_rank > 0)
+        kept["normed latents"] = (b * latents + _FLOAT32 * num_norms) * share
+    return kept | {
+        "rotary angles": b * attention.rotary_channels,
+        "queries, keys, values": b
+        * (attention.query_size + attention.travelling_size)
+        / job.tensor_ranks,
+    }
 
 
 def _rotated(attention: Attention) -> int:

@@ -22,6 +22,7 @@ from megatron_hdp.planner.memory.activations import kept_after_forward, kept_byt
 from megatron_hdp.planner.memory.gpu import stage_memory
 from megatron_hdp.runtime.timeline import Timeline
 from tests.support.gradients import VOCABULARY, moe_arguments, tiny_arguments, write_corpus
+from tests.support.mla import MLA
 
 SHAPE = {
     "num_layers": 3,
@@ -54,6 +55,15 @@ ONE_RANK = {
 }
 
 
+MLA_SHAPE = MLA | {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_head_dim": 16, "v_head_dim": 12}
+MLA_SHAPE |= {"qk_pos_emb_head_dim": 8}
+LATENT = {
+    "latent-bf16": MLA_SHAPE | BF16,
+    "latent": MLA_SHAPE,
+    "latent-without-norms": MLA_SHAPE | BF16 | {"qk_layernorm": False},
+    "latent-without-queries'": MLA_SHAPE | BF16 | {"q_lora_rank": None},
+    "latent-selective": MLA_SHAPE | BF16 | {"recompute_granularity": "selective"},
+}
 SIGMOID = {"num_experts": 8, "moe_router_score_function": "sigmoid"}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 EXPERTS = {
@@ -97,11 +107,20 @@ def more_on_cpus(job, layer=None):
         )  # angles that all layers share, counted to the first; on GPUs too
     b, mlp = job.value_bytes, layer.mlp
     width = mlp.ffn_hidden_size
-    norms = 2 * job.token_share * (8 - b) * job.shape.hidden_size
+    norms = 2 * job.token_share * (8 - b) * job.shape.hidden_size + _more_of_latents(job, layer)
     if mlp.num_experts:
         shared = 2 * b * mlp.shared_ffn_hidden_size / job.tensor_ranks
         return norms + shared + 3 * b * width * mlp.experts_per_token * job.token_share
     return norms + 2 * b * width / job.tensor_ranks
+
+
+def _more_of_latents(job, layer):
+    """The same of latents' norms; in float32 their input is what was projected, on both."""
+    b, attention = job.value_bytes, layer.attention
+    if not (attention.kv_rank and attention.qk_norm):
+        return 0
+    views = b * attention.shared_channels if job.token_share == 1 and b < 4 else 0
+    return job.token_share * (8 - b) * (attention.kv_rank + attention.q_rank) - views
 
 
 def tolerance(arguments):
@@ -119,8 +138,8 @@ def expected(arguments, world=1):
 
 def test_on_one_rank_and_with_experts(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, [64])
-    cases = [tiny_arguments(prefix, **SHAPE | case) for case in ONE_RANK.values()]
-    names = [*ONE_RANK, *EXPERTS]
+    cases = [tiny_arguments(prefix, **SHAPE | case) for case in (ONE_RANK | LATENT).values()]
+    names = [*ONE_RANK, *LATENT, *EXPERTS]
     cases += [moe_arguments(prefix, **SHAPE | case) for case in EXPERTS.values()]
     found = run_ranks(1, counted, cases)[0]
     for name, arguments, measured in zip(names, cases, found, strict=True):
@@ -131,7 +150,8 @@ def test_on_one_rank_and_with_experts(run_ranks, tmp_path):
 
 def test_between_tensor_ranks(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, [64])
-    cases = [tiny_arguments(prefix, **SHAPE | TENSOR_RANKS | case) for case in (BF16, {})]
+    both = (BF16, {}, LATENT["latent-bf16"], LATENT["latent"], LATENT["latent-without-norms"])
+    cases = [tiny_arguments(prefix, **SHAPE | TENSOR_RANKS | case) for case in both]
     for found in run_ranks(2, counted, cases):
         assert found == [expected(arguments, 2) for arguments in cases]
 
