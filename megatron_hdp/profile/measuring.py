@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, head_sizes
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 from megatron_hdp.runtime.offload import Copy, select_copy_engine
@@ -135,16 +135,16 @@ class Bench:
         layout = self._layout(case)
         heads = arguments.num_attention_heads // place.num_tensor_ranks
         groups = max(1, (arguments.num_query_groups or heads) // place.num_tensor_ranks)
+        head_dim, value_dim = head_sizes(arguments)
+        of_heads = (heads, head_dim), (groups, head_dim), (groups, value_dim), (heads, value_dim)
         q, k, v, gradient = (
             torch.randn(
-                (case.num_tokens, number, arguments.kv_channels),
-                dtype=model_dtype(arguments),
-                device=self._device,
+                (case.num_tokens, *of_head), dtype=model_dtype(arguments), device=self._device
             )
-            for number in (heads, groups, groups, heads)
+            for of_head in of_heads
         )
         inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-        scale = float(arguments.kv_channels or 1) ** -0.5
+        scale = float(head_dim) ** -0.5
         layers = len(self._executor.layers)
 
         def run() -> None:

@@ -1,6 +1,7 @@
 """Model FLOPs: what PyTorch counts on Megatron's own model, and what Megatron's formula says."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from megatron_hdp.megatron.options import expert_layers
 from megatron_hdp.training.flops import ModelFlops
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.megatron_formula import formula_of
+from tests.support.mla import MLA, plain_stock_attention
 
 LENGTH = 24
 VOCABULARY = 256
@@ -42,6 +44,8 @@ SHAPES = {
         "moe_shared_expert_gate": True,
         "add_bias_linear": False,
     },
+    "latent": MLA,
+    "latent, queries at once": MLA | {"q_lora_rank": None, "qk_layernorm": False},
     "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
 }
 
@@ -56,7 +60,8 @@ def counted(arguments):
     """Body of a rank: PyTorch's count of a forward and backward of one sequence."""
     parallel.initialise(arguments)
     parallel.set_seeds(1)
-    gpt = building.build_gpt(arguments, VOCABULARY).module
+    with plain_stock_attention() if arguments.multi_latent_attention else nullcontext():
+        gpt = building.build_gpt(arguments, VOCABULARY).module
     tokens = torch.arange(LENGTH)[None] % VOCABULARY
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
     with FlopCounterMode(display=False) as counter:
@@ -117,7 +122,6 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
             "moe_layer_freq": [int(one) for one in expert_layers(arguments)],
             "mtp_num_layers": None,
             "moe_latent_size": None,
-            "multi_latent_attention": False,
             "attention_output_gate": False,
             "experimental_attention_variant": None,
             "is_hybrid_model": False,
@@ -129,4 +133,7 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
     # Megatron leaves the router out, and the gate of shared experts
     routed = (arguments.num_experts or 0) + arguments.moe_shared_expert_gate
     found -= 6 * 5 * LENGTH * sum(expert_layers(arguments)) * arguments.hidden_size * routed
+    if arguments.multi_latent_attention:  # and counts norms of latents
+        latents = arguments.kv_lora_rank + (arguments.q_lora_rank or 0)
+        found += 6 * 5 * LENGTH * arguments.num_layers * latents
     assert found == pytest.approx(expected, rel=1e-12)

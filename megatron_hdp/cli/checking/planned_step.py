@@ -18,6 +18,7 @@ from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.shape import ring_ways
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +60,15 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     Raises:
         ValueError: ``--hdp-cost-model`` cannot be used.
     """
+    found = _cost_model_of(arguments, job)
+    if not job.shape.latent_size or arguments.hdp_mla_ring == "kv":
+        return found
+    size, tensor_ranks = job.value_bytes, job.tensor_ranks
+    return ring_ways(job.shape, found, value_bytes=size, tensor_ranks=tensor_ranks).latent
+
+
+def _cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
+    """The same, as if keys and values travelled."""
     if arguments.cost_model_file is not None:
         measured = CostModel.from_json(arguments.cost_model_file)
         return _with_layers(measured, arguments, job)

@@ -28,8 +28,9 @@ from megatron_hdp.megatron.parallel import (
     say,
 )
 from megatron_hdp.megatron.step.report import over_all_ranks
-from megatron_hdp.planner import CostModel, RingWays
+from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import speeds_in
+from megatron_hdp.planner.shape import ring_ways
 from megatron_hdp.runtime.attention import (
     AttentionByLatent,
     RunShapes,
@@ -122,26 +123,18 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     found = _with_speeds(arguments, executor, _cost_model_at_full_speed(arguments, executor))
     if not isinstance(executor.attention, AttentionByLatent):
         return found
-    ways = _ring_ways(arguments, executor, found)
+    ways = ring_ways(
+        model_shape(arguments, vocab_size=0),
+        found,
+        value_bytes=model_dtype(arguments).itemsize,
+        tensor_ranks=executor.place.num_tensor_ranks,
+    )
     executor.attention.decide_by(
         lambda layout: ways.latent_is_faster(
             [tokens * layout.degree for tokens in layout.ring_slices], layout.ring
         )
     )
     return ways.latent  # where keys and values travel, that takes less
-
-
-def _ring_ways(
-    arguments: TrainingArguments, executor: HdpExecutor, cost_model: CostModel
-) -> RingWays:
-    shape, size = model_shape(arguments, vocab_size=0), model_dtype(arguments).itemsize
-    return RingWays.of(
-        cost_model,
-        kv_bytes_per_token=shape.travelling_size * size,
-        latent_bytes_per_token=shape.latent_size * size * executor.place.num_tensor_ranks,
-        projection_share=shape.latent_matrices
-        / (shape.active_parameters - shape.expert_parameters),
-    )
 
 
 def _with_speeds(

@@ -1,5 +1,6 @@
 """The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
 
+from megatron_hdp.planner.shape.latent import ring_ways
 from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Router, Weights
 from megatron_hdp.planner.shape.model import ModelShape
 from megatron_hdp.planner.shape.named import (
@@ -22,4 +23,5 @@ __all__ = [
     "Weights",
     "cost_model_of",
     "model_of",
+    "ring_ways",
 ]

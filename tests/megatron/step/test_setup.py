@@ -30,9 +30,18 @@ SHAPES = RunShapes(heads=8, kv_heads=2, longest=65_536, tokens_per_rank=8192, nu
     [
         ({}, SHAPES),
         ({"num_query_groups": 1}, replace(SHAPES, kv_heads=1)),
+        (
+            {"multi_latent_attention": True, "num_query_groups": 32},
+            replace(SHAPES, kv_heads=8, value_dim=128),
+        ),
         ({"hdp_offload": "auto"}, replace(SHAPES, tokens_per_rank=65_536)),
     ],
-    ids=["tensor ranks share heads", "at least one head", "offload makes room"],
+    ids=[
+        "tensor ranks share heads",
+        "at least one head",
+        "values of another size",
+        "offload makes room",
+    ],
 )
 def test_what_attention_is_asked_for(changes, expected):
     assert setup._shapes_of(replace(ARGUMENTS, **changes), PLACE) == expected

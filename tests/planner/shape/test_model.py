@@ -1,8 +1,11 @@
 """A shape's parameters are those one counts by hand, and those published."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Weights
+from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Weights, ring_ways
 
 SMALL = {
     "num_layers": 2,
@@ -75,3 +78,44 @@ def test_what_is_stored_counted_by_hand():
     tied = ModelShape(layers=layers, hidden_size=8, vocab_size=100, tied_embeddings=True)
     assert model.parameters - tied.parameters == 800
     assert model.sent_to_experts == 2 * 8
+
+
+DEEPSEEK_V3 = Attention(
+    num_heads=128,
+    num_groups=128,
+    qk_channels=192,
+    v_channels=128,
+    rotary_channels=64,
+    qk_norm=True,
+    kv_rank=512,
+    q_rank=1536,
+    shared_channels=64,
+)
+
+
+def test_a_latent_travels_in_place_of_much_more():
+    assert (DEEPSEEK_V3.travelling_size, DEEPSEEK_V3.latent_size) == (40_960, 576)
+    plain = Attention(num_heads=4, num_groups=4, qk_channels=8, v_channels=8)
+    assert (plain.travelling_size, plain.latent_size, plain.latent_matrices) == (64, 0, 0)
+
+
+def test_parameters_of_latent_attention_counted_by_hand():
+    h, queries, made = 7168, 128 * 192, 128 * (128 + 128)
+    expected = h * 1536 + 1536 * queries + h * 576 + 512 * made + 128 * 128 * h
+    assert DEEPSEEK_V3.matrices(h) == expected
+    assert DEEPSEEK_V3.latent_matrices == 512 * made
+    assert DEEPSEEK_V3.weights(h) == Weights(split=expected, whole=512 + 1536)
+    at_once = replace(DEEPSEEK_V3, q_rank=0)
+    assert at_once.matrices(h) == expected + h * queries - 1536 * (h + queries)
+    assert at_once.weights(h).whole == 512
+
+
+def test_the_two_ways_of_its_rings():
+    mlp = Mlp(ffn_hidden_size=2048, gated=True)
+    layer = Layer(hidden_size=7168, attention=DEEPSEEK_V3, mlp=mlp)
+    model = ModelShape(layers=(layer,) * 2, hidden_size=7168, vocab_size=0)
+    ways = ring_ways(model, LLAMA_7B, value_bytes=2, tensor_ranks=8)
+    assert ways.kv == replace(LLAMA_7B, kv_bytes_per_token=2 * 40_960 * 2)
+    assert ways.latent.kv_bytes_per_token == 2 * 576 * 2 * 8
+    share = DEEPSEEK_V3.latent_matrices / layer.dense_matrices
+    assert ways.latent.merge_b == pytest.approx(4 * LLAMA_7B.b * share / 3)
