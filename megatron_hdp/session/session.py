@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron_hdp.data.steps import RankMicroBatch, StepShares, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
+from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
-from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
+from megatron_hdp.megatron.options import TrainingArguments, arguments_of_model, parse_arguments
 from megatron_hdp.megatron.step import (
     build_executor,
     cost_model_of,
@@ -111,8 +112,55 @@ class HdpSession:
         session._has_joined, session._has_groups = has_joined, True
         return session
 
+    @classmethod
+    def of_model(
+        cls,
+        chunks: Sequence[Any],
+        *,
+        vocab_size: int,
+        seq_length: int,
+        hdp_tokens_per_rank: int,
+        **options: Any,
+    ) -> HdpSession:
+        """A session over a GPT that was built by other means from Megatron's classes.
+
+        It is adapted in place: classes of attention, positions, routers and output change, weights
+        and their names do not. From then on the session runs it, not the framework's own forward.
+
+        Args:
+            chunks: this rank's parts of the model, each in Megatron's DDP, built with
+                ``context_parallel_size = 1`` and ``calculate_per_token_loss = True``; several with
+                virtual stages. Ranks of the data-parallel group are the HDP ranks.
+            vocab_size: token ids must be below this.
+            seq_length: tokens of the longest sequence.
+            hdp_tokens_per_rank: capacity: tokens that a rank can hold in one micro-batch.
+            options: others of HDP's, by the names of `HdpOptions`: ``hdp_strategy="naive"``.
+
+        Raises:
+            ValueError: a model or options that HDP does not know.
+        """
+        first = take_over(chunks)
+        arguments = arguments_of_model(
+            first.config,
+            chunks[0].ddp_config,
+            seq_length=seq_length,
+            tied_embeddings=first.share_embeddings_and_output_weights,
+            hdp_tokens_per_rank=hdp_tokens_per_rank,
+            **options,
+        )
+        return cls(arguments, chunks, vocab_size=vocab_size)
+
     def build_optimizer(self) -> Any:
-        """Megatron's optimizer over the model, as the arguments configure it."""
+        """Megatron's optimizer over the model, as the flags of `from_flags` configure it.
+
+        Raises:
+            ValueError: the session was made of a model, without such flags.
+        """
+        if self.arguments.lr is None:
+            raise ValueError(
+                "found no flags of an optimizer, expected those of HdpSession.from_flags: make the "
+                "optimizer as the framework does that built the model"
+            )
         return build_optimizer(self.arguments, self.chunks)
 
     def plan(self, batch: TokenBatch | Sequence[Any]) -> Plan:

@@ -63,6 +63,20 @@ def test_every_loss_in_layouts(run_ranks, layout):
     check(run_ranks(ranks, errors_of, arguments_of(**overrides), KINDS)[0])
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2-v2",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2-overlap", "tied-overlap")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("experts", "pp2")),
+    ],
+)
+def test_a_model_that_megatron_has_built(run_ranks, layout):
+    ranks, overrides = LAYOUTS[layout]
+    arguments = arguments_of(**overrides)
+    check(run_ranks(ranks, errors_of, arguments, KINDS, by_megatron=True)[0])
+
+
 def weights_of_the_token_before(self, micro_batch):
     """Takes each token's weight from its neighbour."""
     found = ARRAYS(self, micro_batch)

@@ -5,15 +5,22 @@ they are defined, over whole sequences.
 """
 
 from contextlib import ExitStack
+from dataclasses import fields
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import global_parameters, initialise_by_name
+from megatron_hdp.megatron.options import num_model_chunks
+from megatron_hdp.options import HdpOptions
 from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch
 from tests.support import gradients
 from tests.support.gradients import VOCABULARY, largest_error, tiny_arguments, whole_gradients
@@ -88,11 +95,47 @@ def loss_of(kind):
     return None, None
 
 
-def session_of(arguments):
-    """A session over a fresh model, in a job whose groups are there."""
+def session_of(arguments, by_megatron=False):
+    """A session over a fresh model, in a job whose groups are there.
+
+    Args:
+        arguments: of the run.
+        by_megatron: whether Megatron alone has built the model.
+    """
     parallel.set_seeds(arguments.seed)
+    if by_megatron:
+        chunks = [stock_chunk(arguments, i) for i in range(num_model_chunks(arguments))]
+        of_hdp = {item.name: getattr(arguments, item.name) for item in fields(HdpOptions)}
+        seq_length = arguments.seq_length
+        return HdpSession.of_model(chunks, vocab_size=VOCABULARY, seq_length=seq_length, **of_hdp)
     chunks = building.build_chunks(arguments, VOCABULARY)
     return HdpSession(arguments, chunks, vocab_size=VOCABULARY)
+
+
+def stock_chunk(arguments, number):
+    """A part of the model as a framework builds it from Megatron's classes."""
+    num = num_model_chunks(arguments)
+    config = building.transformer_config(arguments)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=arguments.num_experts, normalization=arguments.normalization
+        ),
+        vocab_size=building.padded_vocab_size(VOCABULARY, arguments),
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
+        post_process=number == num - 1 and parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        vp_stage=number if num > 1 else None,
+    )
+    initialise_by_name(model, arguments.seed)
+    model.to(torch.float64)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+        overlap_grad_reduce=arguments.overlap_grad_reduce,
+    )
+    return DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0)
 
 
 def plan_of(session, batch, seed):
@@ -122,14 +165,14 @@ def step_of(session, batch, kind, seed):
     return report, found
 
 
-def errors_of(arguments, kinds, seeds=(None, 0), *faults):
+def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
     """Body of a rank: by kind of loss and plan the largest error, on the first rank."""
     parallel.initialise(arguments)
     batch, found = batch_of(), {}
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
-        session = session_of(arguments)
+        session = session_of(arguments, by_megatron)
         for kind in kinds:
             for seed in seeds:
                 if kind == "log-probs":

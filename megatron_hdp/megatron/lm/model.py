@@ -5,6 +5,7 @@ Classes change, parameters do not: weights, their names and what checkpoints hol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -12,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.megatron.model import (
     FusedLossModel,
@@ -53,6 +55,32 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
     if fused_loss:
         FusedLossModel.adopt(model)
     return model
+
+
+def take_over(chunks: Sequence[Any]) -> GPTModel:
+    """Adapts the chunks of a rank, wherever they were built, in place; the wrappers stay.
+
+    Args:
+        chunks: a GPT's, each in Megatron's DDP; some may be adapted already.
+
+    Returns:
+        The model of the first.
+
+    Raises:
+        ValueError: they are not the GPT that HDP knows, or their DDP does what it does not.
+    """
+    models = [get_attr_wrapped_model(one, "decoder", return_model_obj=True) for one in chunks]
+    for chunk, model in zip(chunks, models, strict=True):
+        if not isinstance(model, FusedLossModel):
+            adapt(model, fused_loss=True)
+        if getattr(chunk.ddp_config, "overlap_param_gather", False):
+            raise ValueError(
+                "found overlap_param_gather in the model's DistributedDataParallelConfig, expected "
+                "none: parameters must be there before the first micro-batch"
+            )
+        config = get_model_config(chunk)
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+    return models[0]
 
 
 def _adapt_attention(attention: Any, layer_number: int) -> None:

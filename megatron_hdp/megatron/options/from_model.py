@@ -1,0 +1,94 @@
+"""The options that describe a model which another framework has built from Megatron's classes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.megatron.options.checks import check_layout
+from megatron_hdp.options import HdpOptions, OptionError
+
+_RENAMED = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "swiglu": "gated_linear_unit",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+}
+"""Options by what Megatron's ``TransformerConfig`` calls them."""
+_WRITTEN = ("moe_layer_freq", "no_rope_freq")  # numbers or lists there, text in options
+_OF_HDP = {item.name for item in fields(HdpOptions)}
+
+
+def arguments_of_model(
+    config: Any, ddp_config: Any, *, seq_length: int, tied_embeddings: bool, **of_hdp: Any
+) -> TrainingArguments:
+    """The options of a run of such a model.
+
+    Args:
+        config: Megatron's ``TransformerConfig`` of it.
+        ddp_config: its ``DistributedDataParallelConfig``.
+        seq_length: tokens of the longest sequence.
+        tied_embeddings: whether embedding and output share their weights.
+        of_hdp: fields of `HdpOptions`; ``hdp_tokens_per_rank`` must be among them.
+
+    Raises:
+        OptionError: options that do not exist, or that do not go together.
+    """
+    unknown = sorted(set(of_hdp) - _OF_HDP)
+    if unknown:
+        raise OptionError(
+            f"found {', '.join(unknown)}, expected names of HDP's options: "
+            f"{', '.join(sorted(_OF_HDP))}"
+        )
+    values = {}
+    for item in fields(TrainingArguments):
+        name = _RENAMED.get(item.name, item.name)
+        if hasattr(config, name) and item.name not in _OF_HDP:
+            values[item.name] = getattr(config, name)
+    for name in _WRITTEN:
+        if values.get(name) is not None:
+            values[name] = str(values[name])
+    layout = values.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        values["pipeline_model_parallel_layout"] = layout = _layout_as_text(layout)
+    if values.get("num_virtual_stages_per_pipeline_rank") == 1 or layout is not None:
+        values["num_virtual_stages_per_pipeline_rank"] = None
+    dtype = config.params_dtype
+    arguments = TrainingArguments(
+        **values
+        | {
+            "bf16": dtype == torch.bfloat16,
+            "fp64": dtype == torch.float64,
+            "group_query_attention": config.num_query_groups != config.num_attention_heads,
+            "untie_embeddings_and_output_weights": not tied_embeddings,
+            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "overlap_grad_reduce": ddp_config.overlap_grad_reduce,
+            "seq_length": seq_length,
+            "max_position_embeddings": seq_length,
+            "global_batch_size": 1,
+            "train_iters": 1,
+            "hybrid_data_parallel": True,
+        }
+        | of_hdp
+    )
+    HdpOptions(**{name: getattr(arguments, name) for name in _OF_HDP}).validate(
+        global_batch_size=1, attention_dropout=arguments.attention_dropout, train_iters=1
+    )
+    check_layout(arguments)
+    return arguments
+
+
+def _layout_as_text(layout: Any) -> str:
+    """As the flag gives it; Megatron keeps what it was made from."""
+    found = getattr(layout, "input_data", layout)
+    if not isinstance(found, str):
+        raise OptionError(
+            f"found pipeline_model_parallel_layout {found}, expected text as of Megatron's flag, "
+            "like 'Et|tt|tL'"
+        )
+    return found
