@@ -150,6 +150,11 @@ class HdpSession:
         )
         return cls(arguments, chunks, vocab_size=vocab_size)
 
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the one rank of the job that prints and writes."""
+        return parallel.is_first_rank()
+
     def build_optimizer(self) -> Any:
         """Megatron's optimizer over the model, as the flags of `from_flags` configure it.
 
@@ -205,10 +210,7 @@ class HdpSession:
         divisor = _divisor(divisor, loss_tokens)
         parameters = loss.parameters if isinstance(loss, FromHidden) else ()
         if not forward_only:
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            for one in parameters:
-                one.grad = None
+            self._clear_gradients(parameters)
         micro_batches, outcome = self._run(checked, made, divisor, objective, forward_only)
         sums = objective.sums() if isinstance(objective, OwnFunction) else {}
         job = totals_of(outcome, self.place, bool(sums))
@@ -354,6 +356,13 @@ class HdpSession:
                 own_loss=objective,
             )
         return micro_batches, outcome
+
+    def _clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Of the model and of a loss; some of Megatron's optimizers leave theirs in ``grad``."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        for one in (*parameters, *(one for chunk in self.chunks for one in chunk.parameters())):
+            one.grad = None
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
