@@ -13,7 +13,7 @@ from tests.support.gradients import EXPERTS
 from tests.support.own_loop import arguments_of, errors_of
 
 TOLERANCE, OF_LOG_PROBS = 1e-10, 1e-12
-KINDS = ("weighted", "clipped", "hot", "distilled", "values", "log-probs")
+KINDS = ("weighted", "clipped", "hot", "distilled", "values", "preferred", "log-probs")
 
 
 def check(errors):

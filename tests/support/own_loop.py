@@ -5,7 +5,7 @@ they are defined, over whole sequences.
 """
 
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from unittest import mock
 
 import numpy as np
@@ -21,7 +21,7 @@ from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import global_parameters, initialise_by_name
 from megatron_hdp.megatron.options import num_model_chunks
 from megatron_hdp.options import HdpOptions
-from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch
+from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch, weights_of
 from tests.support import gradients
 from tests.support.gradients import VOCABULARY, largest_error, tiny_arguments, whole_gradients
 from tests.support.random_plans import random_plan
@@ -67,6 +67,15 @@ def clipped(log_probs, arrays):
 def distilled(hidden, arrays):
     """Distance from a teacher's hidden states, summed by the function itself."""
     return (hidden - arrays["teacher"]).square().sum()
+
+
+def preferred(log_probs):
+    """Margins between pairs of sequences (DPO), and clipped ratios of whole ones (GSPO)."""
+    sums = torch.stack([one.sum() for one in log_probs])
+    margins = 0.01 * (sums[[2, 4, 7]] - sums[[3, 5, 8]])
+    ratios = torch.stack([(one + 6).mean().exp() for one in log_probs])
+    clipped = torch.minimum(ratios, ratios.clamp(0.9, 1.5))
+    return clipped.sum() - torch.nn.functional.logsigmoid(margins).sum()
 
 
 class Values:
@@ -154,7 +163,12 @@ def plan_of(session, batch, seed):
 def step_of(session, batch, kind, seed):
     """(loss, whole gradients) of a step, those of the loss's own parameters under ``head``."""
     loss, divisor = loss_of(kind)
-    report = session.step(batch, loss, divisor=divisor, plan=plan_of(session, batch, seed))
+    plan, value = plan_of(session, batch, seed), None
+    if kind == "preferred":
+        log_probs = session.log_probs(batch, dtype=torch.float64, plan=plan)
+        value, weights = weights_of(preferred, log_probs)
+        batch, divisor = replace(batch, weights=weights), 1
+    report = session.step(batch, loss, divisor=divisor, plan=plan)
     if seed is not None and session.arguments.hdp_offload != "off":
         assert report.offloaded_bytes
     found = whole_gradients(session.chunks, session.arguments)
@@ -162,7 +176,7 @@ def step_of(session, batch, kind, seed):
         heads = [None] * dist.get_world_size()
         dist.all_gather_object(heads, loss.parameters[0].grad)
         found["head"] = next(one for one in heads if one is not None)
-    return report, found
+    return report.loss if value is None else value, found
 
 
 def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
@@ -179,8 +193,7 @@ def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
                     plan = plan_of(session, batch, seed)
                     found[kind, seed] = session.log_probs(batch, dtype=torch.float64, plan=plan)
                 else:
-                    report, grads = step_of(session, batch, kind, seed)
-                    found[kind, seed] = report.loss, grads
+                    found[kind, seed] = step_of(session, batch, kind, seed)
     parallel.finish()
     parallel.initialise(gradients.stock(arguments))
     if dist.get_rank():
@@ -235,11 +248,13 @@ def reference(arguments, batch, kind):
             losses = loss.function(given, arrays)
             losses = losses[0] if isinstance(losses, tuple) else losses
             total = total + losses.sum()
-        whole = torch.zeros(length).double()
-        whole[rows] = given.detach() if kind == "log-probs" else 0.0
-        log_probs.append(whole)
+        if rows[:1].any() or given.dim() > 1:
+            continue
+        log_probs.append(torch.zeros(length).double().index_put((rows,), given))
     if kind == "log-probs":
-        return log_probs
+        return [one.detach() for one in log_probs]
+    if kind == "preferred":
+        total, divisor = preferred(log_probs), 1
     divisor = divisor or num
     names, parameters = zip(*global_parameters(gpt), strict=True)
     if kind == "values":

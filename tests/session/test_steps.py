@@ -1,0 +1,144 @@
+"""What a session's calls return and leave behind."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.megatron import parallel
+from megatron_hdp.session import FromHidden, FromLogProbs, TokenBatch, weights_of
+from tests.support.gradients import whole_gradients
+from tests.support.own_loop import (
+    LENGTHS,
+    Values,
+    arguments_of,
+    batch_of,
+    clipped,
+    largest_difference,
+    session_of,
+)
+
+
+def opened(**overrides):
+    arguments = arguments_of(**overrides)
+    parallel.initialise(arguments)
+    return session_of(arguments), batch_of()
+
+
+def figures():
+    """Body of a rank: a report, and the sums that it should hold."""
+    session, batch = opened()
+    log_probs = session.log_probs(batch, dtype=torch.float64)
+    report = session.step(batch, FromLogProbs(clipped), divisor=0.5)
+    expected = {"loss": 0.0, "clipped": 0.0, "ratio": 0.0}
+    for i, (one, mask) in enumerate(zip(log_probs, batch.loss_mask, strict=True)):
+        rows = torch.from_numpy(mask & (np.arange(len(mask)) > 0))
+        arrays = {
+            name: torch.as_tensor(np.asarray(of_all[i]))[rows]
+            for name, of_all in batch.arrays.items()
+        }
+        losses, sums = clipped(one[rows], arrays)
+        for name, value in {"loss": losses, **sums}.items():
+            expected[name] += float(value.sum())
+    return report, expected
+
+
+def test_a_report_counts_the_whole_batch(run_ranks):
+    everyone = run_ranks(3, figures)
+    masks = batch_of().loss_mask
+    for report, expected in everyone:
+        assert report.loss == pytest.approx(expected.pop("loss") / 0.5, rel=1e-12)
+        assert report.sums == pytest.approx(expected, rel=1e-12)
+        assert (report.sequences, report.tokens) == (len(LENGTHS), sum(LENGTHS))
+        assert report.loss_tokens == sum(int(one[1:].sum()) for one in masks)
+        assert report.divisor == 0.5 and report.makespan_s > 0 and report.ring_bytes > 0
+    assert len({report.plan.fingerprint() for report, _ in everyone}) == 1
+
+
+def steps_apart(fault):
+    """Body of a rank: how far the second step's gradients after an update are from the first's."""
+    session, batch = opened(use_distributed_optimizer=False)
+    if fault:
+        session._clear_gradients = lambda _: [one.zero_grad_buffer() for one in session.chunks]
+    optimizer = session.build_optimizer()
+    session.step(batch)
+    optimizer.step()
+    found = []
+    for _ in range(2):
+        session.step(batch)
+        found.append(whole_gradients(session.chunks, session.arguments))
+    first, second = found
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def test_nothing_of_the_step_before_is_left(run_ranks):
+    assert max(run_ranks(2, steps_apart, False)) == 0.0
+    assert min(run_ranks(2, steps_apart, True)) > 1e-6
+
+
+def what_is_left():
+    """Body of a rank: log-probabilities and a trial leave weights, gradients and modes alone."""
+    session, batch = opened()
+    trained = session.step(batch)
+    gradients = whole_gradients(session.chunks, session.arguments)
+    session.chunks[0].train()
+    tried = session.step(batch, forward_only=True)
+    everywhere = session.log_probs(batch, dtype=torch.float64)
+    first = session.log_probs(batch, dtype=torch.float64, to="first")
+    assert tried.loss == trained.loss and session.chunks[0].training
+    after = whole_gradients(session.chunks, session.arguments)
+    assert all(torch.equal(gradients[name], after[name]) for name in gradients)
+    if dist.get_rank():
+        assert first is None
+    else:
+        assert largest_difference(first, everywhere) == 0.0
+    assert {one.dtype for one in session.log_probs(batch)} == {torch.float32}
+    return [one.numpy() for one in everywhere]
+
+
+def test_forward_only_leaves_everything_as_it_was(run_ranks):
+    one, other = run_ranks(2, what_is_left)
+    for a, b, mask in zip(one, other, batch_of().loss_mask, strict=True):
+        assert np.array_equal(a, b)
+        assert np.array_equal(a != 0, mask & (np.arange(len(mask)) > 0))
+
+
+def of_kinds():
+    """Body of a rank: losses of one batch given as arrays of several kinds."""
+    session, _ = opened()
+    ids = [[5, 200, 7, 9], [1, 2], [3] * 150]
+    given = [
+        ids,
+        [np.array(one, dtype=np.int16) for one in ids],
+        [torch.tensor(one) for one in ids],
+    ]
+    weights = [[0.5] * len(one) for one in ids]
+    found = [session.step(one, divisor=1).loss / 2 for one in given]
+    halves = [torch.tensor(one, dtype=torch.bfloat16) for one in weights]
+    found += [
+        session.step(TokenBatch(ids, weights=one), divisor=1).loss for one in (weights, halves)
+    ]
+    return found
+
+
+def test_arrays_of_any_kind(run_ranks):
+    for found in run_ranks(2, of_kinds):
+        assert found == pytest.approx([found[0]] * 5, rel=1e-14)
+
+
+def heads():
+    """Body of a rank: the gradient of a loss's own parameter after a step."""
+    session, batch = opened(pipeline_model_parallel_size=2, hdp_tokens_per_rank=200)
+    values = Values()
+    session.step(batch, FromHidden(values, [values.head]))
+    return values.head.grad is not None
+
+
+def test_own_parameters_learn_on_the_last_stage(run_ranks):
+    assert run_ranks(2, heads) == [False, True]
+
+
+def test_weights_are_the_gradient_turned_round():
+    loss, weights = weights_of(lambda found: 3 * found[1].sum() - found[0][1], [[1.0, 2.0], [4.0]])
+    assert loss == 10.0
+    assert [one.tolist() for one in weights] == [[0.0, 1.0], [-3.0]]
