@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.megatron.options.checks import check_layout
 from megatron_hdp.options import HdpOptions, OptionError
@@ -58,12 +56,12 @@ def arguments_of_model(
         values["pipeline_model_parallel_layout"] = layout = _layout_as_text(layout)
     if values.get("num_virtual_stages_per_pipeline_rank") == 1 or layout is not None:
         values["num_virtual_stages_per_pipeline_rank"] = None
-    dtype = config.params_dtype
+    dtype = str(config.params_dtype)  # options are read without torch
     arguments = TrainingArguments(
         **values
         | {
-            "bf16": dtype == torch.bfloat16,
-            "fp64": dtype == torch.float64,
+            "bf16": dtype == "torch.bfloat16",
+            "fp64": dtype == "torch.float64",
             "group_query_attention": config.num_query_groups != config.num_attention_heads,
             "untie_embeddings_and_output_weights": not tied_embeddings,
             "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
