@@ -16,7 +16,7 @@ from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
 from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
-from megatron_hdp.megatron.options import TrainingArguments, arguments_of_model, parse_arguments
+from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
 from megatron_hdp.megatron.step import (
     build_executor,
     cost_model_of,
@@ -29,6 +29,7 @@ from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.agreeing import on_all_ranks
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
 from megatron_hdp.session.losses import FromHidden, Loss
+from megatron_hdp.session.model_options import arguments_of_model
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
 from megatron_hdp.session.outcome import (
     finish_gradients,

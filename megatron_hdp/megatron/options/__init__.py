@@ -17,7 +17,6 @@ from megatron_hdp.megatron.options.expert_layers import (
     expert_layers_of_chunk,
     layer_frequency,
 )
-from megatron_hdp.megatron.options.from_model import arguments_of_model
 from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.mla_options import MlaOptions
@@ -43,7 +42,6 @@ __all__ = [
     "ParallelOptions",
     "PositionOptions",
     "TrainingArguments",
-    "arguments_of_model",
     "build_parser",
     "check_data",
     "check_latent_ring",

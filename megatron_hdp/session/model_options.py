@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.megatron.options.arguments import TrainingArguments
-from megatron_hdp.megatron.options.checks import check_layout
+from megatron_hdp.megatron.options import TrainingArguments, check_layout
 from megatron_hdp.options import HdpOptions, OptionError
 
 _RENAMED = {
