@@ -132,8 +132,9 @@ def preset_batch(
 ) -> "npt.NDArray[np.int64]":
     """Lengths of one global batch of a preset."""
     from megatron_hdp.data.presets import preset_lengths
+    from megatron_hdp.megatron.options import sequences_of
 
-    num_tokens, num_sequences = arguments.hdp_global_batch_tokens, arguments.global_batch_size
+    num_tokens, num_sequences = arguments.hdp_global_batch_tokens, sequences_of(arguments)
     if num_tokens is None:  # enough for so many sequences, however long they are
         num_tokens = (num_sequences or 1) * arguments.seq_length
     length = arguments.seq_length

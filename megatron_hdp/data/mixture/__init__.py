@@ -1,9 +1,10 @@
 """From several sources to the sequences of a step."""
 
+from megatron_hdp.data.mixture.batch_size import BatchSize, ramp
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
-from megatron_hdp.data.mixture.draw import BatchSize, Mixture, Together
+from megatron_hdp.data.mixture.draw import Mixture, Together
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
 from megatron_hdp.data.mixture.opening import (
     Opening,
@@ -50,6 +51,7 @@ __all__ = [
     "prefix_of",
     "prepare_source",
     "prepared",
+    "ramp",
     "read_data_file",
     "specs_of_flags",
 ]

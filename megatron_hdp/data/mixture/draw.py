@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_hdp.data.extension import _order
 from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position
 from megatron_hdp.data.mixture.schedule import ResolvedSchedule, Setting
 from megatron_hdp.data.mixture.step import Step
@@ -24,27 +25,6 @@ Together = Callable[..., Iterable[Any]]
 
 _UNBOUNDED = 2**62
 _SPARE = 1.1  # of the rows that a step is expected to take, so that it seldom looks twice
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """The size of a global batch, in sequences or in tokens.
-
-    Raises:
-        ValueError: not exactly one of them, or one below 1.
-    """
-
-    sequences: int | None = None
-    tokens: int | None = None
-    """A step takes sequences until the next one would exceed this many; at least one."""
-
-    def __post_init__(self) -> None:
-        sizes = [size for size in (self.sequences, self.tokens) if size is not None]
-        if len(sizes) != 1 or sizes[0] < 1:
-            raise ValueError(
-                f"global batch of {self.sequences} sequences and {self.tokens} tokens: give "
-                "exactly one, at least 1 (--global-batch-size or --hdp-global-batch-tokens)"
-            )
 
 
 @dataclass(frozen=True)
@@ -133,7 +113,7 @@ class _Draw:
         self._turns: list[Int64Array] = []
 
     def step(self) -> Step:
-        sequences = self._batch.sequences or _UNBOUNDED
+        sequences = self._batch.at(self._position.sequences) or _UNBOUNDED
         tokens = self._batch.tokens or _UNBOUNDED
         if any(self._weights):
             counts = self._guess(sequences, tokens)

@@ -18,12 +18,14 @@ from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
     TrainingArguments,
+    batch_size_of,
     check_data,
     check_latent_ring,
     check_layout,
     check_moe,
     check_windows,
     num_model_chunks,
+    sequences_of,
 )
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 
@@ -47,7 +49,6 @@ _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the p
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
 _SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
 _PRETRAINS = "HDP trains all weights on the next token's cross entropy"
-_COUNTED = "a step is --global-batch-size sequences, from the first to the last"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, _OWN_RINGS),
@@ -115,12 +116,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "reset_attention_mask": (False, "attention is each document's own already"),
     "eod_mask_loss": (False, "all tokens of a document but the last predict their next one"),
     "dataloader_inter_document_masking": (False, "attention is each document's own already"),
-    "iterations_to_skip": ([], _COUNTED),
-    "rampup_batch_size": (None, _COUNTED),
-    "step_batch_size_schedule": (None, _COUNTED),
-    "eval_global_batch_size": (None, f"{_COUNTED}, in evaluation too"),
-    "phase_transition_iterations": (None, _COUNTED),
-    "decrease_batch_size_if_needed": (False, _COUNTED),
+    "iterations_to_skip": ([], "HDP draws a step's sequences when it trains on them"),
+    "phase_transition_iterations": (None, "phases stand in the file of --hdp-data"),
+    "decrease_batch_size_if_needed": (
+        False,
+        "which sequences form a step must not depend on the number of ranks",
+    ),
     "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
     "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
 }
@@ -172,7 +173,7 @@ def check(args: argparse.Namespace) -> None:
     """
     options = _hdp_options(args)
     options.validate(
-        global_batch_size=args.global_batch_size,
+        global_batch_size=sequences_of(args),
         attention_dropout=args.attention_dropout,
         train_iters=args.train_iters or 0,
     )
@@ -190,6 +191,7 @@ def check(args: argparse.Namespace) -> None:
                 f"needs {needed}: {why}"
             )
     _check_positions(args)
+    _check_growth(args)
     _check_attention(getattr(args, "attention_backend", None))
     is_latent = getattr(args, "multi_latent_attention", False)
     check_latent_ring(multi_latent_attention=is_latent, hdp_mla_ring=options.hdp_mla_ring)
@@ -220,6 +222,15 @@ def _check_positions(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--rope-scaling-factor: found {factor}, expected 8, which Megatron-LM's script takes "
             "whatever this flag says: leave it out, or take megatron_hdp's own command"
+        )
+
+
+def _check_growth(args: argparse.Namespace) -> None:
+    """Refuses a growing batch where Megatron-LM reads the flag and does not grow it."""
+    if getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"):
+        raise OptionError(
+            f"--rampup-batch-size: found {args.rampup_batch_size}, expected none, as Megatron-LM "
+            "from 0.18 on reads it and keeps one size: give --step-batch-size-schedule"
         )
 
 
@@ -305,6 +316,7 @@ def check_derived(args: argparse.Namespace) -> None:
         OptionError: what was found, what was expected and the remedy.
     """
     arguments = training_arguments(args)
+    batch_size_of(arguments)
     check_layout(arguments)
     check_windows(arguments)
     if num_model_chunks(arguments) > 1:
@@ -348,6 +360,8 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
             continue
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
+    if values.get("rampup_batch_size"):
+        values["rampup_batch_size"] = tuple(map(int, values["rampup_batch_size"]))
     values |= {name: getattr(args, name) for name in _PATHS}
     values["moe_layer_freq"] = str(getattr(args, "moe_layer_freq", 1))
     for name in ("window_size", "window_attn_skip_freq"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
 from megatron_hdp.data.mixture import SPLITS, Corpus, Position
@@ -24,7 +25,7 @@ from megatron_hdp.megatron.lm.log import LmLog
 from megatron_hdp.megatron.lm.moe import RouterLosses
 from megatron_hdp.megatron.lm.param_gather import start_param_gather
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, batch_size_of
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
@@ -161,13 +162,13 @@ class LmRun:
         count = self._count(split)
         position = self._position(split, count)
         report = steps.run(position, forward_only)
-        following = count + self.args.global_batch_size
+        following = count + self._size(split, count)
         self._positions[split] = {count: position, following: report.position_after}
         self._validate(report)
         if split == "train":
             self.log.add(report)
         elif split == "test":
-            self._num_tested += self.args.global_batch_size
+            self._num_tested = following
         else:
             checkpoint.remember_position(self.args, split, report.position_after)
             self._add_validation(report)
@@ -278,6 +279,17 @@ class LmRun:
         if split == "test":
             return self._num_tested
         return int(getattr(self.args, f"consumed_{split}_samples"))
+
+    def _size(self, split: str, count: int) -> int:
+        """Sequences of the step that follows `count` samples, by which Megatron counts on."""
+        size = batch_size_of(self.arguments, split).at(count)
+        assert size is not None, "Megatron counts sequences"
+        if split == "train" and size != get_current_global_batch_size():
+            raise ValueError(
+                f"found {get_current_global_batch_size()} samples in Megatron's batch after "
+                f"{count}, expected {size} by --rampup-batch-size or --step-batch-size-schedule"
+            )
+        return size
 
     def _position(self, split: str, count: int) -> Position:
         """Where the step begins that follows `count` samples."""

@@ -11,6 +11,7 @@ from megatron_hdp.megatron.options.arguments import (
     tokenizer_of,
     without_virtual_stages,
 )
+from megatron_hdp.megatron.options.batch_sizes import batch_size_of, check_batch_size, sequences_of
 from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.expert_layers import (
     expert_layers,
@@ -42,7 +43,9 @@ __all__ = [
     "ParallelOptions",
     "PositionOptions",
     "TrainingArguments",
+    "batch_size_of",
     "build_parser",
+    "check_batch_size",
     "check_data",
     "check_latent_ring",
     "check_layout",
@@ -65,6 +68,8 @@ __all__ = [
     "pattern_of",
     "planned_layers",
     "planned_weights",
+    "sequences_of",
+    "shape_in",
     "position_record",
     "shape_in",
     "stage_split",

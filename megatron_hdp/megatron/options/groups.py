@@ -27,6 +27,24 @@ class OptimizationOptions:
         maximum=_MOST_SEQUENCES,
         help="Sequences in a global batch (without HDP: micro-batch x ranks).",
     )
+    rampup_batch_size: tuple[int, ...] = option(
+        (),
+        metavar="N",
+        help="Let the global batch grow: its first size, by how much it grows at a time, and after "
+        "how many sequences it reaches --global-batch-size.",
+    )
+    step_batch_size_schedule: str | None = option(
+        None,
+        metavar="TEXT",
+        help="Sizes of the global batch from points on, instead of --global-batch-size: 0:64 "
+        "250M:128. A point counts --seq-length tokens for each sequence.",
+    )
+    eval_global_batch_size: int | None = option(
+        None,
+        minimum=1,
+        maximum=_MOST_SEQUENCES,
+        help="Sequences in a batch of evaluation (default: as in a global batch).",
+    )
     train_iters: int = option(None, minimum=1, required=True, help="Steps to train.")
     seed: int = option(
         1234, minimum=0, maximum=_MOST_SEED, help="Seed of weights and of the order of the data."

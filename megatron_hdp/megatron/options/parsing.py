@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_hdp.megatron.options.arguments import GROUPS, TrainingArguments, with_derived_defaults
+from megatron_hdp.megatron.options.batch_sizes import check_batch_size, sequences_of
 from megatron_hdp.megatron.options.checks import (
     check_data,
     check_model,
@@ -80,10 +81,11 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     check_mla(arguments)
     check_schedule(arguments)
     arguments.validate(
-        global_batch_size=arguments.global_batch_size,
+        global_batch_size=sequences_of(arguments),
         attention_dropout=arguments.attention_dropout,
         train_iters=arguments.train_iters,
     )
+    check_batch_size(arguments)
     return arguments
 
 

@@ -97,7 +97,7 @@ class HdpSteps:
         self.place = executor.place
         self.corpus = corpus
         self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
-        settings = plan_settings(arguments, self.place, self.cost_model, vocab_size)
+        settings = plan_settings(arguments, self.place, self.cost_model, vocab_size, split)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
         self._patience = Patience(arguments.distributed_timeout_minutes)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_hdp.data.mixture import BatchSize
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
-from megatron_hdp.megatron.options import TrainingArguments, planned_weights
+from megatron_hdp.megatron.options import TrainingArguments, batch_size_of, planned_weights
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 
 
 def plan_settings(
-    arguments: TrainingArguments, place: RankPlace, cost_model: CostModel, vocab_size: int
+    arguments: TrainingArguments,
+    place: RankPlace,
+    cost_model: CostModel,
+    vocab_size: int,
+    split: str = "train",
 ) -> PlanSettings:
     """What decides, beside the data, how steps are drawn and planned: the same on every rank.
 
@@ -23,10 +26,11 @@ def plan_settings(
         place: of this rank.
         cost_model: that the run begins with.
         vocab_size: entries of the tokenizer.
+        split: of the data.
     """
     vocabulary = padded_vocab_size(vocab_size, arguments)
     return PlanSettings(
-        batch=BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens),
+        batch=batch_size_of(arguments, split),
         seed=arguments.seed,
         num_ranks=place.num_hdp_ranks,
         num_stages=place.num_stages,

@@ -53,7 +53,6 @@ print(json.dumps([__version__, names]))
 """
 LACKING = {
     "dataloader_inter_document_masking": ("0.16", "0.17", "0.18"),
-    "eval_global_batch_size": ("0.16", "0.17"),
     "expert_tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
     "freeze_all_layers": ("0.16", "0.17", "0.18"),
     "hybrid_layer_pattern": ("0.16",),
@@ -65,7 +64,6 @@ LACKING = {
     "moe_router_force_biased": ("0.16",),
     "moe_use_legacy_grouped_gemm": ("0.17", "0.18", "0.19"),
     "optimizer_cuda_graph": ("0.16",),
-    "step_batch_size_schedule": ("0.16", "0.17"),
     "tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
     "use_legacy_models": ("0.18", "0.19"),
     "use_mup": ("0.16",),
@@ -185,6 +183,23 @@ def test_scalings_that_megatrons_script_leaves_out_are_refused(megatrons, messag
     options.check(parsed(**megatrons))
     of_19 = {"yarn_beta_fast": None, "rope_scaling_factor": 8.0}
     options.check(parsed(*ON, **(megatrons | of_19)))
+
+
+def test_a_ramp_that_megatron_reads_and_leaves_out_is_refused():
+    ramp = {"rampup_batch_size": [2, 2, 8]}
+    options.check(parsed(*ON, **ramp))
+    with pytest.raises(OptionError, match="from 0.18 on reads it and keeps one size: give --step"):
+        options.check(parsed(*ON, step_batch_size_schedule=None, **ramp))
+
+
+def test_a_schedule_of_sizes_stands_for_the_batch_size():
+    sizes = {"global_batch_size": None, "step_batch_size_schedule": "0:2 1K:4", "num_experts": None}
+    args = parsed(*ON, **sizes)
+    options.check(args)
+    args.global_batch_size = 2  # Megatron derives one
+    options.check_derived(args)
+    with pytest.raises(OptionError, match="found 'x', expected FROM:SIZE"):
+        options.check(parsed(*ON, **(sizes | {"step_batch_size_schedule": "x"})))
 
 
 TE = "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear"
