@@ -19,11 +19,12 @@ class GradSync:
     """Says to Megatron's schedule and DDP when the gradients of a step are reduced.
 
     Args:
-        chunks: Megatron's DDP around each model chunk.
+        chunks: Megatron's DDP around each model chunk; what only evaluates may have none.
         config: Megatron's configuration of the model, whose ``no_sync_func`` is set.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: Any) -> None:
+        chunks = [one for one in chunks if isinstance(one, DistributedDataParallel)]
         self._chunks = chunks
         self._config = config
         self._in_backward = False

@@ -19,11 +19,14 @@ def start_param_gather(chunks: Sequence[Any]) -> None:
 
     Args:
         chunks: Megatron's DDP around each model chunk; its hooks are off where its parameters are
-            whole already.
+            whole already. Without it (``--skip-train``) nothing is gathered.
     """
     get_model_config(chunks[0]).param_sync_func = None
     for chunk in chunks:
-        if not chunk.use_forward_hook or not chunk.remove_forward_pre_hook_handles:
+        if (
+            not getattr(chunk, "use_forward_hook", False)
+            or not chunk.remove_forward_pre_hook_handles
+        ):
             continue
         chunk.ddp_config.align_param_gather = True  # its hooks start no bucket
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:

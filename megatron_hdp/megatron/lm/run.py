@@ -318,9 +318,10 @@ class LmRun:
     def _of_split(self, split: str, chunks: list[Any]) -> HdpSteps:
         """The split's steps; the first call builds what needs the model, on all ranks alike."""
         if self._executor is None or self._cost_model is None:
-            self._executor = build_executor(self.arguments, chunks, self._job.timeline)
+            with torch.enable_grad():  # kernels are tried, though the first step may evaluate
+                self._executor = build_executor(self.arguments, chunks, self._job.timeline)
+                self._cost_model = cost_model_of(self.arguments, self._executor)
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
-            self._cost_model = cost_model_of(self.arguments, self._executor)
         if split not in self._steps:
             self._steps[split] = HdpSteps(
                 self.arguments,
