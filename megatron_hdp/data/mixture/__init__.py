@@ -1,6 +1,6 @@
 """From several sources to the sequences of a step."""
 
-from megatron_hdp.data.mixture.batch_size import BatchSize, ramp
+from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
@@ -51,7 +51,6 @@ __all__ = [
     "prefix_of",
     "prepare_source",
     "prepared",
-    "ramp",
     "read_data_file",
     "specs_of_flags",
 ]

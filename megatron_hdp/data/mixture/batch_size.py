@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from math import ceil
 
 
 @dataclass(frozen=True)
@@ -44,34 +43,3 @@ class BatchSize:
             return self.sequences
         starts = [start for start, _ in self.growth]
         return self.growth[bisect_right(starts, num_drawn) - 1][1]
-
-
-def ramp(start: int, increment: int, over: int, size: int) -> BatchSize:
-    """A size that grows evenly, by Megatron's rule for ``--rampup-batch-size``.
-
-    Args:
-        start: sequences of the first step.
-        increment: how many more at a time.
-        over: sequences after which the last size is reached.
-        size: the last size; increments lead to it from the first one.
-
-    Raises:
-        ValueError: they do not.
-    """
-    rest = size - start
-    if min(start, increment) < 1 or over < 0 or rest < 0 or rest % max(1, increment):
-        raise ValueError(
-            f"--rampup-batch-size {start} {increment} {over}: found no way by steps of {increment} "
-            f"from {start} to the {size} of --global-batch-size, expected one: change a number"
-        )
-    num_steps = rest // increment
-    if not num_steps or not over:
-        return BatchSize(size)
-    apart = over / num_steps
-    growth = {0: start}
-    for step in range(1, num_steps + 1):
-        # the first count whose quotient reaches the step, as Megatron divides
-        near = max(0, ceil(step * apart) - 1)
-        first = next(count for count in range(near, near + 3) if int(count / apart) >= step)
-        growth[first] = start + step * increment
-    return BatchSize(size, growth=tuple(growth.items()))

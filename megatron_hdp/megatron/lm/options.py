@@ -18,12 +18,12 @@ from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
     TrainingArguments,
-    batch_size_of,
     check_data,
     check_latent_ring,
     check_layout,
     check_moe,
     check_windows,
+    growth_of,
     num_model_chunks,
     sequences_of,
 )
@@ -316,7 +316,7 @@ def check_derived(args: argparse.Namespace) -> None:
         OptionError: what was found, what was expected and the remedy.
     """
     arguments = training_arguments(args)
-    batch_size_of(arguments)
+    growth_of(arguments)
     check_layout(arguments)
     check_windows(arguments)
     if num_model_chunks(arguments) > 1:

@@ -25,12 +25,13 @@ from megatron_hdp.megatron.lm.log import LmLog
 from megatron_hdp.megatron.lm.moe import RouterLosses
 from megatron_hdp.megatron.lm.param_gather import start_param_gather
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
-from megatron_hdp.megatron.options import TrainingArguments, batch_size_of
+from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
     HdpSteps,
     StepReport,
+    batch_size_of,
     build_executor,
     cost_model_of,
     has_documents,

@@ -11,7 +11,7 @@ from megatron_hdp.megatron.options.arguments import (
     tokenizer_of,
     without_virtual_stages,
 )
-from megatron_hdp.megatron.options.batch_sizes import batch_size_of, check_batch_size, sequences_of
+from megatron_hdp.megatron.options.batch_sizes import check_batch_size, growth_of, sequences_of
 from megatron_hdp.megatron.options.checks import check_data, check_layout
 from megatron_hdp.megatron.options.expert_layers import (
     expert_layers,
@@ -43,7 +43,6 @@ __all__ = [
     "ParallelOptions",
     "PositionOptions",
     "TrainingArguments",
-    "batch_size_of",
     "build_parser",
     "check_batch_size",
     "check_data",
@@ -56,6 +55,7 @@ __all__ = [
     "expert_domain_size",
     "expert_layers",
     "expert_layers_of_chunk",
+    "growth_of",
     "head_sizes",
     "layer_frequency",
     "layer_windows",

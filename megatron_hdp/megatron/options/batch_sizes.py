@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
-from megatron_hdp.data.mixture import BatchSize, ramp
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.options import OptionError
+
+Growth = tuple[tuple[int, int], ...]
+"""From how many sequences drawn before on a step has how many, from 0 on; empty: one size."""
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def batch_size_of(args: TrainingArguments, split: str = "train") -> BatchSize:
-    """The size of a step of a split of the data.
-
-    It is a function of the sequences that were drawn before the step, never of the ranks.
+def growth_of(args: TrainingArguments) -> Growth:
+    """How the global batch grows: by sequences drawn, never by ranks.
 
     Raises:
-        OptionError: the flags say none, or two.
+        OptionError: the flags say it in no way, or in two.
     """
-    size, tokens = args.global_batch_size, args.hdp_global_batch_tokens
-    if split != "train":
-        if args.eval_global_batch_size:
-            return BatchSize(args.eval_global_batch_size)
-        trained = batch_size_of(args)
-        return BatchSize(trained.sequences, trained.tokens)
     growing = [
         flag
         for flag, value in (
             ("--rampup-batch-size", args.rampup_batch_size),
             ("--step-batch-size-schedule", args.step_batch_size_schedule),
+            ("--hdp-global-batch-tokens", args.hdp_global_batch_tokens),
         )
         if value
     ]
-    if not growing:
-        return BatchSize(size, tokens)
-    if len(growing) > 1 or tokens is not None:
-        found = [*growing, *(["--hdp-global-batch-tokens"] if tokens is not None else [])]
+    if len(growing) > 1:
+        raise OptionError(f"found {' and '.join(growing)}, expected one of them: leave others out")
+    if args.step_batch_size_schedule:
+        return _steps(args.step_batch_size_schedule, args.seq_length)
+    if not args.rampup_batch_size:
+        return ()
+    if len(args.rampup_batch_size) != 3 or args.global_batch_size is None:
         raise OptionError(
-            f"found {' and '.join(found)}, expected one of them: leave the others out"
+            f"--rampup-batch-size: found {args.rampup_batch_size}, expected three numbers (the "
+            "first size, by how much it grows at a time, sequences until the last size) and "
+            "--global-batch-size"
         )
-    try:
-        if args.step_batch_size_schedule:
-            growth = _steps(args.step_batch_size_schedule, args.seq_length)
-            return BatchSize(growth[-1][1], growth=growth)
-        return _ramp(args.rampup_batch_size, size)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    start, increment, over = args.rampup_batch_size
+    return ramp(start, increment, over, args.global_batch_size)
 
 
-def _ramp(numbers: tuple[int, ...], size: int | None) -> BatchSize:
-    if len(numbers) != 3 or size is None:
+def ramp(start: int, increment: int, over: int, size: int) -> Growth:
+    """Even growth, by Megatron's rule for ``--rampup-batch-size``.
+
+    Args:
+        start: sequences of the first step.
+        increment: how many more at a time.
+        over: sequences after which the last size is reached.
+        size: the last size; increments lead to it from the first one.
+
+    Raises:
+        OptionError: they do not.
+    """
+    rest = size - start
+    if min(start, increment) < 1 or over < 0 or rest < 0 or rest % increment:
         raise OptionError(
-            f"--rampup-batch-size: found {numbers}, expected three numbers (the first size, by how "
-            "much it grows at a time, sequences until the last size) and --global-batch-size"
+            f"--rampup-batch-size {start} {increment} {over}: found no way by steps of {increment} "
+            f"from {start} to the {size} of --global-batch-size, expected one: change a number"
         )
-    start, increment, over = numbers
-    return ramp(start, increment, over, size)
+    num_steps = rest // increment
+    if not num_steps or not over:
+        return ()
+    apart = over / num_steps
+    growth = {0: start}
+    for step in range(1, num_steps + 1):
+        # the first count whose quotient reaches the step, as Megatron divides
+        near = max(0, ceil(step * apart) - 1)
+        first = next(count for count in range(near, near + 3) if int(count / apart) >= step)
+        growth[first] = start + step * increment
+    return tuple(growth.items())
 
 
-def _steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+def _steps(text: str, seq_length: int) -> Growth:
     """Sizes from sequences on, written ``FROM:SIZE ...``; FROM counts `seq_length` tokens each."""
     found = []
     for entry in text.replace(",", " ").split():
@@ -70,9 +87,15 @@ def _steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
             raise OptionError(
                 f"--step-batch-size-schedule: found {entry!r}, expected FROM:SIZE, like 250M:512"
             ) from None
-    if not found:
-        raise OptionError("--step-batch-size-schedule: found nothing, expected FROM:SIZE, like 0:8")
-    return tuple(sorted(found))
+    found.sort()
+    starts = [start for start, _ in found]
+    if not found or starts[0] != 0 or starts != sorted(set(starts)) or min(found)[1] < 1:
+        raise OptionError(
+            f"--step-batch-size-schedule: found sizes from these sequences on: {found}, expected "
+            f"sizes from 1 on, the first from 0 and others from ever more (of {seq_length} tokens "
+            "each): 0:8 250M:16"
+        )
+    return tuple(found)
 
 
 def _number(text: str) -> int:
@@ -95,7 +118,7 @@ def check_batch_size(args: TrainingArguments) -> None:
         OptionError: what was found, what was expected and the remedy.
     """
     if args.hybrid_data_parallel:
-        batch_size_of(args)
+        growth_of(args)
         if args.step_batch_size_schedule and args.global_batch_size is not None:
             raise OptionError(
                 "found both --step-batch-size-schedule and --global-batch-size, expected one of "

@@ -9,7 +9,7 @@ from megatron_hdp.megatron.step.non_finite import (
     gather_words,
     non_finite_parameters,
 )
-from megatron_hdp.megatron.step.preparation import plan_settings, reader_of
+from megatron_hdp.megatron.step.preparation import batch_size_of, plan_settings, reader_of
 from megatron_hdp.megatron.step.report import (
     EvaluationLoss,
     SourceFigures,
@@ -31,6 +31,7 @@ __all__ = [
     "StepFigures",
     "StepReport",
     "StockSteps",
+    "batch_size_of",
     "build_datasets",
     "build_executor",
     "cost_model_of",

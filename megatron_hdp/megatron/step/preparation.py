@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatron_hdp.data.mixture import BatchSize
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
-from megatron_hdp.megatron.options import TrainingArguments, batch_size_of, planned_weights
+from megatron_hdp.megatron.options import (
+    TrainingArguments,
+    growth_of,
+    planned_weights,
+    sequences_of,
+)
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
+
+
+def batch_size_of(arguments: TrainingArguments, split: str = "train") -> BatchSize:
+    """The size of a step of a split of the data."""
+    if split != "train" and arguments.eval_global_batch_size:
+        return BatchSize(arguments.eval_global_batch_size)
+    growth = growth_of(arguments) if split == "train" else ()
+    return BatchSize(sequences_of(arguments), arguments.hdp_global_batch_tokens, growth)
 
 
 def plan_settings(

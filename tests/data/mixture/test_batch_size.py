@@ -1,43 +1,19 @@
-"""The size of a step is a function of what was drawn before, Megatron's where that grows."""
+"""The size of a step is a function of what was drawn before."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from megatron.core import num_microbatches_calculator as megatrons
 
-from megatron_hdp.data.mixture import BatchSize, Position, ramp
+from megatron_hdp.data.mixture import BatchSize, Position
 from tests.support.mixtures import mixture
 
 LENGTHS = {"s": list(range(1, 40))}
 
 
-def test_a_ramp_begins_small_and_ends_at_the_last_size():
-    size = ramp(2, 2, 12, 8)
-    assert size.growth == ((0, 2), (4, 4), (8, 6), (12, 8))
-    assert [size.at(drawn) for drawn in (0, 3, 4, 11, 12, 10**9)] == [2, 2, 4, 6, 8, 8]
+GROWING = BatchSize(5, growth=((0, 1), (5, 3), (10, 5)))
 
 
-@given(data=st.data())
-def test_ramps_are_megatrons(data):
-    kind = getattr(megatrons, "RampupBatchsizeNumMicroBatchesCalculator", None)
-    if kind is None:
-        pytest.skip("needs megatron-core 0.16 or 0.17")
-    start, step = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    steps, over = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 400))
-    last = start + step * steps
-    theirs = kind(last, 1, 1, False, 1, start, step, over)
-    ours = ramp(start, step, over, last)
-    for drawn in range(over + 3):
-        theirs.update(drawn, consistency_check=False)
-        assert ours.at(drawn) == theirs.current_global_batch_size
-
-
-@pytest.mark.parametrize(
-    "numbers", [(0, 2, 8, 8), (2, 0, 8, 8), (2, 2, -1, 8), (2, 4, 8, 8), (10, 2, 8, 8)]
-)
-def test_numbers_that_lead_nowhere_are_refused(numbers):
-    with pytest.raises(ValueError, match="--rampup-batch-size .* change a number"):
-        ramp(*numbers)
+def test_the_size_depends_on_what_was_drawn():
+    assert [GROWING.at(drawn) for drawn in (0, 4, 5, 9, 10, 10**9)] == [1, 1, 3, 3, 5, 5]
+    assert BatchSize(4).at(7) == 4 and BatchSize(tokens=9).at(7) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +31,7 @@ def test_growth_that_is_none_is_refused(settings):
 
 
 def test_steps_grow_and_every_row_is_drawn_as_often_as_without():
-    growing = mixture(LENGTHS, weights={"s": 1.0}, batch=ramp(1, 2, 10, 5))
+    growing = mixture(LENGTHS, weights={"s": 1.0}, batch=GROWING)
     position, rows, sizes = Position(), [], []
     while position.sequences < 39:
         step = growing.step(position)

@@ -1,8 +1,14 @@
 """Flags of a step's size: what they say, and what does not go together."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import num_microbatches_calculator as megatrons
 
-from megatron_hdp.megatron.options import batch_size_of, parse_arguments
+from megatron_hdp.data.mixture import BatchSize
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.megatron.options.batch_sizes import ramp
+from megatron_hdp.megatron.step import batch_size_of
 from megatron_hdp.options import OptionError
 
 ENOUGH = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 128
@@ -44,12 +50,42 @@ def test_evaluation_has_the_last_size_or_its_own():
         ([*EIGHT, "--rampup-batch-size", "2", "4", "8"], "found no way by steps of 4 from 2"),
         ([*RAMP, "--hdp-global-batch-tokens", "500"], "found --rampup-batch-size and --hdp-global"),
         ([*STEPS, *RAMP], "found --rampup-batch-size and --step-batch-size-schedule, expected one"),
-        ([STEPS[0], "640:4"], r"found \[5\], expected 0 and then ever more"),
+        ([STEPS[0], "640:4"], r"on: \[\(5, 4\)\], expected sizes from 1 on"),
         ([STEPS[0], "0:4 9"], "found '9', expected FROM:SIZE"),
-        ([STEPS[0], " "], "found nothing, expected FROM:SIZE"),
+        ([STEPS[0], " "], r"on: \[\], expected sizes from 1 on"),
+        ([STEPS[0], "0:0"], "expected sizes from 1 on"),
         ([*EIGHT, *RAMP, "--no-hybrid-data-parallel"], "no effect without --hybrid|goes with"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, message):
     with pytest.raises(OptionError, match=message):
         parsed(*flags)
+
+
+def test_a_ramp_begins_small_and_ends_at_the_last_size():
+    growth = ramp(2, 2, 12, 8)
+    assert growth == ((0, 2), (4, 4), (8, 6), (12, 8))
+    assert ramp(8, 2, 12, 8) == ramp(2, 2, 0, 8) == ()
+
+
+@given(data=st.data())
+def test_ramps_are_megatrons(data):
+    kind = getattr(megatrons, "RampupBatchsizeNumMicroBatchesCalculator", None)
+    if kind is None:
+        pytest.skip("needs megatron-core 0.16 or 0.17")
+    start, step = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    steps, over = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 400))
+    last = start + step * steps
+    theirs = kind(last, 1, 1, False, 1, start, step, over)
+    ours = BatchSize(last, growth=ramp(start, step, over, last))
+    for drawn in range(over + 3):
+        theirs.update(drawn, consistency_check=False)
+        assert ours.at(drawn) == theirs.current_global_batch_size
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 2, 8, 8), (2, 0, 8, 8), (2, 2, -1, 8), (2, 4, 8, 8), (10, 2, 8, 8)]
+)
+def test_numbers_that_lead_nowhere_are_refused(numbers):
+    with pytest.raises(OptionError, match="--rampup-batch-size .* change a number"):
+        ramp(*numbers)
