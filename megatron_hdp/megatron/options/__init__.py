@@ -21,7 +21,7 @@ from megatron_hdp.megatron.options.expert_layers import (
 from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import MoeOptions
+from megatron_hdp.megatron.options.model_options import MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
@@ -31,7 +31,6 @@ from megatron_hdp.megatron.options.position_checks import (
     other_positions,
     position_record,
 )
-from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
 from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 from megatron_hdp.megatron.options.windows import check_windows, layer_windows, window_settings

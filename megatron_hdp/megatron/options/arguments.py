@@ -11,8 +11,7 @@ from megatron_hdp.megatron.options.groups import (
     RunOptions,
 )
 from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
-from megatron_hdp.megatron.options.position_options import PositionOptions
+from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions, PositionOptions
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.stages import StageSplit, parts_of
 

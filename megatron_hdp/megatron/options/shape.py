@@ -13,10 +13,9 @@ from megatron_hdp.megatron.options.arguments import (
 from megatron_hdp.megatron.options.checks import check_model
 from megatron_hdp.megatron.options.expert_layers import expert_layers
 from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions
+from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
-from megatron_hdp.megatron.options.position_options import PositionOptions
 from megatron_hdp.megatron.options.windows import check_windows
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Router
