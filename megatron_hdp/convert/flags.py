@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.convert import rope
 from megatron_hdp.convert.table import Config
+from megatron_hdp.megatron.options import TrainingArguments
 
 NAMES = {
     "num_layers": "num_hidden_layers",
@@ -58,7 +60,8 @@ def plain_flags(config: Config) -> dict[str, Any]:
         **rope.rope_flags(config),
         "untie_embeddings_and_output_weights": not is_tied(config),
         "init_method_std": config.get("initializer_range", 0.02),
-        "make_vocab_size_divisible_by": config["vocab_size"],
+        "vocab_size": config["vocab_size"],
+        "make_vocab_size_divisible_by": 1,
         "bf16": is_16_bit(config),
     }
 
@@ -73,6 +76,21 @@ def is_16_bit(config: Config) -> bool:
     return _TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), True)
 
 
+def window_flags(window: int | None, layers: list[bool] | None = None) -> dict[str, Any]:
+    """The flags of attention with a window.
+
+    Args:
+        window: tokens that a query sees, itself included; None for all before it.
+        layers: of each layer, whether it has the window; all if not given.
+    """
+    if window is None or (layers is not None and not any(layers)):
+        return {}
+    found = {"window_size": f"{window - 1},0"}
+    if layers is not None and not all(layers):
+        found["window_attn_skip_freq"] = str([int(one) for one in layers]).replace(" ", "")
+    return found
+
+
 def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with what training has changed.
 
@@ -85,17 +103,12 @@ def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any])
         ValueError: the run trained another model.
     """
     updated = dict(config)
-    if "rope_parameters" in updated and updated["rope_parameters"]:
-        updated["rope_parameters"] = dict(updated["rope_parameters"])
-    for flag in ("max_position_embeddings", "rotary_base", "norm_epsilon"):
-        if flag in flags and trained.get(flag, flags[flag]) != flags[flag]:
-            if flag == "rotary_base":
-                rope.set_base(updated, trained[flag])
-            else:
-                updated[NAMES[flag]] = trained[flag]
-    before, after = _scaling(flags), _scaling({**flags, **trained})
-    if before != after:
-        rope.set_llama3(updated, after)
+    for flag in ("max_position_embeddings", "norm_epsilon"):
+        if trained.get(flag, flags[flag]) != flags[flag]:
+            updated[NAMES[flag]] = trained[flag]
+    now = {**flags, **{flag: trained[flag] for flag in rope.FLAGS if flag in trained}}
+    if any(now[flag] != flags.get(flag, _UNUSED.get(flag)) for flag in rope.FLAGS if flag in now):
+        rope.set_rope(updated, now)
     for flag in _DECIDE:
         if flag in flags and flag in trained and flags[flag] != trained[flag]:
             raise ValueError(
@@ -106,17 +119,18 @@ def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any])
     return updated
 
 
+_UNUSED = {item.name: item.default for item in fields(TrainingArguments)}
+"""What a run says of flags that it does not use."""
 _DECIDE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"),
     *("swiglu", "normalization", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "position_embedding_type", "rotary_percent"),
+    *("moe_router_pre_softmax", "rotary_percent", "moe_router_score_function", "moe_layer_freq"),
+    *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "softmax_type", "quick_geglu", "multi_latent_attention"),
+    *("window_size", "window_attn_skip_freq"),
 )
 """Flags without which it is another model, so that nothing could be written back of them."""
-
-
-def _scaling(flags: Mapping[str, Any]) -> float | None:
-    return flags.get("rope_scaling_factor") if flags.get("use_rope_scaling") else None
 
 
 def as_yaml(flags: Mapping[str, Any], about: str) -> str:

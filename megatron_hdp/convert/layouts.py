@@ -92,5 +92,35 @@ class ByGroup:
         return tuple(by_group.split([queries, head, head], dim=1))
 
 
+class Transposed:
+    """An expert's matrix whose columns are Megatron's rows."""
+
+    def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
+        """One."""
+        return [Part((0,), 0, shapes[0][::-1])]
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """A copy, row by row in memory."""
+        return tensors[0].t().contiguous()
+
+    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """As it lies in memory."""
+        return [tensor.t()]
+
+
+class InTurns(Transposed):
+    """The same of a gated MLP: its columns, or numbers, are gate and other half in turns."""
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+        """All of the gate first."""
+        rows = tensors[0].movedim(-1, 0)
+        return torch.cat((rows[0::2], rows[1::2]))
+
+    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """In turns."""
+        return [torch.stack(tensor.chunk(2), dim=-1).movedim(0, -2).flatten(-2)]
+
+
 BELOW = Below()
+TRANSPOSED, IN_TURNS = Transposed(), InTurns()
 BY_GROUP = ByGroup()

@@ -6,6 +6,14 @@ from megatron_hdp.convert.flags import is_tied
 from megatron_hdp.convert.layouts import BY_GROUP
 from megatron_hdp.convert.table import Row
 
+NO_BIAS = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+}
+WINDOW_OFF = {"use_sliding_window": (False,)}
+
 OUTER = (
     Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}),
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
@@ -61,6 +69,22 @@ MLP = (
         {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
     ),
     Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}),
+)
+
+EXPERT_BIAS = (Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}),)
+
+SHARED_EXPERTS = (
+    Row(
+        "mlp.shared_experts.linear_fc1.weight",
+        {
+            "mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
+            "mlp.shared_experts.up_proj.weight": "shared_ffn hidden",
+        },
+    ),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        {"mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
+    ),
 )
 
 EXPERTS = (

@@ -10,7 +10,7 @@ that holds those of all experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_hdp.convert.layouts import BELOW, Layout
@@ -32,6 +32,10 @@ class Row:
     """Which models have it."""
     also: tuple[str, ...] = ()
     """Other keys under which Megatron looks for it, by specification."""
+
+    def only_if(self, when: Callable[[Config], bool]) -> Row:
+        """The same row of fewer models."""
+        return replace(self, when=when)
 
     @property
     def of_experts(self) -> bool:
@@ -63,7 +67,9 @@ class Family:
     expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of a configuration, as far as it has them, and the values that the table is for."""
     derived: tuple[str, ...] = ()
-    """Patterns of tensors that follow from others, and are left out."""
+    """Patterns of tensors that follow from others."""
+    left_out: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    """Patterns of tensors that training does not know, and that the model works without."""
 
 
 @dataclass(frozen=True)

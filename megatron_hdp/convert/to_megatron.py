@@ -60,7 +60,7 @@ class Model:
         _require_known(flags, folder)
         tensors = hf_folder.find_tensors(folder)
         plan = pieces(family, config, stacked=is_stacked(flags))
-        _require_all(folder, family, tensors, plan)
+        _require_all(folder, family, config, tensors, plan)
         return cls(folder, config, family, flags, tensors, plan)
 
     def num_bytes(self, piece: Piece) -> int:
@@ -106,6 +106,12 @@ def to_megatron(folder: Path, target: Path, yaml: Path | None, say: Callable[[st
         raise ValueError(f"--config {yaml}: found a file there, expected none: give another name")
     model = Model.find(folder)
     text = _yaml_of(model, target)
+    patterns = model.family.left_out(model.config)
+    if left := [name for name in model.tensors if _is_one_of(name, patterns)]:
+        say(
+            f"{len(left):,} tensors of layers that predict further tokens are left out ("
+            f"{left[0]}, ...): they are not trained, and will not come back"
+        )
     with workplace(target, model.identity(), say) as work:
         release = work.folder / RELEASE
         release.mkdir(exist_ok=True)
@@ -210,7 +216,7 @@ def _longest(model: Model) -> int:
 
 
 def _padded(model: Model) -> dict[str, int]:
-    return {"padded_vocab_size": model.flags["make_vocab_size_divisible_by"]}
+    return {"padded_vocab_size": model.flags["vocab_size"]}
 
 
 def _yaml_of(model: Model, target: Path) -> str:
@@ -232,7 +238,11 @@ def _require_known(flags: Mapping[str, Any], folder: Path) -> None:
 
 
 def _require_all(
-    folder: Path, family: Family, tensors: Mapping[str, Stored], plan: Sequence[Piece]
+    folder: Path,
+    family: Family,
+    config: Config,
+    tensors: Mapping[str, Stored],
+    plan: Sequence[Piece],
 ) -> None:
     """Compares the tensors that a configuration means with those that are there."""
     expected = {entry.name: entry.shape for piece in plan for entry in piece.entries}
@@ -243,11 +253,8 @@ def _require_all(
             f"that {CONFIG} means, expected also {listed(missing)}: fetch all shards of one "
             "revision"
         )
-    left = [
-        name
-        for name in sorted(set(tensors) - set(expected))
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.derived)
-    ]
+    known = (*family.derived, *family.left_out(config))
+    left = [name for name in sorted(set(tensors) - set(expected)) if not _is_one_of(name, known)]
     if left:
         raise ValueError(
             f"{folder}: found {len(left):,} tensors that no model of {family.name} with this "
@@ -260,3 +267,7 @@ def _require_all(
                 f"{tensors[name].path}: found {name} of shape {list(tensors[name].shape)}, "
                 f"expected {list(shape)} by {CONFIG}: fetch both of the same revision"
             )
+
+
+def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

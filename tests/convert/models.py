@@ -22,6 +22,15 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0},
+    **{"original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0},
+}
+_SIGMOID = {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1}
+_LATENT = {
+    **{**_SIGMOID, "head_dim": 4, "num_key_value_heads": 4, "routed_scaling_factor": 2.5},
+    **{"kv_lora_rank": 20, "qk_rope_head_dim": 4, "v_head_dim": 12, "qk_nope_head_dim": 8},
+}
 
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -33,6 +42,27 @@ MODELS = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
     "qwen3-moe-pre": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": False}),
+    "glm": ("Glm4Moe", {**_SIGMOID, "attention_bias": True, "use_qk_norm": True}),
+    "glm-air": ("Glm4Moe", {**_SIGMOID, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12},
+            **{"sliding_window": 16, "swiglu_limit": 0.5, "num_hidden_layers": 3},
+            **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 16}),
+    "deepseek": ("DeepseekV3", {**_LATENT, "q_lora_rank": 16, "n_group": 2, "topk_group": 1}),
+    "deepseek-yarn": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            **{"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 """Class and what its configuration has of its own."""
 
@@ -53,6 +83,9 @@ def save_model(name, folder, *, dtype=torch.float32, **how):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape))
     model.save_pretrained(folder, **how)
     return folder
 

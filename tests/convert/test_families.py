@@ -15,22 +15,37 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.session import HdpSession
 from megatron_hdp.training.loop import pretrain
 from tests.convert.models import MODELS, VOCABULARY, logits_of, save_model
 
+FAST = {"llama3.1", "qwen2", "mixtral", "gpt-oss", "glm", "deepseek-yarn"}
 LENGTHS = [50, 7, 30, 90, 12, 64]
 TRAINING = ["--train-iters=1", "--lr=0", "--split=1,0,0", f"--global-batch-size={len(LENGTHS)}"]
 HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank=64", "--hdp-long-sequence=error"]
 
 
-def logits_of_ours(folder, tokens, argv):
-    """Body of a rank: logits of the model that the written YAML describes, by stock attention."""
+def our_model(folder, argv):
+    """In a rank: the model that the written YAML describes with the converted weights."""
     arguments = parse_arguments(["--config", str(folder / "model.yaml"), *argv], needs_data=False)
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     model = building.build_gpt(arguments, VOCABULARY)
     state = TrainingState(arguments, None, [model], mock.Mock(), None)
     state.load_weights(folder / "release")
+    return arguments, model
+
+
+def log_probs_of_ours(folder, sequences, argv):
+    """Body of a rank: log-probabilities of the tokens under HDP."""
+    arguments, model = our_model(folder, argv)
+    session = HdpSession(arguments, [model], vocab_size=VOCABULARY)
+    return session.log_probs(sequences)
+
+
+def logits_of_ours(folder, tokens, argv):
+    """Body of a rank: logits by stock attention."""
+    _, model = our_model(folder, argv)
     length = len(tokens)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
@@ -77,16 +92,39 @@ def same_tensors(found, expected):
     return configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+def largest_difference(model, found, sequences):
+    """Of log-probabilities of each sequence, from those that transformers gives."""
+    differences = []
+    for one, sequence in zip(found, sequences, strict=True):
+        tokens = torch.from_numpy(sequence)
+        scores = logits_of(model, tokens[:-1]).log_softmax(-1)
+        expected = scores.gather(-1, tokens[1:, None])[:, 0]
+        differences.append((one[1:] - expected).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
+)
 def test_both_ways(run_ranks, tmp_path, name):
-    model = save_model(name, tmp_path / "model")
-    to_megatron(model, tmp_path / "checkpoint", tmp_path / "model.yaml", print)
+    model, checkpoint = save_model(name, tmp_path / "model"), tmp_path / "checkpoint"
+    to_megatron(model, checkpoint, tmp_path / "model.yaml", print)
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(0, VOCABULARY, length) for length in LENGTHS]
+    (found, _) = run_ranks(2, log_probs_of_ours, checkpoint, sequences, [*TRAINING, *HDP])
+    difference = largest_difference(model, found, sequences)
+    print(f"{name}: {difference:.1e}")
+    assert difference <= 1e-5
+    to_hugging_face(checkpoint, tmp_path / "back", print)
+    assert same_tensors(tmp_path / "back", model)
+
+
+def test_logits_of_stock_attention(run_ranks, tmp_path):
+    model = save_model("llama3", tmp_path / "model")
+    to_megatron(model, tmp_path / "checkpoint", None, print)
     tokens = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
     (found,) = run_ranks(1, logits_of_ours, tmp_path / "checkpoint", tokens, TRAINING)
-    expected = logits_of(model, tokens).numpy()
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
-    to_hugging_face(tmp_path / "checkpoint", tmp_path / "back", print)
-    assert same_tensors(tmp_path / "back", model)
+    assert np.abs(found - logits_of(model, tokens).numpy()).max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
