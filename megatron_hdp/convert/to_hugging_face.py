@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.convert import hf_folder
-from megatron_hdp.convert.dist_reader import DistReader
-from megatron_hdp.convert.families import family_of
-from megatron_hdp.convert.flags import update
-from megatron_hdp.convert.hf_folder import CONFIG, SINGLE, listed
-from megatron_hdp.convert.safetensors_file import SafetensorsWriter
-from megatron_hdp.convert.table import Family, Piece, pieces
-from megatron_hdp.convert.workplace import Workplace, require_new, workplace
+from megatron_hdp.convert.families.flags import update
+from megatron_hdp.convert.families.registry import family_of
+from megatron_hdp.convert.families.table import Family, Piece, pieces
+from megatron_hdp.convert.files import hf_folder
+from megatron_hdp.convert.files.dist_reader import DistReader
+from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
+from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter
+from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_hdp.convert import dist_writer, hf_folder
-from megatron_hdp.convert.dist_writer import Chunk, DistFile
-from megatron_hdp.convert.families import family_of
-from megatron_hdp.convert.flags import as_yaml
-from megatron_hdp.convert.hf_folder import CONFIG, listed
-from megatron_hdp.convert.safetensors_file import Stored
-from megatron_hdp.convert.table import Config, Family, Piece, pieces
-from megatron_hdp.convert.workplace import Workplace, require_new, workplace
+from megatron_hdp.convert.families.flags import as_yaml
+from megatron_hdp.convert.families.registry import family_of
+from megatron_hdp.convert.families.table import Config, Family, Piece, pieces
+from megatron_hdp.convert.files import dist_writer, hf_folder
+from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
+from megatron_hdp.convert.files.hf_folder import CONFIG, listed
+from megatron_hdp.convert.files.safetensors_file import Stored
+from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.checksums import FileSum

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.convert import to_megatron
-from megatron_hdp.convert.safetensors_file import SafetensorsWriter, read_header
+from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter, read_header
 from tests.convert.models import save_model
 
 

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_hdp.convert import hf_folder, to_hugging_face, to_megatron
-from megatron_hdp.convert.safetensors_file import SafetensorsWriter, Stored, read_header
-from megatron_hdp.convert.table import pieces
+from megatron_hdp.convert import to_hugging_face, to_megatron
+from megatron_hdp.convert.families.table import pieces
+from megatron_hdp.convert.files import hf_folder
+from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter, Stored, read_header
 from tests.convert.models import save_model
 
 _CONTEXT = multiprocessing.get_context("fork")

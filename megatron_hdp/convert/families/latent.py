@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hdp.convert import rows
-from megatron_hdp.convert.flags import plain_flags
-from megatron_hdp.convert.sparse import (
+from megatron_hdp.convert.families import rows
+from megatron_hdp.convert.families.flags import plain_flags
+from megatron_hdp.convert.families.sparse import (
     expert_sizes,
     further_tokens,
     is_dense,
     is_sparse,
     sigmoid_flags,
 )
-from megatron_hdp.convert.table import Config, Family, Layers, Row
+from megatron_hdp.convert.families.table import Config, Family, Layers, Row
 
 
 def _sizes(config: Config) -> dict[str, int]:

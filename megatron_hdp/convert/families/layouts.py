@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_hdp.convert.sizes import Sizes
+from megatron_hdp.convert.families.sizes import Sizes
 
 Shape = tuple[int, ...]
 

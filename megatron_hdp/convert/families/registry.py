@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hdp.convert import rows
-from megatron_hdp.convert.flags import plain_flags, sizes_of, window_flags
-from megatron_hdp.convert.latent import DEEPSEEK
-from megatron_hdp.convert.sparse import GLM, GPT_OSS, MIXTRAL, QWEN3_MOE
-from megatron_hdp.convert.table import Config, Family, Layers
+from megatron_hdp.convert.families import rows
+from megatron_hdp.convert.families.flags import plain_flags, sizes_of, window_flags
+from megatron_hdp.convert.families.latent import DEEPSEEK
+from megatron_hdp.convert.families.sparse import GLM, GPT_OSS, MIXTRAL, QWEN3_MOE
+from megatron_hdp.convert.families.table import Config, Family, Layers
 
 _ROTATION = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 """In old files of Llama: follows from the configuration."""
@@ -85,7 +85,7 @@ def family_of(config: Config, where: str) -> Family:
         known = [name for one in FAMILIES for name in one.architectures]
         raise ValueError(
             f"{where}: found the architecture {found}, expected one of {', '.join(known)}: others "
-            "need a table of their own (megatron_hdp/convert/families.py)"
+            "need a table of their own (megatron_hdp/convert/families)"
         )
     for key, allowed in family.expected.items():
         if key in config and config[key] not in allowed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hdp.convert.flags import is_tied
-from megatron_hdp.convert.layouts import BY_GROUP
-from megatron_hdp.convert.table import Row
+from megatron_hdp.convert.families.flags import is_tied
+from megatron_hdp.convert.families.layouts import BY_GROUP
+from megatron_hdp.convert.families.table import Row
 
 NO_BIAS = {
     "hidden_act": ("silu",),

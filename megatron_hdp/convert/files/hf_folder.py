@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_hdp.convert.safetensors_file import Stored, read_header
+from megatron_hdp.convert.files.safetensors_file import Stored, read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

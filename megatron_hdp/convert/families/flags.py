@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.convert import rope
-from megatron_hdp.convert.table import Config
+from megatron_hdp.convert.families import rope
+from megatron_hdp.convert.families.table import Config
 from megatron_hdp.megatron.options import TrainingArguments
 
 NAMES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hdp.convert import rows
-from megatron_hdp.convert.flags import plain_flags, sizes_of, window_flags
-from megatron_hdp.convert.layouts import IN_TURNS, TRANSPOSED
-from megatron_hdp.convert.table import Config, Family, Layers, Row
+from megatron_hdp.convert.families import rows
+from megatron_hdp.convert.families.flags import plain_flags, sizes_of, window_flags
+from megatron_hdp.convert.families.layouts import IN_TURNS, TRANSPOSED
+from megatron_hdp.convert.families.table import Config, Family, Layers, Row
 
 _NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 

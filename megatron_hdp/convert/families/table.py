@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_hdp.convert.layouts import BELOW, Layout
-from megatron_hdp.convert.sizes import Sizes, shape_of
+from megatron_hdp.convert.families.layouts import BELOW, Layout
+from megatron_hdp.convert.families.sizes import Sizes, shape_of
 
 Config = Mapping[str, Any]
 _ENTRY = "[e]"
