@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype
-from megatron_hdp.megatron.options import TrainingArguments, head_sizes
+from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype, without_shared_experts
+from megatron_hdp.megatron.options import TrainingArguments, expert_layers, head_sizes
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 from megatron_hdp.runtime.offload import Copy, select_copy_engine
@@ -155,32 +155,36 @@ class Bench:
         return self._timed(run) * self._whole_model
 
     def _experts_s(self, case: Case) -> float:
-        """Routers and experts of all layers, forward and backward, one layer after the other."""
-        own = self._executor
-        params = HdpPackedSeqParams(
-            qkv_format="sbhd",
-            layout=self._layout(case),
-            positions=torch.arange(case.num_tokens, device=self._device),
-            sequence_index=torch.zeros(case.num_tokens, dtype=torch.int64, device=self._device),
-            comm=own.comm,
-            attention=own.attention,
-        )
+        """Routers and routed experts of all layers, forward and backward, one after the other."""
         shape = (case.num_tokens // self._place.token_multiple, 1, self._arguments.hidden_size)
         hidden, gradient = (
             torch.randn(shape, dtype=model_dtype(self._arguments), device=self._device)
             for _ in range(2)
         )
         hidden.requires_grad_()
-        mixtures = [layer.mlp for layer in own.layers if hasattr(layer.mlp, "router")]
+        mixtures = [layer.mlp for layer in self._executor.layers if hasattr(layer.mlp, "router")]
 
         def run() -> None:
             for mixture in mixtures:
-                with mixture.router.routes(params):
+                params = self._params(case)  # what routers count is a micro-batch's
+                with mixture.router.routes(params), without_shared_experts(mixture):
                     out, _ = mixture(hidden)
                 wanted = [hidden, *mixture.parameters()]
                 torch.autograd.grad(out, wanted, gradient, allow_unused=True)
 
-        return self._timed(run) * self._whole_model
+        whole_model = sum(expert_layers(self._arguments)) / max(1, len(mixtures))
+        return self._timed(run) * whole_model
+
+    def _params(self, case: Case) -> HdpPackedSeqParams:
+        """One sequence after the other, all on this rank."""
+        return HdpPackedSeqParams(
+            qkv_format="sbhd",
+            layout=self._layout(case),
+            positions=torch.arange(case.num_tokens, device=self._device),
+            sequence_index=torch.zeros(case.num_tokens, dtype=torch.int64, device=self._device),
+            comm=self._executor.comm,
+            attention=self._executor.attention,
+        )
 
     @property
     def _whole_model(self) -> float:

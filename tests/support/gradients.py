@@ -210,10 +210,9 @@ def reference_gradients(arguments):
         router_logits.clear()
         num_loss_tokens += int(is_trained.sum())
     whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
-    grads = {}
-    for name, p in global_parameters(gpt):
-        (grads[name],) = torch.autograd.grad(whole, p, retain_graph=True)
-    return loss.item(), grads
+    parameters = dict(global_parameters(gpt))
+    grads = torch.autograd.grad(whole, list(parameters.values()))
+    return loss.item(), dict(zip(parameters, grads, strict=True))
 
 
 def drawn_sequences(arguments):

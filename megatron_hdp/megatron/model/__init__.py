@@ -10,7 +10,11 @@ from megatron_hdp.megatron.model.building import (
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
-from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, let_biases_be_added
+from megatron_hdp.megatron.model.moe import (
+    HdpMoeTransformerLayer,
+    let_biases_be_added,
+    without_shared_experts,
+)
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
@@ -42,4 +46,5 @@ __all__ = [
     "let_biases_be_added",
     "model_dtype",
     "padded_vocab_size",
+    "without_shared_experts",
 ]

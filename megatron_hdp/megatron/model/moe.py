@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -64,6 +67,17 @@ def balance_by_sequence(spec: ModuleSpec) -> None:
     submodules_of(spec.submodules.mlp).router = HdpRouter
 
 
+@contextmanager
+def without_shared_experts(mixture: MoELayer) -> Iterator[None]:
+    """Within the block a mixture of experts gives what its routed experts give."""
+    found = mixture.use_shared_expert
+    mixture.use_shared_expert = False
+    try:
+        yield
+    finally:
+        mixture.use_shared_expert = found
+
+
 class ExpertLinear(RowParallelLinear):
     """The second matrix of an expert with a bias.
 
@@ -78,13 +92,18 @@ class ExpertLinear(RowParallelLinear):
 
 
 def let_biases_be_added(layer: TransformerLayer) -> None:
-    """Makes experts with biases, of a layer that Megatron has built, ones that can run."""
+    """Makes experts with biases, of a layer that Megatron has built, ones that can run.
+
+    Megatron also marks such a bias as one that all tensor-parallel ranks hold, and would add up the
+    gradients of different experts.
+    """
     experts: Any = getattr(layer.mlp, "experts", None)
     if type(experts) is not SequentialMLP or not layer.config.add_bias_linear:
         return
     for expert in experts.local_experts:
         if type(expert.linear_fc2) is RowParallelLinear:
             expert.linear_fc2.__class__ = ExpertLinear
+            expert.linear_fc2.bias.sequence_parallel = False
 
 
 # TransformerEngine's is known by its name: Megatron may not have it

@@ -10,6 +10,7 @@ from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
 from megatron_hdp.megatron.options import (
     TrainingArguments,
     growth_of,
+    model_shape,
     planned_weights,
     sequences_of,
 )
@@ -82,9 +83,8 @@ def all_to_all_bytes(arguments: TrainingArguments, num_tokens: int) -> int | Non
     """Bytes that a step of so many tokens sends to experts of other ranks and back, if any are."""
     if not arguments.num_experts or arguments.expert_model_parallel_size == 1:
         return None
-    layers, hidden_size = arguments.num_layers, arguments.hidden_size
     per_token = exchanged_bytes_per_token(
-        values_per_token=layers * arguments.moe_router_topk * hidden_size,
+        values_per_token=model_shape(arguments, vocab_size=0).sent_to_experts,
         value_bytes=model_dtype(arguments).itemsize,
         expert_ranks=arguments.expert_model_parallel_size,
     )

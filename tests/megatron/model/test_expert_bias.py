@@ -1,5 +1,8 @@
 """The bias that balances experts without a loss: after every step what one rank alone finds."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from megatron.core import parallel_state
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from megatron_hdp.megatron.model.router import HdpRouter
 from tests.megatron.model.test_expert_models import ACROSS, MODELS, UNEVEN
 from tests.megatron.model.test_moe import LENGTHS, ROOM, TENSOR
 from tests.support.drawn import first_rows
@@ -34,17 +38,16 @@ RECOMPUTED = {
 
 def run(folder, **overrides):
     settings = ROOM | MODELS["deepseek"] | {"moe_router_bias_update_rate": RATE} | overrides
-    return moe_arguments(write_corpus(folder, LENGTHS), **settings)
+    padded = {"hdp_slice_multiple": 32}  # much, so that counting it would be seen
+    return moe_arguments(write_corpus(folder, LENGTHS), **padded | settings)
 
 
 def plans_of(arguments, ranks):
     """The strategy's plan and two others."""
     lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
     capacity = arguments.hdp_tokens_per_rank
-    drawn = [
-        random_plan(lengths, ranks=ranks, tokens_per_rank=capacity, seed=seed) for seed in (1, 2)
-    ]
-    return [None, *drawn]
+    size = {"tokens_per_rank": capacity, "slice_multiple": arguments.hdp_slice_multiple}
+    return [None, *(random_plan(lengths, ranks=ranks, seed=seed, **size) for seed in (1, 2))]
 
 
 def hdp_biases(arguments, plans, *faults):
@@ -121,3 +124,60 @@ def test_biases_after_steps_of_other_plans(run_ranks, tmp_path, layout):
     arguments = run(tmp_path, **overrides)
     found = run_ranks(ranks, differences, arguments, plans_of(arguments, hdp_ranks))[0]
     assert max(found) <= 1e-6, found
+
+
+def seen_with_padding(self, params):
+    tokens = SEEN_HERE(self, params)
+    return replace(tokens, sequence_index=tokens.sequence_index.clamp(min=0))
+
+
+def counted_here_alone(tokens_per_expert, expert_bias, rate, **groups):
+    offset = tokens_per_expert.double().mean(-1, keepdim=True) - tokens_per_expert
+    return expert_bias + torch.sign(offset).float() * rate
+
+
+SEEN_HERE = HdpRouter._seen_here
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("megatron_hdp.megatron.model.router.HdpRouter._seen_here", seen_with_padding),
+        (
+            "megatron.core.distributed.finalize_model_grads.get_updated_expert_bias",
+            counted_here_alone,
+        ),
+    ],
+    ids=["padding-counted", "ranks-not-summed"],
+)
+def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
+    arguments = run(tmp_path, **ACROSS)
+    found = run_ranks(2, differences, arguments, plans_of(arguments, 2), fault)[0]
+    assert max(found) > RATE / 2, found
+
+
+def counted(arguments):
+    """Body of a rank: what a router in BF16 counts while it learns, recomputes and evaluates."""
+    parallel.initialise(arguments)
+    parallel.set_seeds(1)
+    (chunk,) = building.build_chunks(arguments, VOCABULARY)
+    (router,) = routers_of([chunk.module])
+    router._tokens = SimpleNamespace(is_real=torch.tensor([True, True, False]))
+    routed = torch.eye(arguments.num_experts, dtype=torch.bool)[[0, 0, 2]]
+    found = []
+    for is_training, learns in ((True, True), (True, False), (False, True)):
+        router.train(is_training)
+        with torch.set_grad_enabled(learns):
+            for _ in range(200):
+                router._apply_expert_bias(routed)
+        found.append(router.local_tokens_per_expert.tolist())
+        router.local_tokens_per_expert.zero_()
+    return found
+
+
+def test_only_learning_counts_and_no_number_is_rounded(run_ranks, tmp_path):
+    """BF16 has no 257, and a converted count would stay at 256."""
+    single = {"num_layers": 1, "moe_layer_freq": "1", "fp64": False, "bf16": True}
+    learnt, recomputed, evaluated = run_ranks(1, counted, run(tmp_path, **single))[0]
+    assert learnt == [400, *[0] * 7]
+    assert recomputed == evaluated == [0] * 8

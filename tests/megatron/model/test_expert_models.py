@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.megatron.model.test_moe import LENGTHS, ROOM, TENSOR, TOLERANCE, planned
 from tests.support.gradients import errors_of, moe_arguments, write_corpus
@@ -29,7 +30,7 @@ MODELS = {
     "glm": SIGMOID | SHARED | DENSE_FIRST,
     "qwen2-moe": SHARED | {"moe_shared_expert_gate": True},
     "gpt-oss": GPT_OSS,
-    "alternating": {"num_layers": 4, "moe_layer_freq": "2"},
+    "alternating": {"num_layers": 5, "moe_layer_freq": "2"},
 }
 ACROSS = {"expert_model_parallel_size": 2}
 UNEVEN = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}
@@ -62,7 +63,7 @@ def check(run_ranks, folder, model, layout, **more):
     assert max(errors) <= TOLERANCE, errors
 
 
-FAST = [("deepseek", "across"), ("glm", "stages"), ("qwen2-moe", "across"), ("gpt-oss", "across")]
+FAST = [("deepseek", "across"), ("glm", "stages"), ("qwen2-moe", "across"), ("gpt-oss", "tensor")]
 GRID = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 
@@ -71,6 +72,27 @@ GRID = [(model, layout) for model in MODELS for layout in LAYOUTS]
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
 )
 def test_gradients(run_ranks, tmp_path, model, layout):
-    if model == "alternating" and "stages" in layout:
-        pytest.skip("four layers are cut evenly elsewhere")
     check(run_ranks, tmp_path, model, layout)
+
+
+def choice_in_use(self, logits, routing_map):
+    return routing_map
+
+
+def float32(self):
+    return torch._C.TensorBase.float(self)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("megatron_hdp.megatron.model.router.HdpRouter._preferred", choice_in_use),
+        ("torch.Tensor.float", float32),
+    ],
+    ids=["balanced-by-the-biased-choice", "sigmoid-in-float32"],
+)
+def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
+    settings = ROOM | MODELS["deepseek"] | ACROSS
+    arguments = moe_arguments(write_corpus(tmp_path, LENGTHS), **settings)
+    errors = run_ranks(2, errors_of, [planned(arguments, 2)], fault)[0]
+    assert min(errors) > 1e-9, errors
