@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
-from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention, mla_settings
+from megatron_hdp.megatron.model.mla import attend_to_own_positions, mla_settings
 from megatron_hdp.megatron.model.moe import (
     activation_settings,
     balance_by_sequence,
@@ -186,7 +186,7 @@ def layer_spec(arguments: TrainingArguments, has_experts: bool) -> ModuleSpec:
     if arguments.hybrid_data_parallel:
         attention.core_attention = HdpCoreAttention
         if arguments.multi_latent_attention:
-            spec.submodules.self_attention.module = HdpMlaSelfAttention
+            attend_to_own_positions(spec, has_experts=has_experts)
         if has_experts:
             balance_by_sequence(spec)
     if arguments.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:

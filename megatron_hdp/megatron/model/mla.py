@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
@@ -42,6 +43,25 @@ def mla_settings(arguments: TrainingArguments) -> dict[str, Any]:
     settings = {name: getattr(arguments, name) for name in _OF_CONFIG}
     settings |= {name: getattr(arguments, f"yarn_{name}") for name in _OF_YARN}
     return settings | {"multi_latent_attention": True, "rope_type": arguments.rope_type or "yarn"}
+
+
+def attend_to_own_positions(spec: ModuleSpec, *, has_experts: bool) -> None:
+    """Makes a local layer specification with Megatron's latent attention one that is right here.
+
+    Its checkpoints call norms as those of TransformerEngine's layers do, which hold them inside.
+
+    Args:
+        spec: of a layer.
+        has_experts: whether its MLP is a mixture of experts, before which the norm stands alone.
+    """
+    spec.submodules.self_attention.module = HdpMlaSelfAttention
+    names = {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+    if not has_experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    spec.submodules.sharded_state_dict_keys_map = names
 
 
 class HdpMlaSelfAttention(MLASelfAttention):

@@ -37,7 +37,7 @@ def adapted_errors(cases):
 
     with (
         plain_stock_attention(),
-        mock.patch.object(building, "HdpMlaSelfAttention", MLASelfAttention),
+        mock.patch.object(building, "attend_to_own_positions", lambda spec, has_experts: None),
         mock.patch.object(building, "HdpCoreAttention", TEDotProductAttention),
         mock.patch.object(building, "initialise_by_name", adapt_and_draw),
     ):
