@@ -253,6 +253,32 @@ def test_experts_are_costed_apart(tmp_path):
         assert costs.linear_s_per_token == pytest.approx(linear)
 
 
+LATENT = [
+    "multi-latent-attention: true",
+    "q-lora-rank: 256",
+    "kv-lora-rank: 128",
+    "qk-layernorm: true",
+]
+
+
+def test_latents_travel_where_that_takes_less(tmp_path):
+    """A job across nodes plans with the latent's bytes, unless keys and values are to travel."""
+    kept = {}
+    for way in ("auto", "latent", "kv"):
+        path = tmp_path / "latent.yaml"
+        lines = [one for one in SOUND.splitlines() if "groups" not in one]
+        path.write_text("\n".join([*lines, *LATENT, f"hdp-mla-ring: {way}"]))
+        found = finding(path, 16)
+        assert found.refusals == []
+        options = parse_arguments(
+            ["--config", str(path), "--hybrid-data-parallel", "--data-path=x"]
+        )
+        kept[way] = cost_model_of(options, job_of(options, 16)).kv_bytes_per_token
+    layer = 8 * (192 + 128)  # heads of keys and of values
+    assert kept["kv"] == 8 * layer * 2
+    assert kept["auto"] == kept["latent"] == 8 * (128 + 64) * 2
+
+
 def test_virtual_stages_hold_more_and_are_planned_for(tmp_path):
     stages = ["num-layers: 8", "pipeline-model-parallel-size: 2"]
     plain = finding(with_lines(tmp_path, *stages), 8)
