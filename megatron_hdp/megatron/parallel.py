@@ -166,6 +166,32 @@ def initialise(arguments: TrainingArguments) -> None:
     )
 
 
+def has_groups(arguments: TrainingArguments) -> bool:
+    """Whether Megatron's groups are there, of the layout that arguments name.
+
+    Raises:
+        ValueError: they are of another layout.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    wanted = (
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.expert_model_parallel_size,
+    )
+    if found != wanted:
+        raise ValueError(
+            f"found groups of {found} tensor-parallel, pipeline and expert ranks, expected "
+            f"{wanted} as the flags say: models of one job have one layout"
+        )
+    return True
+
+
 def finish() -> None:
     """Destroys Megatron's groups and takes the CPU shim off, or what was filled in on a GPU."""
     parallel_state.destroy_model_parallel()

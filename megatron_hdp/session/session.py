@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -92,8 +92,9 @@ class HdpSession:
     def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
         """A session with a model of its own, freshly initialised.
 
-        Joins the job that torchrun started, if this process has not joined one, and makes
-        Megatron's groups; `close` undoes both.
+        Joins the job that torchrun started and makes Megatron's groups, unless both are there;
+        `close` undoes what was done. A second session, of a critic or a reference, has the first
+        one's layout.
 
         Args:
             flags: of the training command, ``--config FILE`` among them.
@@ -107,10 +108,12 @@ class HdpSession:
         has_joined = not dist.is_initialized()
         if has_joined:
             parallel.join_job(arguments)
-        parallel.initialise(arguments)
+        has_groups = not parallel.has_groups(arguments)
+        if has_groups:
+            parallel.initialise(arguments)
         parallel.set_seeds(arguments.seed)
         session = cls(arguments, build_chunks(arguments, vocab_size), vocab_size=vocab_size)
-        session._has_joined, session._has_groups = has_joined, True
+        session._has_joined, session._has_groups = has_joined, has_groups
         return session
 
     @classmethod
@@ -198,7 +201,7 @@ class HdpSession:
             loss: the caller's own.
             divisor: above 0; by default the number of tokens with loss.
             plan: to run instead of the session's, for the same lengths.
-            forward_only: leaves gradients alone, and dropout is off.
+            forward_only: leaves gradients alone, and the model is in evaluation.
 
         Raises:
             ValueError: on every rank: a batch, loss or plan that cannot be run.
@@ -242,7 +245,7 @@ class HdpSession:
     ) -> list[torch.Tensor] | None:
         """Log-probabilities of a batch's tokens, each given those before it, in the batch's order.
 
-        Forward only; dropout is off, gradients and weights stay as they are. Logits exist a chunk
+        Forward only, in evaluation; gradients and weights stay as they are. Logits exist a chunk
         at a time, and only for tokens in the batch's loss mask.
 
         Args:
@@ -348,7 +351,7 @@ class HdpSession:
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )
-        with self._without_dropout() if forward_only else nullcontext():
+        with self._in_mode(training=not forward_only):
             outcome = self._executor.run(
                 micro_batches,
                 divisor,
@@ -366,10 +369,11 @@ class HdpSession:
             one.grad = None
 
     @contextmanager
-    def _without_dropout(self) -> Iterator[None]:
+    def _in_mode(self, *, training: bool) -> Iterator[None]:
+        """Routers of experts add to the loss in training alone."""
         were_training = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
-            chunk.eval()
+            chunk.train(training)
         try:
             yield
         finally:

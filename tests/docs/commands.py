@@ -139,6 +139,9 @@ COMMANDS = {
     "python scripts/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
         "tests/scripts/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
+    "torchrun --nproc-per-node 2 scripts/own_loop/train.py": Elsewhere(
+        "tests/scripts/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+    ),
     "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
         "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
     ),

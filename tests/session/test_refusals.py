@@ -1,6 +1,7 @@
 """A wrong use of a session ends on every rank with a sentence, and the next step runs."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,11 @@ def with_entry(arrays, i, place, value):
 def here(rank, arrays, changed):
     """What differs on one rank alone."""
     return changed if dist.get_rank() == rank else arrays
+
+
+def of_further_tokens(session):
+    with mock.patch.object(session._executor._config, "mtp_num_layers", 2):
+        session.step([[1, 2]])
 
 
 def cases_of(batch):
@@ -67,6 +73,7 @@ def cases_of(batch):
         "loss of no tensor": lambda s: s.step(batch, loss_of(lambda p, _: 1.0)),
         "loss without gradient": lambda s: s.step(batch, loss_of(lambda p, _: p.detach())),
         "nan loss": lambda s: s.step(batch, loss_of(lambda p, _: p * np.nan)),
+        "further tokens": of_further_tokens,
         "nan gradient": lambda s: s.step(
             batch, FromHidden(lambda h, _: (h.sum(-1) * 0).abs().sqrt())
         ),
@@ -90,6 +97,7 @@ def what_they_say(names=None):
 
 
 EXPECTED = {
+    "further tokens": ("ValueError", "found mtp_num_layers 2, expected none"),
     "short weights": ("ValueError", "29 entries in weights of sequence 2, expected 30"),
     "few weights": ("ValueError", "2 arrays in weights, expected one for each of the 3"),
     "nan weight": ("ValueError", "weights nan at token 3 of sequence 1, expected finite"),

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.session import FromHidden, FromLogProbs, TokenBatch, weights_of
+from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch, weights_of
 from tests.support.gradients import whole_gradients
 from tests.support.own_loop import (
     LENGTHS,
@@ -142,3 +142,34 @@ def test_weights_are_the_gradient_turned_round():
     loss, weights = weights_of(lambda found: 3 * found[1].sum() - found[0][1], [[1.0, 2.0], [4.0]])
     assert loss == 10.0
     assert [one.tolist() for one in weights] == [[0.0, 1.0], [-3.0]]
+
+
+FLAGS = """
+--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 200 --swiglu
+--attention-dropout 0 --hidden-dropout 0 --fp64 --hdp-tokens-per-rank 128 --lr 1e-2
+--train-iters 5 --global-batch-size 1
+"""
+
+
+def side_by_side():
+    """Body of a rank: log-probabilities of a policy and its reference while the policy learns."""
+    policy = HdpSession.from_flags(FLAGS.split(), vocab_size=257)
+    optimizer, batch = policy.build_optimizer(), batch_of()
+    reference = HdpSession.from_flags(FLAGS.split(), vocab_size=257)
+    found = []
+    for _ in range(2):
+        of_both = [one.log_probs(batch, dtype=torch.float64) for one in (policy, reference)]
+        found.append([torch.cat(one).numpy() for one in of_both])
+        policy.step(batch)
+        optimizer.step()
+    with pytest.raises(ValueError, match="models of one job have one layout"):
+        HdpSession.from_flags([*FLAGS.split(), "--tensor-model-parallel-size=2"], vocab_size=257)
+    reference.close()
+    policy.close()
+    return found
+
+
+def test_a_policy_and_its_reference(run_ranks):
+    for (policy, reference), (learnt, still) in run_ranks(2, side_by_side):
+        assert np.array_equal(policy, reference) and np.array_equal(reference, still)
+        assert np.abs(learnt - policy).max() > 1e-3

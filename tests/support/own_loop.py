@@ -187,6 +187,8 @@ def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
         session = session_of(arguments, by_megatron)
+        for chunk in session.chunks:
+            chunk.eval()  # a step trains, whatever a loop did before
         for kind in kinds:
             for seed in seeds:
                 if kind == "log-probs":

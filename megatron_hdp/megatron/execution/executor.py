@@ -169,6 +169,7 @@ class HdpExecutor:
                 see `planner.lockstep.end_together`.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
         """
+        self._require_known(own_loss)
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
         if not forward_only:
@@ -204,6 +205,16 @@ class HdpExecutor:
             offloaded_bytes=self.offload.offloaded_bytes,
             host_bytes=self.offload.pool.held_bytes,
         )
+
+    def _require_known(self, own_loss: OwnLoss | None) -> None:
+        """Refuses, on every rank, a loss of the caller's own where the model has others."""
+        more = getattr(self._config, "mtp_num_layers", None)
+        if own_loss is not None and more:
+            raise ValueError(
+                f"found mtp_num_layers {more}, expected none: losses of one's own begin at the "
+                "hidden states of the next token alone, and layers for further ones would learn "
+                "nothing"
+            )
 
     def _reserve_host_memory(self, micro_batches: Sequence[RankMicroBatch]) -> None:
         """Before the first forward the device has nothing to do, so nothing is waited for.
