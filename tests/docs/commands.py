@@ -111,6 +111,15 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
     "--model mistral-8x7b --expert-parallel-size 8": COMMAND,
     "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
+    "./scripts/longer_llama.sh": Elsewhere(
+        "tests/scripts/test_longer_llama.py::test_the_tutorial", needs="slow"
+    ),
+    "megatron-hdp convert --from-hf Llama-3.1-8B --to weights --config llama.yaml": Elsewhere(
+        "tests/convert/test_command.py::test_as_documented"
+    ),
+    "megatron-hdp convert --from weights --to-hf Llama-3.1-8B-again": Elsewhere(
+        "tests/convert/test_command.py::test_as_documented"
+    ),
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
