@@ -102,9 +102,9 @@ def fused_attn_fwd(
     return_max_logit,
     cuda_graph,
 ):
-    """[out ``[t, heads, d]``, log-sum-exp ``[t, heads, 1]``, state of random numbers ``[2]``]."""
+    """[out ``[t, heads, d of values]``, log-sum-exp ``[t, heads, 1]``, state of random numbers ``[2]``]."""
     is_causal = _checked(qkv_layout, attn_mask_type, p_dropout, (q, k, v), max_seqlen_kv)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
     stats = torch.zeros(*q.shape[:2], 1, dtype=torch.float32)
     for rows, columns in _sequences(
         (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
@@ -151,7 +151,7 @@ def fused_attn_bwd(
 ):
     """(dq, dk, dv, no gradient of a bias, none of the softmax) for merged output and statistics."""
     is_causal = _checked(qkv_layout, attn_mask_type, p_dropout, (q, k, v), max_seqlen_kv)
-    assert o.shape == d_o.shape == q.shape and d_o.is_contiguous()
+    assert o.shape == d_o.shape == (*q.shape[:2], v.shape[2]) and d_o.is_contiguous()
     stats = aux_ctx_tensors[0]
     assert stats.shape == (*q.shape[:2], 1) and stats.is_contiguous()
     assert stats.dtype == torch.float32

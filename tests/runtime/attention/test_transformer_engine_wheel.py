@@ -34,13 +34,13 @@ def library(tmp_path_factory):
     return te_wheel.unpack(tmp_path_factory.mktemp("transformer_engine"))
 
 
-def errors_of_cases(library, cases, left_out=None):
+def errors_of_cases(library, cases, left_out=None, **sizes):
     """Body of a rank: errors of (out, dq, dk, dv) of every case; a kernel may do nothing."""
     if left_out is not None:
         setattr(te_kernels, left_out, lambda *given: None)
     te_wheel.load(library)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
-    how = {"dtype": torch.float16, "head_dim": 16}
+    how = {"dtype": torch.float16, "head_dim": 16} | sizes
     return [errors_of_part(attend, comm, *case, **how) for case in cases]
 
 
@@ -48,6 +48,13 @@ def errors_of_cases(library, cases, left_out=None):
 def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks):
     cases = [case for case in CASES if len(case[0]) in (num_ranks, 1, 2)]
     for errors in run_ranks(num_ranks, errors_of_cases, library, cases):
+        assert max(map(max, errors)) < TOLERANCE, errors
+
+
+def test_values_of_another_size_are_exact(run_ranks, library):
+    """As in multi-latent attention; the library asks for its kernels with both sizes."""
+    sizes = {"head_dim": 24, "value_dim": 16}
+    for errors in run_ranks(3, errors_of_cases, library, [CASES[2], CASES[5]], **sizes):
         assert max(map(max, errors)) < TOLERANCE, errors
 
 
