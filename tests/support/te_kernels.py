@@ -102,7 +102,7 @@ def fused_attn_fwd(
     return_max_logit,
     cuda_graph,
 ):
-    """[out ``[t, heads, d of values]``, log-sum-exp ``[t, heads, 1]``, state of random numbers ``[2]``]."""
+    """[out ``[t, heads, v]``, log-sum-exp ``[t, heads, 1]``, state of random numbers ``[2]``]."""
     is_causal = _checked(qkv_layout, attn_mask_type, p_dropout, (q, k, v), max_seqlen_kv)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     stats = torch.zeros(*q.shape[:2], 1, dtype=torch.float32)

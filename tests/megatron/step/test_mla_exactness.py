@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import HdpMlaSelfAttention
+from megatron_hdp.runtime.ring.latent import _Projection
 from tests.megatron.step.test_exactness import LENGTHS, drawn_lengths
 from tests.support.gradients import EXPERTS, errors_of, hdp_step, write_corpus
 from tests.support.mla import mla_arguments, plain_stock_attention
@@ -119,3 +122,41 @@ def pairs():
 def test_gradients_of_layouts(run_ranks, tmp_path, layout, way):
     ranks, replicas, overrides = LAYOUTS[layout]
     check(run_ranks, tmp_path, ranks, replicas, hdp_mla_ring=way, **overrides)
+
+
+def of_own_heads(x, group):
+    """A rotated part whose gradient is not summed over tensor-parallel ranks' heads."""
+    return x
+
+
+def by_place_in_the_pack(self, params, dtype):
+    """The rotation of tokens whose positions count through the pack."""
+    counted = replace(params, positions=torch.arange(len(params.positions)))
+    return ROTATION(self, counted, dtype)
+
+
+def to_the_latent_alone(self, dk, dv, latent):
+    """Gradients of latents without that of the part of the keys beside them."""
+    found, rotated = GRADIENTS(self, dk, dv, latent)
+    return found, torch.zeros_like(rotated)
+
+
+MODEL = "megatron_hdp.megatron.model.mla"
+ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
+FAULTS = {  # overrides, what is replaced by what
+    "own-heads": (TP2_SP, (f"{MODEL}.copy_to_tensor_model_parallel_region", of_own_heads)),
+    "positions": ({}, (f"{MODEL}.HdpMlaSelfAttention._rotation", by_place_in_the_pack)),
+    "rotated-part": (
+        {"hdp_mla_ring": "latent"},
+        ("megatron_hdp.runtime.ring.latent._Projection.gradients", to_the_latent_alone),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
+    overrides, planted = FAULTS[fault]
+    ranks = 2 * overrides.get("tensor_model_parallel_size", 1)
+    cases = cases_of(tmp_path, 2, 1, **overrides)[1:]
+    errors = run_ranks(ranks, mla_errors, cases, planted)[0]
+    assert min(errors) > 1e-6, errors
