@@ -81,18 +81,17 @@ def _mlp(arguments: TrainingArguments, has_experts: bool) -> Mlp:
         return Mlp(
             ffn_hidden_size=arguments.ffn_hidden_size, gated=gated, bias=arguments.add_bias_linear
         )
-    experts, topk = arguments.num_experts or 1, arguments.moe_router_topk
-    groups, chosen = arguments.moe_router_num_groups or 0, arguments.moe_router_group_topk or 1
+    experts = arguments.num_experts or 1
     return Mlp(
         ffn_hidden_size=arguments.moe_ffn_hidden_size or arguments.ffn_hidden_size,
         gated=gated,
         bias=arguments.add_bias_linear,
         num_experts=experts,
-        experts_per_token=min(topk, experts),
+        experts_per_token=min(arguments.moe_router_topk, experts),
         router=Router(
             sigmoid=arguments.moe_router_score_function == "sigmoid",
             bias=arguments.moe_router_enable_expert_bias,
-            scores_of_groups=groups * (topk // chosen),
+            groups=arguments.moe_router_num_groups is not None,
             float32=arguments.moe_router_dtype == "fp32",
         ),
         shared_ffn_hidden_size=arguments.moe_shared_expert_intermediate_size or 0,

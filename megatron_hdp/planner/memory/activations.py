@@ -125,10 +125,8 @@ def _router_bytes(job: Job, mlp: Mlp) -> float:
         a_token += value + _FLOAT32
         if router.bias and value < _FLOAT32:
             an_expert += value
-    if router.scores_of_groups:
-        an_expert += 1
-        a_choice += _INT64
-        a_token += _INT64 * router.scores_of_groups
+    if router.groups and not router.bias:
+        an_expert += 1  # which experts could not be chosen
     return an_expert * mlp.num_experts + a_choice * mlp.experts_per_token + a_token
 
 

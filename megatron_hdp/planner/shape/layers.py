@@ -128,8 +128,8 @@ class Router:
     """Scores are sigmoids, else a softmax."""
     bias: bool = False
     """A bias balances the choice, which is not that of the greatest scores then."""
-    scores_of_groups: int = 0
-    """By which groups are chosen before experts, the best ones of each; 0: there are no groups."""
+    groups: bool = False
+    """Groups of experts are chosen first."""
     float32: bool = False
     """Logits and weights are float32, else of the model's type."""
 

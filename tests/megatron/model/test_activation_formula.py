@@ -136,13 +136,16 @@ def expected(arguments, world=1):
     return kept_after_forward(job) + more_on_cpus(job), num_parameters
 
 
-def test_on_one_rank_and_with_experts(run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments_of", "named"),
+    [(tiny_arguments, ONE_RANK), (tiny_arguments, LATENT), (moe_arguments, EXPERTS)],
+    ids=["plain", "latents", "experts"],
+)
+def test_on_one_rank(run_ranks, tmp_path, arguments_of, named):
     prefix = write_corpus(tmp_path, [64])
-    cases = [tiny_arguments(prefix, **SHAPE | case) for case in (ONE_RANK | LATENT).values()]
-    names = [*ONE_RANK, *LATENT, *EXPERTS]
-    cases += [moe_arguments(prefix, **SHAPE | case) for case in EXPERTS.values()]
+    cases = [arguments_of(prefix, **SHAPE | case) for case in named.values()]
     found = run_ranks(1, counted, cases)[0]
-    for name, arguments, measured in zip(names, cases, found, strict=True):
+    for name, arguments, measured in zip(named, cases, found, strict=True):
         (bytes_, parameters), (of_formula, counted_up) = measured, expected(arguments)
         assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments)), name
         assert parameters == counted_up, name

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import model_shape
+from megatron_hdp.planner.shape import Weights
 from tests.megatron.model.test_moe import LENGTHS, ROOM, TENSOR, TOLERANCE, planned
-from tests.support.gradients import errors_of, moe_arguments, write_corpus
+from tests.support.gradients import VOCABULARY, errors_of, moe_arguments, write_corpus
 
 SIGMOID = {
     "num_experts": 8,
@@ -96,3 +100,24 @@ def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
     arguments = moe_arguments(write_corpus(tmp_path, LENGTHS), **settings)
     errors = run_ranks(2, errors_of, [planned(arguments, 2)], fault)[0]
     assert min(errors) > 1e-9, errors
+
+
+def parameters_of(runs):
+    """Body of a rank: what the cost model of each run takes for its parameters."""
+    counts = []
+    for run in runs:
+        parallel.initialise(run)
+        parallel.set_seeds(1)
+        counts.append(parallel.num_parameters(building.build_chunks(run, VOCABULARY)))
+        parallel.finish()
+    return counts
+
+
+def test_only_routed_experts_of_sparse_layers_are_shared(run_ranks, tmp_path):
+    alone = moe_arguments(write_corpus(tmp_path, [5]), **MODELS["deepseek"])
+    runs = [alone, replace(alone, **ACROSS), replace(alone, **UNEVEN)]
+    counts = run_ranks(2, parameters_of, runs)[0]
+    shape = model_shape(alone, building.padded_vocab_size(VOCABULARY, alone))
+    dense = sum((layer.weights for layer in shape.layers), Weights())
+    others = dense.split + dense.whole + 2 * shape.embedding + shape.last_norm
+    assert counts == [(others, shape.expert_parameters)] * 3

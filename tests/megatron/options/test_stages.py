@@ -188,6 +188,21 @@ def test_weights_count_what_a_token_meets() -> None:
     assert even is None
 
 
+def test_stages_of_equally_many_layers_differ_where_layers_do() -> None:
+    sparse = "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 32"
+    shared = "--moe-shared-expert-intermediate-size 16 --disable-bias-linear"
+    found = planned_weights(parsed(f"--num-layers 4 --moe-layer-freq [0]*2+[1]*2 {sparse}"), 1000)
+    more = planned_weights(
+        parsed(f"--num-layers 4 --moe-layer-freq [0]*2+[1]*2 {sparse} {shared}"), 1000
+    )
+    attention, output = 4 * 64 * 64 + 64 * 64, 64 * 1000
+    dense, routed = 2 * 64 * 256, 64 * 4 + 2 * 64 * 32
+    for weights, mixture in ((found, routed), (more, routed + 2 * 64 * 16)):
+        stages = 2 * (attention + dense), 2 * (attention + mixture) + output
+        assert weights == pytest.approx([one / sum(stages) for one in stages])
+    assert planned_weights(parsed(f"--num-layers 4 {sparse}"), 1000) is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

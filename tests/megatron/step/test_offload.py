@@ -116,6 +116,15 @@ def test_experts(run_ranks, tmp_path):
     check(run_ranks, moe_arguments(prefix, **settings), 2, 2)
 
 
+@pytest.mark.slow
+def test_experts_of_todays_models(run_ranks, tmp_path):
+    """Layers that keep unequally much, a dense one first, shared experts and a router's bias."""
+    layers = {"num_layers": 4, "moe_layer_freq": "[0]+[1]*3", "expert_model_parallel_size": 2}
+    settings = CAPACITY | {"moe_shared_expert_intermediate_size": 20} | layers
+    settings |= {"moe_router_score_function": "sigmoid"}
+    check(run_ranks, moe_arguments(write_corpus(tmp_path, LENGTHS), **settings), 2, 2)
+
+
 def planned_offload(arguments):
     """A step under the strategy's own plan: (bytes offloaded, most micro-batches on a rank).
 
