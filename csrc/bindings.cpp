@@ -114,6 +114,7 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                         double activation_bytes_per_token, double host_bytes_per_s,
                         int64_t num_layers, double attention_b, double block_s,
                         double intra_node_hop_s, double inter_node_hop_s, double merge_b,
+                        int64_t window_tokens, double window_share, double halo_s,
                         const py::array& attention_lengths, const py::array& attention_seconds,
                         const py::array& rank_speeds, int64_t pipeline_stages, int64_t model_chunks,
                         const py::array& row_weights, bool offload, int64_t effort,
@@ -146,7 +147,10 @@ hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tok
                   intra_node_hop_s,
                   inter_node_hop_s,
                   merge_b,
-                  b_experts};
+                  b_experts,
+                  window_tokens,
+                  window_share,
+                  halo_s};
   problem.expert_ranks = expert_ranks;
   return problem;
 }
@@ -172,7 +176,8 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
            py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
            py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("attention_b"),
            py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
-           py::arg("merge_b"), py::arg("attention_lengths"), py::arg("attention_seconds"),
+           py::arg("merge_b"), py::arg("window_tokens"), py::arg("window_share"),
+           py::arg("halo_s"), py::arg("attention_lengths"), py::arg("attention_seconds"),
            py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("model_chunks"),
            py::arg("row_weights"), py::arg("offload"), py::arg("effort"), py::arg("b_experts"), py::arg("expert_ranks"));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,6 @@ def setting_of(
     changes: dict[str, Any] = {"overlaps_sync": options.overlap_grad_reduce}
     if arguments.machine:
         changes |= read_changes(arguments.machine)
-    per_token, per_token2 = flops_of(job)
     return Setting(
         ranks=job.hdp_ranks,
         tokens_per_rank=job.tokens_per_rank,
@@ -91,8 +91,7 @@ def setting_of(
         offload=options.hdp_offload,
         machine=Machine.of_job(job, cost_model, **changes),
         job=job,
-        flops_per_token=per_token,
-        flops_per_token2=per_token2,
+        flops_of=partial(flops_of, job),
         disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
         flags=PLANNER_FLAGS,
     )

@@ -24,6 +24,8 @@ def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Arr
     if not cost_model.attention_points:
         seconds = cost_model.a * s
         seconds *= s  # in place, as are the others: there may be millions
+        if cost_model.window_share:
+            seconds = cost_model.a * cost_model.seen(s)
         s *= cost_model.attention_b
         seconds += s
         return seconds
@@ -73,13 +75,15 @@ def speeds_of(cost_model: CostModel, num_ranks: int) -> Float64Array:
 def _attention_of(length: int, cost_model: CostModel) -> float:
     """The same of one sequence."""
     if not cost_model.attention_points:
-        return cost_model.a * float(length) ** 2 + cost_model.attention_b * float(length)
+        seen = float(cost_model.seen(np.array([length], dtype=np.float64))[0])
+        return cost_model.a * seen + cost_model.attention_b * float(length)
     return float(attention_s(np.array([length], dtype=np.int64), cost_model)[0])
 
 
 def fixed_s(degrees: Float64Array, cost_model: CostModel, pipeline_stages: int = 1) -> Float64Array:
-    """Seconds of a micro-batch of so many ranks whatever it holds: g, and one block a step."""
-    return cost_model.g + degrees * block_s(cost_model, pipeline_stages)
+    """Seconds of a micro-batch of so many ranks whatever it holds: g, one block a step, a halo."""
+    seconds = cost_model.g + degrees * block_s(cost_model, pipeline_stages)
+    return seconds + np.where(degrees > 1, cost_model.halo_s, 0.0)
 
 
 def block_s(cost_model: CostModel, pipeline_stages: int = 1) -> float:

@@ -5,6 +5,8 @@ With s the tokens of a sequence and D the ranks that share it:
 - compute of a slice: ``(a s^2 + (attention_b + b + b_experts) s) / D`` seconds, forward and
   backward; ``a s^2 + attention_b s`` is attention, which is causal: ``6 L H s^2`` FLOP for L layers
   of hidden size H; ``(b + b_experts) s`` is the rest: ``6 P s`` FLOP for P parameters
+- in the ``window_share`` of attention that belongs to layers with a window of w tokens
+  (``window_tokens``), s^2 is w (2 s - w) for s above w: pairs of query and key, twice
 - with ``attention_points`` attention takes what they say instead, here and below: linear between
   (0, 0) and the points, beyond the last one along the last line; ``CostModel.with_costs`` makes
   them of a function
@@ -18,6 +20,8 @@ With s the tokens of a sequence and D the ranks that share it:
 - each step of a ring is a block of attention, as is a micro-batch of one rank; the whole ``local``
   sequences of a member are one more: ``block_s`` seconds in each layer, forward and once more
   backward
+- a member of a ring sends ``halo_bytes`` in layers with a window, whatever it holds, both passes;
+  at the bandwidth between nodes, and nothing hides it
 - a ring merges what a further step gives into what it has: ``merge_b`` seconds for each token of a
   member, forward and backward, all layers; with x tokens of a member ``(D - 1) merge_b x``, which
   hides nothing
@@ -68,6 +72,8 @@ _MAY_BE_ZERO = (
     "intra_node_hop_s",
     "inter_node_hop_s",
     "merge_b",
+    "window_share",
+    "halo_bytes",
 )
 
 _LONGEST = 2**40
@@ -101,7 +107,7 @@ class CostModel:
     b: float
     """Seconds per token (what is linear in the length besides attention and experts)."""
     kv_bytes_per_token: float
-    """Bytes of K and V of one token over all layers."""
+    """Bytes of K and V of one token over all layers, but for those with a window."""
     g: float = 0.0
     """Seconds per micro-batch."""
     intra_node_bytes_per_s: float = 300e9
@@ -134,6 +140,12 @@ class CostModel:
     merge_b: float = 0.0
     """Seconds per token of a member that each further step of its ring adds, forward and backward,
     all layers: results are merged."""
+    window_tokens: int = 0
+    """Tokens that a query sees in layers with a window, itself included; 0: no layer has one."""
+    window_share: float = 0.0
+    """The share of ``a`` that belongs to these layers."""
+    halo_bytes: float = 0.0
+    """Bytes that a member of a ring sends in them, forward and backward, whatever it holds."""
 
     def __post_init__(self) -> None:
         for name in _MAY_BE_ZERO:
@@ -146,6 +158,7 @@ class CostModel:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"cost model: {name} is {value!r}; expected an integer >= 1")
+        self._check_window()
         speeds = self.rank_speeds
         if not isinstance(speeds, list | tuple):
             raise ValueError(f"cost model: rank_speeds is {speeds!r}; expected a list of numbers")
@@ -161,6 +174,38 @@ class CostModel:
                     f"cost model: {name} is {getattr(self, name)!r} beside attention_points; "
                     "expected 0: they say what attention takes, leave one of the two out"
                 )
+
+    def _check_window(self) -> None:
+        window = self.window_tokens
+        if type(window) is not int or not 0 <= window <= _LONGEST:
+            raise ValueError(
+                f"cost model: window_tokens is {window!r}; expected an integer from 0 to "
+                f"{_LONGEST:,}"
+            )
+        if self.window_share > 1:
+            raise ValueError(
+                f"cost model: window_share is {self.window_share!r}; expected a share of 0 to 1"
+            )
+        if self.window_share and not window:
+            raise ValueError(
+                f"cost model: window_share is {self.window_share!r} without window_tokens; give "
+                "both or neither"
+            )
+
+    def seen(self, lengths: Float64Array) -> Float64Array:
+        """What ``a`` is multiplied with: squares of the lengths, in layers with a window less."""
+        squares = lengths * lengths
+        if not self.window_share:
+            return squares
+        window = float(self.window_tokens)
+        inside = np.where(lengths > window, window * (2 * lengths - window), squares)
+        found: Float64Array = (1 - self.window_share) * squares + self.window_share * inside
+        return found
+
+    @property
+    def halo_s(self) -> float:
+        """Seconds of a ring for what it sends in layers with a window."""
+        return self.halo_bytes / self.inter_node_bytes_per_s
 
     @property
     def linear_s_per_token(self) -> float:
@@ -227,7 +272,7 @@ class CostModel:
             num_layers: Transformer layers L.
             hidden_size: Hidden size H, or the channels of attention where they are others.
             num_parameters: Parameters that take part in a token's forward pass P.
-            kv_bytes_per_token: Bytes of K and V of one token over all layers.
+            kv_bytes_per_token: Bytes of K and V of one token over all layers without a window.
             flops_per_s: FLOP a second that one HDP rank reaches.
             expert_parameters: Those of P that are experts'.
             others: Further fields by name, such as ``ranks_per_node``.

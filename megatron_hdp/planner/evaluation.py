@@ -395,7 +395,7 @@ def work_of(
         fixed_s=each(fixed_s(degrees, cost_model, stages)) / speed,
         transfer_s=sent / bandwidth,
         hop_s=cost_model.num_layers * stages * hop,
-        ring_bytes=sent * degrees,
+        ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
     )
 
 
@@ -408,7 +408,8 @@ def _attention_sums(
     """Attention of each micro-batch's sequences on one rank of speed 1."""
     if cost_model.attention_points:
         return _sums(owner, attention_s(lengths, cost_model), num_micro_batches)
-    squares = cost_model.a * _sums(owner, lengths.astype(np.float64) ** 2, num_micro_batches)
+    seen = cost_model.seen(lengths.astype(np.float64))
+    squares = cost_model.a * _sums(owner, seen, num_micro_batches)
     return squares + cost_model.attention_b * _sums(owner, lengths, num_micro_batches)
 
 

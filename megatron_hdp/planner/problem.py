@@ -76,8 +76,9 @@ class Problem:
         coefficients = {
             field.name: getattr(cost_model, field.name)
             for field in dataclasses.fields(cost_model)
-            if field.name not in ("attention_points", "rank_speeds")
+            if field.name not in ("attention_points", "rank_speeds", "halo_bytes")
         } | {
+            "halo_s": cost_model.halo_s,
             "b": cost_model.linear_s_per_token,
             "block_s": 2 * layers * cost_model.block_s,
             "intra_node_hop_s": layers * cost_model.intra_node_hop_s,

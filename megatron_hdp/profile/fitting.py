@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 
 Float64Array = NDArray[np.float64]
@@ -40,8 +41,8 @@ class Shape:
 
     layers: int
     """Layers of all pipeline stages."""
-    kv_bytes_per_token: float
-    """Bytes of K and V of one token over all layers."""
+    counted: CostModel
+    """Bytes, and what of attention is in a window; its seconds are not read."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _row(case: Case, shape: Shape, values: Float64Array) -> Float64Array:
     if case.kind == EXPERTS:
         row[_B_EXPERTS], row[_G_EXPERTS] = lengths.sum(), 1.0
         return row
-    row[_A] = (lengths**2).sum() / case.degree
+    row[_A] = shape.counted.seen(lengths).sum() / case.degree
     row[_ATTENTION_B] = lengths.sum() / case.degree
     row[_BLOCK] = 2 * shape.layers * case.degree
     if case.kind == ATTENTION:
@@ -261,7 +262,7 @@ def _row(case: Case, shape: Shape, values: Float64Array) -> Float64Array:
     hop, byte = _traffic(case)
     attention = np.zeros(len(NAMES))
     attention[[_A, _ATTENTION_B]] = row[[_A, _ATTENTION_B]]
-    sent = 3 * hops * lengths.sum() / case.degree * shape.kv_bytes_per_token
+    sent = 3 * hops * lengths.sum() / case.degree * shape.counted.kv_bytes_per_token
     for share in _PASSES:
         exposed = -share * hops / case.degree * attention
         exposed[hop] = hops * shape.layers
@@ -269,6 +270,7 @@ def _row(case: Case, shape: Shape, values: Float64Array) -> Float64Array:
         is_first = not values[[hop, byte]].any()
         if is_first or exposed @ values > 0:
             row += exposed
+    row[byte] += shape.counted.halo_bytes
     return row
 
 

@@ -108,7 +108,7 @@ def _profiled(
     layers = arguments.num_layers
     room = _room_of(arguments, counted, layers)
     measured, left_out = measure(bench, cases_of(room), budget_s, progress)
-    found = fit(measured, Shape(layers, counted.kv_bytes_per_token))
+    found = fit(measured, Shape(layers, counted))
     cost_model, notes = _cost_model(
         replace(counted, host_bytes_per_s=host_bytes_per_s), found, room, arguments
     )

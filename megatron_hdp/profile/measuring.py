@@ -145,11 +145,15 @@ class Bench:
         )
         inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
         scale = float(head_dim) ** -0.5
-        layers = len(self._executor.layers)
+        cores = [layer.self_attention.core_attention for layer in self._executor.layers]
 
         def run() -> None:
-            for _ in range(layers):
-                out = self._executor.attention(q, k, v, layout, self._executor.comm, scale)
+            for core in cores:
+                out = self._executor.attention(
+                    *(q, k, v, layout, self._executor.comm, scale),
+                    window=core.window,
+                    sink=core.softmax_offset,
+                )
                 torch.autograd.grad(out, inputs, gradient)
 
         return self._timed(run) * self._whole_model

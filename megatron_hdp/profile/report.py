@@ -15,6 +15,10 @@ from megatron_hdp.profile.job import Profile
 from megatron_hdp.profile.passes import lengths_of
 
 _KINDS = ((COMPUTE, "micro-batches of one rank"), (RING, "micro-batches of rings"))
+_COUNTED = (
+    *("kv_bytes_per_token", "activation_bytes_per_token", "num_layers"),
+    *("window_tokens", "window_share", "halo_bytes"),
+)
 
 
 def as_text(profile: Profile) -> str:
@@ -133,7 +137,7 @@ def _degrees(profile: Profile) -> list[int]:
 
 
 def _source(name: str, profile: Profile) -> str:
-    if name in ("kv_bytes_per_token", "activation_bytes_per_token", "num_layers"):
+    if name in _COUNTED:
         return "counted"
     if name == "host_bytes_per_s":
         return "measured"

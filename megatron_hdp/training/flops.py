@@ -2,7 +2,8 @@
 
 Counted are the matrix products: 2 m n k each, forward once and backward twice. A sequence of L
 tokens attends causally, so its products of queries with keys and of scores with values fill half of
-the square, L^2 / 2. Neither padding nor recomputation counts, so runs of one model compare.
+the square, L^2 / 2; in a window of w tokens w (L - w / 2), where L is more. Neither padding nor
+recomputation counts, so runs of one model compare.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class ModelFlops:
     per_token: float
     """For each token: all products with the weights that it meets."""
     per_squared_token: float
-    """For each unit of a sequence's squared length: attention."""
+    """For each unit of a sequence's squared length: attention of layers without a window."""
+    per_seen_in_window: float = 0.0
+    """For each unit of twice the pairs of query and key in the window: of layers with one."""
 
     @classmethod
     def of_model(cls, arguments: TrainingArguments, vocab_size: int) -> Self:
@@ -34,16 +37,24 @@ class ModelFlops:
         """
         shape = model_shape(arguments, vocab_size)
         scores_and_values = 2 * shape.attention_width / 2  # two products, half of the square each
+        attention = _PASSES * 2.0 * scores_and_values
         return cls(
             per_token=_PASSES * 2.0 * shape.active_parameters,
-            per_squared_token=_PASSES * 2.0 * scores_and_values,
+            per_squared_token=attention * (1 - shape.window_share),
+            per_seen_in_window=attention * shape.window_share,
         )
 
-    def of_batch(self, tokens: int, squared_tokens: int) -> float:
+    def of_batch(
+        self, tokens: int, squared_tokens: int, seen_in_window: int | None = None
+    ) -> float:
         """Returns the operations of a batch.
 
         Args:
             tokens: sum of its sequences' lengths.
             squared_tokens: sum of their squares.
+            seen_in_window: twice the pairs of query and key in layers with a window; as many as
+                without one unless given.
         """
-        return self.per_token * tokens + self.per_squared_token * squared_tokens
+        seen = squared_tokens if seen_in_window is None else seen_in_window
+        attention = self.per_squared_token * squared_tokens + self.per_seen_in_window * seen
+        return self.per_token * tokens + attention

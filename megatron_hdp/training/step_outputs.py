@@ -81,7 +81,9 @@ class StepOutputs:
         """
         metrics = StepMetrics.of_report(
             report,
-            model_flops=self._flops.of_batch(report.tokens, report.squared_tokens),
+            model_flops=self._flops.of_batch(
+                report.tokens, report.squared_tokens, report.seen_in_window
+            ),
             num_ranks=dist.get_world_size(),
             **figures,
         )

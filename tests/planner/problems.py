@@ -34,6 +34,18 @@ COST_MODELS = {
         ranks_per_node=4,
         attention_points=((10, 0.0005), (20, 0.002), (40, 0.008), (80, 0.024)),
     ),
+    "alternating": CostModel(  # half of the layers with a window, whose halo takes 0.02 s
+        a=1e-4,
+        b=1e-4,
+        kv_bytes_per_token=1.0,
+        g=1e-3,
+        intra_node_bytes_per_s=1e4,
+        inter_node_bytes_per_s=1e3,
+        ranks_per_node=3,
+        window_tokens=20,
+        window_share=0.5,
+        halo_bytes=20.0,
+    ),
     "concave": CostModel(  # a token of a short sequence costs more than one of a long one
         a=0.0,
         b=1e-4,

@@ -22,7 +22,8 @@ from megatron_hdp.profile.fitting import (
     wires_of,
 )
 
-SHAPE = Shape(layers=4, kv_bytes_per_token=4096.0)
+COUNTED = CostModel(a=0.0, b=0.0, kv_bytes_per_token=4096.0)
+SHAPE = Shape(layers=4, counted=COUNTED)
 ROOM = Room(2048, 8192, ranks=4, ranks_per_node=2, kv_bytes_per_layer=1024, has_experts=True)
 PLANTED = {
     "a": 1e-8,
@@ -108,6 +109,23 @@ def test_the_planner_prices_as_the_fit_does():
         for degree in (2, 3, 4):
             ring = Case(RING, (length,), degree, leaves_node=degree > 2)
             assert found.predicted_s(ring) == pytest.approx(alone[degree - 1], rel=1e-9)
+
+
+def test_a_model_with_windows_is_fitted_by_what_they_leave():
+    counted = CostModel(
+        a=0.0,
+        b=0.0,
+        kv_bytes_per_token=2048.0,
+        window_tokens=200,
+        window_share=0.5,
+        halo_bytes=3e5,
+    )
+    shape = Shape(layers=4, counted=counted)
+    machine = Fit(PLANTED, shape)
+    measured = [Measured(case, (machine.predicted_s(case),)) for case in cases_of(ROOM)]
+    assert fit(measured, shape).values == pytest.approx(PLANTED, rel=1e-6)
+    # taken for a model without windows, attention is wrong
+    assert fit(measured, SHAPE).values["a"] < 0.8 * PLANTED["a"]
 
 
 def test_further_blocks_take_no_more_than_g_has():

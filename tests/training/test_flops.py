@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_hdp.data.steps.totals import Amounts
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import expert_layers
@@ -104,6 +106,32 @@ def test_by_hand(tmp_path):
     assert flops.per_token == 6 * (2 * (qkv + projection + mlp) + logits)
     assert flops.per_squared_token == 3 * 2 * (2 * 16)
     assert flops.of_batch(10, 52) == 10 * flops.per_token + 52 * flops.per_squared_token
+
+
+@pytest.mark.parametrize("window", [1, 5, 9, 40])
+def test_a_window_by_its_pairs(tmp_path, window):
+    """One of two layers has a window; half of the diagonal counts, as without one."""
+    arguments = arguments_of(tmp_path, "gated, grouped")
+    plain = ModelFlops.of_model(arguments, VOCABULARY)
+    half = {"window_size": f"{window - 1},0", "window_attn_skip_freq": "[1,0]"}
+    flops = ModelFlops.of_model(replace(arguments, **half), VOCABULARY)
+    lengths = np.array([3, 9, 30])
+    pairs = sum(sum(min(i, window) for i in range(1, n + 1)) - min(n, window) / 2 for n in lengths)
+    step = SimpleNamespace(
+        lengths=lengths,
+        tokens=int(lengths.sum()),
+        num_loss_tokens=lengths - 1,
+        sources=np.zeros(3, dtype=int),
+    )
+    amounts = Amounts.of(step, 1, window)
+    assert amounts.seen_in_window == 2 * pairs
+    squares = int((lengths**2).sum())
+    found = flops.of_batch(amounts.tokens, amounts.squared_tokens, amounts.seen_in_window)
+    assert found == plain.of_batch(42, 0) + plain.per_squared_token * (squares / 2 + pairs)
+    assert flops.of_batch(42, squares) == plain.of_batch(42, squares)
+    arrays = {name: one[:2] for name, one in vars(step).items() if name != "tokens"}
+    rest = SimpleNamespace(tokens=12, **arrays)
+    assert amounts.without(0, 30, 29) == Amounts.of(rest, 1, window)
 
 
 @pytest.mark.megatron_lm

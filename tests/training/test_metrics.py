@@ -197,6 +197,7 @@ REPORT = StepReport(
     loss=2.5,
     tokens=1000,
     squared_tokens=50_000,
+    seen_in_window=50_000,
     loss_tokens=990,
     sequences=10,
     position_after=Position(sequences=30),
@@ -228,7 +229,7 @@ def test_a_report_becomes_metrics() -> None:
 def test_every_figure_of_a_report_is_a_metric() -> None:
     """What a step reports and the metrics leave out is on purpose."""
     missing = {item.name for item in fields(StepReport)} - {i.name for i in fields(StepMetrics)}
-    assert missing == {"squared_tokens", "position_after", "non_finite"}
+    assert missing == {"squared_tokens", "seen_in_window", "position_after", "non_finite"}
     assert json.loads(STEP.to_json()).keys() == {item.name for item in fields(StepMetrics)}
 
 

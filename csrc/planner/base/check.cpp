@@ -84,6 +84,8 @@ void check_cost_model(const CostModel& cost) {
   check_number("cost model: merge_b", cost.merge_b, true);
   check_number("cost model: b_experts", cost.b_experts, true);
   check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
+  check_number("cost model: window_share", cost.window_share, true);
+  check_number("cost model: halo_s", cost.halo_s, true);
   check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
   check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);
   check_range("cost model: ranks_per_node", cost.ranks_per_node, kMostRanks);

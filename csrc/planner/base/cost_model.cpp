@@ -12,17 +12,24 @@ namespace {
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
+// Seconds of s^2 that layers with a window w leave out: s^2 - w (2 s - w) = (s - w)^2.
+double unseen_s(const CostModel& cost, double length) {
+  if (cost.window_share == 0) return 0;
+  const double beyond = std::max(0.0, length - static_cast<double>(cost.window_tokens));
+  return cost.window_share * cost.a * beyond * beyond;
+}
+
 }  // namespace
 
 double attention_s(const CostModel& cost, int64_t length) {
   if (!cost.attention.empty()) return cost.attention.seconds(length);
   const auto s = static_cast<double>(length);
-  return cost.a * s * s + cost.attention_b * s;
+  return cost.a * s * s - unseen_s(cost, s) + cost.attention_b * s;
 }
 
 double attention_per_token_s(const CostModel& cost, int64_t length) {
   const auto s = static_cast<double>(length);
-  return cost.attention.empty() ? cost.a * s + cost.attention_b
+  return cost.attention.empty() ? cost.a * s - unseen_s(cost, s) / s + cost.attention_b
                                  : cost.attention.seconds(length) / s;
 }
 
@@ -31,7 +38,7 @@ double compute_s(const CostModel& cost, int64_t length) {
 }
 
 double fixed_s(const CostModel& cost, int64_t degree) {
-  return cost.g + static_cast<double>(degree) * cost.block_s;
+  return cost.g + static_cast<double>(degree) * cost.block_s + (degree > 1 ? cost.halo_s : 0);
 }
 
 double merge_s(const CostModel& cost, int64_t degree, double tokens) {
@@ -124,13 +131,23 @@ int64_t length_on_table(const CostModel& cost, double seconds) {
 }  // namespace
 
 int64_t length_within(const CostModel& cost, double seconds) {
+  const double limit_s = seconds;
   if (compute_s(cost, kLongest) <= seconds) return kLongest;
   if (!cost.attention.empty()) return length_on_table(cost, seconds);
   // a s^2 + b s = t, in the form that does not cancel and allows a = 0
-  const double b = cost.attention_b + cost.b;
-  const double root = std::sqrt(b * b + 4 * cost.a * seconds);
+  double a = cost.a;
+  double b = cost.attention_b + cost.b;
+  const auto window = static_cast<double>(cost.window_tokens);
+  if (cost.window_share > 0 && compute_s(cost, cost.window_tokens) < seconds) {
+    // beyond the window (1 - x) a s^2 + (b + 2 x a w) s = t + x a w^2
+    const double inside = cost.window_share * a * window;
+    a *= 1 - cost.window_share;
+    b += 2 * inside;
+    seconds += inside * window;
+  }
+  const double root = std::sqrt(b * b + 4 * a * seconds);
   auto length = static_cast<int64_t>(2 * seconds / (b + root));
-  while (length > 0 && compute_s(cost, length) > seconds) --length;
+  while (length > 0 && compute_s(cost, length) > limit_s) --length;
   return length;
 }
 

@@ -29,6 +29,9 @@ struct CostModel {
   double inter_node_hop_s = 0;  // the same of a ring that leaves its node
   double merge_b = 0;           // s per token of a member for each further step of its ring
   double b_experts = 0;         // the part of b that is experts'
+  int64_t window_tokens = 0;    // that a query sees in layers with a window; 0: none has one
+  double window_share = 0;      // the part of a that belongs to these layers
+  double halo_s = 0;            // s of a ring for what it sends in them, whatever it holds
 };
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.

@@ -79,7 +79,7 @@ def _cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
         hidden_size=shape.attention_width / shape.num_layers,
         num_parameters=shape.active_parameters,
         expert_parameters=shape.expert_parameters,
-        kv_bytes_per_token=shape.travelling_size * job.value_bytes,
+        **shape.ring_costs(job.value_bytes),
         flops_per_s=GPU_FLOPS_PER_S,
         activation_bytes_per_token=kept_after_forward(job) * shape.num_layers * job.tensor_ranks,
     )
@@ -122,9 +122,10 @@ def _exchanged_bytes_per_token(job: Job) -> float:
     )
 
 
-def flops_of(job: Job) -> tuple[float, float]:
-    """The model's FLOP forward and backward: of a token, and of causal attention by length^2."""
-    return 6.0 * job.shape.active_parameters, 6.0 * job.shape.attention_width
+def flops_of(job: Job, lengths: "npt.NDArray[np.int64]") -> float:
+    """The model's FLOP of sequences of these lengths, forward and backward."""
+    shape = job.shape
+    return 6.0 * shape.active_parameters * int(lengths.sum()) + shape.attention_flops(lengths)
 
 
 def preset_batch(
@@ -155,13 +156,8 @@ def plan_step(
     Raises:
         ValueError: the batch cannot be planned.
     """
-    import numpy as np
-
     lengths = preset_batch(arguments, preset)
     made = _plan(lengths, arguments, job, cost_model)
-    tokens = lengths.astype(np.float64)
-    per_token, per_token2 = flops_of(job)
-    flops = per_token * tokens.sum() + per_token2 * (tokens**2).sum()
     step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
     return PlannedStep(
         preset=preset,
@@ -171,11 +167,11 @@ def plan_step(
         micro_batches=made.num_micro_batches,
         efficiency=made.summary["efficiency"],
         step_s=step_s,
-        flops_per_s=float(flops) / step_s / job.num_gpus,
+        flops_per_s=flops_of(job, lengths) / step_s / job.num_gpus,
         planning_ms=made.summary["planning_ms"],
         num_positions=None if positions is None else int(positions),
         padding_share=made.summary.get("padding_share"),
-        exchanged_bytes=float(tokens.sum()) * _exchanged_bytes_per_token(job),
+        exchanged_bytes=float(lengths.sum()) * _exchanged_bytes_per_token(job),
         most_tokens=int(made.summary["max_tokens_on_a_rank"]),
     )
 

@@ -92,5 +92,6 @@ class LocalLoaders:
     def _read(self, planned: PlannedStep) -> RankStep:
         corpus = self._planner.corpus
         (share,) = self._planner.shares(planned).of([self._reader.hdp_rank])
-        totals = StepTotals.of(planned, len(corpus.sources))
+        window = self._planner.settings.window
+        totals = StepTotals.of(planned, len(corpus.sources), window=window)
         return read_step(totals, share, self._reader, corpus)

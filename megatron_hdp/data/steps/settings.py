@@ -32,6 +32,8 @@ class PlanSettings:
     """Parts of the model on each pipeline stage (virtual stages)."""
     stage_weights: tuple[float, ...] = ()
     """Relative time of every virtual stage in the model's order; empty: all alike."""
+    window: int | None = None
+    """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 
     @property
     def pipeline(self) -> Pipeline:

@@ -21,13 +21,17 @@ class Amounts:
     tokens: int
     squared_tokens: int
     """Sum of the squares of their lengths."""
+    seen_in_window: int
+    """The same of layers with a window: twice the pairs of query and key within it."""
     loss_tokens: int
     source_tokens: tuple[int, ...]
     """Tokens of each source."""
     source_loss_tokens: tuple[int, ...]
+    window: int | None = None
+    """Tokens that a query sees there."""
 
     @classmethod
-    def of(cls, step: Step, num_sources: int) -> Amounts:
+    def of(cls, step: Step, num_sources: int, window: int | None = None) -> Amounts:
         """Return those of a step."""
 
         def by_source(amounts: Int64Array) -> tuple[int, ...]:
@@ -38,9 +42,11 @@ class Amounts:
         return cls(
             tokens=step.tokens,
             squared_tokens=int((step.lengths**2).sum()),
+            seen_in_window=int(_seen(step.lengths, window).sum()),
             loss_tokens=int(step.num_loss_tokens.sum()),
             source_tokens=by_source(step.lengths),
             source_loss_tokens=by_source(step.num_loss_tokens),
+            window=window,
         )
 
     def without(self, source: int, length: int, num_loss_tokens: int) -> Amounts:
@@ -52,10 +58,20 @@ class Amounts:
         return Amounts(
             tokens=self.tokens - length,
             squared_tokens=self.squared_tokens - length**2,
+            seen_in_window=self.seen_in_window - int(_seen(np.array([length]), self.window)[0]),
             loss_tokens=self.loss_tokens - num_loss_tokens,
             source_tokens=less(self.source_tokens, length),
             source_loss_tokens=less(self.source_loss_tokens, num_loss_tokens),
+            window=self.window,
         )
+
+
+def _seen(lengths: Int64Array, window: int | None) -> Int64Array:
+    if window is None:
+        return lengths**2
+    inside = np.minimum(lengths, window)
+    found: Int64Array = inside * (2 * lengths - inside)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +101,11 @@ class StepTotals:
 
     @classmethod
     def of(
-        cls, planned: PlannedStep, num_sources: int, without: Mapping[str, str] | None = None
+        cls,
+        planned: PlannedStep,
+        num_sources: int,
+        without: Mapping[str, str] | None = None,
+        window: int | None = None,
     ) -> StepTotals:
         """Return those of a planned step.
 
@@ -93,6 +113,7 @@ class StepTotals:
             planned: the step.
             num_sources: of the split.
             without: see the field.
+            window: tokens that a query sees in layers with a window.
         """
         step, plan = planned.step, planned.plan
         counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
@@ -101,7 +122,7 @@ class StepTotals:
             before=step.before,
             after=step.after,
             sequences=len(step),
-            amounts=Amounts.of(step, num_sources),
+            amounts=Amounts.of(step, num_sources, window),
             micro_batches_min=int(counts.min()),
             micro_batches_max=int(counts.max()),
             efficiency=float(plan.summary["efficiency"]),

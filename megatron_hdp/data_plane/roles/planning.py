@@ -206,7 +206,8 @@ class PlanningService:
             planned = self._planned(begin, without)
         else:  # ranks may run the static plan already
             planned = self._planner.statically(begin, known.failure)
-        totals = StepTotals.of(planned, len(self._planner.corpus.sources), without)
+        window, num_sources = self._planner.settings.window, len(self._planner.corpus.sources)
+        totals = StepTotals.of(planned, num_sources, without, window)
         if known is None:
             entry = Entry(
                 split=self._split,

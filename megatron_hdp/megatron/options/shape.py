@@ -16,7 +16,7 @@ from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
-from megatron_hdp.megatron.options.windows import check_windows
+from megatron_hdp.megatron.options.windows import check_windows, layer_windows
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Router
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
@@ -31,15 +31,18 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     """
     norm_bias = arguments.normalization == "LayerNorm"
     skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers
+    windows = layer_windows(arguments)
     return ModelShape(
         layers=tuple(
             Layer(
                 hidden_size=arguments.hidden_size,
-                attention=_attention(arguments, knows_positions=not skips),
+                attention=_attention(arguments, not skips, window),
                 mlp=_mlp(arguments, has_experts),
                 norm_bias=norm_bias,
             )
-            for skips, has_experts in zip(skipped, expert_layers(arguments), strict=True)
+            for skips, has_experts, window in zip(
+                skipped, expert_layers(arguments), windows, strict=True
+            )
         ),
         hidden_size=arguments.hidden_size,
         vocab_size=vocab_size,
@@ -48,7 +51,9 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     )
 
 
-def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attention:
+def _attention(
+    arguments: TrainingArguments, knows_positions: bool, window: int | None
+) -> Attention:
     """Of one layer."""
     turns = knows_positions and arguments.position_embedding_type != "none"
     qk_channels, v_channels = head_sizes(arguments)
@@ -70,6 +75,8 @@ def _attention(arguments: TrainingArguments, *, knows_positions: bool) -> Attent
         output_bias=arguments.add_bias_linear,
         qk_norm=arguments.qk_layernorm,
         norm_bias=arguments.normalization == "LayerNorm",
+        window=window,
+        has_sink=arguments.softmax_type == "learnable",
         **latent,
     )
 

@@ -346,6 +346,7 @@ class HdpSteps:
             loss=job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1),
             tokens=amounts.tokens,
             squared_tokens=amounts.squared_tokens,
+            seen_in_window=amounts.seen_in_window,
             loss_tokens=amounts.loss_tokens,
             sequences=totals.sequences,
             position_after=totals.after,

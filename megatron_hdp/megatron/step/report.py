@@ -123,6 +123,8 @@ class StepReport(StepFigures):
 
     squared_tokens: int
     """Sum of the squares of its sequences' lengths."""
+    seen_in_window: int
+    """The same of layers with a window: twice the pairs of query and key within it."""
     position_after: Position
     """Where in the data the next step begins."""
     non_finite: tuple[str, ...] = ()

@@ -190,6 +190,6 @@ def _cost_model_of_shape(
         hidden_size=shape.attention_width / shape.num_layers,
         num_parameters=sum(parameters),
         expert_parameters=parameters.experts,
-        kv_bytes_per_token=shape.travelling_size * model_dtype(arguments).itemsize,
+        **shape.ring_costs(model_dtype(arguments).itemsize),
         **others,
     )

@@ -23,9 +23,10 @@ from megatron_hdp.data import DataOrder, SourceOrder
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import UNNAMED
 from megatron_hdp.data.tokenizers import Tokenizer
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step.report import StepReport
+from megatron_hdp.planner.shape import seen_in_window
 from megatron_hdp.runtime.health import fingerprint
 
 
@@ -89,6 +90,8 @@ class StockSteps:
                 f"--micro-batch-size x data-parallel ranks = {parallel}: change one of them"
             )
         self.num_micro_batches = self.global_batch_size // parallel
+        window = model_shape(arguments, vocab_size=0).window
+        self._seen_in_window = seen_in_window(arguments.seq_length, window)
         self.order = DataOrder(
             hybrid_data_parallel=False,
             seed=arguments.seed,
@@ -123,6 +126,7 @@ class StockSteps:
             loss=loss_sum / loss_tokens,
             tokens=self.global_batch_size * self.seq_length,
             squared_tokens=self.global_batch_size * self.seq_length**2,
+            seen_in_window=int(self.global_batch_size * self._seen_in_window),
             loss_tokens=round(loss_tokens / self.num_tensor_ranks),
             sequences=self.global_batch_size,
             position_after=Position(

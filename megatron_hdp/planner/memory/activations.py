@@ -209,12 +209,24 @@ def backward_bytes(job: Job, layer: Layer) -> float:
 def ring_bytes(job: Job, layer: Layer) -> float:
     """Bytes a token of ring attention's buffers: K and V twice, their float32 gradients twice.
 
+    In a layer with a window, whose keys and values are packed behind their halo, half of that; but
+    a ring whose sequences fit into the window runs as without one.
+
     Those of our own ring, all from the memory of the stream that computes: what NCCL's stream works
     on is kept by its handle until it has been waited for. TransformerEngine's ring takes no more of
     that memory: its forward three and a half times K and V and two outputs, its backward K, V and
     their gradients twice in the type of the values, when nothing else of a layer is computed.
     """
     return 2 * layer.attention.travelling_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
+
+
+def halo_bytes(job: Job, layer: Layer) -> float:
+    """Bytes of a window's halo beside the tokens' own, whatever their number; 0 without a window.
+
+    Keys and values, their gradients as the kernel gives them and in float32, and as many that come.
+    """
+    sizes = 2 * (job.value_bytes + _FLOAT32)
+    return layer.attention.halo_size * sizes / job.tensor_ranks
 
 
 def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:

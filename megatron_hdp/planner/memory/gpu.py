@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_hdp.planner.memory.activations import (
     backward_bytes,
+    halo_bytes,
     kept_of_part,
     recomputed_bytes,
     ring_bytes,
@@ -114,12 +115,17 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         # and the gradient of one weight, before it is added to the others
         backward=max((backward_bytes(job, layer) for layer in at_work), default=0.0) * tokens
         + b * max((_largest_matrix(job, layer) for layer in at_work), default=0.0),
-        ring_buffers=max((ring_bytes(job, layer) for layer in at_work), default=0.0) * tokens,
+        ring_buffers=max((_ring_bytes(job, layer, tokens) for layer in at_work), default=0.0),
         second_stream=beside * job.tokens_per_rank
         + max((second_stream_bytes(job, layer, job.hdp_ranks) for layer in at_work), default=0.0)
         * tokens,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
     )
+
+
+def _ring_bytes(job: Job, layer: Layer, tokens: int) -> float:
+    whole = ring_bytes(job, layer) * tokens
+    return max(whole, whole / 2 + halo_bytes(job, layer))
 
 
 def most_tokens_per_rank(job: Job, memory_bytes: float) -> int:

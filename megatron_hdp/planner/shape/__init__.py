@@ -1,7 +1,14 @@
 """The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
 
 from megatron_hdp.planner.shape.latent import ring_ways
-from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Router, Weights
+from megatron_hdp.planner.shape.layers import (
+    Attention,
+    Layer,
+    Mlp,
+    Router,
+    Weights,
+    seen_in_window,
+)
 from megatron_hdp.planner.shape.model import ModelShape
 from megatron_hdp.planner.shape.named import (
     BYTES_PER_VALUE,
@@ -24,4 +31,5 @@ __all__ = [
     "cost_model_of",
     "model_of",
     "ring_ways",
+    "seen_in_window",
 ]

@@ -10,6 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def seen_in_window(tokens: float, window: int | None) -> float:
+    """Twice the pairs of query and key in a causal sequence, halves of the diagonal left out.
+
+    The square of its tokens; with a window less: a query sees so many, itself included.
+    """
+    if window is None or tokens <= window:
+        return tokens * tokens
+    return window * (2 * tokens - window)
+
+
 @dataclass(frozen=True)
 class Weights:
     """Parameters, by how the ranks that train a model hold them."""
@@ -58,6 +68,10 @@ class Attention:
     """Size of the latent that its queries are made of; 0: none."""
     shared_channels: int = 0
     """Of its keys' heads, the last channels, which are not made of the latent and one for all."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+    has_sink: bool = False
+    """Each head learns the score of a sink."""
 
     @property
     def query_size(self) -> int:
@@ -96,6 +110,18 @@ class Attention:
         return self.kv_rank * made
 
     @property
+    def halo_size(self) -> int:
+        """Values that a member of a ring sends forward in a window, at most; 0 without one.
+
+        Keys and values before the chunks of two neighbours, whatever the tokens.
+        """
+        return 0 if self.window is None else 2 * (self.window - 1) * self.travelling_size
+
+    def seen(self, tokens: float) -> float:
+        """See `seen_in_window`."""
+        return seen_in_window(tokens, self.window)
+
+    @property
     def width(self) -> float:
         """Channels of a query-key pair's two products, halved: 4 x this is its FLOP, forward."""
         return (self.query_size + self.output_size) / 2
@@ -114,8 +140,9 @@ class Attention:
         bias = self.query_size + self.key_size + self.value_size if self.qkv_bias else 0
         normed = self.kv_rank + self.q_rank if self.kv_rank else 2 * self.qk_channels
         norms = normed * (1 + self.norm_bias) if self.qk_norm else 0
+        sinks = self.num_heads if self.has_sink else 0
         return Weights(
-            split=self.matrices(hidden_size) + bias,
+            split=self.matrices(hidden_size) + bias + sinks,
             whole=norms + (hidden_size if self.output_bias else 0),
         )
 

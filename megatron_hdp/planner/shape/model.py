@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
 
@@ -107,9 +110,43 @@ class ModelShape:
         return sum(layer.attention.width for layer in self.layers)
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a query sees in the layers with a window; None: no layer has one."""
+        return next((one.attention.window for one in self.layers if one.attention.window), None)
+
+    @property
+    def window_share(self) -> float:
+        """Share of `attention_width` that belongs to layers with a window."""
+        layers = [layer.attention for layer in self.layers]
+        return sum(one.width for one in layers if one.window) / (self.attention_width or 1.0)
+
+    def attention_flops(self, lengths: NDArray[np.int64]) -> float:
+        """FLOP of attention of sequences of these lengths, forward and backward."""
+        tokens = lengths.astype(np.float64)
+        inside = np.minimum(tokens, self.window or np.inf)
+        seen = (inside * (2 * tokens - inside)).sum()  # twice the pairs of query and key
+        share = self.window_share
+        return float(6 * self.attention_width * ((1 - share) * (tokens**2).sum() + share * seen))
+
+    @property
     def travelling_size(self) -> int:
-        """Values of a token that go around a ring in a forward pass, in all layers."""
-        return sum(layer.attention.travelling_size for layer in self.layers)
+        """Values of a token that go around a ring in a forward pass, in layers without a window."""
+        layers = [layer.attention for layer in self.layers]
+        return sum(one.travelling_size for one in layers if one.window is None)
+
+    @property
+    def halo_size(self) -> int:
+        """Values that a member of a ring sends forward in layers with a window, at most."""
+        return sum(layer.attention.halo_size for layer in self.layers)
+
+    def ring_costs(self, value_bytes: int) -> dict[str, Any]:
+        """What `CostModel` is told of attention beside its width."""
+        return {
+            "kv_bytes_per_token": self.travelling_size * value_bytes,
+            "halo_bytes": 3 * self.halo_size * value_bytes,
+            "window_tokens": self.window or 0,
+            "window_share": self.window_share,
+        }
 
     @property
     def latent_size(self) -> int:

@@ -26,13 +26,19 @@ class Model:
     attention_width: float
     """Channels of attention of a layer, mean over layers (`Attention.width`)."""
     travelling_size: int
-    """Values of K and V of one token over all layers."""
+    """Values of K and V of one token over all layers without a window."""
     active_parameters: float
     """Parameters that take part in a token's forward pass P."""
     expert_parameters: float = 0.0
     """Those of them that are experts'."""
     expert_values_per_token: int = 0
     """Values of a token that go to its experts in a forward pass, of all layers."""
+    halo_size: int = 0
+    """Values that a member of a ring sends forward in layers with a window, at most."""
+    window: int | None = None
+    """Tokens that a query sees there; None: no layer has one."""
+    window_share: float = 0.0
+    """Their share of attention's width."""
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Self:
@@ -44,11 +50,14 @@ class Model:
             active_parameters=shape.active_parameters,
             expert_parameters=shape.expert_parameters,
             expert_values_per_token=shape.sent_to_experts,
+            halo_size=shape.halo_size,
+            window=shape.window,
+            window_share=shape.window_share,
         )
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of K and V of one token over all layers without a window."""
         return self.travelling_size * BYTES_PER_VALUE
 
     def cost_model(self) -> CostModel:
@@ -59,6 +68,9 @@ class Model:
             num_parameters=self.active_parameters,
             expert_parameters=self.expert_parameters,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            halo_bytes=3 * self.halo_size * BYTES_PER_VALUE,
+            window_tokens=self.window or 0,
+            window_share=self.window_share,
         )
 
 

@@ -27,9 +27,10 @@ class LayerCosts:
         """Those of a model whose sequences have `tokens` tokens each.
 
         The output layer is ``6 hidden vocabulary`` FLOP a token, a layer 6 for each parameter that
-        a token meets and ``6 attention-channels tokens`` for causal attention. With recomputation
-        the forward of what is recomputed counts twice: the attention of ``selective``, the layer of
-        ``full`` (in method ``block``, too, whose layers at the end of a stage are not recomputed).
+        a token meets and ``6 attention-channels tokens`` for causal attention, in a window less.
+        With recomputation the forward of what is recomputed counts twice: the attention of
+        ``selective``, the layer of ``full`` (in method ``block``, too, whose layers at the end of a
+        stage are not recomputed).
 
         Args:
             shape: its vocabulary is padded.
@@ -41,7 +42,11 @@ class LayerCosts:
         return cls(
             tuple(
                 linear * _PER_PARAMETER * layer.matrices
-                + attention * _PER_PAIR * layer.attention.width * tokens
+                + attention
+                * _PER_PAIR
+                * layer.attention.width
+                * layer.attention.seen(tokens)
+                / tokens
                 for layer in shape.layers
             ),
             _PER_PARAMETER * shape.embedding,

@@ -59,10 +59,8 @@ class Setting:
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
     """For memory and MFU; None: neither is known."""
-    flops_per_token: float = 0.0
-    """The model's, forward and backward, besides attention."""
-    flops_per_token2: float = 0.0
-    """Causal attention's: a sequence has these times the square of its length."""
+    flops_of: Callable[[Int64Array], float] | None = None
+    """The model's FLOP of sequences of such lengths, forward and backward."""
     disturbance: Disturbance = field(default_factory=Disturbance)
     flags: Mapping[str, str] = field(default_factory=dict)
     """What the planner's refusals call its arguments: see `planner.told_as`."""
@@ -114,11 +112,10 @@ class Setting:
 
     def mfu(self, lengths: Int64Array, step_s: float) -> float | None:
         """The model's FLOP of a batch, as a share of what the GPUs could do in that time."""
-        if not self.flops_per_token:
+        if self.flops_of is None:
             return None
-        tokens = lengths.astype(np.float64)
-        flops = self.flops_per_token * tokens.sum() + self.flops_per_token2 * (tokens**2).sum()
-        return float(flops) / (self.num_gpus * step_s * self.machine.peak_flops_per_s)
+        peak = self.num_gpus * step_s * self.machine.peak_flops_per_s
+        return self.flops_of(lengths) / peak
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

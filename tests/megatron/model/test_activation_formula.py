@@ -45,6 +45,8 @@ ONE_RANK = {
     "yarn": BF16 | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0},
     "no-positions": BF16 | {"position_embedding_type": "none"},
     "no-positions-in-layers": BF16 | {"no_rope_freq": "1", "num_query_groups": 4},
+    "windows-and-sinks": BF16
+    | {"window_size": "9,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"},
     "full-recompute": BF16
     | {
         "recompute_granularity": "full",

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.planner import LLAMA_7B, CostModel
+from megatron_hdp.planner.memory import Job, stage_memory
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Weights, ring_ways
 
 SMALL = {
@@ -119,3 +121,45 @@ def test_the_two_ways_of_its_rings():
     assert ways.latent.kv_bytes_per_token == 2 * 576 * 2 * 8
     share = DEEPSEEK_V3.latent_matrices / layer.dense_matrices
     assert ways.latent.merge_b == pytest.approx(4 * LLAMA_7B.b * share / 3)
+
+
+def with_windows(model: ModelShape, window: int, every: int, **changes: object) -> ModelShape:
+    """The model with a window in all layers but every so-manieth."""
+    layers = [
+        replace(layer, attention=replace(layer.attention, window=window, **changes))
+        if number % every
+        else layer
+        for number, layer in enumerate(model.layers, 1)
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def test_windows_counted_by_hand():
+    plain = shape(gated=True)
+    half = with_windows(plain, 5, 2, has_sink=True)
+    assert half.parameters - plain.parameters == 4  # a sink for each head
+    assert (half.window, half.window_share, plain.window) == (5, 0.5, None)
+    # K and V of 3 channels: around the ring in one layer, 2 x 4 tokens of them in the other
+    assert half.ring_costs(2) == {
+        "kv_bytes_per_token": 2 * 6,
+        "halo_bytes": 3 * 2 * 8 * 6,
+        "window_tokens": 5,
+        "window_share": 0.5,
+    }
+    # 12 channels a layer; 9 tokens: 81, and 2 (5 x 9 - 25 / 2) = 65 in the window
+    lengths = np.array([9, 4])
+    assert half.attention_flops(lengths) == 6 * 12 * (81 + 16 + 65 + 16)
+    costs = CostModel.from_model_shape(
+        num_layers=2, hidden_size=12, num_parameters=1, flops_per_s=1.0, **half.ring_costs(2)
+    )
+    assert costs.a * costs.seen(lengths.astype(float)).sum() == half.attention_flops(lengths)
+
+
+def test_a_halo_counts_where_it_is_more_than_a_ring():
+    def ring_buffers(window: int) -> float:
+        model = with_windows(shape(gated=True), window, 3)  # both layers
+        return stage_memory(Job(shape=model, num_gpus=2, tokens_per_rank=100), 0).ring_buffers
+
+    ring = 2 * 6 * (2 + 4) * 100
+    assert ring_buffers(2) == ring
+    assert ring_buffers(1001) == ring / 2 + 2 * 1000 * 6 * 2 * (2 + 4)

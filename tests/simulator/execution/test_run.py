@@ -20,6 +20,12 @@ from megatron_hdp.simulator.execution import (
     simulate,
 )
 
+
+def flops_of(lengths: np.ndarray) -> float:
+    tokens = lengths.astype(np.float64)
+    return float(6 * 7e9 * tokens.sum() + 6 * 32 * 4096 * (tokens**2).sum())
+
+
 SETTING = Setting(
     ranks=16,
     tokens_per_rank=4096,
@@ -27,8 +33,7 @@ SETTING = Setting(
     num_gpus=32,
     max_length=65536,
     machine=Machine(gradient_bytes=(1e9,), peak_flops_per_s=1e15),
-    flops_per_token=6 * 7e9,
-    flops_per_token2=6.0 * 32 * 4096,
+    flops_of=flops_of,
     disturbance=Disturbance(noise=0.05, slow={3: 0.5}, seed=7),
 )
 
