@@ -82,4 +82,4 @@ def weights_of(
         torch.zeros_like(one) if gradient is None else -gradient
         for one, gradient in zip(given, gradients, strict=True)
     ]
-    return float(found), weights
+    return float(found.detach()), weights

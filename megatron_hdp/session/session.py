@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_hdp.data.steps import RankMicroBatch, StepShares, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
 from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
@@ -153,6 +156,21 @@ class HdpSession:
             **options,
         )
         return cls(arguments, chunks, vocab_size=vocab_size)
+
+    def load_weights(self, folder: str | os.PathLike[str], optimizer: Any = None) -> None:
+        """Loads the weights of the latest checkpoint in a folder, whatever layout saved it.
+
+        Args:
+            folder: of checkpoints, as ``--save`` or ``megatron-hdp convert --to`` were given it.
+            optimizer: of the model, if it was built before: it may keep weights of its own.
+
+        Raises:
+            ValueError: on every rank: there is none, it is damaged, or it is of another model.
+        """
+        checksums = self.arguments.checkpoint_checksums
+        load_weights(self.chunks, Path(folder), checksums=checksums, say=parallel.say)
+        if optimizer is not None:
+            optimizer.reload_model_params()
 
     @property
     def is_first_rank(self) -> bool:

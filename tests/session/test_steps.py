@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch, weights_of
-from tests.support.gradients import whole_gradients
+from megatron_hdp.training.loop import pretrain
+from tests.support.gradients import tiny_arguments, whole_gradients, write_corpus
 from tests.support.own_loop import (
     LENGTHS,
     Values,
@@ -173,3 +174,39 @@ def test_a_policy_and_its_reference(run_ranks):
     for (policy, reference), (learnt, still) in run_ranks(2, side_by_side):
         assert np.array_equal(policy, reference) and np.array_equal(reference, still)
         assert np.abs(learnt - policy).max() > 1e-3
+
+
+def saved_by_a_run(prefix, folder):
+    """Body of a rank: a run of two steps."""
+    of_run = {
+        "save": folder,
+        "train_iters": 2,
+        "lr": 1e-2,
+        "seq_length": 200,
+        "hidden_dropout": 0.0,
+    }
+    pretrain(tiny_arguments(prefix, **of_run))
+
+
+def loaded(folder, overrides):
+    """Body of a rank: log-probabilities before and after weights are loaded."""
+    session, batch = opened(**overrides)
+    optimizer = session.build_optimizer()
+    found = []
+    for _ in range(2):
+        found.append(torch.cat(session.log_probs(batch, dtype=torch.float64)).numpy())
+        session.load_weights(folder, optimizer)
+    with pytest.raises(ValueError, match="holds no checkpoint, expected one"):
+        session.load_weights(folder / "elsewhere")
+    return found
+
+
+def test_weights_of_a_run(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, [30, 60, 20, 33])
+    run_ranks(2, saved_by_a_run, prefix, tmp_path / "saved")
+    wide = {"hdp_tokens_per_rank": 200}
+    (alone,) = run_ranks(1, loaded, tmp_path / "saved", wide)
+    stages = run_ranks(2, loaded, tmp_path / "saved", wide | {"pipeline_model_parallel_size": 2})
+    for fresh, after in stages:
+        assert np.abs(fresh - after).max() > 1e-3
+        assert np.abs(after - alone[1]).max() < 1e-12

@@ -9,13 +9,12 @@ run without HDP keeps Megatron's generators (`rng_state`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,6 +23,11 @@ from megatron_hdp.data import Continuation, DataOrder
 from megatron_hdp.data.mixture import Position, position_of_run
 from megatron_hdp.megatron.checkpoint import reading, rng_state
 from megatron_hdp.megatron.checkpoint.released import ARGUMENTS, record_of
+from megatron_hdp.megatron.checkpoint.weights import (
+    layout_metadata,
+    put_weights,
+    sharded_weights,
+)
 from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments, other_positions, position_record
 
@@ -97,7 +101,7 @@ class TrainingState:
             ValueError: the checkpoint is damaged, or of another model.
         """
         saved = reading.read_common(source).get(_OURS, {})
-        self._load_weights(reading.read(self._sharded_weights(), source))
+        put_weights(self.chunks, reading.read(sharded_weights(self.chunks), source))
         self.announcements = self._about_positions(saved)
         self.optimizer.reload_model_params()
 
@@ -113,7 +117,7 @@ class TrainingState:
         goes_on = self.order.continuing(DataOrder.from_record(ours["order"]), str(source))
         self._require_same_schedule(common["scheduler"], source)
         progress = _progress_of(ours, goes_on)
-        content = self._sharded_weights()
+        content = sharded_weights(self.chunks)
         with ExitStack() as stack:
             if arguments.load_optim:
                 self._require_same_optimizer(ours["optimizer"], source)
@@ -122,7 +126,7 @@ class TrainingState:
             if arguments.load_rng and not self.order.hybrid_data_parallel:
                 content["rng_state"] = rng_state.sharded()
             content = reading.read(content, source)
-            self._load_weights(content)
+            put_weights(self.chunks, content)
             if arguments.load_optim:
                 state = laid_out(content["optimizer"], common["optimizer"], self.optimizer)
                 self._use_own_settings(state)
@@ -189,39 +193,12 @@ class TrainingState:
                 "or add --no-load-optim to continue with fresh optimizer state"
             )
 
-    def _sharded_weights(self) -> dict[str, Any]:
-        """Those of each part, by a name that only this rank uses: in the files layers count on."""
-        weights = {}
-        for key, chunk in self._chunks_by_key():
-            weights[key] = dict(chunk.module.sharded_state_dict(metadata=_metadata()))
-        return weights
-
-    def _load_weights(self, content: dict[str, Any]) -> None:
-        for key, chunk in self._chunks_by_key():
-            # of a part without parameters nothing was read; in any other they would be missing
-            chunk.module.load_state_dict(content.get(key, {}))
-
-    def _chunks_by_key(self) -> Iterator[tuple[str, DistributedDataParallel]]:
-        """Megatron's keys."""
-        for number, chunk in enumerate(self.chunks):
-            yield "model" if len(self.chunks) == 1 else f"model{number}", chunk
-
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        weights = self._sharded_weights()
+        weights = sharded_weights(self.chunks)
         optimizer = self.optimizer.sharded_state_dict(
-            weights, is_loading=is_loading, metadata=_metadata()
+            weights, is_loading=is_loading, metadata=layout_metadata()
         )
         return {**weights, "optimizer": optimizer}
-
-
-def _metadata() -> dict[str, Any]:
-    """How Megatron lays a checkpoint out: by parameter, so that any other layout can load it."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
 
 
 def _progress_of(ours: dict[str, Any], goes_on: Continuation) -> Progress:
