@@ -1,12 +1,14 @@
 """The gold test of multi-latent attention: gradients equal those of one rank, whatever the plan."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import HdpMlaSelfAttention
+from megatron_hdp.planner import RingWays
 from megatron_hdp.runtime.ring.latent import _Projection
 from tests.megatron.step.test_exactness import LENGTHS, drawn_lengths
 from tests.support.gradients import EXPERTS, errors_of, hdp_step, write_corpus
@@ -71,6 +73,27 @@ def test_what_travels_is_counted(run_ranks, tmp_path):
     values = {"kv": 4 * (6 + 4 + 5), "latent": 10 + 4}  # of a token in a layer
     expected = [3 * arguments.num_layers * tokens * values[way] * 8 for way in WAYS]
     assert run_ranks(3, bytes_of_ways, arguments, plan)[0] == expected
+
+
+def errors_of_both_in_a_step(cases):
+    """Body of a rank: errors, and how often the cost model let what travel."""
+    said = []
+
+    def latent_in_turn(self, lengths, ring):
+        said.append(sum(lengths) // 12 % 2 == 0)  # members of a ring agree
+        return said[-1]
+
+    with mock.patch.object(RingWays, "latent_is_faster", latent_in_turn):
+        errors = mla_errors(cases)
+    return errors, sum(said), len(said)
+
+
+def test_rings_of_a_step_may_differ(run_ranks, tmp_path):
+    """Under auto the cost model is asked for each ring; gradients of both ways add up."""
+    cases = cases_of(tmp_path, 3, hdp_mla_ring="auto")[1:]
+    errors, latents, total = run_ranks(3, errors_of_both_in_a_step, cases)[0]
+    assert 0 < latents < total
+    assert max(errors) <= TOLERANCE, errors
 
 
 FULL_RECOMPUTE = {
