@@ -110,7 +110,11 @@ def test_no_budget(seconds, capsys):
 
 def profiled(budget_s, *flags):
     """Body of a rank."""
-    words = ["--config", CONFIG, "--hybrid-data-parallel", *flags]
+    return profiled_with(budget_s, "--config", CONFIG, "--hybrid-data-parallel", *flags)
+
+
+def profiled_with(budget_s, *words):
+    """The same, whatever the configuration."""
     return run_profile(parse_arguments(words, needs_data=False), budget_s, lambda *_: None)
 
 
@@ -176,6 +180,21 @@ def test_experts_have_a_share_of_their_own(run_ranks):
     assert {one.case.kind for one in first.measured} >= {COMPUTE, EXPERTS, RING}
     assert first.cost_model.b_experts > first.cost_model.b  # whose few operations may be lost in g
     assert "b_experts" in intervals_of(first)
+
+
+def test_of_latent_attention_keys_and_values_are_measured(run_ranks, tmp_path):
+    """Heads of two sizes; what a ring that passes latents on costs is added where a run begins."""
+    lines = [one for one in Path(CONFIG).read_text().splitlines() if "query" not in one]
+    config = tmp_path / "latent.yaml"
+    config.write_text("\n".join(lines))
+    flags = ("--config", str(config), "--hybrid-data-parallel", "--multi-latent-attention")
+    flags += ("--hdp-tokens-per-rank", "128", "--num-layers", "1", "--hidden-size", "16")
+    flags += ("--kv-lora-rank", "8", "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4")
+    flags += ("--v-head-dim", "6", "--hdp-mla-ring", "latent")
+    found = {one.cost_model for one in run_ranks(2, profiled_with, 1.0, *flags)}
+    (model,) = found
+    heads = parse_arguments(flags, needs_data=False).num_attention_heads
+    assert model.kv_bytes_per_token == heads * (8 + 4 + 6) * 4
 
 
 @pytest.mark.slow
