@@ -18,6 +18,7 @@ from megatron_hdp.convert.families.table import Family, Piece, pieces
 from megatron_hdp.convert.files import hf_folder
 from megatron_hdp.convert.files.dist_reader import DistReader
 from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
+from megatron_hdp.convert.files.quantised import without_quantisation
 from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter
 from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
@@ -57,7 +58,7 @@ class Trained:
                 f"{like / CONFIG}: found no such file, expected the model's configuration: give "
                 "--like with the folder of the model that training began with"
             )
-        before = hf_folder.read_json(like / CONFIG)
+        before = without_quantisation(hf_folder.read_json(like / CONFIG))
         family = family_of(before, str(like / CONFIG))
         config = update(before, family.flags(before), released.flags_of(place))
         reader = DistReader(place)
@@ -222,6 +223,4 @@ def _write_piece(trained: Trained, piece: Piece, file: SafetensorsWriter) -> Non
 
 def _write_rest(trained: Trained, work: Workplace) -> None:
     hf_folder.carry(trained.like, work.folder)
-    if trained.config != hf_folder.read_json(trained.like / CONFIG):
-        text = json.dumps(trained.config, indent=2, sort_keys=True)
-        (work.folder / CONFIG).write_text(text + "\n")
+    hf_folder.rewrite(work.folder / CONFIG, trained.config)

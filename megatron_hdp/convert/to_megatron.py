@@ -16,7 +16,7 @@ from megatron_hdp.convert.families.table import Config, Family, Piece, pieces
 from megatron_hdp.convert.files import dist_writer, hf_folder
 from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
 from megatron_hdp.convert.files.hf_folder import CONFIG, listed
-from megatron_hdp.convert.files.safetensors_file import Stored
+from megatron_hdp.convert.files.quantised import Tensor, as_read, without_quantisation
 from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
@@ -37,9 +37,10 @@ class Model:
 
     folder: Path
     config: Config
+    """In bfloat16, if the files hold fewer bits."""
     family: Family
     flags: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, Tensor]
     pieces: list[Piece]
 
     @classmethod
@@ -49,16 +50,17 @@ class Model:
         Raises:
             ValueError: it is not all there, or no model that can be converted; says why.
         """
-        config = hf_folder.read_json(folder / CONFIG)
-        family = family_of(config, str(folder / CONFIG))
+        written = hf_folder.read_json(folder / CONFIG)
+        family = family_of(written, str(folder / CONFIG))
         try:
+            config = without_quantisation(written)
             flags = family.flags(config)
         except KeyError as error:
             raise ValueError(f"{folder / CONFIG}: found no {error}, expected it") from None
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from None
         _require_known(flags, folder)
-        tensors = hf_folder.find_tensors(folder)
+        tensors = as_read(written, hf_folder.find_tensors(folder))
         plan = pieces(family, config, stacked=is_stacked(flags))
         _require_all(folder, family, config, tensors, plan)
         return cls(folder, config, family, flags, tensors, plan)
@@ -78,7 +80,7 @@ class Model:
             "version": _VERSION,
             "config": self.config,
             "shards": [(path.name, at.st_size, at.st_mtime_ns) for path, at in shards.items()],
-            "tensors": {name: (one.path.name, one.begin) for name, one in self.tensors.items()},
+            "tensors": {name: one.path.name for name, one in self.tensors.items()},
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -118,6 +120,7 @@ def to_megatron(folder: Path, target: Path, yaml: Path | None, say: Callable[[st
         files, sums = _write_tensors(model, work, release)
         _write_rest(model, release, files, sums)
         hf_folder.carry(folder, work.folder / MODEL_FILES)
+        hf_folder.rewrite(work.folder / MODEL_FILES / CONFIG, model.config)
         (work.folder / MODEL_YAML).write_text(text)
     if yaml is not None:
         yaml.write_text(text)
@@ -241,7 +244,7 @@ def _require_all(
     folder: Path,
     family: Family,
     config: Config,
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, Tensor],
     plan: Sequence[Piece],
 ) -> None:
     """Compares the tensors that a configuration means with those that are there."""

@@ -53,6 +53,7 @@ MODELS = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
+    "gpt-oss-32": ("GptOss", {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 12}),
     "mistral-window": ("Mistral", {"sliding_window": 16}),
     "deepseek": ("DeepseekV3", {**_LATENT, "q_lora_rank": 16, "n_group": 2, "topk_group": 1}),
     "deepseek-yarn": (

@@ -10,7 +10,6 @@ NO_BIAS = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "quantization_config": (None,),
 }
 WINDOW_OFF = {"use_sliding_window": (False,)}
 

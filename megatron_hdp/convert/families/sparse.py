@@ -168,7 +168,6 @@ GLM = Family(
     expected={
         "hidden_act": ("silu",),
         "norm_topk_prob": (True,),
-        "quantization_config": (None,),
     },
     left_out=further_tokens,
 )
@@ -241,6 +240,5 @@ GPT_OSS = Family(
         "hidden_act": ("silu",),
         "attention_bias": (True,),
         "swiglu_alpha": (1.702,),
-        "quantization_config": (None,),
     },
 )

@@ -114,6 +114,12 @@ def carry(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
 
 
+def rewrite(path: Path, content: Mapping[str, Any]) -> None:
+    """Replaces what a file of JSON holds, if it holds something else."""
+    if content != read_json(path):
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
 def write_index(folder: Path, shard_of: Mapping[str, str], num_bytes: int) -> None:
     """Writes the index of a model in several shards."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(shard_of.items()))}
