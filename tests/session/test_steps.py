@@ -15,6 +15,7 @@ from tests.support.own_loop import (
     arguments_of,
     batch_of,
     clipped,
+    distilled,
     largest_difference,
     session_of,
 )
@@ -210,3 +211,24 @@ def test_weights_of_a_run(run_ranks, tmp_path):
     for fresh, after in stages:
         assert np.abs(fresh - after).max() > 1e-3
         assert np.abs(after - alone[1]).max() < 1e-12
+
+
+def by_precision(**overrides):
+    """Body of a rank: log-probabilities, and losses and gradients of every kind of loss."""
+    session, batch = opened(**overrides)
+    log_probs, found = torch.cat(session.log_probs(batch)), []
+    for loss in (None, FromLogProbs(clipped), FromHidden(distilled)):
+        report = session.step(batch, loss)
+        grads = [one.main_grad.double().flatten() for one in session.chunks[0].parameters()]
+        found.append((report.loss, torch.cat(grads).numpy()))
+    return log_probs.numpy(), found
+
+
+def test_bfloat16_is_near_float64(run_ranks):
+    log_probs, found = run_ranks(2, by_precision, fp64=False, bf16=True)[0]
+    expected_log_probs, expected = run_ranks(2, by_precision)[0]
+    assert np.abs(log_probs - expected_log_probs).max() < 0.2
+    for (loss, grads), (expected_loss, expected_grads) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=0.05, abs=0.02)
+        error = np.linalg.norm(grads - expected_grads) / np.linalg.norm(expected_grads)
+        assert error < 0.1
