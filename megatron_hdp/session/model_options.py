@@ -17,7 +17,8 @@ _RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 """Options by what Megatron's ``TransformerConfig`` calls them."""
-_WRITTEN = ("moe_layer_freq", "no_rope_freq")  # numbers or lists there, text in options
+_WRITTEN = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
+"""Numbers or lists there, text in options."""
 _OF_HDP = {item.name for item in fields(HdpOptions)}
 
 
@@ -50,6 +51,8 @@ def arguments_of_model(
     for name in _WRITTEN:
         if values.get(name) is not None:
             values[name] = str(values[name])
+    if values.get("window_size") is not None:
+        values["window_size"] = ",".join(map(str, values["window_size"]))
     layout = values.get("pipeline_model_parallel_layout")
     if layout is not None:
         values["pipeline_model_parallel_layout"] = layout = _layout_as_text(layout)
