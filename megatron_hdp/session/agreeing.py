@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.health import largest
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
-def on_all_ranks(function: Callable[[], Found]) -> Found:
+def on_all_ranks(function: Callable[[], T]) -> T:
     """Returns what a function gives on this rank, unless it refuses on any of them.
 
     Every rank of the job must call this.
