@@ -46,18 +46,28 @@ def require(device, name, dtype=torch.bfloat16):
         pytest.skip(f"{name} is not to be had here: {error}")
 
 
-def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16):
-    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; bytes that were sent."""
+def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind):
+    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; bytes that were sent.
+
+    Args:
+        transport: "native" or "staged", over host memory.
+        device: where it runs.
+        name: of the backend.
+        cases: see `CASES`.
+        dtype: what it is given.
+        kind: window and sink, see `errors_of_part`.
+    """
     if transport == "staged":
         if device == "cuda":
             torch.cuda.set_device(0)
         comm = StagedComm(dist.group.WORLD)
     else:
         comm = RingComm(several_ranks.new_group_of_all(device))
-    shapes = RunShapes(num_ranks=dist.get_world_size())
+    windows = (kind["window"],) if kind else ()
+    shapes = RunShapes(num_ranks=dist.get_world_size(), windows=windows, sink=bool(kind))
     attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm, shapes).backend
     errors = [
-        errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM)
+        errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM, **kind)
         for case in cases
     ]
     return errors, comm.bytes_sent
@@ -156,6 +166,22 @@ def test_rings_over_nccl(nccl_refusal, device, name):
     if nccl_refusal is not None:
         pytest.skip(f"NCCL does not accept several ranks on one GPU: {nccl_refusal}")
     check(run_on(device, 4, errors_of_cases, "native", device, name, CASES))
+
+
+def errors_in_windows(*call):
+    """Body of a rank: within a chunk, and over several."""
+    errors = [errors_of_cases(*call, window=window, has_sink=True)[0] for window in (24, 150)]
+    return [max(map(max, of_window)) for of_window in errors]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [one for one in BACKENDS if one.values[1] != "transformer-engine"]
+)
+def test_windows_and_sinks(device, name):
+    """In rings over host memory, and alone."""
+    require(device, name)
+    for errors in run_on(device, 4, errors_in_windows, "staged", device, name, CASES):
+        assert max(errors) < TOLERANCE
 
 
 @on_gpu
