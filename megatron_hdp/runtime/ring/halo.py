@@ -5,7 +5,7 @@ of ``w`` tokens a chunk's queries see the ``w - 1`` tokens before it (or all tha
 a part of the one chunk before. They come in hops: in the first a chunk's owner gets the last tokens
 of the chunk before, in the next those of the chunk before that, which the sender has just got. So
 chunks form a line, ``0`` to ``2D-1``, along which keys and values move by one chunk a hop; it runs
-up the ring by the members' head chunks and down again by their tail chunks:
+up the ring by the members' head chunks and down again by their tail chunks::
 
     member      0      1     ...    D-1
     heads       0  ->  1  ->  ..  -> D-1
