@@ -7,6 +7,7 @@ import shutil
 
 import torch
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.convert.files.hf_folder import read_json
@@ -73,3 +74,23 @@ def test_another_configuration_comes_back_with_like(tmp_path):
     found = read_json(tmp_path / "back" / "config.json")
     # what the checkpoint was trained with counts
     assert (found["rms_norm_eps"], found["dtype"]) == (1e-6, "float32")
+
+
+def test_keys_of_transformer_engine_lead_to_the_same_bytes(tmp_path):
+    """Its specification has another norm before experts, and more states besides weights."""
+    model = save_model("mixtral", tmp_path / "model")
+    assert main(["convert", "--from-hf", str(model), "--to", str(tmp_path / "weights")]) == 0
+    metadata = FileSystemReader(tmp_path / "weights" / "release").read_metadata()
+    places = {}
+    for index, place in metadata.storage_data.items():
+        places.setdefault(index.fqn, []).append((place.relative_path, place.offset))
+    local, engines = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    assert places[f"decoder.layers.{local}"] == places[f"decoder.layers.{engines}"]
+    for state in (
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2",
+        "decoder.layers.self_attention.core_attention._extra_state/shard_0_2",
+        "decoder.layers.pre_mlp_layernorm._extra_state/shard_1_2",
+        "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.3_2.4",
+        "decoder.final_layernorm._extra_state/shard_0_1",
+    ):
+        assert len(places[state]) == 1, state
