@@ -42,6 +42,7 @@ def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stag
     prefix = write_corpus(tmp_path, LENGTHS)
     settings = {
         "num_layers": 2 * stages,
+        "moe_layer_freq": f"[0]+[1]*{2 * stages - 1}",  # a dense layer sends nothing
         "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
         "hdp_strategy": "auto",
         "hdp_tokens_per_rank": 40,
@@ -54,7 +55,7 @@ def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stag
     assert report.num_positions >= report.micro_batches_max
     places, runs = 2 * report.num_positions, report.micro_batches_min + report.micro_batches_max
     assert report.padding_share == pytest.approx(1 - runs / places)
-    values = 2 * stages * arguments.moe_router_topk * arguments.hidden_size
+    values = (2 * stages - 1) * arguments.moe_router_topk * arguments.hidden_size
     assert report.all_to_all_bytes == report.tokens * values * 8 * 2 * 2 / 2  # float64, half away
 
 

@@ -163,3 +163,14 @@ def test_a_halo_counts_where_it_is_more_than_a_ring():
     ring = 2 * 6 * (2 + 4) * 100
     assert ring_buffers(2) == ring
     assert ring_buffers(1001) == ring / 2 + 2 * 1000 * 6 * 2 * (2 + 4)
+
+
+def test_shared_experts_and_routers_counted_by_hand():
+    """Shared experts are cut like an MLP, their gate and the router's bias are on every rank."""
+    experts = {"ffn_hidden_size": 10, "gated": True, "num_experts": 6, "experts_per_token": 2}
+    shared = Mlp(**experts, shared_ffn_hidden_size=7, shared_gate=True)
+    assert shared.weights(8) == Weights(split=3 * 8 * 7, whole=8 * 6 + 8, experts=6 * 3 * 80)
+    assert shared.dense_matrices(8) == 3 * 8 * 7 + 8 * 6 + 8
+    assert shared.expert_matrices(8) == 2 * 3 * 80
+    biased = Mlp(**experts, bias=True)
+    assert biased.weights(8) == Weights(whole=8 * 6 + 6, experts=6 * (3 * 80 + 2 * 10 + 8))
