@@ -94,8 +94,8 @@ class ExpertLinear(RowParallelLinear):
 def let_biases_be_added(layer: TransformerLayer) -> None:
     """Makes experts with biases, of a layer that Megatron has built, ones that can run.
 
-    Megatron also marks such a bias as one that all tensor-parallel ranks hold, and would add up the
-    gradients of different experts.
+    Megatron also marks such a bias as one that all tensor-parallel ranks hold: it would add up the
+    gradients of different experts, and count those of one rank in the norm.
     """
     experts: Any = getattr(layer.mlp, "experts", None)
     if type(experts) is not SequentialMLP or not layer.config.add_bias_linear:
@@ -103,7 +103,9 @@ def let_biases_be_added(layer: TransformerLayer) -> None:
     for expert in experts.local_experts:
         if type(expert.linear_fc2) is RowParallelLinear:
             expert.linear_fc2.__class__ = ExpertLinear
-            expert.linear_fc2.bias.sequence_parallel = False
+            bias = expert.linear_fc2.bias
+            bias.sequence_parallel = False
+            bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride = True, 0, 1
 
 
 # TransformerEngine's is known by its name: Megatron may not have it
