@@ -69,6 +69,8 @@ def run_profile(
     arguments = without_virtual_stages(arguments)
     # what latents that travel cost is added to what is measured here, where a run begins
     arguments = replace(arguments, hdp_mla_ring="kv")
+    # layers of further tokens cost what the others do
+    arguments = replace(arguments, mtp_num_layers=None)
     timeline = Timeline()
     heartbeat = Heartbeat.of_job(
         timeline,

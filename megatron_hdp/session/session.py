@@ -408,6 +408,11 @@ def _require_known(arguments: TrainingArguments) -> None:
             "found --no-hdp-fused-loss: a session's losses begin at the model's hidden states, "
             "without its logits: leave it out"
         )
+    if arguments.mtp_num_layers is not None:
+        raise ValueError(
+            f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "
+            "begin at the model's last hidden states, and these layers would learn nothing"
+        )
     if arguments.hidden_dropout:
         raise ValueError(
             f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "

@@ -196,6 +196,8 @@ def reference_gradients(arguments):
     initialise_by_name(gpt, arguments.seed)
     begin_with_biases([gpt])
     router_logits = _watch_routers(gpt)
+    depths = arguments.mtp_num_layers or 0
+    behind, num_behind = [torch.zeros(()).double()] * depths, [0] * depths
     total, routers, num_loss_tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for tokens, labels, is_trained in drawn_sequences(arguments):
         if max(tokens.max(), labels.max(initial=0)) >= VOCABULARY:
@@ -203,16 +205,50 @@ def reference_gradients(arguments):
         tokens, labels = torch.from_numpy(tokens), torch.from_numpy(labels)
         length, is_trained = len(tokens), torch.from_numpy(is_trained)
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = gpt(tokens[None], torch.arange(length)[None], mask)[0, : len(labels)]
+        if depths:
+            losses_behind, counts = _losses_behind(gpt, tokens, labels, is_trained, mask, depths)
+            behind = [one + more for one, more in zip(behind, losses_behind, strict=True)]
+            num_behind = [one + more for one, more in zip(num_behind, counts, strict=True)]
+            logits = gpt.seen[0][0, : len(labels)]
+        else:
+            logits = gpt(tokens[None], torch.arange(length)[None], mask)[0, : len(labels)]
         losses = functional.cross_entropy(logits, labels, reduction="none")
         total = total + (losses * is_trained).sum()
         routers = routers + sum(_router_loss(arguments, seen) for seen in router_logits)
         router_logits.clear()
         num_loss_tokens += int(is_trained.sum())
     whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
+    for one, count in zip(behind, num_behind, strict=True):
+        whole = whole + arguments.mtp_loss_scaling_factor / depths * one / max(count, 1)
     parameters = dict(global_parameters(gpt))
     grads = torch.autograd.grad(whole, list(parameters.values()))
     return loss.item(), dict(zip(parameters, grads, strict=True))
+
+
+def _losses_behind(gpt, tokens, labels, is_trained, mask, depths):
+    """Sums of losses and their tokens at each depth behind the label, by Megatron's own layers.
+
+    They roll the whole sequence. ``gpt.seen`` becomes the logits of labels and of each depth.
+    """
+    length, weight = len(tokens), gpt.shared_embedding_or_output_weight()
+    if not gpt.share_embeddings_and_output_weights:
+        weight = gpt.output_layer.weight
+    states = []
+    watch = gpt.mtp.register_forward_hook(lambda *found: states.append(found[-1]))
+    everything = functional.pad(labels, (0, length - len(labels)))
+    gpt(tokens[None], torch.arange(length)[None], mask, labels=everything[None])
+    watch.remove()
+    gpt.seen = [part.transpose(0, 1) @ weight.t() for part in states[0].chunk(1 + depths)]
+    losses, counts = [], []
+    for depth in range(1, depths + 1):
+        left = max(0, len(labels) - depth)
+        trained = is_trained[depth:]
+        found = functional.cross_entropy(
+            gpt.seen[depth][0, :left], labels[depth:], reduction="none"
+        )
+        losses.append((found * trained).sum())
+        counts.append(int(trained.sum()))
+    return losses, counts
 
 
 def drawn_sequences(arguments):

@@ -48,6 +48,7 @@ SHAPES = {
     },
     "latent": MLA,
     "latent, queries at once": MLA | {"q_lora_rank": None, "qk_layernorm": False},
+    "further tokens": {"mtp_num_layers": 2},
     "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
 }
 

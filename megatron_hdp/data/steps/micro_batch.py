@@ -2,12 +2,13 @@
 
 A sequence of a ring of degree ``D`` is cut into ``2 D`` chunks; ring member ``i`` holds chunks
 ``i`` and ``2 D - 1 - i`` (head and tail), so that every member has the same causal area. Only the
-tokens of those chunks, and one label token after each, are read.
+tokens of those chunks, and one label token after each, are read, or a few more where the model
+predicts further tokens: they lie on another rank, and in the file behind the chunk.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,10 @@ class RankMicroBatch:
     corrupt_ids: tuple[int, ...]
     """Those of `sequence_ids` that hold tokens outside the vocabulary here."""
     offload_ratio: float
+    further_labels: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """``[K t]``, depth by depth: of depth ``k`` the token ``k`` places behind each label."""
+    further_mask: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """``[K t]`` likewise: whether it carries loss."""
 
     def drop(self, sequence_ids: Collection[int]) -> None:
         """Take the tokens, labels and loss of these sequences out, as if they were padding."""
@@ -63,6 +68,9 @@ class RankMicroBatch:
             if sequence in sequence_ids:
                 for array in (self.tokens, self.labels, self.loss_mask):
                     array[begin : begin + length] = 0
+                for further in (self.further_labels, self.further_mask):
+                    if len(further):
+                        further.reshape(-1, len(self.tokens))[:, begin : begin + length] = 0
                 self.sequence_index[begin : begin + length] = -1
             begin += length
 
@@ -93,6 +101,8 @@ class Reader:
     """Without it no token has loss, as between the first and the last pipeline stage."""
     token_multiple: int = 1
     """The number of a micro-batch's tokens is padded to a multiple of this."""
+    num_further: int = 0
+    """Tokens behind the label that are predicted, too (`RankMicroBatch.further_labels`)."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +118,15 @@ class Pieces:
     """Tokens, from the first, whose label is asked for whether it is trained."""
 
 
-def pieces_of(share: RankShare) -> Pieces:
-    """Return all that `read_micro_batch` asks its source for, over all slots of a share."""
+def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
+    """Return all that `read_micro_batch` asks its source for, over all slots of a share.
+
+    Args:
+        share: of a rank.
+        num_further: as of its `Reader`.
+    """
     found = [
-        _piece(run, share)
+        _piece(run, share, num_further)
         for slot in range(share.num_slots)
         if share.indices[slot] != PADDING
         for run in _slot_runs(share, slot)[0]
@@ -135,7 +150,7 @@ def read_micro_batch(
     """
     fewest = FEWEST_TOKENS * reader.token_multiple
     if share.indices[slot] == PADDING:
-        return padding_micro_batch(share.hdp_rank, fewest)
+        return padding_micro_batch(share.hdp_rank, fewest, reader.num_further)
     runs, chunks, wholes = _slot_runs(share, slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
 
@@ -143,21 +158,28 @@ def read_micro_batch(
     excess = max(-num_tokens % reader.token_multiple, fewest - num_tokens)
     tokens, labels, positions = np.zeros((3, num_tokens + excess), dtype=np.int64)
     loss_mask = np.zeros(num_tokens + excess, dtype=np.bool_)
+    further = reader.num_further
+    further_labels = np.zeros((further, num_tokens + excess), dtype=np.int64)
+    further_mask = np.zeros((further, num_tokens + excess), dtype=np.bool_)
     positions[num_tokens:] = np.arange(excess)
     corrupt: list[int] = []
     first = 0
     for run in runs:
         here = slice(first, first + run.num_tokens)
         positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        piece = _piece(run, share)
+        piece = _piece(run, share, further)
         if reader.reads_mask and piece.num_labelled:
-            loss_mask[first : first + piece.num_labelled] = source.is_trained(
+            trained = source.is_trained(
                 piece.source, piece.row, piece.start, piece.start + piece.num_labelled
             )
+            for mask, of_depth in _by_depth(trained, here, loss_mask, further_mask):
+                mask[:] = of_depth
         if reader.reads_tokens and piece.num_held:
             read = source.tokens(piece.source, piece.row, piece.start, piece.count)
             tokens[here][: piece.num_held] = read[: piece.num_held]
-            labels[here][: piece.num_labelled] = read[1 : piece.num_labelled + 1]
+            behind = read[1 : piece.num_labelled + 1]
+            for array, of_depth in _by_depth(behind, here, labels, further_labels):
+                array[:] = of_depth
             sequence_id = int(share.ids[run.i])
             is_good = read.min() >= 0 and read.max() < reader.vocab_size
             if not is_good and sequence_id not in corrupt:
@@ -181,10 +203,24 @@ def read_micro_batch(
         index=int(share.indices[slot]),
         corrupt_ids=tuple(corrupt),
         offload_ratio=float(share.offload_ratios[slot]),
+        further_labels=further_labels.ravel(),
+        further_mask=further_mask.ravel(),
     )
 
 
-def padding_micro_batch(rank: int, num_tokens: int = FEWEST_TOKENS) -> RankMicroBatch:
+def _by_depth(
+    values: npt.NDArray[Any], here: slice, first: npt.NDArray[Any], others: npt.NDArray[Any]
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Of labels and each depth behind them where values go, and those that go there."""
+    for depth, array in enumerate((first, *others)):
+        room = array[here]
+        of_depth = values[depth : depth + len(room)]
+        yield room[: len(of_depth)], of_depth
+
+
+def padding_micro_batch(
+    rank: int, num_tokens: int = FEWEST_TOKENS, num_further: int = 0
+) -> RankMicroBatch:
     """Return padding without loss: what a rank runs at a position where the plan gives nothing."""
     return RankMicroBatch(
         tokens=np.zeros(num_tokens, dtype=np.int64),
@@ -200,6 +236,8 @@ def padding_micro_batch(rank: int, num_tokens: int = FEWEST_TOKENS) -> RankMicro
         index=None,
         corrupt_ids=(),
         offload_ratio=0.0,
+        further_labels=np.zeros(num_further * num_tokens, dtype=np.int64),
+        further_mask=np.zeros(num_further * num_tokens, dtype=np.bool_),
     )
 
 
@@ -240,7 +278,7 @@ class _Piece:
     num_held: int
     """Tokens of the run that are no padding."""
     num_labelled: int
-    """Those of them, from the first, that have a label."""
+    """Tokens from the first of them on that have a label, up to `num_further` behind the run."""
 
     @property
     def count(self) -> int:
@@ -248,11 +286,13 @@ class _Piece:
         return max(self.num_held, self.num_labelled + 1) if self.num_held else 0
 
 
-def _piece(run: _Run, share: RankShare) -> _Piece:
+def _piece(run: _Run, share: RankShare, num_further: int) -> _Piece:
+    held = min(max(int(share.lengths[run.i]) - run.first, 0), run.num_tokens)
+    labelled = max(int(share.num_labels[run.i]) - run.first, 0)
     return _Piece(
         source=int(share.sources[run.i]),
         row=int(share.rows[run.i]),
         start=int(share.starts[run.i]) + run.first,
-        num_held=min(max(int(share.lengths[run.i]) - run.first, 0), run.num_tokens),
-        num_labelled=min(max(int(share.num_labels[run.i]) - run.first, 0), run.num_tokens),
+        num_held=held,
+        num_labelled=min(labelled, run.num_tokens + num_further) if held else 0,
     )

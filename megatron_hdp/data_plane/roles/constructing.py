@@ -243,8 +243,10 @@ class ConstructingService(Generic[T]):
         self._epoch = answer.epoch
         self.num_loaders = sum(map(len, answer.loaders.values()))
         shares = dict(zip(ranks, answer.shares, strict=True))
-        reading = {one.hdp_rank for one in readers if one.reads_tokens or one.reads_mask}
-        pieces = [pieces_of(shares[rank]) for rank in ranks if rank in reading]
+        reading = {
+            (one.hdp_rank, one.num_further) for one in readers if one.reads_tokens or one.reads_mask
+        }
+        pieces = [pieces_of(shares[rank], further) for rank, further in sorted(reading)]
         planned = time.monotonic()
         fetched, slowest = self._fetch(pieces, answer)
         for name in fetched.lost.keys() - answer.totals.without.keys():

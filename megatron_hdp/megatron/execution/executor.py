@@ -31,7 +31,7 @@ from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss, arrays_with
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.finite import norm
-from megatron_hdp.megatron.model import HdpPackedSeqParams
+from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
@@ -58,6 +58,8 @@ class RankOutcome:
     """Sum of the token losses of each micro-batch, in order; empty but on the last stage."""
     source_losses: tuple[float, ...]
     """The same of each source of the data; 0 but on the last stage."""
+    further_losses: tuple[float, ...]
+    """Sums of the losses at each depth behind the label, times their weights; likewise."""
     until_sync_s: float
     """Seconds from the step's start until this rank reached gradient sync."""
     ring_wait_s: float
@@ -121,6 +123,8 @@ class HdpExecutor:
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._learns = False  # whether forwards are those of a step, so that backward follows
         self._own_loss: OwnLoss | None = None
+        self._further_weights: tuple[float, ...] = ()
+        self._further_losses: list[Any] = []
         self._losses: list[torch.Tensor] = []
         self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
         self.gradient_norms: list[torch.Tensor] = []
@@ -156,6 +160,7 @@ class HdpExecutor:
         num_sources: int = 1,
         ends_together: bool = False,
         own_loss: OwnLoss | None = None,
+        further_weights: Sequence[float] = (),
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
@@ -168,6 +173,7 @@ class HdpExecutor:
             ends_together: whether ``--overlap-grad-reduce`` may reduce inside of the last backward,
                 see `planner.lockstep.end_together`.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
+            further_weights: of the sum of losses at each depth behind the label, if there are any.
         """
         self._require_known(own_loss)
         self.comm.bytes_sent = 0
@@ -186,16 +192,20 @@ class HdpExecutor:
             self._grad_sync.during(ends_together),
         ):
             self._learns, self._own_loss = not forward_only, own_loss
+            self._further_weights = tuple(further_weights)
+            self._further_losses = [0.0] * len(further_weights)
             try:
                 self._run_schedule(micro_batches, forward_only)
             finally:
                 self._learns, self._own_loss = False, None
+                self._further_weights = ()
         if forward_only:
             self._reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
         return RankOutcome(
             losses=tuple(loss.item() for loss in self._losses),
             source_losses=tuple(self._source_losses.tolist()),
+            further_losses=tuple(map(float, self._further_losses)),
             until_sync_s=self.timeline.since_start_s(self._reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
@@ -336,6 +346,7 @@ class HdpExecutor:
             loss_sums=sums,
             is_whole_loss=self._learns,
         )
+        further = params.further = self._further(tensors)
         own_loss = self._own_loss
         if own_loss is not None:
             params.loss_head = partial(own_loss.of, micro_batch, tensors)
@@ -351,17 +362,40 @@ class HdpExecutor:
                 packed_seq_params=params,
                 **(targets if self.fused_loss and own_loss is None else {}),
             )
-        return output, partial(self._loss, sums=sums, **targets)
+        return output, partial(self._loss, sums=sums, further=further, **targets)
+
+    def _further(self, tensors: dict[str, torch.Tensor]) -> FurtherTokens | None:
+        """What is predicted behind labels, on the last stage of a step that learns it."""
+        weights = self._further_weights
+        if not weights or not self.place.is_last_stage:
+            return None
+        shape = (len(weights), -1)
+        behind = tensors["further_labels"].view(shape)
+        return FurtherTokens(
+            torch.cat([tensors["labels"][None], behind]),
+            tensors["further_mask"].view(shape),
+            weights,
+        )
 
     def _loss(
-        self, output: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, sums: LossSums
+        self,
+        output: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        sums: LossSums,
+        further: FurtherTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         loss = output
         if not self.fused_loss:
             group = parallel_state.get_tensor_model_parallel_group()
             group = group if group.size() > 1 else None
             loss = token_sum_loss(output, labels, loss_mask, group, sums)
-        self._losses.append(loss.detach())
+        of_labels = loss.detach()
+        if further is not None and further.label_loss is not None:
+            of_labels = further.label_loss
+            for depth, of_depth in enumerate(further.losses):
+                self._further_losses[depth] = self._further_losses[depth] + of_depth
+        self._losses.append(of_labels)
         return loss, loss_mask.sum().to(torch.int), {}
 
     def _watch_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
@@ -406,4 +440,6 @@ def _arrays_of(micro_batch: RankMicroBatch) -> Arrays:
         "sequence_index": micro_batch.sequence_index,
         "sources": sources[micro_batch.sequence_index],
         "loss_mask": micro_batch.loss_mask,
+        "further_labels": micro_batch.further_labels,
+        "further_mask": micro_batch.further_mask,
     }

@@ -15,6 +15,7 @@ from megatron_hdp.megatron.model.moe import (
     let_biases_be_added,
     without_shared_experts,
 )
+from megatron_hdp.megatron.model.mtp import FurtherTokens, HdpMtpLayer
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
@@ -27,10 +28,12 @@ from megatron_hdp.megatron.model.rotary import (
 from megatron_hdp.megatron.model.router import HdpRouter
 
 __all__ = [
+    "FurtherTokens",
     "FusedLossModel",
     "HdpCoreAttention",
     "HdpMlaSelfAttention",
     "HdpMoeTransformerLayer",
+    "HdpMtpLayer",
     "HdpPackedSeqParams",
     "HdpRouter",
     "LastStage",

@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_hdp.megatron.model.last_stage import LastStage
+from megatron_hdp.megatron.model.mtp import FurtherTokens
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, RoutedCounts
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
@@ -49,6 +50,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     """What the routers of experts counted."""
     is_whole_loss: bool = field(kw_only=True, default=False)
     """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""
+    further: FurtherTokens | None = field(kw_only=True, default=None)
+    """What is predicted behind labels; None where nothing is, or in evaluation."""
     loss_head: Callable[[LastStage], torch.Tensor] | None = field(kw_only=True, default=None)
     """What makes the loss's sum at the end of the model, instead of the cross entropy of labels."""
 

@@ -26,6 +26,7 @@ from megatron_hdp.megatron.model.moe import (
     let_biases_be_added,
     moe_settings,
 )
+from megatron_hdp.megatron.model.mtp import mtp_settings, mtp_spec
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
@@ -125,6 +126,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         **activation_settings(arguments),
         **moe_settings(arguments),
         **position_settings(arguments),
+        **mtp_settings(arguments),
         **window_settings(arguments),
         **mla_settings(arguments),
         params_dtype=dtype,
@@ -251,6 +253,7 @@ def _chunk(
     model = (FusedLossModel if fused else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(arguments, chunk),
+        mtp_block_spec=mtp_spec(arguments, config, layer_spec(arguments, has_experts=False)),
         vocab_size=padded_vocab_size(vocab_size, arguments),
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=chunk == 0 and parallel_state.is_pipeline_first_stage(),

@@ -10,6 +10,7 @@ names and what checkpoints hold stay Megatron's. (From 0.18 on ``forward`` takes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy
+
+_OF_LAYERS = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb")
+"""What layers of further tokens take of that which the model hands on."""
 
 
 class FusedLossModel(GPTModel):
@@ -45,7 +49,7 @@ class FusedLossModel(GPTModel):
         stock._take_over_loss()
 
     def _take_over_loss(self) -> None:
-        for name in ("mtp_num_layers", "use_mup", "defer_embedding_wgrad_compute"):
+        for name in ("use_mup", "defer_embedding_wgrad_compute"):
             if getattr(self.config, name, None):
                 raise ValueError(
                     f"the fused loss does not support {name} = {getattr(self.config, name)}: "
@@ -79,14 +83,39 @@ class FusedLossModel(GPTModel):
                 packed_seq_params=packed_seq_params,
                 **others,
             )
-        return self.output_layer(
+        further = getattr(packed_seq_params, "further", None)
+        behind: Sequence[torch.Tensor] = ()
+        if further is not None:
+            states = self.mtp(
+                hidden_states=hidden_states,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+                **{name: others[name] for name in _OF_LAYERS},
+            )
+            hidden_states, *behind = states.chunk(1 + len(further.mask))
+        is_whole_loss = getattr(packed_seq_params, "is_whole_loss", False)
+        loss = self.output_layer(
             hidden_states,
             self._tied(),
             labels=labels,
             loss_mask=loss_mask,
             loss_sums=getattr(packed_seq_params, "loss_sums", None),
-            is_whole_loss=getattr(packed_seq_params, "is_whole_loss", False),
+            is_whole_loss=is_whole_loss,
         )
+        if further is None:
+            return loss
+        losses = [
+            self.output_layer(
+                states,
+                self._tied(),
+                labels=further.labels[depth][None],
+                loss_mask=further.weights_of(depth, loss.dtype)[None],
+                is_whole_loss=is_whole_loss,
+                is_further=True,
+            )
+            for depth, states in enumerate(behind, 1)
+        ]
+        return further.total(loss, losses)
 
     def _tied(self) -> torch.Tensor | None:
         """The embedding's weights where the output layer has none of its own."""
@@ -132,6 +161,7 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         loss_mask: torch.Tensor | None = None,
         loss_sums: LossSums | None = None,
         is_whole_loss: bool = False,
+        is_further: bool = False,
     ) -> Any:
         """Stock without `labels`.
 
@@ -140,10 +170,12 @@ class FusedLossOutputLayer(ColumnParallelLinear):
             weight: tied weights, instead of the layer's own.
             runtime_gather_output: whether logits are gathered; the loss has none.
             labels: ``[b, s]``, all tokens on every tensor-parallel rank.
-            loss_mask: ``[b, s]`` bool.
+            loss_mask: ``[b, s]`` bool, or each token's weight.
             loss_sums: where losses are added up by group, too.
             is_whole_loss: whether backward follows once and begins at this loss with 1. Then the
                 weights' gradient goes into Megatron's buffer of gradients at once, if there is one.
+            is_further: whether DDP hears of the weights' gradient from another loss; what is in its
+                buffer is all of this one's.
         """
         if labels is None or loss_mask is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -153,6 +185,8 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         else:  # backward sums the ranks' parts
             hidden = copy_to_tensor_model_parallel_region(input_, group=group)
         weight, main_grad = _taken(self.weight if weight is None else weight, is_whole_loss)
+        if is_further and main_grad is not None:
+            weight = weight.detach()
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,

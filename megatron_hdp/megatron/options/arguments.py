@@ -11,7 +11,12 @@ from megatron_hdp.megatron.options.groups import (
     RunOptions,
 )
 from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions, PositionOptions
+from megatron_hdp.megatron.options.model_options import (
+    ModelOptions,
+    MoeOptions,
+    MtpOptions,
+    PositionOptions,
+)
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.stages import StageSplit, parts_of
 
@@ -25,6 +30,7 @@ class TrainingArguments(
     OptimizationOptions,
     MlaOptions,
     MoeOptions,
+    MtpOptions,
     PositionOptions,
     ModelOptions,
 ):
@@ -35,6 +41,7 @@ GROUPS = (
     HdpOptions,
     ModelOptions,
     PositionOptions,
+    MtpOptions,
     MlaOptions,
     MoeOptions,
     OptimizationOptions,

@@ -200,6 +200,39 @@ def check_schedule(args: TrainingArguments) -> None:
         raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
 
 
+def check_mtp(args: TrainingArguments) -> None:
+    """Checks what goes together with layers that predict further tokens."""
+    if args.mtp_num_layers is None:
+        if args.mtp_loss_scaling_factor != 0.1:
+            raise OptionError(
+                "--mtp-loss-scaling-factor has no effect without --mtp-num-layers: add the one or "
+                "remove the other"
+            )
+        return
+    stages, unit = args.pipeline_model_parallel_size, args.recompute_num_layers
+    refused = {
+        "no --hybrid-data-parallel": not args.hybrid_data_parallel,
+        "--no-hdp-fused-loss": not args.hdp_fused_loss,
+        "--num-experts": args.num_experts is not None,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--window-size": args.window_size is not None,
+        "--no-rope-freq": args.no_rope_freq is not None,
+        "--hdp-offload": args.hdp_offload != "off",
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
+        "virtual stages": num_model_chunks(args) > 1,
+        "--recompute-method block": args.recompute_method == "block",
+        f"--recompute-num-layers {unit}": args.recompute_method == "uniform" and unit != 1,
+        "pipeline stages and a tied output layer": stages > 1
+        and not args.untie_embeddings_and_output_weights,
+    }
+    found = [name for name, is_found in refused.items() if is_found]
+    if found:
+        raise OptionError(
+            f"--mtp-num-layers {args.mtp_num_layers}: found {found[0]}, which layers that predict "
+            "further tokens do not go together with here: leave one of them out"
+        )
+
+
 def check_data(args: Any) -> None:
     """Checks that the flags, of `TrainingArguments` or Megatron's, name data in one way."""
     given = [name for name in DATA_FLAGS if getattr(args, name, None)]

@@ -165,6 +165,21 @@ class PositionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpOptions:
+    """Multi-token prediction."""
+
+    mtp_num_layers: int | None = option(
+        None,
+        minimum=1,
+        maximum=16,
+        help="Tokens behind the next one that each token predicts, too, by a layer each.",
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, minimum=0.0, help="Weight of the mean of these layers' losses."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeOptions:
     """Mixture of experts."""
 

@@ -8,6 +8,7 @@ from megatron_hdp.megatron.options.batch_sizes import check_batch_size, sequence
 from megatron_hdp.megatron.options.checks import (
     check_data,
     check_model,
+    check_mtp,
     check_parallel,
     check_run,
     check_schedule,
@@ -80,6 +81,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     check_moe(arguments)
     check_mla(arguments)
     check_schedule(arguments)
+    check_mtp(arguments)
     arguments.validate(
         global_batch_size=sequences_of(arguments),
         attention_dropout=arguments.attention_dropout,

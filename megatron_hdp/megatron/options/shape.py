@@ -30,6 +30,12 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
         vocab_size: entries, padded or not.
     """
     norm_bias = arguments.normalization == "LayerNorm"
+    further = Layer(
+        hidden_size=arguments.hidden_size,
+        attention=_attention(arguments, knows_positions=True),
+        mlp=_mlp(arguments, False),
+        norm_bias=norm_bias,
+    )
     skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers
     windows = layer_windows(arguments)
     return ModelShape(
@@ -48,6 +54,7 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
         vocab_size=vocab_size,
         tied_embeddings=not arguments.untie_embeddings_and_output_weights,
         norm_bias=norm_bias,
+        further=(further,) * (arguments.mtp_num_layers or 0),
     )
 
 

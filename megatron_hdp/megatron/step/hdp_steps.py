@@ -104,7 +104,8 @@ class HdpSteps:
         self.num_planner_failures = 0
         self._failed_before = False
         self._broadcast_at = self.planner.broadcast_at(from_plane=plane is not None)
-        reader = reader_of(self.place, vocab_size, self._broadcast_at)
+        self._num_further = arguments.mtp_num_layers or 0 if split == "train" else 0
+        reader = reader_of(self.place, vocab_size, self._broadcast_at, self._num_further)
         self._has_plane = plane is not None
         self._loaders: Loaders
         if plane is None:
@@ -179,6 +180,8 @@ class HdpSteps:
         with self._agreement():
             amounts = self._remains.of(step)
         self._loaders.expect(step.totals.after.knowing(position))
+        further_tokens = self._count_further(step)
+        weights = self._weights(further_tokens, amounts.loss_tokens)
         self._share_tokens(step)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
@@ -189,6 +192,7 @@ class HdpSteps:
             forward_only,
             len(self.corpus.sources),
             step.share.ends_together,
+            further_weights=weights,
         )
         report = self._report(step, outcome, amounts, exposed_s)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
@@ -283,7 +287,11 @@ class HdpSteps:
             return
         if "tensor" not in self._broadcast_at:
             return  # each of them has read the same
-        arrays = [array for one in step.micro_batches for array in (one.tokens, one.labels)]
+        arrays = [
+            array
+            for one in step.micro_batches
+            for array in (one.tokens, one.labels, one.further_labels)
+        ]
         packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
         with self._agreement():
             dist.broadcast(
@@ -294,6 +302,28 @@ class HdpSteps:
             parts = packed.cpu().split([len(array) for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
             array[:] = part.numpy()
+
+    def _count_further(self, step: RankStep) -> tuple[float, ...]:
+        """Tokens of the global batch with a loss at each depth behind the label."""
+        if not self._num_further:
+            return ()
+        depths = range(self._num_further)
+        counts = np.zeros(self._num_further)
+        if self.place.is_last_stage and self.place.tensor_rank == 0:
+            for one in step.micro_batches:
+                counts += one.further_mask.reshape(self._num_further, -1).sum(axis=1)
+        with self._agreement():
+            sums = {str(depth): float(counts[depth]) for depth in depths}
+            found = over_all_ranks(sums, {}, compute_device())
+        return tuple(found[str(depth)] for depth in depths)
+
+    def _weights(self, further_tokens: Sequence[float], loss_tokens: int) -> tuple[float, ...]:
+        """What each depth's sum weighs, so that its mean counts as the factor says.
+
+        All sums are divided by the loss tokens of the global batch at the end.
+        """
+        share = self.arguments.mtp_loss_scaling_factor / max(1, self._num_further)
+        return tuple(share * loss_tokens / max(count, 1.0) for count in further_tokens)
 
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""
@@ -327,6 +357,7 @@ class HdpSteps:
                     "offloaded_bytes": outcome.offloaded_bytes,
                     "places": step.share.num_slots,
                     "padding": step.share.num_padding,
+                    "further_loss": sum(outcome.further_losses),
                     **dict(zip(_loss_keys(self.corpus), outcome.source_losses, strict=True)),
                 },
                 maxima={
@@ -373,9 +404,17 @@ class HdpSteps:
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._remains.num_skipped),
             planner_failures=self.num_planner_failures,
+            mtp_loss=self._further_loss(job["further_loss"], amounts.loss_tokens),
             sources=self._by_source(totals, amounts, job),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
+
+    def _further_loss(self, total: float, loss_tokens: int) -> float | None:
+        """The mean over depths of their mean losses, of all ranks' weighted sums."""
+        factor = self.arguments.mtp_loss_scaling_factor
+        if not self._num_further or not factor:
+            return None
+        return total / self.place.num_tensor_ranks / (factor * max(loss_tokens, 1))
 
     def _by_source(
         self, totals: StepTotals, amounts: Amounts, job: Mapping[str, float]

@@ -62,13 +62,16 @@ def plan_settings(
     )
 
 
-def reader_of(place: RankPlace, vocab_size: int, broadcast_at: Collection[str]) -> Reader:
+def reader_of(
+    place: RankPlace, vocab_size: int, broadcast_at: Collection[str], num_further: int = 0
+) -> Reader:
     """What this rank reads of a step.
 
     Args:
         place: of the rank.
         vocab_size: entries of the tokenizer.
         broadcast_at: axes along which one rank reads for the others.
+        num_further: tokens behind the label that the last stage predicts, too.
     """
     is_at_an_end = place.is_first_stage or place.is_last_stage
     return Reader(
@@ -77,6 +80,7 @@ def reader_of(place: RankPlace, vocab_size: int, broadcast_at: Collection[str]) 
         reads_tokens=place.reads_tokens if "tensor" in broadcast_at else is_at_an_end,
         reads_mask=is_at_an_end,
         token_multiple=place.token_multiple,
+        num_further=num_further if place.is_last_stage else 0,
     )
 
 

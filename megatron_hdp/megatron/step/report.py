@@ -97,6 +97,9 @@ class StepFigures:
     """Changes of the cost model and of speeds since the start of the run; likewise."""
     cost_model_error: float | None = None
     """Middle error of the cost model, over HDP ranks, of what they computed; likewise."""
+    mtp_loss: float | None = None
+    """Nats: mean loss of tokens behind the next one, the mean over depths; None where there are
+    none."""
     sources: Mapping[str, SourceFigures] | None = None
     """Figures of each source of the data."""
 

@@ -155,6 +155,20 @@ def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
     return sum(_whole(job, part))
 
 
+def kept_of_further(job: Job) -> float:
+    """Bytes of one token that layers of further tokens hold between forward and backward.
+
+    Besides what a layer keeps: inputs of three norms (the embedding, the hidden states before and
+    behind the layer) with their statistics, and what is projected, the first two side by side. With
+    full recomputation the embedding and the hidden states alone.
+    """
+    state = job.value_bytes * job.shape.hidden_size * job.token_share
+    if job.recompute == "full":
+        return 3 * state * len(job.shape.further)
+    beside = 5 * state + 3 * _FLOAT32 * job.token_share
+    return sum(kept + beside for kept in _whole(job, job.shape.further))
+
+
 def _whole(job: Job, layers: Sequence[Layer]) -> list[float]:
     """What layers keep that are not recomputed, each."""
     kept: dict[Layer, float] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_hdp.planner.memory.activations import (
     backward_bytes,
     halo_bytes,
+    kept_of_further,
     kept_of_part,
     recomputed_bytes,
     ring_bytes,
@@ -77,6 +78,8 @@ def waiting_activations(job: Job, stage: int) -> float:
     Of as many micro-batches, or passes through a model chunk, as are between forward and backward.
     """
     of_chunks = [kept_of_part(job, part) for part in job.parts[stage :: job.stages]]
+    if stage == job.stages - 1:
+        of_chunks[-1] += kept_of_further(job)
     return job.most_alive(stage, of_chunks)
 
 
@@ -100,11 +103,13 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     if last and not (shape.tied_embeddings and job.stages == 1):
         dense += embedding
     if last:
-        dense += shape.last_norm
+        further = shape.further_weights
+        dense += shape.last_norm + further.split / job.tensor_ranks + further.whole
+        dense += embedding if shape.further and job.stages > 1 else 0
     experts = of_layers.experts / job.expert_ranks / job.expert_tensor_ranks
     weights, b = dense + experts, job.value_bytes
     beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])
-    at_work = set(layers)  # without layers none is
+    at_work = {*layers, *(shape.further if last else ())}  # without layers none is
     return StageMemory(
         stage=stage,
         weights=b * weights,
@@ -173,6 +178,7 @@ def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
     """
     b = job.value_bytes
     hidden = (2 * job.token_share + 2) * b * job.shape.hidden_size * tokens
+    hidden *= 1 + len(job.shape.further)
     logits = b * job.shape.vocab_size / job.tensor_ranks * tokens
     if job.fused_loss:
         return hidden + min(_LOGITS_BYTES, logits)

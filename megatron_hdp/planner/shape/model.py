@@ -24,6 +24,9 @@ class ModelShape:
     """The output layer is the embedding."""
     norm_bias: bool = False
     """Of the last norm."""
+    further: tuple[Layer, ...] = ()
+    """Layers that predict tokens behind the next one, on the last stage. Each has a projection
+    ``[2 h, h]`` and three norms besides, and takes the embedding and the output layer once more."""
 
     @classmethod
     def uniform(
@@ -87,7 +90,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters, each once."""
-        layers = sum((layer.weights for layer in self.layers), Weights()).total
+        layers = sum((layer.weights for layer in self.layers), self.further_weights).total
         return layers + self.last_norm + self.embedding * (1 if self.tied_embeddings else 2)
 
     @property
@@ -97,7 +100,20 @@ class ModelShape:
         Those of the layers, of the experts that the token visits only, and of the output layer. An
         embedding is looked up and not multiplied.
         """
-        return sum(layer.matrices for layer in self.layers) + self.embedding
+        further = sum(layer.matrices for layer in self.further)
+        further += len(self.further) * (self.projection + self.embedding)
+        return sum(layer.matrices for layer in self.layers) + self.embedding + further
+
+    @property
+    def projection(self) -> int:
+        """Parameters that make one of two hidden states, in each layer of further tokens."""
+        return 2 * self.hidden_size**2
+
+    @property
+    def further_weights(self) -> Weights:
+        """Parameters of the layers of further tokens."""
+        each = Weights(split=self.projection, whole=3 * self.last_norm)
+        return sum((layer.weights + each for layer in self.further), Weights())
 
     @property
     def expert_parameters(self) -> int:
@@ -107,7 +123,7 @@ class ModelShape:
     @property
     def attention_width(self) -> float:
         """Sum over layers of `Attention.width`: 6 x this x length^2 is attention's FLOP."""
-        return sum(layer.attention.width for layer in self.layers)
+        return sum(layer.attention.width for layer in (*self.layers, *self.further))
 
     @property
     def window(self) -> int | None:
@@ -131,7 +147,7 @@ class ModelShape:
     @property
     def travelling_size(self) -> int:
         """Values of a token that go around a ring in a forward pass, in layers without a window."""
-        layers = [layer.attention for layer in self.layers]
+        layers = [layer.attention for layer in (*self.layers, *self.further)]
         return sum(one.travelling_size for one in layers if one.window is None)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from megatron_hdp.planner.shape import ModelShape
+from megatron_hdp.planner.shape import Layer, ModelShape
 from megatron_hdp.planner.stages.split import StageSplit
 
 _PER_PARAMETER = 6.0  # FLOP of a token, forward and backward
@@ -21,6 +21,8 @@ class LayerCosts:
     """Of each layer, in the model's order."""
     output: float
     """Of output layer and loss."""
+    further: float = 0.0
+    """Of layers that predict further tokens, on the last stage, their output and loss included."""
 
     @classmethod
     def of_shape(cls, shape: ModelShape, tokens: int, recompute: str | None = None) -> LayerCosts:
@@ -39,25 +41,25 @@ class LayerCosts:
         """
         linear = 1 + _AGAIN if recompute == "full" else 1
         attention = 1 if recompute is None else 1 + _AGAIN
+
+        def of(layer: Layer) -> float:
+            products = linear * _PER_PARAMETER * layer.matrices
+            seen = layer.attention.seen(tokens) / tokens
+            return products + attention * _PER_PAIR * layer.attention.width * seen
+
+        beside = _PER_PARAMETER * (linear * shape.projection + shape.embedding)
         return cls(
-            tuple(
-                linear * _PER_PARAMETER * layer.matrices
-                + attention
-                * _PER_PAIR
-                * layer.attention.width
-                * layer.attention.seen(tokens)
-                / tokens
-                for layer in shape.layers
-            ),
+            tuple(map(of, shape.layers)),
             _PER_PARAMETER * shape.embedding,
+            sum(of(layer) + beside for layer in shape.further),
         )
 
 
 def stage_weights(split: StageSplit, costs: LayerCosts) -> tuple[float, ...] | None:
     """Relative time of each virtual stage, in the model's order; they add up to 1.
 
-    None for an even split of layers that are all alike: its stages are planned as alike, whatever
-    the last one does more.
+    None for an even split of layers that are all alike, none of further tokens: its stages are
+    planned as alike, whatever the last one does more.
     Looking a token up in the embedding is no product and counts as nothing.
 
     One number a stage is an approximation. Attention grows with the length of a sequence while
@@ -69,10 +71,10 @@ def stage_weights(split: StageSplit, costs: LayerCosts) -> tuple[float, ...] | N
         split: the layers of each.
         costs: of each layer, and of output layer and loss.
     """
-    if split.is_even and len(set(costs.layers)) == 1:
+    if split.is_even and len(set(costs.layers)) == 1 and not costs.further:
         return None
     layers = iter(costs.layers)
     seconds = [sum(islice(layers, number)) for number in split.layers]
-    seconds[-1] += costs.output
+    seconds[-1] += costs.output + costs.further
     total = sum(seconds)
     return tuple(one / total for one in seconds)

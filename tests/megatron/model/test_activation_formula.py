@@ -10,15 +10,24 @@ The formula is of GPUs. On CPUs three functions keep more, because they are not 
 All other tensors are the same on both, and with these added the sums are equal.
 """
 
+from functools import partial
+from unittest import mock
+
 import pytest
 from megatron.core import package_info
+from megatron.core.utils import get_attr_wrapped_model
 from packaging.version import Version
 
 from megatron_hdp.cli.checking import job_of
+from megatron_hdp.data.steps import padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
-from megatron_hdp.planner.memory.activations import kept_after_forward, kept_bytes
+from megatron_hdp.planner.memory.activations import (
+    kept_after_forward,
+    kept_bytes,
+    kept_of_further,
+)
 from megatron_hdp.planner.memory.gpu import stage_memory
 from megatron_hdp.runtime.timeline import Timeline
 from tests.support.gradients import VOCABULARY, moe_arguments, tiny_arguments, write_corpus
@@ -151,6 +160,41 @@ def test_on_one_rank(run_ranks, tmp_path, arguments_of, named):
         (bytes_, parameters), (of_formula, counted_up) = measured, expected(arguments)
         assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments)), name
         assert parameters == counted_up, name
+
+
+def counted_of_further(cases):
+    """The same of the first layer of further tokens, which keeps more than others."""
+    found = []
+    parallel.initialise(cases[0])
+    for arguments in cases:
+        parallel.set_seeds(1)
+        gpt = building.build_gpt(arguments, VOCABULARY)
+        executor = setup.build_executor(arguments, [gpt], Timeline())
+        model = get_attr_wrapped_model(gpt, "mtp", return_model_obj=True)
+        executor.layers = [*model.decoder.layers, *model.mtp.layers]
+        executor._further_weights = (1.0,) * arguments.mtp_num_layers
+        example = partial(padding_micro_batch, num_further=arguments.mtp_num_layers)
+        with mock.patch("megatron_hdp.megatron.execution.executor.padding_micro_batch", example):
+            bytes_ = executor.activation_bytes_per_token()
+        found.append((bytes_, sum(parameter.numel() for parameter in gpt.parameters())))
+    return found
+
+
+FURTHER = {"mtp_num_layers": 2}
+
+
+def test_layers_of_further_tokens(run_ranks, tmp_path):
+    prefix = write_corpus(tmp_path, [64])
+    cases = [tiny_arguments(prefix, **SHAPE | FURTHER | case) for case in (BF16, {})]
+    for arguments, (bytes_, parameters) in zip(
+        cases, run_ranks(1, counted_of_further, cases)[0], strict=True
+    ):
+        job = job_of(arguments, 1, VOCABULARY)
+        three_norms = 3 * (8 - job.value_bytes) * job.shape.hidden_size
+        labels = _INT64 * (1 + arguments.mtp_num_layers)  # the micro-batch's, which are embedded
+        of_formula = kept_of_further(job) / 2 + more_on_cpus(job) + three_norms + labels
+        assert bytes_ == pytest.approx(of_formula, abs=0.5)
+        assert parameters == stage_memory(job, 0).weights / job.value_bytes
 
 
 def test_between_tensor_ranks(run_ranks, tmp_path):

@@ -1,0 +1,101 @@
+"""Multi-token prediction under HDP: Megatron's layers, told which token stands behind which.
+
+Megatron rolls a micro-batch's tokens by one place for each depth. In a slice of a ring the token
+behind a chunk's last one lies on another rank, and on the next chunk here. So the tokens are read
+with the slice, and the layers take them from the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
+
+from megatron_hdp.megatron.options import TrainingArguments
+
+
+@dataclass
+class FurtherTokens:
+    """What a micro-batch predicts behind its labels, depth by depth, and at what weight."""
+
+    labels: torch.Tensor
+    """int64 ``[K + 1, t]``: each token's label, then the tokens 1, ..., K places behind it."""
+    mask: torch.Tensor
+    """bool ``[K, t]``: which of the latter carry loss."""
+    weights: Sequence[float]
+    """Of each depth's sum, where the sum of the labels' losses has 1."""
+    label_loss: torch.Tensor | None = None
+    """Sum of the labels' losses alone, once the model has run."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Sums of each depth's losses, times their weights, likewise."""
+
+    def weights_of(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
+        """Each token's weight ``[t]`` at a depth, from 1."""
+        return self.mask[depth - 1].to(dtype) * self.weights[depth - 1]
+
+    def total(self, label_loss: torch.Tensor, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss that gradients come from; notes its parts."""
+        self.label_loss = label_loss.detach()
+        self.losses = [loss.detach() for loss in losses]
+        return label_loss + torch.stack(list(losses)).sum()
+
+
+def mtp_settings(arguments: TrainingArguments) -> dict[str, Any]:
+    """What ``TransformerConfig`` needs to know of further tokens; nothing without them."""
+    if arguments.mtp_num_layers is None:
+        return {}
+    return {
+        "mtp_num_layers": arguments.mtp_num_layers,
+        "mtp_loss_scaling_factor": arguments.mtp_loss_scaling_factor,
+    }
+
+
+def mtp_spec(
+    arguments: TrainingArguments, config: TransformerConfig, layer: ModuleSpec
+) -> Any | None:
+    """The specification of the layers that predict further tokens; None where this rank has none.
+
+    Args:
+        arguments: of the run.
+        config: of the model.
+        layer: what each of them holds of attention and MLP, whose norms the others are like.
+    """
+    if arguments.mtp_num_layers is None:
+        return None
+    norm = layer.submodules.input_layernorm
+    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=norm)
+    spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+    if spec is None:
+        return None
+    for one in spec.layer_specs:
+        one.submodules.enorm = one.submodules.hnorm = one.submodules.layer_norm = norm
+        if arguments.hybrid_data_parallel:
+            one.module = HdpMtpLayer
+    return spec
+
+
+class HdpMtpLayer(MultiTokenPredictionLayer):
+    """Megatron's layer of one depth, which takes its tokens from the micro-batch."""
+
+    def _get_embeddings(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        embedding: Callable[..., torch.Tensor],
+        hidden_states: torch.Tensor,
+        packed_seq_params: Any = None,
+        **of_release: Any,
+    ) -> tuple[Any, ...]:
+        """Megatron's, without rolling; from 0.18 on a padding mask comes and goes."""
+        tokens = packed_seq_params.further.labels[self.layer_number - 1][None]
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        embedded = embedding(input_ids=tokens, position_ids=position_ids)
+        return input_ids, position_ids, *of_release.values(), embedded, hidden_states
