@@ -96,6 +96,7 @@ def test_ranks_get_the_steps_of_local_loaders(ranks, corpus, segments):
     node = [
         *(Reader(0, V), Reader(0, V), Reader(1, V, reads_mask=False)),
         *(Reader(3, V, token_multiple=4), Reader(2, V, reads_tokens=False, reads_mask=False)),
+        Reader(0, V, num_further=3),
     ]
     loaders = [ranks(reader) for reader in node]
     expected = [local_steps(corpus, plan_settings(), reader, 5) for reader in node]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -99,3 +100,22 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         embedded = embedding(input_ids=tokens, position_ids=position_ids)
         return input_ids, position_ids, *of_release.values(), embedded, hidden_states
+
+    def _checkpointed_forward(
+        self, forward_func: Callable[..., torch.Tensor] | None = None, **named: Any
+    ) -> torch.Tensor:
+        """Megatron's, which would save the micro-batch as if it were a tensor.
+
+        From 0.18 on what is run is not handed over.
+        """
+        forward_func = forward_func or self._proj_and_transformer_layer
+        tensors = {name: value for name, value in named.items() if torch.is_tensor(value)}
+        others = {name: value for name, value in named.items() if name not in tensors}
+
+        def run(*values: torch.Tensor) -> torch.Tensor:
+            return forward_func(**others, **dict(zip(tensors, values, strict=True)))
+
+        found: torch.Tensor = tensor_parallel.checkpoint(
+            run, self.config.distribute_saved_activations, *tensors.values()
+        )
+        return found

@@ -281,6 +281,29 @@ def test_a_worked_example():
     assert other.sequence_index.tolist() == [0, 0, 0, -1]
 
 
+def test_further_tokens_are_those_of_the_file_behind_each_chunk():
+    """The document's next chunk lies on the other rank; behind its end nothing has loss."""
+    ring = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
+    made, file = hand_made([7, 3], ring), CountingFile([7, 3])
+    table, document = SequenceTable.build(np.array([7, 3]), max_length=7), file.documents[0]
+    (share,) = StepShares(step_of(np.array([0, 1]), table), made).of([2])
+    reader = Reader(2, 10**6, num_further=3)
+    part = read_micro_batch(share, 0, reader, OneSource(table, file))
+    assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
+    labels = np.split(part.further_labels, 3)
+    masks = np.split(part.further_mask, 3)
+    assert labels[0].tolist() == [*document[4:7], 0, file.documents[1][2], 0, 0]
+    assert labels[1].tolist() == [*document[5:7], 0, 0, 0, 0, 0]
+    assert labels[2].tolist() == [document[6], 0, 0, 0, 0, 0, 0]
+    for depth in range(3):
+        assert masks[depth].tolist() == (labels[depth] > 0).tolist()
+    plain = read(made, 0, 2, np.array([0, 1]), table, file)
+    for name in ("tokens", "labels", "loss_mask", "positions", "sequence_index"):
+        assert np.array_equal(getattr(part, name), getattr(plain, name))
+    part.drop([part.sequence_ids[0]])
+    assert not part.further_mask.reshape(3, -1)[:, :4].any() and part.further_mask.any()
+
+
 def test_a_rank_without_micro_batches_runs_padding():
     alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.5)
     table = SequenceTable.build(np.array([3]), max_length=3)

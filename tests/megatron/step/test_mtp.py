@@ -7,7 +7,7 @@ import pytest
 
 from megatron_hdp.data.steps import micro_batch
 from megatron_hdp.training.loop import pretrain
-from tests.megatron.step.test_exactness import LENGTHS, TOLERANCE, random_case
+from tests.megatron.step.test_exactness import LENGTHS, SHARDED_BUCKETS, TOLERANCE, random_case
 from tests.support.gradients import errors_of, tiny_arguments, write_corpus
 
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
@@ -17,8 +17,20 @@ LAYOUTS = {
     "rings": (3, {}),
     "tied-one": (2, TIED | {"mtp_num_layers": 1, "normalization": "LayerNorm"}),
     "tensor": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tensor-alone": (4, {"tensor_model_parallel_size": 2}),
     "stages": (4, {"pipeline_model_parallel_size": 2}),
-    "stages-tied": (4, TIED | {"pipeline_model_parallel_size": 2}),
+    "buckets-recompute": (
+        4,
+        SHARDED_BUCKETS
+        | {
+            "pipeline_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+        },
+    ),
 }
 QUICK = ("rings",)
 
