@@ -32,7 +32,7 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     norm_bias = arguments.normalization == "LayerNorm"
     further = Layer(
         hidden_size=arguments.hidden_size,
-        attention=_attention(arguments, knows_positions=True),
+        attention=_attention(arguments, knows_positions=True, window=None),
         mlp=_mlp(arguments, False),
         norm_bias=norm_bias,
     )
