@@ -38,7 +38,12 @@ from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.patience import Patience
 from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settings, reader_of
 from megatron_hdp.megatron.step.remains import Remains
-from megatron_hdp.megatron.step.report import SourceFigures, StepReport, over_all_ranks
+from megatron_hdp.megatron.step.report import (
+    FurtherLosses,
+    SourceFigures,
+    StepReport,
+    over_all_ranks,
+)
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
@@ -104,8 +109,9 @@ class HdpSteps:
         self.num_planner_failures = 0
         self._failed_before = False
         self._broadcast_at = self.planner.broadcast_at(from_plane=plane is not None)
-        self._num_further = arguments.mtp_num_layers or 0 if split == "train" else 0
-        reader = reader_of(self.place, vocab_size, self._broadcast_at, self._num_further)
+        depths = arguments.mtp_num_layers or 0 if split == "train" else 0
+        self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
+        reader = reader_of(self.place, vocab_size, self._broadcast_at, depths)
         self._has_plane = plane is not None
         self._loaders: Loaders
         if plane is None:
@@ -180,8 +186,8 @@ class HdpSteps:
         with self._agreement():
             amounts = self._remains.of(step)
         self._loaders.expect(step.totals.after.knowing(position))
-        further_tokens = self._count_further(step)
-        weights = self._weights(further_tokens, amounts.loss_tokens)
+        with self._agreement():
+            weights = self._further.weights(step, amounts.loss_tokens)
         self._share_tokens(step)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
@@ -303,28 +309,6 @@ class HdpSteps:
         for array, part in zip(arrays, parts, strict=True):
             array[:] = part.numpy()
 
-    def _count_further(self, step: RankStep) -> tuple[float, ...]:
-        """Tokens of the global batch with a loss at each depth behind the label."""
-        if not self._num_further:
-            return ()
-        depths = range(self._num_further)
-        counts = np.zeros(self._num_further)
-        if self.place.is_last_stage and self.place.tensor_rank == 0:
-            for one in step.micro_batches:
-                counts += one.further_mask.reshape(self._num_further, -1).sum(axis=1)
-        with self._agreement():
-            sums = {str(depth): float(counts[depth]) for depth in depths}
-            found = over_all_ranks(sums, {}, compute_device())
-        return tuple(found[str(depth)] for depth in depths)
-
-    def _weights(self, further_tokens: Sequence[float], loss_tokens: int) -> tuple[float, ...]:
-        """What each depth's sum weighs, so that its mean counts as the factor says.
-
-        All sums are divided by the loss tokens of the global batch at the end.
-        """
-        share = self.arguments.mtp_loss_scaling_factor / max(1, self._num_further)
-        return tuple(share * loss_tokens / max(count, 1.0) for count in further_tokens)
-
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""
         if not self.arguments.hidden_dropout:
@@ -404,17 +388,10 @@ class HdpSteps:
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._remains.num_skipped),
             planner_failures=self.num_planner_failures,
-            mtp_loss=self._further_loss(job["further_loss"], amounts.loss_tokens),
+            mtp_loss=self._further.mean(job["further_loss"], amounts.loss_tokens),
             sources=self._by_source(totals, amounts, job),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
-
-    def _further_loss(self, total: float, loss_tokens: int) -> float | None:
-        """The mean over depths of their mean losses, of all ranks' weighted sums."""
-        factor = self.arguments.mtp_loss_scaling_factor
-        if not self._num_further or not factor:
-            return None
-        return total / self.place.num_tensor_ranks / (factor * max(loss_tokens, 1))
 
     def _by_source(
         self, totals: StepTotals, amounts: Amounts, job: Mapping[str, float]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.steps import RankStep
+from megatron_hdp.megatron.parallel import RankPlace, compute_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +185,41 @@ def over_all_ranks(
         dist.all_reduce(values, operation)
         found.update(zip(part, values.tolist(), strict=True))
     return found
+
+
+class FurtherLosses:
+    """What losses of tokens behind the next one weigh in the steps of a split, and what they were.
+
+    Args:
+        depths: tokens behind the label that are predicted; 0: none are.
+        factor: weight of the mean of their losses.
+        place: of this rank.
+    """
+
+    def __init__(self, depths: int, factor: float, place: RankPlace) -> None:
+        self.depths = depths
+        self._factor = factor
+        self._place = place
+
+    def weights(self, step: RankStep, loss_tokens: int) -> tuple[float, ...]:
+        """What each depth's sum weighs, so that its mean counts as the factor says.
+
+        All sums are divided by `loss_tokens` of the global batch at the end. Every rank must call
+        this, its corrupt documents dropped.
+        """
+        if not self.depths:
+            return ()
+        counts = np.zeros(self.depths)
+        if self._place.is_last_stage and self._place.tensor_rank == 0:
+            for one in step.micro_batches:
+                counts += one.further_mask.reshape(self.depths, -1).sum(axis=1)
+        sums = {str(depth): float(count) for depth, count in enumerate(counts)}
+        share = self._factor / self.depths
+        over_job = over_all_ranks(sums, {}, compute_device())
+        return tuple(share * loss_tokens / max(over_job[name], 1.0) for name in sums)
+
+    def mean(self, total: float, loss_tokens: int) -> float | None:
+        """The mean over depths of their mean losses, of all ranks' weighted sums."""
+        if not self.depths or not self._factor:
+            return None
+        return total / self._place.num_tensor_ranks / (self._factor * max(loss_tokens, 1))

@@ -59,16 +59,16 @@ def first_of_each_chunk_again(values, here, first, others):
         yield room[: len(of_depth)], of_depth
 
 
-def one_divisor(steps, further_tokens, loss_tokens):
+def one_divisor(losses, step, loss_tokens):
     """A fault: each depth is divided by the loss tokens of labels."""
-    return (0.35,) * len(further_tokens)
+    return (0.35,) * losses.depths
 
 
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
         ("megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again),
-        ("megatron_hdp.megatron.step.hdp_steps.HdpSteps._weights", one_divisor),
+        ("megatron_hdp.megatron.step.report.FurtherLosses.weights", one_divisor),
     ],
 )
 def test_a_wrong_token_or_divisor_is_found_out(run_ranks, tmp_path, target, fault):
