@@ -109,6 +109,11 @@ SEAMS = (
         parameter="max_seq_len",
     ),
     Seam(
+        "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
+        "a subclass takes the tokens behind labels from the micro-batch instead of rolling",
+        parameter="packed_seq_params",
+    ),
+    Seam(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
         "a subclass of the model asks its output layer for the loss, unless --no-hdp-fused-loss",
         parameter="loss_mask",
