@@ -128,7 +128,7 @@ class CostModel:
     """Pairs of a length and the seconds of attention of a whole sequence of that length on one
     rank, forward and backward, instead of a and attention_b; lengths ascend, seconds never fall."""
     attention_b: float = 0.0
-    """Seconds per token of attention, forward and backward, all layers: it hides ring traffic."""
+    """Seconds per token of attention, forward and backward, all layers; they hide ring traffic."""
     b_experts: float = 0.0
     """Seconds per token of experts, beside b."""
     block_s: float = 0.0

@@ -19,7 +19,7 @@ class ModelShape:
     """In the model's order."""
     hidden_size: int
     vocab_size: int
-    """Rows of the embedding: padded where memory is counted; 0: neither it nor the output layer."""
+    """Rows of the embedding, padded where memory is counted; 0 for none and no output layer."""
     tied_embeddings: bool = False
     """The output layer is the embedding."""
     norm_bias: bool = False
