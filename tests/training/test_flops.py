@@ -49,6 +49,13 @@ SHAPES = {
     "latent": MLA,
     "latent, queries at once": MLA | {"q_lora_rank": None, "qk_layernorm": False},
     "further tokens": {"mtp_num_layers": 2},
+    "further tokens of experts": {
+        "mtp_num_layers": 2,
+        "num_experts": 4,
+        "moe_layer_freq": "[0,1]",
+        "moe_ffn_hidden_size": 20,
+        "add_bias_linear": False,
+    },
     "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
 }
 

@@ -26,7 +26,7 @@ from megatron_hdp.megatron.model.moe import (
     let_biases_be_added,
     moe_settings,
 )
-from megatron_hdp.megatron.model.mtp import mtp_settings, mtp_spec
+from megatron_hdp.megatron.model.mtp import further_layers, mtp_settings, mtp_spec
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
@@ -250,10 +250,11 @@ def _chunk(
     num_chunks: int,
 ) -> DistributedDataParallel:
     fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
+    has_experts = expert_layers(arguments)
     model = (FusedLossModel if fused else GPTModel)(
         config=config,
         transformer_layer_spec=block_spec(arguments, chunk),
-        mtp_block_spec=mtp_spec(arguments, config, layer_spec(arguments, has_experts=False)),
+        mtp_block_spec=mtp_spec(arguments, config, layer_spec(arguments, has_experts[-1])),
         vocab_size=padded_vocab_size(vocab_size, arguments),
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=chunk == 0 and parallel_state.is_pipeline_first_stage(),
@@ -268,7 +269,7 @@ def _chunk(
         seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
         vp_stage=chunk if num_chunks > 1 else None,
     )
-    for layer in model.decoder.layers:
+    for layer in (*model.decoder.layers, *further_layers(model)):
         let_biases_be_added(layer)
     if arguments.hybrid_data_parallel:
         give_own_positions(model)

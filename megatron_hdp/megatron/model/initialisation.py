@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_hdp.runtime.health import fingerprint
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FURTHER = "mtp.layers."  # numbered alike on every rank that holds them
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _DRAWN_VECTORS = (".softmax_offset", ".mlp.router.bias")
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
@@ -58,6 +59,7 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         if match:
             number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[match.end() :]}"
+        if match or name.startswith(_FURTHER):
             name = _EXPERT.sub(lambda m: f".local_experts.{first_expert + int(m[1])}.", name)
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"

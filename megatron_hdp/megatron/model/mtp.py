@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_hdp.megatron.options import TrainingArguments
@@ -81,6 +83,14 @@ def mtp_spec(
         if arguments.hybrid_data_parallel:
             one.module = HdpMtpLayer
     return spec
+
+
+def further_layers(model: GPTModel) -> list[TransformerLayer]:
+    """The transformer layers inside those that predict further tokens, which this rank holds."""
+    layers = model.mtp.layers if getattr(model, "mtp", None) is not None else ()
+    inner = ("transformer_layer", "mtp_model_layer")  # the latter from 0.17 on
+    found = [child for layer in layers for child in layer.named_children()]
+    return [module for name, module in found if name in inner]
 
 
 class HdpMtpLayer(MultiTokenPredictionLayer):

@@ -213,8 +213,6 @@ def check_mtp(args: TrainingArguments) -> None:
     refused = {
         "no --hybrid-data-parallel": not args.hybrid_data_parallel,
         "--no-hdp-fused-loss": not args.hdp_fused_loss,
-        "--num-experts": args.num_experts is not None,
-        "--multi-latent-attention": args.multi_latent_attention,
         "--window-size": args.window_size is not None,
         "--no-rope-freq": args.no_rope_freq is not None,
         "--hdp-offload": args.hdp_offload != "off",

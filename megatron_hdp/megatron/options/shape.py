@@ -33,7 +33,7 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     further = Layer(
         hidden_size=arguments.hidden_size,
         attention=_attention(arguments, knows_positions=True, window=None),
-        mlp=_mlp(arguments, False),
+        mlp=_mlp(arguments, expert_layers(arguments)[-1]),
         norm_bias=norm_bias,
     )
     skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers

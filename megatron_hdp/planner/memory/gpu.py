@@ -98,14 +98,13 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     shape, parts = job.shape, job.parts[stage :: job.stages]
     layers = [layer for part in parts for layer in part]
     embedding = shape.embedding / job.tensor_ranks
-    of_layers = sum((layer.weights for layer in layers), Weights())
+    further = shape.further_weights if last else Weights()
+    of_layers = sum((layer.weights for layer in layers), further)
     dense = of_layers.split / job.tensor_ranks + of_layers.whole + (embedding if first else 0)
     if last and not (shape.tied_embeddings and job.stages == 1):
         dense += embedding
     if last:
-        further = shape.further_weights
-        dense += shape.last_norm + further.split / job.tensor_ranks + further.whole
-        dense += embedding if shape.further and job.stages > 1 else 0
+        dense += shape.last_norm + (embedding if shape.further and job.stages > 1 else 0)
     experts = of_layers.experts / job.expert_ranks / job.expert_tensor_ranks
     weights, b = dense + experts, job.value_bytes
     beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])

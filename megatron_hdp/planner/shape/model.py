@@ -73,9 +73,14 @@ class ModelShape:
         return len(self.layers)
 
     @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, and those of further tokens."""
+        return (*self.layers, *self.further)
+
+    @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
-        return any(layer.mlp.num_experts for layer in self.layers)
+        return any(layer.mlp.num_experts for layer in self.all_layers)
 
     @property
     def embedding(self) -> int:
@@ -100,9 +105,8 @@ class ModelShape:
         Those of the layers, of the experts that the token visits only, and of the output layer. An
         embedding is looked up and not multiplied.
         """
-        further = sum(layer.matrices for layer in self.further)
-        further += len(self.further) * (self.projection + self.embedding)
-        return sum(layer.matrices for layer in self.layers) + self.embedding + further
+        further = len(self.further) * (self.projection + self.embedding)
+        return sum(layer.matrices for layer in self.all_layers) + self.embedding + further
 
     @property
     def projection(self) -> int:
@@ -118,12 +122,12 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Those of them that are experts'."""
-        return sum(layer.expert_matrices for layer in self.layers)
+        return sum(layer.expert_matrices for layer in self.all_layers)
 
     @property
     def attention_width(self) -> float:
         """Sum over layers of `Attention.width`: 6 x this x length^2 is attention's FLOP."""
-        return sum(layer.attention.width for layer in (*self.layers, *self.further))
+        return sum(layer.attention.width for layer in self.all_layers)
 
     @property
     def window(self) -> int | None:
@@ -147,7 +151,7 @@ class ModelShape:
     @property
     def travelling_size(self) -> int:
         """Values of a token that go around a ring in a forward pass, in layers without a window."""
-        layers = [layer.attention for layer in (*self.layers, *self.further)]
+        layers = [layer.attention for layer in self.all_layers]
         return sum(one.travelling_size for one in layers if one.window is None)
 
     @property
@@ -177,4 +181,4 @@ class ModelShape:
     @property
     def sent_to_experts(self) -> int:
         """Values of a token that go to its experts in a forward pass, in all layers."""
-        return sum(layer.sent_to_experts for layer in self.layers)
+        return sum(layer.sent_to_experts for layer in self.all_layers)

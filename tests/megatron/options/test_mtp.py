@@ -30,7 +30,6 @@ def test_what_goes_together(flags):
     ("flags", "found"),
     [
         (["--no-hdp-fused-loss"], "--no-hdp-fused-loss"),
-        (["--num-experts", "4", "--disable-bias-linear"], "--num-experts"),
         (["--window-size", "8,0"], "--window-size"),
         (["--no-rope-freq", "2"], "--no-rope-freq"),
         (["--hdp-offload", "auto"], "--hdp-offload"),

@@ -1,5 +1,6 @@
 """The gold test with further tokens predicted: gradients equal those of one rank, whole."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from megatron_hdp.data.steps import micro_batch
 from megatron_hdp.training.loop import pretrain
 from tests.megatron.step.test_exactness import LENGTHS, SHARDED_BUCKETS, TOLERANCE, random_case
-from tests.support.gradients import errors_of, tiny_arguments, write_corpus
+from tests.support.gradients import EXPERTS, errors_of, tiny_arguments, write_corpus
+from tests.support.mla import MLA, plain_stock_attention
 
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
 TWO = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
@@ -32,7 +34,31 @@ LAYOUTS = {
         },
     ),
 }
-QUICK = ("rings",)
+EXPERT_LAYERS = EXPERTS | {
+    "moe_layer_freq": "[0,1]",
+    "moe_shared_expert_intermediate_size": 10,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+LAYOUTS |= {
+    "experts": (2, EXPERT_LAYERS),
+    "experts-apart": (4, EXPERT_LAYERS | {"expert_model_parallel_size": 2}),
+    "experts-stages": (
+        4,
+        EXPERT_LAYERS
+        | {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+        | {"decoder_first_pipeline_num_layers": 1},
+    ),
+    "latent": (2, MLA | EXPERT_LAYERS),
+    "latent-tensor": (
+        4,
+        MLA
+        | EXPERT_LAYERS
+        | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
+}
+QUICK = ("rings", "latent")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +72,18 @@ def test_gradients_equal_one_rank_over_the_whole_batch(run_ranks, tmp_path, layo
     replicas = ranks
     for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         replicas //= overrides.get(size, 1)
-    cases = [(arguments, None), random_case(arguments, replicas)]
-    errors = run_ranks(ranks, errors_of, cases)[0]
+    cases = [(arguments, None)]
+    if overrides.get("expert_model_parallel_size", 1) == 1:  # else ranks keep step with each other
+        cases.append(random_case(arguments, replicas))
+    errors = run_ranks(ranks, errors_of_model, cases)[0]
     assert max(errors) <= TOLERANCE, errors
+
+
+def errors_of_model(cases):
+    """Body of a rank: see `errors_of`."""
+    latent = cases[0][0].multi_latent_attention
+    with plain_stock_attention() if latent else nullcontext():
+        return errors_of(cases)
 
 
 def first_of_each_chunk_again(values, here, first, others):
