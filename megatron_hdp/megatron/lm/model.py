@@ -20,6 +20,8 @@ from megatron_hdp.megatron.model import (
     HdpCoreAttention,
     HdpMlaSelfAttention,
     HdpMoeTransformerLayer,
+    HdpMtpLayer,
+    further_layers,
     give_own_positions,
     let_biases_be_added,
 )
@@ -46,12 +48,13 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
             f"hybrid data parallelism knows megatron.core's GPTModel, the script's model provider "
             f"made {type(model).__name__}: use pretrain_gpt.py"
         )
-    for layer in model.decoder.layers:
+    for layer in (*model.decoder.layers, *further_layers(model)):
         _adapt_attention(layer.self_attention, layer.layer_number)
         if isinstance(layer.mlp, MoELayer):
             HdpMoeTransformerLayer.adopt(layer)
             let_biases_be_added(layer)
     give_own_positions(model)
+    HdpMtpLayer.adopt_all(model)
     if fused_loss:
         FusedLossModel.adopt(model)
     return model

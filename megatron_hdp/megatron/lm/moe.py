@@ -33,7 +33,7 @@ class RouterLosses:
 
         Args:
             num_tokens: of the global batch, padding not counted.
-            num_layers: of the whole model.
+            num_layers: of the whole model, those of further tokens included.
         """
         # Megatron divides by the number of micro-batches that it takes a step to have
         scale = get_num_microbatches() / max(num_tokens, 1)

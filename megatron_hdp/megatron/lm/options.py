@@ -22,6 +22,7 @@ from megatron_hdp.megatron.options import (
     check_latent_ring,
     check_layout,
     check_moe,
+    check_mtp,
     check_windows,
     growth_of,
     num_model_chunks,
@@ -44,6 +45,7 @@ _DOCUMENTS = "HDP trains on whole documents"
 _SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
 _GPT = "HDP trains a GPT with rotary positions, or none"
 _EXPERTS = "HDP knows experts of the hidden size, with weights of their own, chosen at every step"
+_FURTHER = "HDP's layers of further tokens have weights of their own, and the model learns of them"
 _STREAM = "HDP's rings and offload follow one stream beside their own"
 _ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
 _FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
@@ -86,7 +88,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
-    "mtp_num_layers": (None, _GPT),
+    "mtp_use_repeated_layer": (False, _FURTHER),
+    "mtp_detach_heads": (False, _FURTHER),
     "cache_mla_latents": (False, "it serves inference"),
     "mla_down_proj_fusion": (False, "HDP knows projections with weights of their own"),
     "experimental_attention_variant": (None, _GPT),
@@ -319,6 +322,8 @@ def check_derived(args: argparse.Namespace) -> None:
     growth_of(arguments)
     check_layout(arguments)
     check_windows(arguments)
+    if arguments.mtp_num_layers is not None:
+        check_mtp(arguments)
     if num_model_chunks(arguments) > 1:
         _check_interleaved_schedule(args)
     if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):

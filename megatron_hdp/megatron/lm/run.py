@@ -186,7 +186,8 @@ class LmRun:
         """Call before Megatron logs a step: hands over what its log looks for."""
         report = self.log.latest
         if self._router_losses is not None and report is not None and self.args.num_experts:
-            self._router_losses.log(report.tokens, self.args.num_layers)
+            further = self.arguments.mtp_num_layers or 0
+            self._router_losses.log(report.tokens, self.args.num_layers + further)
 
     def end_step(self, step: int, grad_norm: float | None, learning_rate: float) -> None:
         """Call when Megatron has logged a step, before another one begins.

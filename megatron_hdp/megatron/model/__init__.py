@@ -15,7 +15,7 @@ from megatron_hdp.megatron.model.moe import (
     let_biases_be_added,
     without_shared_experts,
 )
-from megatron_hdp.megatron.model.mtp import FurtherTokens, HdpMtpLayer
+from megatron_hdp.megatron.model.mtp import FurtherTokens, HdpMtpLayer, further_layers
 from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
@@ -45,6 +45,7 @@ __all__ = [
     "build_gpt",
     "fused_kernel_can_count",
     "fused_kernel_is_there",
+    "further_layers",
     "give_own_positions",
     "let_biases_be_added",
     "model_dtype",

@@ -96,6 +96,13 @@ def further_layers(model: GPTModel) -> list[TransformerLayer]:
 class HdpMtpLayer(MultiTokenPredictionLayer):
     """Megatron's layer of one depth, which takes its tokens from the micro-batch."""
 
+    @classmethod
+    def adopt_all(cls, model: GPTModel) -> None:
+        """Makes the layers of further tokens that Megatron has built ones of this class."""
+        if getattr(model, "mtp", None) is not None:
+            for layer in model.mtp.layers:
+                layer.__class__ = cls
+
     def _get_embeddings(
         self,
         input_ids: torch.Tensor,

@@ -12,7 +12,7 @@ from megatron_hdp.megatron.options.arguments import (
     without_virtual_stages,
 )
 from megatron_hdp.megatron.options.batch_sizes import check_batch_size, growth_of, sequences_of
-from megatron_hdp.megatron.options.checks import check_data, check_layout
+from megatron_hdp.megatron.options.checks import check_data, check_layout, check_mtp
 from megatron_hdp.megatron.options.expert_layers import (
     expert_layers,
     expert_layers_of_chunk,
@@ -49,6 +49,7 @@ __all__ = [
     "check_layout",
     "check_mla",
     "check_moe",
+    "check_mtp",
     "check_positions",
     "check_windows",
     "expert_domain_size",

@@ -63,6 +63,8 @@ LACKING = {
     "moe_paged_stash": ("0.16", "0.17"),
     "moe_router_force_biased": ("0.16",),
     "moe_use_legacy_grouped_gemm": ("0.17", "0.18", "0.19"),
+    "mtp_detach_heads": ("0.16", "0.17", "0.18"),
+    "mtp_use_repeated_layer": ("0.16",),
     "optimizer_cuda_graph": ("0.16",),
     "tensor_parallel_num_weight_shards": ("0.16", "0.17", "0.18"),
     "use_legacy_models": ("0.18", "0.19"),
