@@ -5,13 +5,13 @@ here: by definition, over one whole sequence.
 """
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
 
 from megatron_hdp.megatron.model import building
-from tests.support.gradients import tiny_arguments
+from tests.support.gradients import errors_of, tiny_arguments
 
 MLA = {
     "multi_latent_attention": True,
@@ -77,3 +77,10 @@ def plain_stock_attention():
 
 
 __all__ = ["MLA", "PlainCoreAttention", "mla_arguments", "plain_stock_attention"]
+
+
+def errors_of_kind(cases, *faults):
+    """Body of a rank: see `errors_of`, whatever the attention of the cases' model."""
+    latent = cases[0][0].multi_latent_attention
+    with plain_stock_attention() if latent else nullcontext():
+        return errors_of(cases, *faults)

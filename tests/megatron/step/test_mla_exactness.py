@@ -11,8 +11,8 @@ from megatron_hdp.megatron.model import HdpMlaSelfAttention
 from megatron_hdp.planner import RingWays
 from megatron_hdp.runtime.ring.latent import _Projection
 from tests.megatron.step.test_exactness import LENGTHS, drawn_lengths
-from tests.support.gradients import EXPERTS, errors_of, hdp_step, write_corpus
-from tests.support.mla import mla_arguments, plain_stock_attention
+from tests.support.gradients import EXPERTS, hdp_step, write_corpus
+from tests.support.mla import errors_of_kind, mla_arguments
 from tests.support.random_plans import random_plan
 
 TOLERANCE = 1e-10
@@ -33,16 +33,12 @@ def cases_of(folder, ranks, num_plans=2, **overrides):
     return [(arguments, plan) for plan in (None, *plans)]
 
 
-def mla_errors(cases, *faults):
-    """Body of a rank: see `errors_of`; the reference is Megatron's own latent attention."""
-    with plain_stock_attention():
-        return errors_of(cases, *faults)
-
-
 def check(run_ranks, tmp_path, ranks, replicas, **overrides):
     in_step = overrides.get("expert_model_parallel_size", 1) > 1  # random plans are not
     num_plans = 0 if in_step else 2
-    errors = run_ranks(ranks, mla_errors, cases_of(tmp_path, replicas, num_plans, **overrides))[0]
+    errors = run_ranks(ranks, errors_of_kind, cases_of(tmp_path, replicas, num_plans, **overrides))[
+        0
+    ]
     assert max(errors) <= TOLERANCE, errors
 
 
@@ -84,7 +80,7 @@ def errors_of_both_in_a_step(cases):
         return said[-1]
 
     with mock.patch.object(RingWays, "latent_is_faster", latent_in_turn):
-        errors = mla_errors(cases)
+        errors = errors_of_kind(cases)
     return errors, sum(said), len(said)
 
 
@@ -181,5 +177,5 @@ def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, fault):
     overrides, planted = FAULTS[fault]
     ranks = 2 * overrides.get("tensor_model_parallel_size", 1)
     cases = cases_of(tmp_path, 2, 1, **overrides)[1:]
-    errors = run_ranks(ranks, mla_errors, cases, planted)[0]
+    errors = run_ranks(ranks, errors_of_kind, cases, planted)[0]
     assert min(errors) > 1e-6, errors

@@ -1,6 +1,5 @@
 """The gold test with further tokens predicted: gradients equal those of one rank, whole."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ from megatron_hdp.data.steps import micro_batch
 from megatron_hdp.training.loop import pretrain
 from tests.megatron.step.test_exactness import LENGTHS, SHARDED_BUCKETS, TOLERANCE, random_case
 from tests.support.gradients import EXPERTS, errors_of, tiny_arguments, write_corpus
-from tests.support.mla import MLA, plain_stock_attention
+from tests.support.mla import MLA, errors_of_kind
 
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
 TWO = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
@@ -75,15 +74,8 @@ def test_gradients_equal_one_rank_over_the_whole_batch(run_ranks, tmp_path, layo
     cases = [(arguments, None)]
     if overrides.get("expert_model_parallel_size", 1) == 1:  # else ranks keep step with each other
         cases.append(random_case(arguments, replicas))
-    errors = run_ranks(ranks, errors_of_model, cases)[0]
+    errors = run_ranks(ranks, errors_of_kind, cases)[0]
     assert max(errors) <= TOLERANCE, errors
-
-
-def errors_of_model(cases):
-    """Body of a rank: see `errors_of`."""
-    latent = cases[0][0].multi_latent_attention
-    with plain_stock_attention() if latent else nullcontext():
-        return errors_of(cases)
 
 
 def first_of_each_chunk_again(values, here, first, others):

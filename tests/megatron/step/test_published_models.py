@@ -1,6 +1,5 @@
 """The gold test for published models, made small: all that each brings together, at once."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 
 from megatron_hdp.megatron.options import parse_arguments
 from tests.megatron.step.test_exactness import LENGTHS, TOLERANCE, random_case
-from tests.support.gradients import errors_of, write_corpus
-from tests.support.mla import plain_stock_attention
+from tests.support.gradients import write_corpus
+from tests.support.mla import errors_of_kind
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODELS = sorted(path.parent.name for path in CONFIGS.glob("*/32k.yaml"))
@@ -84,13 +83,6 @@ def small(name, prefix, overrides):
     return replace(arguments, **changes)
 
 
-def errors_of_model(cases):
-    """Body of a rank: see `errors_of`."""
-    latent = cases[0][0].multi_latent_attention
-    with plain_stock_attention() if latent else nullcontext():
-        return errors_of(cases)
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -106,5 +98,5 @@ def test_gradients_equal_one_rank_over_the_whole_batch(run_ranks, tmp_path, name
     ranks, replicas, overrides = LAYOUTS[layout]
     arguments = small(name, write_corpus(tmp_path, LENGTHS), overrides)
     cases = [(arguments, None), random_case(arguments, replicas)]
-    errors = run_ranks(ranks, errors_of_model, cases)[0]
+    errors = run_ranks(ranks, errors_of_kind, cases)[0]
     assert max(errors) <= TOLERANCE, errors
