@@ -84,9 +84,9 @@ def planted(fault: str, marker: Path | None = None) -> Iterator[None]:
         act()
         return initialise(arguments)
 
-    def act_and_compute(*args):
+    def act_and_compute(*args, **named):
         act()
-        return forward(*args)
+        return forward(*args, **named)
 
     with (
         mock.patch.object(Heartbeat, "begin_step", arm_and_begin),

@@ -25,11 +25,11 @@ def trained(arguments, fault=None):
     held, log = [], io.StringIO()
     run = HdpExecutor.run
 
-    def noting(self, micro_batches, *rest):
+    def noting(self, micro_batches, *rest, **named):
         held.append([digest(one) for one in micro_batches])
         if fault is not None:
             fault(len(held))
-        return run(self, micro_batches, *rest)
+        return run(self, micro_batches, *rest, **named)
 
     with redirect_stdout(log), mock.patch.object(HdpExecutor, "run", noting):
         found = pretrain(arguments)

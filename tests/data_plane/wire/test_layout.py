@@ -74,7 +74,7 @@ def test_arrays_are_aligned_views_of_the_map_that_can_be_written():
     packed.write_into(memoryview(mapped))
     found = read(memoryview(mapped))
     arrays = arrays_of(found)
-    assert len(arrays) == 13 + 5 * len(step.micro_batches)
+    assert len(arrays) == 13 + 7 * len(step.micro_batches)
     origin = np.frombuffer(mapped, np.uint8).ctypes.data
     for array in arrays:
         assert array.base is mapped and array.flags.writeable
@@ -154,4 +154,5 @@ def test_every_array_of_a_micro_batch_travels_as_an_array():
     part = padding_micro_batch(0)
     names = {item.name for item in fields(RankMicroBatch)}
     arrays = {name for name in names if isinstance(getattr(part, name), np.ndarray)}
-    assert arrays == {"tokens", "labels", "positions", "loss_mask", "sequence_index"}
+    of_tokens = {"tokens", "labels", "positions", "loss_mask", "sequence_index"}
+    assert arrays == of_tokens | {"further_labels", "further_mask"}

@@ -79,8 +79,9 @@ def test_another_order_is_refused(arguments, changed, message):
 
 
 def test_with_and_without_hdp_are_two_orders(arguments):
-    stock = SimpleNamespace()
+    stock = SimpleNamespace(consumed_train_samples=8)
     checkpoint.continue_order(HERE, None, stock)
+    checkpoint.continue_order(HERE, arguments, SimpleNamespace(consumed_train_samples=0))
     with pytest.raises(ValueError, match="found a run with --hybrid-data-parallel, expected one w"):
         checkpoint.continue_order(HERE, arguments, stock)
     with pytest.raises(ValueError, match="found a run without --hybrid-data-parallel, expected"):

@@ -110,7 +110,12 @@ def plan_of_unequal_pipelines(arguments):
 
 def errors_of_steps(arguments, plan):
     """Body of a rank: the error of the gradients of several steps, and of an evaluation's loss."""
-    with mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan):
+    size = arguments.global_batch_size
+    with (
+        mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan),
+        # Megatron sets its calculator of batches up when it parses arguments
+        mock.patch("megatron_hdp.megatron.lm.run.get_current_global_batch_size", lambda: size),
+    ):
         found = results_of_steps(arguments)
     expected = reference_on_first_rank(arguments)
     if expected is None:

@@ -209,11 +209,11 @@ def test_without_labels_it_is_megatrons_layer(run_ranks, tmp_path, tied):
 
 
 def refused(arguments):
-    """What building the model says if multi-token prediction or another output layer is there."""
+    """What building the model says of an option of its output, or if another layer is there."""
     parallel.initialise(arguments)
     words = []
     config = building.transformer_config(arguments)
-    config.mtp_num_layers = 1
+    config.defer_embedding_wgrad_compute = True
     with mock.patch.object(building, "transformer_config", lambda _: config):
         words.append(_error_of(lambda: building.build_gpt(arguments, VOCABULARY)))
     words.append(_error_of(lambda: fused_loss.FusedLossOutputLayer.like(torch.nn.Linear(2, 2))))
@@ -229,5 +229,8 @@ def _error_of(function):
 def test_what_it_does_not_know_is_refused(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, LENGTHS)
     first, second = run_ranks(1, refused, tiny_arguments(prefix))[0]
-    assert "does not support mtp_num_layers = 1" in first and "--no-hdp-fused-loss" in first
+    assert (
+        "does not support defer_embedding_wgrad_compute = True" in first
+        and "--no-hdp-fused-loss" in first
+    )
     assert "ColumnParallelLinear without bias" in second and "Linear(in_features=2" in second

@@ -10,11 +10,14 @@ from megatron.core import parallel_state
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.options import planned_weights, stage_split
+from megatron_hdp.megatron.options import (
+    expert_layers_of_chunk,
+    planned_weights,
+    stage_split,
+)
 from megatron_hdp.megatron.step import learning, setup
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.stages import StageSplit
 from tests.megatron.step import test_offload
 from tests.megatron.step.test_exactness import (
     LENGTHS,
@@ -107,14 +110,15 @@ def test_gradients_of_uneven_stages(run_ranks, tmp_path, name):
     assert max(errors) <= TOLERANCE, errors
 
 
-def layers_of_the_other_stage(split, stage):
+def layers_of_the_other_stage(arguments, stage, chunk):
     """The first stage builds what belongs on the last one, and the other way round."""
-    return split.layers[split.num_stages - 1 - stage :: split.num_stages]
+    stages = arguments.pipeline_model_parallel_size
+    return expert_layers_of_chunk(arguments, stages - 1 - stage, chunk)
 
 
 def errors_with_layers_elsewhere(case):
     """Body of a rank: `errors_of` a model whose stages have exchanged their layers."""
-    with mock.patch.object(StageSplit, "of_chunks", layers_of_the_other_stage):
+    with mock.patch.object(building, "expert_layers_of_chunk", layers_of_the_other_stage):
         return errors_of([(case, None)])
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner.memory import Job
@@ -29,6 +30,10 @@ JOB = Job(
 SUBJECT = Subject(config="small.yaml", data="preset:byted", gpu_memory_bytes=80e9)
 
 
+def flops_of(lengths: NDArray[np.int64]) -> float:
+    return 6 * 7e9 * float(lengths.sum())
+
+
 def setting_of(**changes: Any) -> Setting:
     fields: dict[str, Any] = {
         "ranks": 16,
@@ -40,7 +45,7 @@ def setting_of(**changes: Any) -> Setting:
             gradient_bytes=(13e9,), parameter_bytes=(6e9,), optimizer_s=0.01, loading_s=0.1
         ),
         "job": JOB,
-        "flops_per_token": 6 * 7e9,
+        "flops_of": flops_of,
         "disturbance": Disturbance(noise=0.05, slow={3: 0.5}, seed=7),
     }
     return Setting(**(fields | changes))
