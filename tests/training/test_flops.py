@@ -156,7 +156,6 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
             "seq_length": LENGTH,
             "padded_vocab_size": VOCABULARY,
             "moe_layer_freq": [int(one) for one in expert_layers(arguments)],
-            "mtp_num_layers": None,
             "moe_latent_size": None,
             "attention_output_gate": False,
             "experimental_attention_variant": None,
@@ -168,7 +167,10 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
     found = ModelFlops.of_model(arguments, VOCABULARY).of_batch(5 * LENGTH, 5 * LENGTH**2)
     # Megatron leaves the router out, and the gate of shared experts
     routed = (arguments.num_experts or 0) + arguments.moe_shared_expert_gate
-    found -= 6 * 5 * LENGTH * sum(expert_layers(arguments)) * arguments.hidden_size * routed
+    kinds, further = expert_layers(arguments), arguments.mtp_num_layers or 0
+    sparse = sum(kinds) + further * kinds[-1]
+    found -= 6 * 5 * LENGTH * sparse * arguments.hidden_size * routed
+    found += 6 * 5 * LENGTH * further * 3 * arguments.hidden_size  # and counts these layers' norms
     if arguments.multi_latent_attention:  # and counts norms of latents
         latents = arguments.kv_lora_rank + (arguments.q_lora_rank or 0)
         found += 6 * 5 * LENGTH * arguments.num_layers * latents
