@@ -56,6 +56,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    from megatron_hdp.megatron import known_warnings
+
+    known_warnings.leave_out()
     if arguments.from_hf is not None:
         from megatron_hdp.convert.to_megatron import to_megatron
 

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import torch
 from megatron.core import dist_checkpointing
@@ -43,6 +45,19 @@ def test_as_documented(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("Llama-3.1-8B", "Llama-3.1-8B-again", "llama.yaml", "weights"),
     ]
+
+
+def test_it_shows_no_warning_that_users_cannot_act_on(tmp_path):
+    save_model("llama3", tmp_path / "Llama-3.1-8B")
+    for command in (THERE, BACK):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_hdp.cli.main", *command.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
 
 
 def test_what_the_checkpoint_says_of_itself(tmp_path):
