@@ -7,10 +7,9 @@ from typing import Any
 from megatron_hdp.convert.families import rows
 from megatron_hdp.convert.families.flags import plain_flags
 from megatron_hdp.convert.families.sparse import (
+    FIRST_DENSE,
     expert_sizes,
     further_tokens,
-    is_dense,
-    is_sparse,
     sigmoid_flags,
 )
 from megatron_hdp.convert.families.table import Config, Family, Layers, Row
@@ -112,11 +111,7 @@ DEEPSEEK = Family(
     sizes=_sizes,
     flags=_flags,
     outer=rows.OUTER,
-    layers=(
-        Layers(_ATTENTION),
-        Layers(rows.MLP, is_dense),
-        Layers((*rows.EXPERTS, *rows.EXPERT_BIAS, *rows.SHARED_EXPERTS), is_sparse),
-    ),
+    layers=(Layers(_ATTENTION), *FIRST_DENSE),
     expected={
         **rows.NO_BIAS,
         "norm_topk_prob": (True,),

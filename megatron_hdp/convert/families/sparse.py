@@ -69,14 +69,19 @@ def sigmoid_flags(config: Config) -> dict[str, Any]:
     return flags
 
 
-def is_dense(config: Config, layer: int) -> bool:
-    """Whether a layer has no experts, among models whose first ones have none."""
+def _is_dense(config: Config, layer: int) -> bool:
     return bool(layer < config["first_k_dense_replace"])
 
 
-def is_sparse(config: Config, layer: int) -> bool:
-    """Whether it has."""
-    return not is_dense(config, layer)
+def _is_sparse(config: Config, layer: int) -> bool:
+    return not _is_dense(config, layer)
+
+
+FIRST_DENSE = (
+    Layers(rows.MLP, _is_dense),
+    Layers((*rows.EXPERTS, *rows.EXPERT_BIAS, *rows.SHARED_EXPERTS), _is_sparse),
+)
+"""Plain MLPs in the first layers, experts with a bias and shared ones in the others."""
 
 
 def further_tokens(config: Config) -> tuple[str, ...]:
@@ -160,11 +165,7 @@ GLM = Family(
     sizes=expert_sizes,
     flags=_glm_flags,
     outer=rows.OUTER,
-    layers=(
-        Layers(_GLM_ATTENTION),
-        Layers(rows.MLP, is_dense),
-        Layers((*rows.EXPERTS, *rows.EXPERT_BIAS, *rows.SHARED_EXPERTS), is_sparse),
-    ),
+    layers=(Layers(_GLM_ATTENTION), *FIRST_DENSE),
     expected={
         "hidden_act": ("silu",),
         "norm_topk_prob": (True,),

@@ -49,6 +49,34 @@ class AttentionBackend(Protocol):
         ...
 
 
+class OneOfSeveral:
+    """A backend that hands each call on to another, chosen alike on all members of a ring."""
+
+    name: str
+
+    def _chosen(
+        self, layout: TokenLayout, window: int | None, sink: torch.Tensor | None
+    ) -> AttentionBackend:
+        """Which one computes this layer of this micro-batch."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+        *,
+        window: int | None = None,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        attend = self._chosen(layout, window, sink)
+        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
+
+
 @dataclass(frozen=True)
 class RunShapes:
     """What attention meets in a run, on one rank; the defaults are for a look at a machine."""

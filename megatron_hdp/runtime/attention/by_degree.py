@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import AttentionBackend, OneOfSeveral, RunShapes
 from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
-from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
+from megatron_hdp.runtime.ring import RingAttention, TokenLayout
 
 
-class AttentionByDegree:
+class AttentionByDegree(OneOfSeveral):
     """Micro-batches whose ring has many ranks by one backend, all others by another.
 
     A ring's members see the same degree, so they choose alike.
@@ -28,22 +28,10 @@ class AttentionByDegree:
         self._others, self._long_rings, self._least_degree = others, long_rings, least_degree
         self.name = f"{others.name}, rings of {least_degree} ranks and more by {long_rings.name}"
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
-        *,
-        window: int | None = None,
-        sink: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend`."""
-        is_long = layout.degree >= self._least_degree
-        attend = self._long_rings if is_long else self._others
-        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
+    def _chosen(
+        self, layout: TokenLayout, window: int | None, sink: torch.Tensor | None
+    ) -> AttentionBackend:
+        return self._long_rings if layout.degree >= self._least_degree else self._others
 
 
 def with_float32_rings(

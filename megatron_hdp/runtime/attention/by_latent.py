@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import AttentionBackend, OneOfSeveral, RunShapes
 from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
-from megatron_hdp.runtime.ring import LatentRing, RingAttention, RingComm, TokenLayout
+from megatron_hdp.runtime.ring import LatentRing, RingAttention, TokenLayout
 
 Decision = Callable[[TokenLayout], bool]
 """Whether a micro-batch's ring passes the latent on: the same on all its members."""
 
 
-class AttentionByLatent:
+class AttentionByLatent(OneOfSeveral):
     """The backend of keys and values, and beside it a ring in which their latent travels.
 
     Args:
@@ -39,20 +39,11 @@ class AttentionByLatent:
         """Whether this micro-batch is for `latent_ring`; without a ring nothing travels."""
         return layout.degree > 1 and self._decision(layout)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
-        *,
-        window: int | None = None,
-        sink: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend`; keys and values travel."""
-        return self._others(q, k, v, layout, comm, scale, window=window, sink=sink)
+    def _chosen(
+        self, layout: TokenLayout, window: int | None, sink: torch.Tensor | None
+    ) -> AttentionBackend:
+        """Where it is called with keys and values, these travel."""
+        return self._others
 
 
 def with_latent_ring(

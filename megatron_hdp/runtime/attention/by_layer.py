@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import AttentionBackend, OneOfSeveral, RunShapes
 from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
-from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
+from megatron_hdp.runtime.ring import RingAttention, TokenLayout
 
 
-class AttentionByLayer:
+class AttentionByLayer(OneOfSeveral):
     """Layers with a window or a sink by one backend, all others by another.
 
     All ranks that run a layer choose alike.
@@ -28,22 +28,10 @@ class AttentionByLayer:
         self._plain, self._others = plain, others
         self.name = f"{plain.name}, layers with a window or a sink by {others.name}"
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
-        *,
-        window: int | None = None,
-        sink: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend`."""
-        if window is None and sink is None:
-            return self._plain(q, k, v, layout, comm, scale)
-        return self._others(q, k, v, layout, comm, scale, window=window, sink=sink)
+    def _chosen(
+        self, layout: TokenLayout, window: int | None, sink: torch.Tensor | None
+    ) -> AttentionBackend:
+        return self._plain if window is None and sink is None else self._others
 
 
 def with_own_ring(
