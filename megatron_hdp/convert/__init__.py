@@ -1,1 +1,4 @@
-"""Weights of Hugging Face's files to a checkpoint of Megatron's, and back, tensor by tensor."""
+"""Weights of Hugging Face's files to a checkpoint of Megatron's, and back, tensor by tensor.
+
+Design: `docs/design/convert.md`.
+"""

@@ -1,1 +1,4 @@
-"""The data plane beside the job: loaders, a planner and a constructor a node, as Ray actors."""
+"""The data plane beside the job: loaders, a planner and a constructor a node, as Ray actors.
+
+Design: `docs/design/data-plane.md`.
+"""

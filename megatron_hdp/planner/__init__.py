@@ -1,4 +1,7 @@
-"""Plans a global batch: which HDP ranks form a ring for which sequences, in which order."""
+"""Plans a global batch: which HDP ranks form a ring for which sequences, in which order.
+
+Design: `docs/design/planning.md`.
+"""
 
 from megatron_hdp.planner.bounds import compute_s, lower_bound_s, pipeline_lower_bound_s
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel

@@ -1,1 +1,4 @@
-"""What a rank needs to execute a plan, whatever model it trains; a room for each concern."""
+"""What a rank needs to execute a plan, whatever model it trains; a room for each concern.
+
+Design: `docs/design/timing.md`.
+"""

@@ -1,4 +1,7 @@
-"""From several sources to the sequences of a step."""
+"""From several sources to the sequences of a step.
+
+Design: `docs/design/data-order.md`.
+"""
 
 from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags

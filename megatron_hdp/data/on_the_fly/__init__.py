@@ -1,4 +1,7 @@
-"""Text and conversations that become tokens as they are drawn: records found by number, decoded."""
+"""Text and conversations that become tokens as they are drawn: records found by number, decoded.
+
+Design: `docs/design/text.md`.
+"""
 
 from megatron_hdp.data.on_the_fly.decoder import Decoded, DecodedRow, Decoder, lengths_of
 from megatron_hdp.data.on_the_fly.estimate import TextEstimate, open_estimate

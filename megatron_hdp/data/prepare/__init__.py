@@ -1,4 +1,7 @@
-"""Text and conversations become pairs of tokens: by workers, resumable, once for the same data."""
+"""Text and conversations become pairs of tokens: by workers, resumable, once for the same data.
+
+Design: `docs/design/text.md`.
+"""
 
 from megatron_hdp.data.prepare.cache import Prepared, prepare, require_few_bad
 from megatron_hdp.data.prepare.contents import recipe_of

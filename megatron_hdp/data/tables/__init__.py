@@ -1,4 +1,7 @@
-"""Tables of sequences: from documents to rows, kept in files that the processes of a node share."""
+"""Tables of sequences: from documents to rows, kept in files that the processes of a node share.
+
+Design: `docs/design/tables.md`.
+"""
 
 from megatron_hdp.data.tables.cutting import LONG_SEQUENCE_POLICIES
 from megatron_hdp.data.tables.facts import TableFacts

@@ -2,4 +2,6 @@
 
 Modules are named one by one: those of the folder (`folder`, `checksums`, `verification`, `owner`)
 load neither torch nor Megatron, so that ``megatron-hdp verify`` starts at once.
+
+Design: `docs/design/checkpoints.md`.
 """

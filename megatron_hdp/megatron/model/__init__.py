@@ -1,4 +1,7 @@
-"""Megatron's GPT with the parts that HDP replaces: attention, positions, norms, experts, loss."""
+"""Megatron's GPT with the parts that HDP replaces: attention, positions, norms, experts, loss.
+
+Design: `docs/design/mtp.md`, `docs/design/moe.md`, `docs/design/mla.md`.
+"""
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
 from megatron_hdp.megatron.model.building import (

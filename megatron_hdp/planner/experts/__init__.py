@@ -1,4 +1,7 @@
-"""Experts across HDP ranks: what a plan takes whose neighbours wait for each other everywhere."""
+"""Experts across HDP ranks: what a plan takes whose neighbours wait for each other everywhere.
+
+Design: `docs/design/moe.md`.
+"""
 
 from megatron_hdp.planner.bounds import lockstep_bound_s
 from megatron_hdp.planner.experts.evaluation import LockstepFigures, figures_in_lockstep

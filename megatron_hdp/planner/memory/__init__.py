@@ -1,4 +1,7 @@
-"""What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer."""
+"""What a GPU's memory holds: activations by tokens and offload ratio, weights, optimizer.
+
+Design: `docs/design/memory.md`.
+"""
 
 from megatron_hdp.planner.memory.activations import (
     kept_after_forward,

@@ -1,4 +1,7 @@
-"""Learning while running: what measured steps say of the cost model and of single ranks."""
+"""Learning while running: what measured steps say of the cost model and of single ranks.
+
+Design: `docs/design/online.md`.
+"""
 
 from megatron_hdp.planner.online.corrections import Corrections
 from megatron_hdp.planner.online.filter import COLUMNS, FilterState, Finding, observe

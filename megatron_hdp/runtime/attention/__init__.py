@@ -1,4 +1,7 @@
-"""Attention backends: which one a run uses, and TransformerEngine's own."""
+"""Attention backends: which one a run uses, and TransformerEngine's own.
+
+Design: `docs/design/gpu.md`.
+"""
 
 from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.by_degree import with_float32_rings

@@ -1,6 +1,8 @@
 """What is decided in the environment before CUDA starts; each setting has its module and reason.
 
 `prepare` decides, `describe` tells people. Nothing here imports torch, so that it can run first.
+
+Design: `docs/design/gpu.md`.
 """
 
 from megatron_hdp.runtime.cuda.command_line import run_of

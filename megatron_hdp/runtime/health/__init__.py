@@ -1,4 +1,7 @@
-"""Ranks watch over each other: who disagrees, stalls, fails or is asked to stop."""
+"""Ranks watch over each other: who disagrees, stalls, fails or is asked to stop.
+
+Design: `docs/design/health.md`.
+"""
 
 from megatron_hdp.runtime.health.agreement import (
     DisagreementError,

@@ -1,4 +1,7 @@
-"""Block kernels: attention of some queries over some keys, with its log-sum-exp."""
+"""Block kernels: attention of some queries over some keys, with its log-sum-exp.
+
+Design: `docs/design/gpu.md`.
+"""
 
 from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal

@@ -1,4 +1,7 @@
-"""What a step minimises: sums over tokens that are the same for every plan."""
+"""What a step minimises: sums over tokens that are the same for every plan.
+
+Design: `docs/design/loss.md`.
+"""
 
 from megatron_hdp.runtime.loss.balance import (
     RoutedCounts,

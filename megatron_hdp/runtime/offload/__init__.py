@@ -3,6 +3,8 @@
 `activation_offload` is what the executor uses, `stash` decides what goes and when it returns,
 `copies` moves it beside the compute, `host_pool` is where it waits; `saved_bytes` counts it, `need`
 says how much of the host a step will want.
+
+Design: `docs/design/offload.md`.
 """
 
 from megatron_hdp.runtime.offload.activation_offload import ActivationOffload

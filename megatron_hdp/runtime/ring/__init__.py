@@ -1,4 +1,7 @@
-"""Rings: who holds which slice of a micro-batch, how slices travel, what is computed meanwhile."""
+"""Rings: who holds which slice of a micro-batch, how slices travel, what is computed meanwhile.
+
+Design: `docs/design/rings.md`.
+"""
 
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
