@@ -20,6 +20,8 @@ MAX_LINES, MAX_FILES = 500, 16
 ROOMS: dict[str, set[str]] = {
     "options": set(),
     "exit_codes": set(),
+    "arrays": set(),
+    "files": set(),
     "compiled": set(),
     "processes": set(),
     "planner": set(),
@@ -98,7 +100,7 @@ ROOMS: dict[str, set[str]] = {
         *{"profile", "convert"},
     },
 }
-BELOW_ALL = {"options", "exit_codes", "compiled", "processes", "__init__"}
+BELOW_ALL = {"options", "exit_codes", "arrays", "files", "compiled", "processes", "__init__"}
 TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "convert", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 

@@ -4,13 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.shared.numbers import lines_of, pieces, shown
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Int64Array = npt.NDArray[np.int64]
+    Int64Array = Int64Array
 
 PRESET = "preset:"
 _PLAIN = re.compile(r"[0-9\n]*+")

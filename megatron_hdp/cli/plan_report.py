@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.planning import Outcome, Request
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
@@ -175,7 +175,7 @@ def _degree_counts(made: Plan) -> str:
     return ", ".join(f"{degree} ({counts[degree]:,} x)" for degree in degrees.tolist())
 
 
-def _counts_by_degree(made: Plan) -> NDArray[np.int64]:
+def _counts_by_degree(made: Plan) -> Int64Array:
     """How many micro-batches have each degree."""
     counts = np.zeros(made.num_ranks + 1, dtype=np.int64)
     for run in pieces(made.rank_offsets):

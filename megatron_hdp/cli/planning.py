@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import (
     CostModel,
     Evaluation,
@@ -47,7 +45,7 @@ _FLAGS = {
 class Request:
     """What to plan: the arguments of ``megatron_hdp.planner.plan`` without the strategy."""
 
-    lengths: npt.NDArray[np.int64]
+    lengths: Int64Array
     ranks: int
     tokens_per_rank: int
     cost_model: CostModel

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import (
     cost_model_of,
@@ -36,8 +36,6 @@ from megatron_hdp.simulator.report import COLUMNS, Subject, cells
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def options_of(arguments: argparse.Namespace) -> "TrainingArguments":

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_checks import IndexChecks
-from megatron_hdp.data.index_file import IndexFile, Int64Array
+from megatron_hdp.data.index_file import IndexFile
 
 
 @dataclass(frozen=True)

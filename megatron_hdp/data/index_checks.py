@@ -4,15 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import (
-    Documents,
-    IndexFile,
-    IndexPiece,
-    Int64Array,
-    TokenFileError,
-)
+from megatron_hdp.arrays import Int32Array, Int64Array
+from megatron_hdp.data.index_file import Documents, IndexFile, IndexPiece, TokenFileError
 
 _MOST_BYTES = 2**62  # of a .bin: sums with a sequence's bytes stay in 64 bits
 _PIECE = 1 << 18  # sequences compared at once
@@ -112,7 +106,7 @@ class IndexChecks:
     def _check_neighbours(
         self,
         rows: Int64Array,
-        lengths: npt.NDArray[np.int32],
+        lengths: Int32Array,
         pointers: Int64Array,
         before: "_Place | None",
     ) -> "_Place | None":

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from megatron_hdp.arrays import ByteArray, Int32Array, Int64Array
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -152,7 +152,7 @@ class IndexFile:
         sums = _DocumentSums(self.dtype.itemsize)
         return map(sums.add, self.pieces() if pieces is None else pieces)
 
-    def sequences(self) -> tuple[npt.NDArray[np.int32], Int64Array]:
+    def sequences(self) -> tuple[Int32Array, Int64Array]:
         """Lengths and byte pointers of all sequences: 12 bytes of memory each."""
         lengths = np.empty(self.num_sequences, dtype=np.int32)
         pointers = np.empty(self.num_sequences, dtype=np.int64)
@@ -214,7 +214,7 @@ class IndexFile:
         self._read_into(column.view(np.uint8), place)
         return column.astype(np.int64, copy=False)
 
-    def _read_into(self, target: npt.NDArray[np.uint8], place: int) -> None:
+    def _read_into(self, target: ByteArray, place: int) -> None:
         """Read, and do not map: a mapped file that shrinks kills whoever touches what is gone."""
         while len(target):
             num_read = os.preadv(self._file, [target.data], place)

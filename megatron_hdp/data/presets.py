@@ -1,7 +1,8 @@
 """Sequence lengths like those of the paper's two datasets, drawn at random."""
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_hdp.arrays import Int64Array
 
 PRESETS: dict[str, tuple[float, ...]] = {
     "github": (34.0, 10.7, 10.4, 10.2, 9.5, 9.0, 6.4, 4.5, 2.9, 1.5, 0.9),
@@ -19,9 +20,7 @@ _MOST_SEQUENCES = 2**27  # of a draw: a gigabyte
 _SHORTEST = 128  # with it, 80 % of byted's sequences are below 4K, as in the paper
 
 
-def preset_lengths(
-    name: str, *, num_tokens: int, max_length: int, seed: int = 0
-) -> NDArray[np.int64]:
+def preset_lengths(name: str, *, num_tokens: int, max_length: int, seed: int = 0) -> Int64Array:
     """Draws sequences until they have ``num_tokens`` tokens; the last one is cut to fit.
 
     Lengths are log-uniform within a bin and cut to ``max_length``.

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.extension import _order
-from megatron_hdp.data.index_file import Int64Array
 
 _CACHED_EPOCHS = 2
 

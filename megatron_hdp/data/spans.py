@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array, TokenFileError, TokenFileNotFoundError
+from megatron_hdp.arrays import BoolArray, Int64Array
+from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
 
 _MAGIC = b"HDPSPANS"
 _VERSION = 1
@@ -103,7 +103,7 @@ class Spans:
             )
         return self._trained_up_to(documents, stops) - self._trained_up_to(documents, starts)
 
-    def mask(self, document: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def mask(self, document: int, start: int, stop: int) -> BoolArray:
         """Return ``bool[stop - start]``: whether the token at ``start + i`` is trained."""
         if not 0 <= start <= stop:
             raise ValueError(

@@ -5,11 +5,11 @@ import os
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import ByteArray, Int64Array
 from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.document_index import read_document_index
-from megatron_hdp.data.index_file import Int64Array, TokenFileError, TokenFileNotFoundError
+from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
 
 _NUM_SAMPLES = 48
 _SAMPLE_BYTES = 4096
@@ -84,7 +84,7 @@ class TokenReader:
             digest.update(sample.data)
         return int.from_bytes(digest.digest(), "little")
 
-    def _read_into(self, target: npt.NDArray[np.uint8], place: int) -> None:
+    def _read_into(self, target: ByteArray, place: int) -> None:
         """Fill ``target`` from byte ``place`` on; threads may do so at the same time."""
         begin = place
         while len(target):

@@ -14,15 +14,8 @@ from typing import BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.index_file import (
-    HEADER_BYTES,
-    IndexFile,
-    Int64Array,
-    TokenFileError,
-    pack_header,
-)
-
-Int32Array = npt.NDArray[np.int32]
+from megatron_hdp.arrays import Int32Array, Int64Array
+from megatron_hdp.data.index_file import HEADER_BYTES, IndexFile, TokenFileError, pack_header
 
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _UINT16_BELOW = 65_500

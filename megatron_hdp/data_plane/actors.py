@@ -18,7 +18,7 @@ import orjson
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import Position, Source, TextSource
 from megatron_hdp.data_plane.asking import Asker, NotOpenError
 from megatron_hdp.data_plane.hooks import run_hook

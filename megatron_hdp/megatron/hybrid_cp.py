@@ -12,8 +12,8 @@ import warnings
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import CostModel, Plan, evaluate, slice_tokens
 
 STRATEGY = "megatron-hybrid-cp"
@@ -30,7 +30,7 @@ class _Ranks:
 
 
 def plan_hybrid_cp(
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     *,
     ranks: int,
     tokens_per_rank: int,
@@ -101,7 +101,7 @@ def _rings_of(group: list[list[int]]) -> list[tuple[int, list[int]]]:
 
 def _plan_of(
     rings: list[tuple[int, list[int]]],
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     ranks: int,
     tokens_per_rank: int,
     slice_multiple: int,

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import PIECE
 from megatron_hdp.planner.pipeline import Pipeline
-
-Float64Array = NDArray[np.float64]
 
 _MOST_LONGEST = 256
 """Greatest k of point 4 of ``pipeline_lower_bound_s``."""
 
 
-def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
+def attention_s(lengths: Int64Array, cost_model: CostModel) -> Float64Array:
     """Seconds of attention of each whole sequence on one rank of speed 1."""
     s = lengths.astype(np.float64)
     if not cost_model.attention_points:
@@ -38,7 +36,7 @@ def attention_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Arr
     return on_lines
 
 
-def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array:
+def compute_s(lengths: Int64Array, cost_model: CostModel) -> Float64Array:
     """Seconds of each whole sequence on one rank of speed 1, without blocks and g."""
     seconds = attention_s(lengths, cost_model)
     s = lengths.astype(np.float64)
@@ -47,7 +45,7 @@ def compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> Float64Array
     return seconds
 
 
-def total_compute_s(lengths: NDArray[np.int64], cost_model: CostModel) -> float:
+def total_compute_s(lengths: Int64Array, cost_model: CostModel) -> float:
     """The sum of ``compute_s``, as numpy sums it (halves of halves), but without its array."""
     if len(lengths) <= PIECE:
         return float(compute_s(lengths, cost_model).sum())
@@ -150,7 +148,7 @@ def own_times_s(
 
 
 def lower_bound_s(
-    lengths: NDArray[np.int64], num_ranks: int, cost_model: CostModel, pipeline_stages: int = 1
+    lengths: Int64Array, num_ranks: int, cost_model: CostModel, pipeline_stages: int = 1
 ) -> float:
     """max(total compute / sum of speeds, the longest time a sequence needs at its best degree).
 
@@ -165,7 +163,7 @@ def lower_bound_s(
 
 
 def lockstep_bound_s(
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     num_ranks: int,
     cost_model: CostModel,
     expert_parallel_size: int,
@@ -243,7 +241,7 @@ def held_tokens(tokens_per_rank: int, num_layers: int, *, offloads: bool) -> int
 
 
 def pipeline_lower_bound_s(
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     num_ranks: int,
     cost_model: CostModel,
     pipeline_stages: int | Pipeline,
@@ -399,7 +397,7 @@ class _LongestOnes:
     @classmethod
     def of(
         cls,
-        lengths: NDArray[np.int64],
+        lengths: Int64Array,
         compute: Float64Array,
         speed: float,
         own_times_of: Callable[[int], Float64Array],

@@ -51,10 +51,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Int64Array = NDArray[np.int64]
-Float64Array = NDArray[np.float64]
+from megatron_hdp.arrays import Float64Array, Int64Array
 
 # Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
 # without attention scores (arXiv 2205.05198, section 4.1).

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     attention_s,
     block_s,
@@ -31,8 +32,6 @@ from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
-
-Float64Array = NDArray[np.float64]
 
 _ONE_STAGE = Pipeline()
 
@@ -324,7 +323,7 @@ class MemberWork(NamedTuple):
 
     members: slice
     """Their entries of ``plan.ranks``."""
-    num_members: NDArray[np.int64]
+    num_members: Int64Array
     """Of each micro-batch."""
     attention_s: Float64Array
     """Of each member: its share of the sharded sequences' attention, in D steps."""
@@ -347,9 +346,9 @@ class MemberWork(NamedTuple):
         return self.num_members.astype(np.float64)
 
     @property
-    def first_members(self) -> NDArray[np.int64]:
+    def first_members(self) -> Int64Array:
         """Entry of each micro-batch's first member, from 0 on."""
-        found: NDArray[np.int64] = np.cumsum(self.num_members) - self.num_members
+        found: Int64Array = np.cumsum(self.num_members) - self.num_members
         return found
 
 
@@ -401,7 +400,7 @@ def work_of(
 
 def _attention_sums(
     owner: NDArray[np.integer[Any]],
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     num_micro_batches: int,
     cost_model: CostModel,
 ) -> Float64Array:
@@ -428,18 +427,14 @@ def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> 
     return local_s
 
 
-def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> NDArray[np.bool_]:
+def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> BoolArray:
     members = span_of(plan.rank_offsets, run)
     nodes = plan.ranks[members] // ranks_per_node
     starts = plan.rank_offsets[run] - members.start
-    same: NDArray[np.bool_] = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(
-        nodes, starts
-    )
+    same: BoolArray = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(nodes, starts)
     return same
 
 
-def _sums(
-    keys: NDArray[np.integer[Any]], values: NDArray[Any], num_keys: int
-) -> NDArray[np.float64]:
+def _sums(keys: NDArray[np.integer[Any]], values: AnyArray, num_keys: int) -> Float64Array:
     """Sum of the values of each key."""
     return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)

@@ -10,7 +10,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from megatron_hdp.arrays import AnyArray, Float64Array, Int32Array, Int64Array
 
 PIECE = 2**17
 """Entries of arrays that are worked on together, so that they stay in a core's cache."""
@@ -44,7 +46,7 @@ class MicroBatch:
     """Share of the activations that goes to host memory."""
 
 
-def frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
+def frozen(values: ArrayLike, dtype: type[np.generic]) -> AnyArray:
     """The values as an array that nobody can write to: itself if it is one, else a copy."""
     if isinstance(values, np.ndarray) and values.dtype == dtype and values.flags.c_contiguous:
         is_view = isinstance(values.base, np.ndarray)  # perhaps of one that can be written to
@@ -55,7 +57,7 @@ def frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
     return array
 
 
-def pieces(*offsets: NDArray[np.int64]) -> Iterator[slice]:
+def pieces(*offsets: Int64Array) -> Iterator[slice]:
     """Cuts the micro-batches into runs, so that work on millions takes the memory of one run.
 
     In each run the micro-batches own about `PIECE` entries of all the arrays together to which
@@ -73,18 +75,18 @@ def pieces(*offsets: NDArray[np.int64]) -> Iterator[slice]:
     yield from itertools.starmap(slice, itertools.pairwise(sorted(cuts)))
 
 
-def span_of(offsets: NDArray[np.int64], run: slice) -> slice:
+def span_of(offsets: Int64Array, run: slice) -> slice:
     """The entries that a run of micro-batches owns."""
     return slice(int(offsets[run.start]), int(offsets[run.stop]))
 
 
-def counts_of(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+def counts_of(offsets: Int64Array, run: slice) -> Int64Array:
     """How many entries each of these micro-batches owns."""
-    found: NDArray[np.int64] = np.diff(offsets[run.start : run.stop + 1])
+    found: Int64Array = np.diff(offsets[run.start : run.stop + 1])
     return found
 
 
-def owners_of(offsets: NDArray[np.int64], run: slice) -> NDArray[np.int64]:
+def owners_of(offsets: Int64Array, run: slice) -> Int64Array:
     """The micro-batch of each of these entries, counted from the run's first."""
     found = counts_of(offsets, run)
     return np.repeat(np.arange(len(found)), found)
@@ -104,24 +106,24 @@ class FlatPlan:
     """Capacity C."""
     strategy: str
     """What made it."""
-    lengths: NDArray[np.int64]
+    lengths: Int64Array
     """Tokens of each sequence of the global batch."""
-    rank_offsets: NDArray[np.int64]
-    ranks: NDArray[np.int32]
+    rank_offsets: Int64Array
+    ranks: Int32Array
     """Rings, in ring order."""
-    sequence_offsets: NDArray[np.int64]
-    sequences: NDArray[np.int64]
+    sequence_offsets: Int64Array
+    sequences: Int64Array
     """Sequences sharded over the whole ring."""
-    local_offsets: NDArray[np.int64]
-    local_sequences: NDArray[np.int64]
+    local_offsets: Int64Array
+    local_sequences: Int64Array
     """Whole sequences on one member of the ring."""
-    local_ranks: NDArray[np.int32]
+    local_ranks: Int32Array
     """The member that holds each of them; ascending within a micro-batch."""
-    offload_ratios: NDArray[np.float64]
+    offload_ratios: Float64Array
     """One ratio in [0, 1] a micro-batch."""
     slice_multiple: int = 1
     """A chunk of a sequence is padded to a multiple of this."""
-    positions: NDArray[np.int64] | None = None
+    positions: Int64Array | None = None
     """Place of each micro-batch in the lists of all its ranks, from 0; places between are padding.
     None: it is the next one of each rank."""
     summary: Mapping[str, float] = field(default_factory=dict)
@@ -159,7 +161,7 @@ class FlatPlan:
         )
 
     @cached_property
-    def _by_rank(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _by_rank(self) -> tuple[Int64Array, Int64Array]:
         """The micro-batches of every rank, rank after rank, and where each rank's begin."""
         micro_batches = np.repeat(np.arange(self.num_micro_batches), np.diff(self.rank_offsets))
         counts = np.bincount(self.ranks, minlength=self.num_ranks)
@@ -167,7 +169,7 @@ class FlatPlan:
         sorted_.setflags(write=False)
         return sorted_, np.concatenate([[0], np.cumsum(counts)])
 
-    def micro_batches_of(self, rank: int) -> NDArray[np.int64]:
+    def micro_batches_of(self, rank: int) -> Int64Array:
         """The micro-batches in which ``rank`` takes part, in launch order."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank is {rank}; expected 0 to {self.num_ranks - 1}")

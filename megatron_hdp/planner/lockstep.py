@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
@@ -56,7 +56,7 @@ def planned_for(strategy: str, *, pipeline: Pipeline, lockstep_ranks: int) -> Pl
 
 def slots(
     plan: Plan, *, aligned: bool, lockstep_ranks: int = 1, group_size: int = 1
-) -> list[npt.NDArray[np.int64]]:
+) -> list[Int64Array]:
     """What each rank runs, position by position; at least one micro-batch or padding each.
 
     Args:
@@ -88,16 +88,14 @@ def slots(
     ]
 
 
-def _placed(
-    micro_batches: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _placed(micro_batches: Int64Array, positions: Int64Array) -> Int64Array:
     """A rank's list with padding in front of what stands at a later position."""
     found = np.full(int(positions.max(initial=-1)) + 1, PADDING, dtype=np.int64)
     found[positions] = micro_batches
     return found
 
 
-def _are_aligned(plan: Plan, lists: list[npt.NDArray[np.int64]]) -> bool:
+def _are_aligned(plan: Plan, lists: list[Int64Array]) -> bool:
     position = np.full(plan.num_micro_batches, PADDING)
     for one in lists:
         seen = position[one]
@@ -108,7 +106,7 @@ def _are_aligned(plan: Plan, lists: list[npt.NDArray[np.int64]]) -> bool:
     return True
 
 
-def _aligned(plan: Plan) -> list[npt.NDArray[np.int64]]:
+def _aligned(plan: Plan) -> list[Int64Array]:
     """Each micro-batch at the first position that is free on all of its ranks and behind theirs."""
     lists: list[list[int]] = [[] for _ in range(plan.num_ranks)]
     for m in range(plan.num_micro_batches):
@@ -119,9 +117,7 @@ def _aligned(plan: Plan) -> list[npt.NDArray[np.int64]]:
     return [np.array(one, dtype=np.int64) for one in lists]
 
 
-def end_together(
-    plan: Plan, slots: Sequence[npt.NDArray[np.int64]], *, lockstep_ranks: int = 1
-) -> npt.NDArray[np.bool_]:
+def end_together(plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1) -> BoolArray:
     """Of each rank, whether all that wait for it in its last slot are in their last one, too.
 
     That is, its ring's members and in lockstep the ranks beside it, and those that wait for them in
@@ -140,7 +136,7 @@ def end_together(
     owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
     members, begins = plan.ranks, plan.rank_offsets[:-1]
 
-    def of_rings(of_members: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def of_rings(of_members: BoolArray) -> BoolArray:
         """Of each rank, whether it is true of all members of its last ring."""
         whole = np.append(np.logical_and.reduceat(of_members, begins), True)
         return whole[np.where(last == PADDING, plan.num_micro_batches, last)]

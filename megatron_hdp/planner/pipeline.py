@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_hdp.arrays import Float64Array
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class Pipeline:
         return self.stages * self.chunks
 
     @property
-    def row_weights(self) -> NDArray[np.float64]:
+    def row_weights(self) -> Float64Array:
         """Each row's share of a micro-batch's time; ``[rows]``, of sum 1."""
         if not self.weights:
             return np.full(self.rows, 1 / self.rows)
         weights = np.array(self.weights, dtype=np.float64)
-        shares: NDArray[np.float64] = weights / weights.sum()
+        shares: Float64Array = weights / weights.sum()
         return shares
 
     @property
-    def stage_weights(self) -> NDArray[np.float64]:
+    def stage_weights(self) -> Float64Array:
         """Each stage's share, all its chunks; ``[stages]``, of sum 1."""
-        shares: NDArray[np.float64] = self.row_weights.reshape(self.chunks, self.stages).sum(axis=0)
+        shares: Float64Array = self.row_weights.reshape(self.chunks, self.stages).sum(axis=0)
         return shares
 
     @property

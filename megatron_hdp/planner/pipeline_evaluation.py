@@ -14,14 +14,11 @@ its share of a micro-batch's time.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 
 class PipelineSchedule(NamedTuple):
@@ -49,7 +46,7 @@ class Waits(NamedTuple):
 
     first: Int64Array
     then: Int64Array
-    is_message: NDArray[np.bool_]
+    is_message: BoolArray
     """Whether the second takes from another stage what the first has made."""
 
 
@@ -159,7 +156,7 @@ def waits_of(lists: RankLists, num: int, pipeline: Pipeline) -> Waits:
 
 def longest_paths(
     waits: Waits, seconds: Float64Array, lag_s: Float64Array | None = None
-) -> tuple[Float64Array, NDArray[np.bool_]]:
+) -> tuple[Float64Array, BoolArray]:
     """Earliest start of every operation, and which of them ever start: topological, in waves.
 
     Args:
@@ -192,7 +189,7 @@ def longest_paths(
 
 
 def _deadlock(
-    plan: Plan, stages: int, first: Int64Array, then: Int64Array, finished: NDArray[np.bool_]
+    plan: Plan, stages: int, first: Int64Array, then: Int64Array, finished: BoolArray
 ) -> str:
     """Follows what waits for what until it comes back to where it was."""
     stuck = ~finished[first]

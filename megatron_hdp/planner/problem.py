@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.flat_plan import PlanError, frozen
@@ -23,7 +24,7 @@ OFFLOAD = ("auto", "off")
 class Problem:
     """The checked arguments of ``plan``; its docstring says what they are."""
 
-    lengths: NDArray[np.int64]
+    lengths: Int64Array
     num_ranks: int
     tokens_per_rank: int
     slice_multiple: int
@@ -111,7 +112,7 @@ def _changed(cost_model: CostModel, changes: dict[str, Any]) -> CostModel:
     return dataclasses.replace(cost_model, **others) if others else cost_model
 
 
-def _lengths(values: ArrayLike) -> NDArray[np.int64]:
+def _lengths(values: ArrayLike) -> Int64Array:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"lengths has {array.ndim} dimensions; expected 1")

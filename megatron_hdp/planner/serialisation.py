@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.planner.flat_plan import FlatPlan
 
 VERSION = 1
@@ -166,17 +166,15 @@ def _local_pairs(where: str, local: Any) -> list[tuple[int, int]]:
     return [(rank, sequence) for rank in sorted(by_rank) for sequence in by_rank[rank]]
 
 
-def _offsets(parts: Iterable[Any]) -> NDArray[np.int64]:
+def _offsets(parts: Iterable[Any]) -> Int64Array:
     return np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 
-def _concatenated(parts: list[NDArray[Any]], dtype: type[np.generic] = np.int64) -> NDArray[Any]:
+def _concatenated(parts: list[AnyArray], dtype: type[np.generic] = np.int64) -> AnyArray:
     return np.concatenate(parts) if parts else np.array([], dtype)
 
 
-def _integers(
-    name: str, values: Any, dtype: type[np.signedinteger[Any]] = np.int64
-) -> NDArray[Any]:
+def _integers(name: str, values: Any, dtype: type[np.signedinteger[Any]] = np.int64) -> AnyArray:
     if isinstance(values, list) and all(type(value) is int for value in values):
         limits = np.iinfo(dtype)
         if all(limits.min <= value <= limits.max for value in values):

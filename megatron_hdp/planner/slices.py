@@ -4,10 +4,9 @@ At degree 1 a rank holds the whole sequence. At degree D > 1 the sequence is cut
 rank j of the ring holds chunks j and 2 D - 1 - j, so that every rank has 1/D of the causal area.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_hdp.arrays import AnyArray, Int64Array
 
 
 def chunk_tokens(length: int, degree: int, slice_multiple: int = 1) -> int:
@@ -22,13 +21,11 @@ def slice_tokens(length: int, degree: int, slice_multiple: int = 1) -> int:
     return (1 if degree == 1 else 2) * chunk_tokens(length, degree, slice_multiple)
 
 
-def slice_tokens_array(
-    lengths: NDArray[np.int64], degrees: NDArray[np.int64], slice_multiple: int
-) -> NDArray[np.int64]:
+def slice_tokens_array(lengths: Int64Array, degrees: Int64Array, slice_multiple: int) -> Int64Array:
     """``slice_tokens`` element by element."""
     chunks = np.where(degrees == 1, 1, 2 * degrees)
     chunk = -(-lengths // chunks)
-    padded: NDArray[Any] = -(-chunk // slice_multiple) * slice_multiple
+    padded: AnyArray = -(-chunk // slice_multiple) * slice_multiple
     return padded * np.where(degrees == 1, 1, 2)
 
 

@@ -1,11 +1,11 @@
 """Checks a plan against its rules, whoever made it: shape, cover, fit, order."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.flat_plan import (
     PIECE,
     FlatPlan,
@@ -59,7 +59,7 @@ def _check_shape(plan: FlatPlan) -> None:
     _check_micro_batches(plan)
 
 
-def _check_offsets(name: str, offsets: NDArray[np.int64], end: int) -> None:
+def _check_offsets(name: str, offsets: Int64Array, end: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != end:
         found = f"{offsets[0]} to {offsets[-1]}" if offsets.size else "nothing"
         raise PlanError("shape", f"{name} runs from {found}; expected 0 to {end}")
@@ -88,7 +88,7 @@ def _check_micro_batches(plan: FlatPlan) -> None:
     _check_ratios(plan.offload_ratios, num_micro_batches)
 
 
-def _check_ratios(ratios: NDArray[np.float64], num_micro_batches: int) -> None:
+def _check_ratios(ratios: Float64Array, num_micro_batches: int) -> None:
     if ratios.shape != (num_micro_batches,):
         raise PlanError(
             "shape", f"offload_ratios has {ratios.size} entries; expected {num_micro_batches}"
@@ -171,7 +171,7 @@ def _check_members(plan: FlatPlan, run: slice) -> None:
         )
 
 
-def _check_places(plan: FlatPlan, places: NDArray[np.int64]) -> None:
+def _check_places(plan: FlatPlan, places: Int64Array) -> None:
     """The places that a plan gives its micro-batches ascend in the list of every rank."""
     if places.shape != (plan.num_micro_batches,):
         raise PlanError(
@@ -247,7 +247,7 @@ def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
         )
 
 
-def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[Int64Array, Int64Array]:
     """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on."""
     degrees = counts_of(plan.rank_offsets, run)
     sharded, sharded_in = _entries(plan.sequence_offsets, run)
@@ -269,16 +269,16 @@ def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[NDArray[np.int64], ND
     return tokens, owner
 
 
-def _entries(offsets: NDArray[np.int64], run: slice) -> tuple[slice, NDArray[np.int64]]:
+def _entries(offsets: Int64Array, run: slice) -> tuple[slice, Int64Array]:
     return span_of(offsets, run), owners_of(offsets, run)
 
 
-def _owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+def _owners(offsets: Int64Array) -> Int64Array:
     """The micro-batch of each entry of all of them."""
     return owners_of(offsets, slice(0, len(offsets) - 1))
 
 
-def _first_where(size: int, mask_of: Callable[[slice], NDArray[np.bool_]]) -> int | None:
+def _first_where(size: int, mask_of: Callable[[slice], BoolArray]) -> int | None:
     """The first of so many entries for which the mask of its piece is true."""
     for begin in range(0, size, PIECE):
         mask = mask_of(slice(begin, min(begin + PIECE, size)))
@@ -287,5 +287,5 @@ def _first_where(size: int, mask_of: Callable[[slice], NDArray[np.bool_]]) -> in
     return None
 
 
-def _first(mask: NDArray[Any]) -> int:
+def _first(mask: AnyArray) -> int:
     return int(np.argmax(mask))

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
-
-Float64Array = NDArray[np.float64]
 
 _OF_COMPUTE = ("a", "attention_b", "b", "b_experts", "g", "g_experts", "block")
 _OF_RINGS = ("more_block", "merge", "intra_hop", "intra_byte", "inter_hop", "inter_byte")

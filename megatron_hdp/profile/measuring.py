@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype, without_shared_experts
@@ -80,12 +80,12 @@ class Bench:
             rates.append(_COPY_BYTES / float(np.median(taken[1:])))
         return float(self._gathered([min(rates)]).min()) * self._place.num_tensor_ranks
 
-    def _gathered(self, values: list[float]) -> npt.NDArray[np.float64]:
+    def _gathered(self, values: list[float]) -> Float64Array:
         """Those of all ranks of the job; shape (ranks, values)."""
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
-        found: npt.NDArray[np.float64] = torch.stack(rows).cpu().numpy()
+        found: Float64Array = torch.stack(rows).cpu().numpy()
         return found
 
     def _timed(self, run: Callable[[], object]) -> float:
@@ -229,7 +229,7 @@ def _copy(
     start(target, source).wait()
 
 
-def _slice(length: int, degree: int, rank: int) -> npt.NDArray[np.int64]:
+def _slice(length: int, degree: int, rank: int) -> Int64Array:
     """Positions of a member's head chunk and tail chunk."""
     chunk = length // (2 * degree)
     tail = 2 * degree - 1 - rank

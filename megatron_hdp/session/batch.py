@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
 
-Array = npt.NDArray[Any]
+Array = AnyArray
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
 _MOST_BYTES = 8
@@ -101,7 +100,7 @@ class CheckedBatch:
         begin = int(self.offsets[row]) + start
         return self.token_ids[begin : begin + count]
 
-    def is_trained(self, source: int, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
         """Return whether the tokens behind ``[start, stop)`` of a sequence carry loss."""
         begin = int(self.offsets[row])
         return self.loss_mask[begin + start + 1 : begin + stop + 1]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
 from megatron_hdp.session.batch import CheckedBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, Losses, TokenFunction
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, AnyArray]
 Tensors = Mapping[str, torch.Tensor]
 
 _ROWS, _TARGETS, _WEIGHTS, _ARRAY = "own rows", "own targets", "own weights", "own array "

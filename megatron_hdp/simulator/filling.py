@@ -8,9 +8,9 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
+from megatron_hdp.arrays import AnyArray
 from megatron_hdp.simulator.files import complete_file
 
 _NUMBERS = "__NUMBERS__"
@@ -43,7 +43,7 @@ def script_data(document: Any) -> str:
     return orjson.dumps(document).decode().replace("<", "\\u003c")
 
 
-def encoded(array: npt.NDArray[Any]) -> tuple[str, str]:
+def encoded(array: AnyArray) -> tuple[str, str]:
     """What ``arrays`` of numbers.js reads.
 
     The kind of an array (i: int32, d: float64, b: uint8) and its little-endian bytes as text.

@@ -3,13 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import AnyArray
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.simulator.filling import encoded, script_data, text_of, write_filled
 from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
@@ -71,7 +71,7 @@ def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict
     }
 
 
-def _arrays(plan: Plan, chart: Chart) -> dict[str, npt.NDArray[Any]]:
+def _arrays(plan: Plan, chart: Chart) -> dict[str, AnyArray]:
     bars = chart.bars
     return {
         "row": chart.row.astype(np.int32),

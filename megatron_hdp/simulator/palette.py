@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from megatron_hdp.simulator.lanes import Float64Array, Int64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 
 IDLE = "#e4e4e4"
 LOCAL = "#f28e2b"

@@ -10,15 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.simulator.files import complete_file
-from megatron_hdp.simulator.lanes import (
-    Chart,
-    Float64Array,
-    Int64Array,
-    chart_of,
-    default_title,
-)
+from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
 from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, is_dark, pale
 
 _MAX_LABELLED_ROWS = 32

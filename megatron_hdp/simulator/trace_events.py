@@ -7,15 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import Plan
 from megatron_hdp.simulator.files import complete_file
 
 Event = dict[str, Any]
-Int64Array = npt.NDArray[np.int64]
 
 _MAX_NAMED_SEQUENCES = 16
 

@@ -9,13 +9,11 @@ import numpy as np
 from bytescale.machine import Constants, Layout, setting_of
 from bytescale.paper import BATCH_TOKENS, CONTEXTS, ROWS, Row
 from bytescale.unsorted import naive_in_order
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.presets import LONGEST, preset_lengths
 from megatron_hdp.planner import Plan, pipeline_lower_bound_s, tight_bound_s
 from megatron_hdp.simulator.execution import Setting, StepExecution
-
-Int64Array = NDArray[np.int64]
 
 IN_ORDER = "naive_in_order"
 """Naive HDP of sequences as they come."""
@@ -101,7 +99,7 @@ def step_times_s(
     seeds: int = SEEDS,
     batches: int = BATCHES,
     layout: Layout | None = None,
-) -> dict[str, NDArray[np.float64]]:
+) -> dict[str, Float64Array]:
     """Seconds of every step by strategy, ``[seeds, batches]``."""
     setting = setting_of(cell.row, cell.context, constants, layout)
     times = {strategy: np.empty((seeds, batches)) for strategy in strategies}

@@ -8,7 +8,6 @@ import numpy as np
 from bytescale.cells import (
     BATCHES,
     Cell,
-    Int64Array,
     all_cells,
     documents,
     execution_of,
@@ -17,6 +16,7 @@ from bytescale.cells import (
 )
 from bytescale.machine import Constants, Layout, setting_of
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import figures
 
 NEAR = 0.25

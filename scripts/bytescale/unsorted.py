@@ -4,11 +4,9 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import Plan
-
-Int64Array = NDArray[np.int64]
 
 
 def naive_in_order(

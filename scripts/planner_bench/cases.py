@@ -3,10 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from planner_bench.lengths import python_lengths, tailed_lengths
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.lengths import batch_of
 from megatron_hdp.cli.planning import Request
 from megatron_hdp.data.presets import LONGEST
@@ -69,7 +68,7 @@ class Case:
             offload="auto" if self.offload else "off",
         )
 
-    def _lengths(self, seed: int) -> npt.NDArray[np.int64]:
+    def _lengths(self, seed: int) -> Int64Array:
         if self.data == "python":
             return python_lengths(self.ranks * self.tokens_per_rank, seed)
         if self.data == "tailed":

@@ -4,12 +4,12 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.presets import LONGEST
 
 
-def tailed_lengths(room: int, seed: int) -> npt.NDArray[np.int64]:
+def tailed_lengths(room: int, seed: int) -> Int64Array:
     """Lengths up to 4 x ``room`` tokens together, four of five short, the others a Pareto tail."""
     rng = np.random.default_rng(seed)
     count = 4 * room // 1000
@@ -20,7 +20,7 @@ def tailed_lengths(room: int, seed: int) -> npt.NDArray[np.int64]:
     return whole[: int(np.searchsorted(np.cumsum(whole), 4 * room, side="right"))]
 
 
-def python_lengths(room: int, seed: int) -> npt.NDArray[np.int64]:
+def python_lengths(room: int, seed: int) -> Int64Array:
     """Lengths of the standard library's files in a random order, up to 4 x ``room`` tokens."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]

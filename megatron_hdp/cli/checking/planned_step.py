@@ -8,6 +8,7 @@ not know the traffic inside tensor-parallel ranks and to experts, nor gradient s
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.megatron.options import (
     expert_domain_size,
     planned_layers,
@@ -21,9 +22,6 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from megatron_hdp.megatron.options import TrainingArguments
 
 GPU_FLOPS_PER_S = 400e12
@@ -122,15 +120,13 @@ def _exchanged_bytes_per_token(job: Job) -> float:
     )
 
 
-def flops_of(job: Job, lengths: "npt.NDArray[np.int64]") -> float:
+def flops_of(job: Job, lengths: "Int64Array") -> float:
     """The model's FLOP of sequences of these lengths, forward and backward."""
     shape = job.shape
     return 6.0 * shape.active_parameters * int(lengths.sum()) + shape.attention_flops(lengths)
 
 
-def preset_batch(
-    arguments: "TrainingArguments", preset: str, seed: int = 0
-) -> "npt.NDArray[np.int64]":
+def preset_batch(arguments: "TrainingArguments", preset: str, seed: int = 0) -> "Int64Array":
     """Lengths of one global batch of a preset."""
     from megatron_hdp.data.presets import preset_lengths
     from megatron_hdp.megatron.options import sequences_of

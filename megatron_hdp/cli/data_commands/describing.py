@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_hdp.cli.data_commands.histogram import QUANTILES, Histogram, Int64Array
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.cli.data_commands.histogram import QUANTILES, Histogram
 from megatron_hdp.data.mixture import (
     SPLITS,
     BlendFlags,

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.data_commands.forecast import PhaseSums
 from megatron_hdp.cli.shared.ranks import cost_model_of
 from megatron_hdp.data.mixture import Corpus, Mixture
@@ -80,7 +80,7 @@ class Ranks:
             float(np.mean([one.makespan_s for one in planned])),
         )
 
-    def _figures(self, lengths: npt.NDArray[np.int64]) -> Figures:
+    def _figures(self, lengths: Int64Array) -> Figures:
         with told_as(_FLAGS):
             made = plan(
                 lengths,

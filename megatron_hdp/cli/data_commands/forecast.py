@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.data.mixture import Corpus, Mixture, Position, Step
 
 _STRETCHES = 400  # about as many as a picture has places for
 _SAMPLES = 4  # steps of a phase that are planned
-
-Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass

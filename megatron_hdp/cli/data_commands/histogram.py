@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from megatron_hdp.arrays import Int64Array
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.cli.data_commands.efficiency import Estimate, Ranks
-from megatron_hdp.cli.data_commands.forecast import Float64Array, Forecast, PhaseSums, Sums
+from megatron_hdp.cli.data_commands.forecast import Forecast, PhaseSums, Sums
 from megatron_hdp.cli.data_commands.text import aligned, short
 from megatron_hdp.data.mixture import Corpus, Position
 from megatron_hdp.simulator.charts import Chart

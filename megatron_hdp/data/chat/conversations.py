@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.chat.masks import Range, TurnFinder, UnmaskableError
 from megatron_hdp.data.chat.megatron_formats import PREFIX, MegatronFormat
 from megatron_hdp.data.chat.rows import BadConversationError, Conversation, read_row
 from megatron_hdp.data.chat.templates import CHATML, ChatTemplate
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.spec import TRAIN_ON
 from megatron_hdp.data.tokenizers import Tokenizer
 
@@ -187,7 +186,7 @@ def _read(path: str) -> str:
             raise ValueError(f"template {path}: expected text in UTF-8 ({error})") from error
 
 
-def _spans_of_mask(is_trained: npt.NDArray[np.bool_]) -> Int64Array:
+def _spans_of_mask(is_trained: BoolArray) -> Int64Array:
     steps = np.diff(np.concatenate(([0], is_trained.astype(np.int8), [0])))
     return _normal(np.stack([np.flatnonzero(steps > 0), np.flatnonzero(steps < 0)], axis=1))
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.chat.rows import BadConversationError, Conversation, Message
 from megatron_hdp.data.chat.templates import ChatTemplate
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.tokenizers import Tokenizer
 
 PREFIX = "megatron:"
@@ -117,7 +116,7 @@ class MegatronFormat:
         template = self._template.source if self._template else ""
         return f"{name} {self._masks_turns} {self._appends} {template}"
 
-    def tokens(self, conversation: Conversation) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    def tokens(self, conversation: Conversation) -> tuple[Int64Array, BoolArray]:
         """Return a conversation's ids and which of them are trained.
 
         Raises:
@@ -140,7 +139,7 @@ class MegatronFormat:
         assert self._format.write is not None
         return "".join(map(self._format.write, conversation.messages))
 
-    def _mask(self, conversation: Conversation, ids: Int64Array) -> npt.NDArray[np.bool_]:
+    def _mask(self, conversation: Conversation, ids: Int64Array) -> BoolArray:
         """Return the assistants' tokens but their first ones; turns are found by their lengths."""
         assert self._format.write is not None
         is_trained = np.zeros(len(ids), dtype=np.bool_)

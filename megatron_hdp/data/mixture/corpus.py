@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.draw import MixedSource, Mixture, Together
 from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
-from megatron_hdp.data.mixture.source import BoolArray, Source, digest
+from megatron_hdp.data.mixture.source import Source, digest
 from megatron_hdp.data.mixture.stream import SourceStream
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.shuffles import shuffle_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.extension import _order
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position
 from megatron_hdp.data.mixture.schedule import ResolvedSchedule, Setting

@@ -6,14 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.spec import SourceSpec
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Source(Protocol):

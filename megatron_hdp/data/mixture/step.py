@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture.position import Position
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.shuffles import Shuffle
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture.source import BoolArray, digest
+from megatron_hdp.arrays import BoolArray, Int64Array
+from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.spans import Spans

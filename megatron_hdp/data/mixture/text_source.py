@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
-from megatron_hdp.data.mixture.source import BoolArray, digest
+from megatron_hdp.arrays import BoolArray, Int64Array
+from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.on_the_fly import (
     Decoded,
     Decoder,

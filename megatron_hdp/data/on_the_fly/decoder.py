@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
 from megatron_hdp.data.formats import BadRecord, Record
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.on_the_fly.records import RecordIndex
 from megatron_hdp.data.prepare import (
     Counts,
@@ -28,9 +28,6 @@ WINDOW_BYTES = 2**28
 _LEAST_JUDGED = 1000  # records, before a share of bad ones means something
 _MOST_NAMED = 5
 _OVERHEAD_BYTES = 300  # of a row that is kept, beside its arrays
-
-BoolArray = npt.NDArray[np.bool_]
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.on_the_fly.decoder import Decoder
 from megatron_hdp.data.on_the_fly.records import RecordIndex
 from megatron_hdp.data.prepare import only_one

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import sampled
 from megatron_hdp.data.formats import files_of, kind_of, layout_of
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.prepare import text_key
 from megatron_hdp.data.spec import SourceSpec
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import sampled
 from megatron_hdp.data.formats import require_text, table_parts
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.token_writer import sync
 
 VERSION = 1

@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.formats import (
     BadRecord,
     PartReader,
@@ -21,7 +22,6 @@ from megatron_hdp.data.formats import (
     read,
     record_of_line,
 )
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.on_the_fly.files import SourceFiles
 from megatron_hdp.data.on_the_fly.places import Places, places_path, read_places, write_places
 from megatron_hdp.data.prepare import only_one, progress_bar

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.formats import BadRecord, Record
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import TokenBatch, Tokenizer, build_tokenizer
 

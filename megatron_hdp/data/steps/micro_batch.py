@@ -8,17 +8,14 @@ predicts further tokens: they lie on another rank, and in the file behind the ch
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.steps.share import RankShare
 from megatron_hdp.planner import chunk_tokens
 from megatron_hdp.planner.lockstep import PADDING
-
-BoolArray = npt.NDArray[np.bool_]
 
 FEWEST_TOKENS = 2
 """Of a micro-batch on one tensor rank: compilers make a case of its own of a dimension of size one,
@@ -209,8 +206,8 @@ def read_micro_batch(
 
 
 def _by_depth(
-    values: npt.NDArray[Any], here: slice, first: npt.NDArray[Any], others: npt.NDArray[Any]
-) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    values: AnyArray, here: slice, first: AnyArray, others: AnyArray
+) -> Iterator[tuple[AnyArray, AnyArray]]:
     """Of labels and each depth behind them where values go, and those that go there."""
     for depth, array in enumerate((first, *others)):
         room = array[here]

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Corpus, Mixture, Position, Step
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps.primitives import AXES, Primitives, axes_of, balanced, mixed, placed
@@ -81,7 +78,7 @@ class StepPlanner:
         self._require_loss(step)
         return step
 
-    def cost(self, lengths: Int64Array) -> npt.NDArray[np.float64]:
+    def cost(self, lengths: Int64Array) -> Float64Array:
         """Return the seconds of whole sequences of these lengths on one rank, ``[n]``."""
         return compute_s(lengths, self.settings.cost_model)
 

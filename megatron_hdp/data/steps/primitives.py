@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Position, normalised
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
@@ -35,7 +34,7 @@ Mix: TypeAlias = Callable[
 ]
 """Weights of the sources, from those of the schedule, where the step begins, and the losses of the
 sources in the latest steps that it may depend on, oldest first."""
-Cost: TypeAlias = Callable[[Int64Array], npt.NDArray[np.float64]]
+Cost: TypeAlias = Callable[[Int64Array], Float64Array]
 """Seconds of whole sequences of these lengths on one rank, forward and backward."""
 Balance: TypeAlias = Callable[[Int64Array, PlanSettings], Plan]
 """The plan of sequences of these lengths."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Step
 from megatron_hdp.planner import Plan
 from megatron_hdp.planner.lockstep import PADDING, end_together, slots
@@ -35,7 +35,7 @@ class RankShare:
     """See `planner.lockstep.end_together`."""
     indices: Int64Array
     """Of each slot's micro-batch in the plan; `PADDING` for padding."""
-    offload_ratios: npt.NDArray[np.float64]
+    offload_ratios: Float64Array
     ring_offsets: Int64Array
     ring: Int64Array
     """HDP ranks in ring order."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import Position, Step
 from megatron_hdp.data.steps.settings import PlannedStep
 

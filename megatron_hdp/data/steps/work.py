@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.data.steps.share import RankShare
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.bounds import attention_s, block_s
 
 
-def work_of(
-    share: RankShare, cost_model: CostModel, num_stages: int = 1
-) -> npt.NDArray[np.float64]:
+def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Float64Array:
     """Return what one rank of speed 1 computes in a step.
 
     Args:

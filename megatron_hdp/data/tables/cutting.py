@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Documents, Int64Array
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.index_file import Documents
 
 LONG_SEQUENCE_POLICIES = ("error", "truncate", "split")
 _MOST_ROWS = 1 << 18  # made at once, however many a document gives

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents, TokenFileError
 from megatron_hdp.data.tables.cutting import Rows, Survey
 from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.fingerprints import Fingerprint
 
-Column = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+Column = Int64Array | npt.NDArray[np.uint32]
 Put = Callable[[str, int, Column], None]
 """Takes the name of a column, a row, and the values from that row on."""
 

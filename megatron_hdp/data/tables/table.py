@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Documents, Int64Array
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.index_file import Documents
 from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.filling import Columns, fill_private

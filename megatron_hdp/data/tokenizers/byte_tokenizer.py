@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.tokenizers.interface import TokenBatch
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import hash_of_bytes
-from megatron_hdp.data.index_file import Int64Array
 from megatron_hdp.data.tokenizers.hugging_face_folder import (
     backend_of,
     folder_identity,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.tokenizers.interface import (
     TokenBatch,
     available_cpus,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.steps import (
     LostSource,
     RankShare,
@@ -18,8 +17,6 @@ from megatron_hdp.data.steps import (
     read_step,
 )
 from megatron_hdp.data_plane.roles.loading import Loaded, Wanted
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Fetched:

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import ByteArray, Int64Array
 from megatron_hdp.data.mixture import Source
 
 _BLOCK = 64  # rows
-
-ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

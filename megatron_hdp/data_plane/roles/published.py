@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hdp.data.index_file import Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import TextSource
 from megatron_hdp.data_plane.roles.failures import FAILURES, SourceFailure, why_of
 from megatron_hdp.data_plane.roles.loading import turns_of

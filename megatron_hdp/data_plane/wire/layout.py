@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
+from megatron_hdp.arrays import AnyArray
 from megatron_hdp.data.steps import LostSource, RankMicroBatch, RankShare, RankStep, StepTotals
 
 ALIGNMENT_BYTES = 64
@@ -23,7 +23,6 @@ _MAGIC = b"HDPSTEP1"
 _PREFIX = struct.Struct("<8sQ")
 _TYPES = ("<i8", "<f8", "|b1")
 
-AnyArray = npt.NDArray[Any]
 Record = TypeVar("Record", RankShare, RankMicroBatch)
 
 

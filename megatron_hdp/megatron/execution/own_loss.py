@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy.typing as npt
 import torch
 
+from megatron_hdp.arrays import AnyArray
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, AnyArray]
 
 
 class OwnLoss(Protocol):
     """What the last stage minimises, micro-batch by micro-batch; its sum is divided once."""
 
-    def arrays(self, micro_batch: RankMicroBatch) -> Mapping[str, npt.NDArray[Any]]:
+    def arrays(self, micro_batch: RankMicroBatch) -> Mapping[str, AnyArray]:
         """What it needs of a micro-batch on the device, of types of at most 8 bytes.
 
         Names of its own: the micro-batch's tokens, labels, positions, loss mask and sources are

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.data.steps import RankStep, work_of
@@ -31,7 +31,7 @@ BEHIND, BEHIND_WITH_PLANE = 2, 4
 """Steps between a step and the latest one that its plan may depend on: as few as allow one step to
 be planned ahead, or the two that a data plane makes ahead unless told otherwise."""
 
-Table: TypeAlias = npt.NDArray[np.float64]
+Table: TypeAlias = Float64Array
 
 _FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "bytescale"}
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     fixed_s,
     held_tokens,
@@ -35,9 +35,6 @@ from megatron_hdp.planner.evaluation import Evaluation, evaluate, replay
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 _ONE_STAGE = Pipeline()
 

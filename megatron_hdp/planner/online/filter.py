@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.online.corrections import Corrections
 from megatron_hdp.planner.online.fitting import Fit, fit, work
-
-Float64Array = NDArray[np.float64]
 
 COLUMNS = ("attention_s", "linear_s", "micro_batches", "seconds")
 """Of an observation: what a rank ran in a step by the cost model that the run began with, at speed

@@ -15,9 +15,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64Array = NDArray[np.float64]
+from megatron_hdp.arrays import BoolArray, Float64Array
 
 _ROUNDS = 3
 _HUBER = 2.0  # deviations of the noise from which on a row counts less
@@ -62,7 +61,7 @@ def fit(
     _, references = _excess(features, seconds, coefficients, speeds)
     found = prior = coefficients * float(np.exp(np.median(references)))
     # what no step has any of cannot be told
-    given: NDArray[np.bool_] = np.any(features > 0, axis=(0, 1))
+    given: BoolArray = np.any(features > 0, axis=(0, 1))
     for _ in range(_ROUNDS):
         excess, references = _excess(features, seconds, found, speeds)
         noise = _noise(features, seconds, found, speeds)
@@ -137,7 +136,7 @@ def _solve(
     seconds: Float64Array,
     weights: Float64Array,
     prior: Float64Array,
-    given: NDArray[np.bool_],
+    given: BoolArray,
 ) -> Float64Array:
     """Least squares of relative errors over coefficients of no less than `_LEAST` of `prior`."""
     least = _LEAST * prior

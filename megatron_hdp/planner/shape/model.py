@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
 
 
@@ -140,7 +140,7 @@ class ModelShape:
         layers = [layer.attention for layer in self.layers]
         return sum(one.width for one in layers if one.window) / (self.attention_width or 1.0)
 
-    def attention_flops(self, lengths: NDArray[np.int64]) -> float:
+    def attention_flops(self, lengths: Int64Array) -> float:
         """FLOP of attention of sequences of these lengths, forward and backward."""
         tokens = lengths.astype(np.float64)
         inside = np.minimum(tokens, self.window or np.inf)

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.simulator.execution.launches import Launches
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 
 def own_costs(cost_model: CostModel, lockstep_ranks: int) -> CostModel:

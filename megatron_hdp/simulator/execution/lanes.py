@@ -14,12 +14,9 @@ Both lanes are empty at the end of a pass, so that no micro-batch waits for anot
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.pipeline import Pipeline
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 RESIDENT_LAYERS = 2
 """Those that stay: `runtime.offload.stash`."""

@@ -7,14 +7,11 @@ or in lockstep all of them that exchange tokens with the same experts at one pos
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import Plan
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline_evaluation import RankLists
-
-Int64Array = NDArray[np.int64]
-Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

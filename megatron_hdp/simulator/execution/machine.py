@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, stage_memory
-
-Float64Array = NDArray[np.float64]
 
 PEAK_FLOPS_PER_S = 989e12
 """Dense BF16 of an H100 or H800 in NVIDIA's data sheet; MFU is a share of it."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.memory import (
     Job,
     kept_of_part,
@@ -21,9 +21,6 @@ from megatron_hdp.planner.memory import (
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
 from megatron_hdp.simulator.execution import lanes
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +166,7 @@ class _Passes(NamedTuple):
     entry: Int64Array
     """Of the lists."""
     chunk: Int64Array
-    backward: NDArray[np.bool_]
+    backward: BoolArray
 
     def of(self, mine: slice) -> "_Passes":
         """Some of them."""

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64Array = NDArray[np.float64]
-UInt64Array = NDArray[np.uint64]
+from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array, UInt64Array
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Disturbance:
         return speeds
 
     def factors(
-        self, step: int, micro_batches: NDArray[np.int64], ranks: NDArray[np.int32]
+        self, step: int, micro_batches: Int64Array, ranks: Int32Array
     ) -> Float64Array | None:
         """Factor on the compute of members, given by micro-batch and rank; None without noise."""
         if not self.noise:

@@ -10,14 +10,12 @@ sends to the first one, too.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import Plan, replay
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import longest_paths, waits_of
 from megatron_hdp.simulator.execution.launches import Launches
-
-Float64Array = NDArray[np.float64]
 
 
 class Schedule(NamedTuple):

@@ -8,10 +8,8 @@ together give the pass; its members leave it together.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
+from megatron_hdp.arrays import Float64Array, Int64Array
 
 
 def pass_s(

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import CostModel, Plan, plan, told_as
 from megatron_hdp.planner.bounds import speeds_of
 from megatron_hdp.planner.lockstep import planned_for
@@ -19,8 +17,6 @@ from megatron_hdp.simulator.execution.memory import MemoryCosts
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
 from megatron_hdp.simulator.execution.work import most_tokens_of
-
-Int64Array = NDArray[np.int64]
 
 BASELINE = "static"
 """What others are compared with."""

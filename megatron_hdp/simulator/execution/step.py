@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.pipeline import Pipeline
@@ -18,9 +18,6 @@ from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.pipeline import PassTimes, Schedule, schedule
 from megatron_hdp.simulator.execution.sync import reduced_s
 from megatron_hdp.simulator.execution.work import MicroBatchTimes, times_of
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

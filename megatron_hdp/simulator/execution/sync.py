@@ -7,10 +7,7 @@ nothing: it stands in a ring, or beside one, whose members go on, so that the la
 of them begins later.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
-Float64Array = NDArray[np.float64]
+from megatron_hdp.arrays import Float64Array
 
 
 def reduced_s(

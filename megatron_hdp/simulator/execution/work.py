@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.evaluation import MemberWork, work_of
@@ -13,9 +13,6 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.validation import tokens_per_member
 from megatron_hdp.simulator.execution import lanes, rings
 from megatron_hdp.simulator.execution.noise import Disturbance
-
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
 
 _FORWARD, _BACKWARD = 1 / 3, 2 / 3
 """Of compute; of K, V and their gradients that travel, likewise."""

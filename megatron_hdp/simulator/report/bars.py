@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.simulator.execution import StepExecution
-from megatron_hdp.simulator.lanes import Float64Array, Int64Array, Lanes
+from megatron_hdp.simulator.lanes import Lanes
 from megatron_hdp.simulator.report.parts import parts_of
 
 MAX_ROWS = 24
@@ -41,7 +40,7 @@ class Gantt:
     """Of the member; where bars are joined, of all of them."""
     joined: Int64Array
     """Bars in this one."""
-    backward: npt.NDArray[np.bool_]
+    backward: BoolArray
     chunk: Int64Array
     """The model chunk that it runs through, likewise the first one's."""
     behind: tuple[tuple[str, float, float], ...]
@@ -122,7 +121,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
     ranks, stages = chosen_ranks(execution, always), execution.pipeline.stages
     place = np.full(execution.plan.num_ranks, -1)
     place[list(ranks)] = np.arange(len(ranks))
-    found: dict[str, list[npt.NDArray[Any]]] = {}
+    found: dict[str, list[AnyArray]] = {}
     for stage in range(stages):
         lanes = lanes_of(execution, stage)
         mine = np.flatnonzero(place[lanes.rank] >= 0)
@@ -157,7 +156,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
     )
 
 
-def _joined(bars: dict[str, npt.NDArray[Any]], cell_s: float) -> dict[str, npt.NDArray[Any]]:
+def _joined(bars: dict[str, AnyArray], cell_s: float) -> dict[str, AnyArray]:
     """Join short neighbours of one row, degree and pass that begin in one cell of time.
 
     Cells grow until no more than `MAX_BARS` are left; where that takes wide ones, neighbours need
@@ -176,7 +175,7 @@ def _joined(bars: dict[str, npt.NDArray[Any]], cell_s: float) -> dict[str, npt.N
             break
         cell_s *= 2
     added = ("busy_s", "tokens", "joined")
-    found: dict[str, npt.NDArray[Any]] = {
+    found: dict[str, AnyArray] = {
         name: np.add.reduceat(values, begins) if name in added else values[begins]
         for name, values in bars.items()
     }

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.simulator.charts import COLOURS, Chart
 from megatron_hdp.simulator.execution import BASELINE, MemoryTrace, Outcome, Run, StepExecution
-from megatron_hdp.simulator.lanes import Float64Array
 from megatron_hdp.simulator.report.bars import computing_share
 from megatron_hdp.simulator.report.parts import PARTS, mean_parts
 from megatron_hdp.simulator.report.subject import Subject
