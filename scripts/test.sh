@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
-# Checks style and types, then runs the tests: ./scripts/test.sh [--slow] [arguments of pytest]
+# Checks style and types, then runs tests: ./scripts/test.sh [smoke|all] [arguments of pytest]
 #
+#   (nothing)    the default suite; CI runs it: at most 12 minutes of CPU
+#   smoke        after a change of a line: planner, rings, one gradient-equivalence test, one run;
+#                no types, at most 90 s
+#   all          the long tests too: hours
 #   WORKERS=3    tests that run at a time, many of which wait (0: one after the other, which -x and
 #                --pdb want)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 selection=()
-if [[ ${1:-} == --slow ]]; then
-    selection=(-m "slow or not slow")
-    shift
-fi
+suite=${1:-}
+case $suite in
+    smoke)
+        shift
+        selection=(-m smoke)
+        ;;
+    all)
+        shift
+        selection=(-m "slow or not slow")
+        ;;
+esac
 
 export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
+[[ $suite == smoke ]] || "$PYTHON" -m mypy
 "$PYTHON" -m pytest --numprocesses "${WORKERS:-3}" --dist loadfile \
     --no-loadscope-reorder \
     ${selection[@]+"${selection[@]}"} "$@"

@@ -90,7 +90,7 @@ def line_of(reasons: Counter[str], num_slow: int) -> str:
     """Return the line, the most frequent reasons first; each reason says what would run it."""
     parts = [f"{count} ({reason})" for reason, count in reasons.most_common()]
     if num_slow:
-        parts.append(f"{num_slow} (long ones: ./scripts/test.sh --slow)")
+        parts.append(f"{num_slow} (long ones: ./scripts/test.sh all)")
     return "not run: " + ("; ".join(parts) or "nothing")
 
 

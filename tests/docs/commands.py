@@ -51,7 +51,8 @@ COMMANDS = {
     "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
-    "./scripts/test.sh --slow": NotHere("hours; the same script as without the flag"),
+    "./scripts/test.sh smoke": NotHere("a selection of what ./scripts/test.sh runs"),
+    "./scripts/test.sh all": NotHere("hours; the same script as without the word"),
     "./scripts/test.sh tests/planner -x": NotHere("the same script on some of the tests"),
     "python -m pip install '.[plot,tensorboard]'": NotHere(
         "it would install over what is tested; scripts/_env.sh installs the same before CI's tests"

@@ -1,0 +1,149 @@
+"""Run the slow tests of the rooms that the latest commits touched, as many as fit into a time.
+
+    python scripts/dev/slow_tests.py --minutes 20
+
+Rooms come from ``git log``: a changed file of the package, the C++ parts, the scripts or the tests
+leads to the folder of its tests. Files that never ran on this machine come first, then those that
+ran longest ago; among equals the room of the newest commit. The runs are recorded in
+``~/.cache/megatron-hdp/slow-tests.json``. The files that did not fit are printed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Queue
+
+REPOSITORY = Path(__file__).parents[2]
+NO_TESTS = 5  # exit code of pytest
+RECORD = Path.home() / ".cache/megatron-hdp/slow-tests.json"
+_CPP = {"csrc/planner": "tests/planner", "csrc/data": "tests/data", "csrc": "tests/planner"}
+
+
+def room_of(path: str, folders: Iterable[str]) -> str | None:
+    """Return the folder of tests for a changed file, the deepest that mirrors it; None for none."""
+    place = path
+    if path.startswith("megatron_hdp/"):
+        place = path.replace("megatron_hdp", "tests", 1)
+    elif path.startswith("scripts/"):
+        place = f"tests/{path}"
+    elif path.startswith("csrc/"):
+        place = next(tests for source, tests in _CPP.items() if path.startswith(source))
+    known = set(folders)
+    parents = [place, *map(str, Path(place).parents)]
+    return next((one for one in parents if one in known and one != "tests"), None)
+
+
+def ordered(files: Iterable[str], rooms: Iterable[str], last_run: Mapping[str, float]) -> list[str]:
+    """Return the files of these rooms (the newest commit's first): those unrun longest first."""
+    newest_first = list(dict.fromkeys(rooms))
+    chosen = {}
+    for number, room in enumerate(newest_first):
+        for file in files:
+            if file.startswith(f"{room}/"):
+                chosen.setdefault(file, number)
+    return sorted(chosen, key=lambda file: (last_run.get(file, 0.0), chosen[file], file))
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def _slow_files() -> list[str]:
+    """Files that hold a slow test, as pytest collects them."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"collecting the slow tests failed:\n{done.stdout[-3000:]}")
+    ids = (line.split("::")[0] for line in done.stdout.splitlines() if "::" in line)
+    return list(dict.fromkeys(ids))
+
+
+def _run(file: str, deadline: float) -> int | None:
+    """Run the slow tests of one file; return pytest's exit code, or None at the deadline."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", file]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+        output.seek(0)
+        print(f"{file}\n{output.read()}", flush=True)
+        return code
+
+
+def run_all(
+    files: Sequence[str], run: Callable[[str], int | None], lanes: int
+) -> tuple[list[str], list[str]]:
+    """Run the files in order, so many at a time; return those left out and those that failed.
+
+    `run` returns pytest's exit code, or None if the time was over.
+    """
+    queue, left_out, failed = Queue[str](), [], []
+    for file in files:
+        queue.put(file)
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                file = queue.get_nowait()
+                code = run(file)
+                if code is None:
+                    left_out.append(file)
+                elif code not in (0, NO_TESTS):
+                    failed.append(file)
+
+    with ThreadPoolExecutor(lanes) as pool:
+        for lane in [pool.submit(work) for _ in range(lanes)]:
+            lane.result()
+    return left_out, failed
+
+
+def main() -> int:
+    """Run them; the exit code is 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=20, help="time to spend (default: 20)")
+    parser.add_argument("--commits", type=int, default=30, help="how many (default: 30)")
+    parser.add_argument("--lanes", type=int, default=2, help="files at a time (default: 2)")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+
+    changed = _git("log", f"-{arguments.commits}", "--format=", "--name-only")
+    files = _slow_files()
+    folders = {str(parent) for file in files for parent in Path(file).parents}
+    rooms = [room for path in changed if (room := room_of(path, folders))]
+    last_run = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    chosen = ordered(files, rooms, last_run)
+    print(f"{len(chosen)} files of {len(set(rooms))} rooms in {arguments.minutes:.0f} minutes")
+
+    def run(file: str) -> int | None:
+        # noted at the start: a file that never fits must not come first each time
+        last_run[file] = time.time()
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        RECORD.write_text(json.dumps(last_run))
+        return _run(file, deadline) if time.monotonic() < deadline else None
+
+    left_out, failed = run_all(chosen, run, arguments.lanes)
+    print("left out for time: " + (" ".join(left_out) or "nothing"))
+    print("failed: " + (" ".join(failed) or "nothing"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
