@@ -155,10 +155,15 @@ def _several(values: Any) -> tuple[Any, ...]:
 
 
 def metrics() -> str:
-    """Keys of a step's metrics."""
+    """Keys of a step's metrics, and how the log line names them."""
     from megatron_hdp.training.metrics import StepMetrics
 
-    return _key_table(meanings(StepMetrics))
+    labels = {item.name: item.metadata.get("log") for item in dataclasses.fields(StepMetrics)}
+    rows = [
+        (code(key), meaning, code(label.text) if (label := labels[key]) else "")
+        for key, meaning in meanings(StepMetrics).items()
+    ]
+    return table(("key", "meaning", "in the log line"), rows)
 
 
 def _key_table(keys: Mapping[str, str]) -> str:

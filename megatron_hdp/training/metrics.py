@@ -1,22 +1,22 @@
-"""What a step measured: one JSON object a step in a file, one line in the log, TensorBoard scalars.
+"""Writes the figures of each step: a JSON object in a file, a line in the log, TensorBoard scalars.
 
 A file continues across a restart: lines of steps that will run again are dropped, so it never holds
 a step twice. A step whose evaluation comes later is written at once like all others, with room
-for what the evaluation will find, so that its line can be completed in place.
+for the losses of the evaluation, so that its line can be completed in place.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
 import orjson
 
-from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport, words_by_source
+from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport, figure
 
 _BEGINNING = b'{"'  # of a step's line
 _ROOM = 64  # bytes: a validation loss instead of null, or its name among those not finite
@@ -24,28 +24,30 @@ _ROOM = 64  # bytes: a validation loss instead of null, or its name among those 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(StepFigures):
-    """One step as it is logged: what it did, how long it took, what the optimizer did with it."""
+    """One step as it is logged: its figures, its duration, what the optimizer did with it."""
 
     step: int
     """Number of the step, from 1."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    learning_rate: float
-    """What the optimizer used."""
-    consumed_sequences: int
+    consumed_sequences: int = figure("consumed samples", "9d", default=MISSING)
     """Sequences since the start of training, this step's included."""
     consumed_tokens: int
     """Tokens of those sequences."""
-    seconds: float
-    """The step: planning that was waited for, forward, backward, sync, optimizer."""
-    tokens_per_second: float
-    """Of the whole job."""
+    seconds: float = figure("elapsed time per iteration (ms)", ".1f", scale=1000, default=MISSING)
+    """Seconds of the step: the wait for its data, forward, backward, sync, optimizer."""
     model_flops_per_second: float
-    """FLOP/s of the whole job: what the model needs for the batch, by ``seconds``. Sums of L and of
-    L^2 / 2 (causal), backward = 2 x forward, no padding, no recomputation."""
-    model_flops_per_second_per_rank: float
-    """The same per rank; the log's ``throughput per GPU (TFLOP/s/GPU)``."""
-    validation_loss: float | None = None
+    """FLOP/s of the whole job: operations that the model needs for the batch, by ``seconds``. Sums
+    of L and of L^2 / 2 (causal), backward = 2 x forward, no padding, no recomputation."""
+    model_flops_per_second_per_rank: float = figure(
+        "throughput per GPU (TFLOP/s/GPU)", ".4g", scale=1e-12, default=MISSING
+    )
+    """The same per rank."""
+    tokens_per_second: float = figure("tokens/s", ".0f", default=MISSING)
+    """Tokens per second of the whole job."""
+    learning_rate: float = figure("learning rate", ".6E", default=MISSING)
+    """Learning rate that the optimizer used."""
+    grad_norm: float = figure("grad norm", default=MISSING)
+    """Norm of the gradient before clipping."""
+    validation_loss: float | None = figure("validation loss", ".6E")
     """Nats; only on steps that ended with an evaluation."""
     validation_sources: Mapping[str, float] | None = None
     """The same by source of the data, where they are known."""
@@ -169,54 +171,13 @@ class MetricsLogger:
 
 
 def log_line(metrics: StepMetrics, train_iters: int) -> str:
-    """Return the line of the log, in Megatron's form with the figures of HDP behind it."""
+    """Return the line of the log, in Megatron's form followed by the figures of HDP."""
     parts = [
         f"iteration {metrics.step:8d}/{train_iters:8d}",
-        f"consumed samples: {metrics.consumed_sequences:9d}",
-        f"elapsed time per iteration (ms): {metrics.seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {metrics.model_flops_per_second_per_rank / 1e12:.4g}",
-        f"tokens/s: {metrics.tokens_per_second:.0f}",
-        f"learning rate: {metrics.learning_rate:.6E}",
-        f"lm loss: {metrics.loss:.6E}",
-        f"grad norm: {metrics.grad_norm:.3f}",
+        *metrics.log_parts(StepMetrics),
+        *metrics.log_parts(StepFigures),
     ]
-    for label, value, form in _hdp_figures(metrics):
-        if value is not None:
-            parts.append(f"{label}: {value:{form}}")
-    if metrics.micro_batches_max is not None:
-        parts.append(f"micro-batches: {metrics.micro_batches_min}-{metrics.micro_batches_max}")
-    if metrics.sources is not None and len(metrics.sources) > 1:
-        parts.append(f"loss (share) by source: {words_by_source(metrics.sources)}")
-    if metrics.validation_loss is not None:
-        parts.append(f"validation loss: {metrics.validation_loss:.6E}")
     return " " + " | ".join(parts) + " |"
-
-
-def _hdp_figures(metrics: StepMetrics) -> list[tuple[str, float | None, str]]:
-    """Label, value and format of what a step without HDP does not have, or has none of."""
-    return [
-        ("planned efficiency", metrics.planned_efficiency, ".3f"),
-        ("measured efficiency", metrics.measured_efficiency, ".3f"),
-        ("idle share mean", metrics.idle_share_mean, ".3f"),
-        ("idle share max", metrics.idle_share_max, ".3f"),
-        ("ring wait (ms)", _scaled(metrics.ring_wait_s, 1e3), ".1f"),
-        ("pipeline wait (ms)", _scaled(metrics.pipeline_wait_s or None, 1e3), ".1f"),
-        ("gradient sync (ms)", _scaled(metrics.sync_s, 1e3), ".1f"),
-        ("ring traffic (MB)", _scaled(metrics.ring_bytes, 1e-6), ".1f"),
-        ("all-to-all (MB)", _scaled(metrics.all_to_all_bytes, 1e-6), ".1f"),
-        ("padding (%)", _scaled(metrics.padding_share or None, 100), ".1f"),
-        ("offloaded (MB)", _scaled(metrics.offloaded_bytes or None, 1e-6), ".1f"),
-        ("host buffers (MB)", _scaled(metrics.host_bytes_max or None, 1e-6), ".1f"),
-        ("planning (ms)", metrics.planning_ms, ".2f"),
-        ("exposed planning (ms)", metrics.planning_exposed_ms, ".2f"),
-        ("skipped documents", metrics.skipped_documents or None, "d"),
-        ("slow ranks", metrics.slow_ranks or None, "d"),
-        ("planner failures", metrics.planner_failures or None, "d"),
-    ]
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def _room_for(sources: Sequence[str]) -> int:

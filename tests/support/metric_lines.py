@@ -6,7 +6,7 @@ TIMES = {
     *{"model_flops_per_second", "model_flops_per_second_per_rank"},
     *{"seconds", "tokens_per_second", "measured_efficiency", "makespan_s"},
     *{"idle_share_max", "idle_share_mean", "ring_wait_s", "pipeline_wait_s", "sync_s"},
-    *{"planning_ms", "planning_exposed_ms", "data_wait_ms", "loaders", "steps_ahead"},
+    *{"planning_ms", "data_wait_ms", "loaders", "steps_ahead"},
 }
 
 

@@ -1,4 +1,4 @@
-"""What HDP adds to Megatron-LM's log: true numbers of operations, and its own figures."""
+"""Adds to Megatron-LM's log: true numbers of operations, and the figures of HDP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step import StepFigures, StepReport, words_by_source
+from megatron_hdp.megatron.step import StepFigures, StepReport
 
 Flops = Callable[[argparse.Namespace, int], float]
 
@@ -74,7 +74,7 @@ class LmLog:
             for name, value in figures.items():
                 write(f"hdp/{name}", value)
         if iteration % self._args.log_interval == 0:
-            say(_line(iteration, report))
+            say(hdp_line(iteration, report))
 
 
 def operations(
@@ -98,17 +98,7 @@ def operations(
     return linear * tokens + squared * squared_tokens
 
 
-def _line(iteration: int, report: StepReport) -> str:
-    padding = by_source = ""
-    if report.padding_share:
-        padding = f" padding (%): {100 * report.padding_share:.1f} |"
-    if report.sources is not None and len(report.sources) > 1:
-        by_source = f" loss (share) by source: {words_by_source(report.sources)} |"
-    return (
-        f" hybrid data parallelism, iteration {iteration}: {report.sequences:,} sequences | "
-        f"{report.tokens:,} tokens | planned efficiency: {report.planned_efficiency:.3f} | "
-        f"measured efficiency: {report.measured_efficiency:.3f} | micro-batches: "
-        f"{report.micro_batches_min}-{report.micro_batches_max} | ring traffic (MB): "
-        f"{(report.ring_bytes or 0) / 1e6:.1f} | planning (ms): {report.planning_ms:.2f} | exposed "
-        f"planning (ms): {report.planning_exposed_ms:.2f} |{padding}{by_source}"
-    )
+def hdp_line(iteration: int, report: StepReport) -> str:
+    """The line of HDP's figures that follows Megatron's, which has the loss."""
+    parts = report.log_parts(StepFigures, leave_out=("loss",))
+    return f" hybrid data parallelism, iteration {iteration}: {' | '.join(parts)} |"

@@ -1,6 +1,14 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
 from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs
+from megatron_hdp.megatron.step.figures import (
+    EvaluationLoss,
+    SourceFigures,
+    StepFigures,
+    StepReport,
+    figure,
+    over_all_ranks,
+)
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
 from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
 from megatron_hdp.megatron.step.non_finite import (
@@ -10,14 +18,6 @@ from megatron_hdp.megatron.step.non_finite import (
     non_finite_parameters,
 )
 from megatron_hdp.megatron.step.preparation import batch_size_of, plan_settings, reader_of
-from megatron_hdp.megatron.step.report import (
-    EvaluationLoss,
-    SourceFigures,
-    StepFigures,
-    StepReport,
-    over_all_ranks,
-    words_by_source,
-)
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
@@ -36,6 +36,7 @@ __all__ = [
     "build_executor",
     "cost_model_of",
     "data_order",
+    "figure",
     "gather_words",
     "has_documents",
     "join_data_plane",
@@ -45,5 +46,4 @@ __all__ = [
     "plan_settings",
     "reader_of",
     "split_specs",
-    "words_by_source",
 ]

@@ -32,18 +32,18 @@ from megatron_hdp.megatron.execution import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.contents import contents_of
+from megatron_hdp.megatron.step.figures import (
+    FurtherLosses,
+    SourceFigures,
+    StepReport,
+    over_all_ranks,
+)
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
 from megatron_hdp.megatron.step.patience import Patience
 from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settings, reader_of
 from megatron_hdp.megatron.step.remains import Remains
-from megatron_hdp.megatron.step.report import (
-    FurtherLosses,
-    SourceFigures,
-    StepReport,
-    over_all_ranks,
-)
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
@@ -180,7 +180,7 @@ class HdpSteps:
             step = self._loaders.get(position)
         except DataPlaneLost as error:
             raise RankFailure(str(error)) from error
-        exposed_s = time.perf_counter() - started
+        data_wait_s = time.perf_counter() - started
         step = self.latest = self._agree(step, known)
         self._patience.check(step.totals.makespan_s, "is planned to take")
         with self._agreement():
@@ -200,7 +200,7 @@ class HdpSteps:
             step.share.ends_together,
             further_weights=weights,
         )
-        report = self._report(step, outcome, amounts, exposed_s)
+        report = self._report(step, outcome, amounts, data_wait_s)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
         after = report.position_after.seeing(position, losses)
         return self._learnt(replace(report, position_after=after), known, step, outcome)
@@ -322,7 +322,7 @@ class HdpSteps:
         step: RankStep,
         outcome: RankOutcome,
         amounts: Amounts,
-        exposed_s: float,
+        data_wait_s: float,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
@@ -347,7 +347,7 @@ class HdpSteps:
                 maxima={
                     "makespan_s": outcome.until_sync_s,
                     "minus_least_busy_s": -outcome.busy_s,
-                    "exposed_s": exposed_s,
+                    "data_wait_s": data_wait_s,
                     "loaders": self._loaders.num_loaders or 0,
                     "minus_steps_ahead": -(self._loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
@@ -382,8 +382,7 @@ class HdpSteps:
             offloaded_bytes=int(job["offloaded_bytes"]),
             host_bytes_max=int(job["host_bytes"]),
             planning_ms=totals.planning_ms,
-            planning_exposed_ms=job["exposed_s"] * 1e3,
-            data_wait_ms=job["exposed_s"] * 1e3,
+            data_wait_ms=job["data_wait_s"] * 1e3,
             loaders=int(job["loaders"]) if self._has_plane else None,
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._remains.num_skipped),

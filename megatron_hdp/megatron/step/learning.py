@@ -38,7 +38,7 @@ _FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "bytescale"}
 
 @dataclass(frozen=True)
 class LearntFigures:
-    """See the fields of these names of `report.StepFigures`."""
+    """See the fields of these names of `figures.StepFigures`."""
 
     slow_ranks: int
     slowest_rank_speed: float

@@ -27,7 +27,7 @@ from megatron_hdp.megatron.parallel import (
     rank_place,
     say,
 )
-from megatron_hdp.megatron.step.report import over_all_ranks
+from megatron_hdp.megatron.step.figures import over_all_ranks
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import ring_ways

@@ -25,7 +25,7 @@ from megatron_hdp.data.order import UNNAMED
 from megatron_hdp.data.tokenizers import Tokenizer
 from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.megatron.step.report import StepReport
+from megatron_hdp.megatron.step.figures import StepReport
 from megatron_hdp.planner.shape import seen_in_window
 from megatron_hdp.runtime.health import fingerprint
 

@@ -95,7 +95,7 @@ def one_divisor(losses, step, loss_tokens):
     ("target", "fault"),
     [
         ("megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again),
-        ("megatron_hdp.megatron.step.report.FurtherLosses.weights", one_divisor),
+        ("megatron_hdp.megatron.step.figures.FurtherLosses.weights", one_divisor),
     ],
 )
 def test_a_wrong_token_or_divisor_is_found_out(run_ranks, tmp_path, target, fault):
