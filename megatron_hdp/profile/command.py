@@ -33,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=120.0,
         metavar="S",
-        help="time to measure for, without building the model; three passes are made at least "
-        "(default: 120)",
+        help="time to measure for, without building the model; three passes are made at least, and "
+        "times too noisy to use are measured again, twice at most (default: 120)",
     )
     add(
         "--picture",
@@ -91,7 +91,7 @@ def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
     _take_place_alone()
     profile = _measured(arguments, own.budget_seconds)
     if profile is not None:
-        _write(profile, own)
+        write(profile, own)
 
 
 def is_first_rank() -> bool:
@@ -164,7 +164,8 @@ def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | Non
     return profile if is_first else None
 
 
-def _write(profile: "Profile", own: argparse.Namespace) -> None:
+def write(profile: "Profile", own: argparse.Namespace) -> None:
+    """Prints a profile and writes its files."""
     from megatron_hdp.profile import report
     from megatron_hdp.profile.picture import draw
     from megatron_hdp.simulator.files import complete_file

@@ -29,8 +29,10 @@ _WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, EXPERTS: 0.5, RING: 1.0, TRANSFER: 0.1
 """Of relative errors. Rings say what traffic costs them, the work beside it included; transfers by
 themselves decide only what rings hide."""
 _ON_ONE_RANK = (COMPUTE, ATTENTION, EXPERTS)
+_MUST_COST = ("b", "b_experts")  # what no token is without
+_SURE = 3.0  # times that the ends of an interval may differ without a warning
 _MOST_ROUNDS = 20
-_BOOTSTRAPS = 200
+_RESAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Fit:
         return float(_row(case, self.shape, values) @ values)
 
 
-def fit(measured: Sequence[Measured], shape: Shape, seed: int = 0) -> Fit:
+def fit(
+    measured: Sequence[Measured], shape: Shape, seed: int = 0, resamples: int = _RESAMPLES
+) -> Fit:
     """Fits all coefficients that the cases which are not held out can tell.
 
     Raises:
@@ -90,7 +94,7 @@ def fit(measured: Sequence[Measured], shape: Shape, seed: int = 0) -> Fit:
     values = _solve(cases, medians, shape, known, must_tell=True)
     rng = np.random.default_rng(seed)
     samples = []
-    for _ in range(_BOOTSTRAPS):
+    for _ in range(resamples):
         drawn = [np.median(rng.choice(one.seconds, len(one.seconds))) for one in measured]
         samples.append(Fit(_named(_solve(cases, np.array(drawn), shape, known), known), shape))
     return Fit(_named(values, known), shape, tuple(samples))
@@ -116,6 +120,48 @@ def coefficients_of(found: Fit) -> dict[str, float]:
         if values.get(f"{where}_byte", 0.0) > 0:
             of_model[f"{where}_node_bytes_per_s"] = 1 / values[f"{where}_byte"]
     return of_model
+
+
+def interval_of(found: Fit, name: str) -> tuple[float, float]:
+    """In which nine of ten fits to resampled repetitions have a coefficient of `NAMES`."""
+    samples = [one.values[name] for one in found.resampled]
+    low, high = np.quantile(samples, (0.05, 0.95), method="nearest")
+    return float(low), float(high)
+
+
+def noise_in(found: Fit) -> str | None:
+    """Why the times are too noisy to use: a token may cost nothing by them; else None."""
+    for name in _MUST_COST:
+        if name not in found.values:
+            continue
+        low, high = interval_of(found, name)
+        if min(low, found.values[name]) <= 0:
+            return (
+                f"the measured times are too noisy for a cost model: found {name} = "
+                f"{found.values[name]:.3g} s per token ({low:.3g} to {high:.3g} in nine of ten "
+                "fits), expected more than 0: profile again while nothing else uses the machine, "
+                "or raise --budget-seconds or --hdp-tokens-per-rank"
+            )
+    return None
+
+
+def warnings_of(found: Fit) -> list[str]:
+    """What the times bound badly, although they can be used."""
+    warnings = []
+    for name in _MUST_COST:
+        if name in found.values:
+            low, high = interval_of(found, name)
+            if high > _SURE * low:
+                warnings.append(
+                    f"{name} is uncertain, nine of ten fits have {low:.3g} to {high:.3g}: profile "
+                    "again while nothing else uses the machine, or raise --budget-seconds"
+                )
+    if found.values["a"] + found.values["attention_b"] == 0:
+        warnings.append(
+            "attention took no longer for more tokens, so a and attention_b are 0: raise "
+            "--hdp-tokens-per-rank, so that there are longer sequences"
+        )
+    return warnings
 
 
 def wires_of(measured: Sequence[Measured]) -> dict[str, tuple[float, float]]:

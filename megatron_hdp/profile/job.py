@@ -21,9 +21,9 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import Case, Room, cases_of
-from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, fit
+from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, warnings_of
 from megatron_hdp.profile.measuring import Bench
-from megatron_hdp.profile.passes import measure
+from megatron_hdp.profile.passes import fitted
 from megatron_hdp.runtime.health import Heartbeat
 from megatron_hdp.runtime.timeline import START, Timeline
 
@@ -62,14 +62,15 @@ def run_profile(
         progress: is told what is done now and the share of the budget that is gone.
 
     Raises:
-        ValueError: the configuration does not go with the ranks, or there are too few cases to fit.
+        ValueError: the configuration does not go with the ranks, or there are too few
+            cases to fit, or their times are too noisy.
         RankFailure: communication failed; names the rank to blame.
     """
     # what a rank computes of a micro-batch is the same in one part
     arguments = without_virtual_stages(arguments)
     # what latents that travel cost is added to what is measured here, where a run begins
     arguments = replace(arguments, hdp_mla_ring="kv")
-    # layers of further tokens cost what the others do
+    # MTP layers cost what the others do
     arguments = replace(arguments, mtp_num_layers=None)
     timeline = Timeline()
     heartbeat = Heartbeat.of_job(
@@ -109,20 +110,24 @@ def _profiled(
     counted = replace(cost_model_of(plain, executor), num_layers=stage_split(arguments).most)
     layers = arguments.num_layers
     room = _room_of(arguments, counted, layers)
-    measured, left_out = measure(bench, cases_of(room), budget_s, progress)
-    found = fit(measured, Shape(layers, counted))
-    cost_model, notes = _cost_model(
-        replace(counted, host_bytes_per_s=host_bytes_per_s), found, room, arguments
+    found = fitted(
+        *(bench, cases_of(room), Shape(layers, counted), budget_s, progress),
+        on_any_rank=bench.on_any_rank,
     )
+    cost_model, notes = _cost_model(
+        replace(counted, host_bytes_per_s=host_bytes_per_s), found.fit, room, arguments
+    )
+    if found.measurements > 1:
+        notes += (f"the times were noisy: measured {found.measurements} times",)
     return Profile(
         cost_model=cost_model,
-        fit=found,
-        measured=tuple(measured),
-        left_out=left_out,
+        fit=found.fit,
+        measured=found.measured,
+        left_out=found.left_out,
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
         backend=executor.attention.name,
-        notes=notes,
+        notes=(*notes, *warnings_of(found.fit)),
     )
 
 

@@ -80,6 +80,10 @@ class Bench:
             rates.append(_COPY_BYTES / float(np.median(taken[1:])))
         return float(self._gathered([min(rates)]).min()) * self._place.num_tensor_ranks
 
+    def on_any_rank(self, found: bool) -> bool:
+        """Whether something holds on any rank of the job; the same on all of them."""
+        return bool(self._gathered([float(found)]).any())
+
     def _gathered(self, values: list[float]) -> Float64Array:
         """Those of all ranks of the job; shape (ranks, values)."""
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)

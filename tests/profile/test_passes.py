@@ -1,9 +1,11 @@
 """Measuring keeps to its budget and mixes the cases."""
 
+import numpy as np
 import pytest
 
 from megatron_hdp.profile.cases import Room, cases_of
-from megatron_hdp.profile.passes import FEWEST, lengths_of, measure
+from megatron_hdp.profile.passes import FEWEST, MOST_MEASUREMENTS, fitted, lengths_of, measure
+from tests.profile.test_fitting import PLANTED, SHAPE, Fit
 
 CASES = cases_of(Room(2048, 8192, ranks=2, ranks_per_node=2))
 
@@ -19,6 +21,49 @@ class Bench:
         taken_s = max(case.num_tokens, 1) * self._s_per_token
         self.elapsed_s += taken_s
         return taken_s
+
+
+class PlantedBench:
+    """Takes what a machine with known coefficients takes, but for noise in its first seconds."""
+
+    def __init__(self, noise, noisy_s):
+        self.elapsed_s, self._noise, self._noisy_s = 0.0, noise, noisy_s
+        self._machine, self._rng = Fit(PLANTED, SHAPE), np.random.default_rng(0)
+
+    def seconds(self, case):
+        noise = self._noise if self.elapsed_s < self._noisy_s else 0.01
+        taken_s = self._machine.predicted_s(case) * self._rng.lognormal(0, noise)
+        self.elapsed_s += self._machine.predicted_s(case)
+        return taken_s
+
+
+def test_times_without_noise_are_measured_once():
+    found = fitted(PlantedBench(0.01, 0.0), CASES, SHAPE, 20.0)
+    assert found.measurements == 1
+    of_tokens = PLANTED["b"] + PLANTED["b_experts"]  # no cases of experts alone
+    assert found.fit.values["b"] == pytest.approx(of_tokens, rel=0.1)
+
+
+def test_noisy_times_are_measured_again():
+    """The machine was busy during the first measurement only."""
+    bench = PlantedBench(2.0, 10.0)
+    told = []
+    found = fitted(bench, CASES, SHAPE, 10.0, lambda what, share: told.append(share))
+    assert 1 < found.measurements <= MOST_MEASUREMENTS
+    assert found.fit.values["b"] > 0 and max(told) <= 1.5
+    repetitions = {len(one.seconds) for one in found.measured}
+    assert min(repetitions) >= FEWEST * found.measurements
+
+
+def test_times_that_stay_noisy_are_refused():
+    bench = PlantedBench(2.0, np.inf)
+    with pytest.raises(ValueError, match=r"too noisy .*measured 3 times"):
+        fitted(bench, CASES, SHAPE, 1.0)
+
+
+def test_all_ranks_stop_where_one_finds_noise():
+    with pytest.raises(ValueError, match="another rank"):
+        fitted(PlantedBench(0.01, 0.0), CASES, SHAPE, 1.0, on_any_rank=lambda found: True)
 
 
 def test_the_budget_is_used_and_kept():
