@@ -33,11 +33,11 @@ train() { # name, flags...
 
 echo "== a tiny Llama-3, documentation, code and conversations of the standard library"
 rm -rf "${folder:?}"
-"$PYTHON" scripts/tutorial/corpora.py "$folder/data"
-"$PYTHON" scripts/tutorial/tiny_llama.py make "$folder/llama"
-cp scripts/tutorial/chat.yaml "$folder/data/"
-sed "s/STEPS/$STEPS/" scripts/tutorial/growing.yaml > "$folder/data/growing.yaml"
-cp scripts/tutorial/longer.yaml "$folder/"
+"$PYTHON" scripts/examples/tutorial/corpora.py "$folder/data"
+"$PYTHON" scripts/examples/tutorial/tiny_llama.py make "$folder/llama"
+cp scripts/examples/tutorial/chat.yaml "$folder/data/"
+sed "s/STEPS/$STEPS/" scripts/examples/tutorial/growing.yaml > "$folder/data/growing.yaml"
+cp scripts/examples/tutorial/longer.yaml "$folder/"
 
 echo
 echo "== its weights become a checkpoint, its configuration flags"
@@ -54,4 +54,4 @@ train answers --hdp-data "$folder/data/chat.yaml" --load "$folder/longer" --fine
 echo
 echo "== and back: base, scaling and context of the run stand in config.json"
 hdp convert --from "$folder/answers" --to-hf "$folder/longer-llama"
-"$PYTHON" scripts/tutorial/tiny_llama.py ask "$folder/longer-llama" What is abc?
+"$PYTHON" scripts/examples/tutorial/tiny_llama.py ask "$folder/longer-llama" What is abc?

@@ -43,11 +43,11 @@ train() { # name, strategy, flags...
 }
 
 echo "== data: functions, classes and some whole files of the standard library"
-"$PYTHON" scripts/quickstart/corpus.py "$corpus.jsonl"
+"$PYTHON" scripts/examples/quickstart/corpus.py "$corpus.jsonl"
 "$PYTHON" -m megatron_hdp.cli.main preprocess --input "$corpus.jsonl" --tokenizer byte \
     --output-prefix "$corpus"
 
-capacity=$("$PYTHON" scripts/quickstart/capacity.py "$NPROC" "$config")
+capacity=$("$PYTHON" scripts/examples/quickstart/capacity.py "$NPROC" "$config")
 echo
 echo "== ranks: $NPROC of $capacity tokens, so that together they hold the longest sequence"
 
@@ -59,4 +59,4 @@ train static static "$@"
 train hdp auto "$@"
 
 echo
-"$PYTHON" scripts/quickstart/report.py "$folder"
+"$PYTHON" scripts/examples/quickstart/report.py "$folder"

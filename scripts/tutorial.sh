@@ -34,9 +34,9 @@ train() { # name, steps in all, flags...
 
 echo "== data: documentation, code and conversations of the standard library"
 rm -rf "${folder:?}"
-"$PYTHON" scripts/tutorial/corpora.py "$folder/data"
+"$PYTHON" scripts/examples/tutorial/corpora.py "$folder/data"
 for name in base more chat; do
-    sed "s/STEPS/$STEPS/" "scripts/tutorial/$name.yaml" > "$folder/data/$name.yaml"
+    sed "s/STEPS/$STEPS/" "scripts/examples/tutorial/$name.yaml" > "$folder/data/$name.yaml"
 done
 hdp data prepare "$folder/data/more.yaml" --tokenizer byte
 hdp data describe "$folder/data/more.yaml" --tokenizer byte
@@ -56,4 +56,4 @@ echo "== last: the result learns to answer; loss on the answers alone"
 train chat "$STEPS" --hdp-data "$folder/data/chat.yaml" --load "$folder/more" --finetune "$@"
 
 echo
-"$PYTHON" scripts/tutorial/report.py "$folder"
+"$PYTHON" scripts/examples/tutorial/report.py "$folder"

@@ -101,7 +101,7 @@ def test_a_shipped_configuration_is_sound_on_80_gb(name):
     assert found.refusals == []
     assert found.step.efficiency > 0.7
     assert found.host_bytes < 64e9  # a node of eight GPUs: 512 GB
-    # scripts/configurations.py sets what is proposed
+    # scripts/dev/configurations.py sets what is proposed
     assert found.best_virtual_stages == (found.job.model_chunks if found.job.stages > 1 else None)
     model, _, context = name.rpartition("-")
     if model in ALL_GPUS:

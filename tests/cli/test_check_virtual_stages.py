@@ -165,7 +165,7 @@ def test_the_fewest_of_the_fast_ones_is_best(tried, own, best):
 
 
 def test_the_page_shows_what_is_found():
-    """``python scripts/configurations.py`` writes it."""
+    """``python scripts/dev/configurations.py`` writes it."""
     shown = as_text(finding(CONFIGS / "llama-70b-256k.yaml", 8192)).splitlines()
     blocks = [block.split("\n```")[0].splitlines() for block in PAGE.split("```text\n")[1:]]
     assert len(blocks) == 2

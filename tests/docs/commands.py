@@ -45,7 +45,7 @@ COMMANDS = {
     "NPROC=2 ./scripts/quickstart.sh": Elsewhere(
         "tests/scripts/test_quickstart.py::test_quickstart"
     ),
-    "python scripts/quickstart/simulated.py runs/quickstart": Elsewhere(
+    "python scripts/examples/quickstart/simulated.py runs/quickstart": Elsewhere(
         "tests/scripts/test_quickstart.py::test_quickstart"
     ),
     "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
@@ -124,36 +124,41 @@ COMMANDS = {
     "megatron-hdp verify checkpoints": Elsewhere(
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
-    "python scripts/bench_data.py": Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run"),
-    "python scripts/bench_data.py --tables 1000000 50000000 200000000 --sparse 1000000000": (
-        Elsewhere("tests/scripts/test_bench_data.py::test_a_small_run_of_tables", needs="slow")
+    "python scripts/benchmarks/bench_data.py": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data.py::test_a_small_run"
     ),
-    "python scripts/bench_data_plane.py memory": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_memory", needs="slow"
+    "python scripts/benchmarks/bench_data.py --tables 1000000 50000000 200000000 "
+    "--sparse 1000000000": (
+        Elsewhere(
+            "tests/scripts/benchmarks/test_bench_data.py::test_a_small_run_of_tables", needs="slow"
+        )
     ),
-    "python scripts/bench_data_plane.py bytes": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_bytes"
+    "python scripts/benchmarks/bench_data_plane.py memory": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_memory", needs="slow"
     ),
-    "python scripts/bench_data_plane.py planner": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
+    "python scripts/benchmarks/bench_data_plane.py bytes": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_bytes"
     ),
-    "python scripts/bench_data_plane.py start": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_start", needs="slow"
+    "python scripts/benchmarks/bench_data_plane.py planner": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
     ),
-    "python scripts/bench_data_plane.py kills --seconds 60 --every 6": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_kills", needs="slow"
+    "python scripts/benchmarks/bench_data_plane.py start": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_start", needs="slow"
     ),
-    "python scripts/bench_data_plane.py wait --rounds 2": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_wait", needs="slow"
+    "python scripts/benchmarks/bench_data_plane.py kills --seconds 60 --every 6": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_kills", needs="slow"
     ),
-    "python scripts/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
-        "tests/scripts/test_bench_data_plane.py::test_recovery", needs="slow"
+    "python scripts/benchmarks/bench_data_plane.py wait --rounds 2": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_wait", needs="slow"
     ),
-    "torchrun --nproc-per-node 2 scripts/own_loop/train.py": Elsewhere(
-        "tests/scripts/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+    "python scripts/benchmarks/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
-    "torchrun --nproc-per-node 2 scripts/bench_checkpoint.py --rounds 9": Elsewhere(
-        "tests/scripts/test_bench_checkpoint.py::test_a_small_run"
+    "torchrun --nproc-per-node 2 scripts/examples/own_loop/train.py": Elsewhere(
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+    ),
+    "torchrun --nproc-per-node 2 scripts/benchmarks/bench_checkpoint.py --rounds 9": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_checkpoint.py::test_a_small_run"
     ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
@@ -181,8 +186,8 @@ COMMANDS = {
         "tests/megatron/lm/test_training.py::test_a_patched_checkout_is_the_same_run",
         needs=IN_A_CHECKOUT,
     ),
-    "python scripts/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
-        "tests/scripts/test_plot_trace.py::test_a_picture"
+    "python scripts/dev/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
+        "tests/scripts/dev/test_plot_trace.py::test_a_picture"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/pretrain.sbatch": Here("dry_run"),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/pretrain.sbatch --data-path data/corpus": (
@@ -208,54 +213,57 @@ COMMANDS = {
     ),
     "./scripts/gpu_wheels.sh wheels": NotHere("it downloads wheels of another platform"),
     "./scripts/gpu_check.sh --wheels wheels": Elsewhere(
-        "tests/scripts/test_gpu_check.py::test_wheels_are_taken_without_an_index"
+        "tests/scripts/gpu/test_gpu_check.py::test_wheels_are_taken_without_an_index"
     ),
     "./scripts/gpu_check.sh --only questions": Elsewhere(
-        "tests/scripts/test_gpu_check.py::test_some_parts_only"
+        "tests/scripts/gpu/test_gpu_check.py::test_some_parts_only"
     ),
     "./scripts/gpu_check.sh --cpu": Elsewhere(
-        "tests/scripts/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
+        "tests/scripts/gpu/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
     ),
     "/usr/bin/time -v megatron-hdp plan --lengths lengths.txt --ranks 1024 "
     "--tokens-per-rank 8192": Elsewhere(
         "tests/cli/test_plan_memory.py::test_ten_million_sequences", needs="slow"
     ),
-    "python scripts/bench_preprocess.py --megatron-lm Megatron-LM --rounds 5": Elsewhere(
-        "tests/scripts/test_bench_preprocess.py::test_beside_megatrons_own_tool",
+    "python scripts/benchmarks/bench_preprocess.py --megatron-lm Megatron-LM --rounds 5": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_preprocess.py::test_beside_megatrons_own_tool",
         needs=IN_A_CHECKOUT,
     ),
-    "python scripts/bench_planner.py --strategies dp-balance --latency 15 25 10": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
+    "python scripts/benchmarks/bench_planner.py --strategies dp-balance --latency 15 25 10": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_with_latency_and_noise"
     ),
-    "python scripts/bench_planner.py --strategies static dp-balance --noise 5 10": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_a_run_with_latency_and_noise"
+    "python scripts/benchmarks/bench_planner.py --strategies static dp-balance "
+    "--noise 5 10": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_with_latency_and_noise"
     ),
-    "python scripts/bench_planner.py --pipelines": Elsewhere(
-        "tests/scripts/test_bench_pipelines.py::test_a_run_of_pipelines"
+    "python scripts/benchmarks/bench_planner.py --pipelines": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_pipelines.py::test_a_run_of_pipelines"
     ),
-    "python scripts/bench_planner.py --pipelines --experts": Elsewhere(
-        "tests/scripts/test_bench_pipelines.py::test_pipelines_that_share_experts_are_judged_in_lockstep"
+    "python scripts/benchmarks/bench_planner.py --pipelines --experts": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_pipelines.py"
+        "::test_pipelines_that_share_experts_are_judged_in_lockstep"
     ),
-    "python scripts/bench_planner.py --experts --strategies dp-balance auto --seeds 2": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_cases_of_experts_are_judged_in_lockstep"
+    "python scripts/benchmarks/bench_planner.py --experts --strategies dp-balance auto "
+    "--seeds 2": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_cases_of_experts_are_judged_in_lockstep"
     ),
-    "python scripts/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
+    "python scripts/benchmarks/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
-    "python scripts/bench_planner.py --strategies static dynamic-cp auto "
+    "python scripts/benchmarks/bench_planner.py --strategies static dynamic-cp auto "
     "--cases 'github-N64-*K' 'byted-N64-*K' '*-N1024-*' '*-P4'": Elsewhere(
-        "tests/scripts/test_bench_planner.py::test_a_run_from_the_command_line"
+        "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
     "--strategy dynamic-cp": COMMAND,
-    "python scripts/reproduce_bytescale.py": Elsewhere(
-        "tests/scripts/test_reproduce_bytescale.py::test_a_cell_again"
+    "python scripts/benchmarks/reproduce_bytescale.py": Elsewhere(
+        "tests/scripts/benchmarks/test_reproduce_bytescale.py::test_a_cell_again"
     ),
-    "python scripts/bench_ring_numerics.py": Elsewhere(
-        "tests/scripts/test_bench_ring_numerics.py::test_a_small_run"
+    "python scripts/benchmarks/bench_ring_numerics.py": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_ring_numerics.py::test_a_small_run"
     ),
     "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
-        "tests/scripts/test_gpu_benches.py::test_a_small_run"
+        "tests/scripts/gpu/test_gpu_benches.py::test_a_small_run"
     ),
 }
 """Every command on every page, on one line."""

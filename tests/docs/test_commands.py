@@ -94,7 +94,10 @@ def test_what_runs_elsewhere_runs_there(text):
             Elsewhere("tests/scripts/test_quickstart.py::test_quickstart", needs="slow"),
             "needs nothing",
         ),
-        (Elsewhere("tests/scripts/test_gpu_check.py::test_the_whole_flow_on_a_cpu"), "needs slow"),
+        (
+            Elsewhere("tests/scripts/gpu/test_gpu_check.py::test_the_whole_flow_on_a_cpu"),
+            "needs slow",
+        ),
         (Elsewhere(".ci/run"), "does not run"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from megatron_hdp.planner import CostModel, plan
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "quickstart"))
+sys.path.append(str(ROOT / "scripts" / "examples" / "quickstart"))
 import capacity  # noqa: E402
 
 CONTEXT, CAPACITY = 8192, 2048  # of configs/tiny-cpu.yaml
@@ -66,7 +66,7 @@ def test_quickstart(tmp_path):
 
 def simulated_steps_are_those_of_the_run(folder, static, hdp):
     """The same sequences on the same rings, so that times can be compared."""
-    script = [sys.executable, ROOT / "scripts/quickstart/simulated.py", folder]
+    script = [sys.executable, ROOT / "scripts/examples/quickstart/simulated.py", folder]
     flags = ["--hdp-global-batch-tokens", "16384"]
     done = subprocess.run([*script, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,238 @@
+"""Draws the pictures of docs/concepts.md: ``python scripts/dev/plot_concepts.py FOLDER``.
+
+Mesh and pipelines are real plans, timed by the cost model; ring and offload are diagrams whose
+numbers are computed here.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan
+from megatron_hdp.simulator.lanes import chart_of
+from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
+
+MEMBERS = ("#225ea8", "#41b6c4", "#7fcdbb", "#f0a830")  # of a ring of four
+TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"
+WIDTH = 7.6  # inches, of every picture
+TAIL = (
+    8000,
+    8000,
+    6000,
+    5000,
+    4000,
+    4000,
+    3000,
+    3000,
+    2000,
+    2000,
+    2000,
+    1500,
+    1500,
+    1000,
+    1000,
+    800,
+)
+
+
+def mesh() -> Figure:
+    """The same sequences on eight ranks, planned by the mesh and by HDP."""
+    strategies = {"static": "the static mesh", "dp-balance": "HDP"}
+    return _strategies(strategies, (32000, 16000, *TAIL), ranks=8, stages=1)
+
+
+def pipelines() -> Figure:
+    """The same sequences on four ranks of four stages."""
+    strategies = {"static": "the static mesh", "pp-balance": "HDP"}
+    return _strategies(strategies, (16000, 16000, *TAIL) * 2, ranks=4, stages=4)
+
+
+def _strategies(
+    strategies: Mapping[str, str], lengths: Sequence[int], ranks: int, stages: int
+) -> Figure:
+    plans = [
+        plan(lengths, ranks=ranks, tokens_per_rank=8192, strategy=name, pipeline_stages=stages)
+        for name in strategies
+    ]
+    degrees = np.unique(np.concatenate([np.diff(made.rank_offsets) for made in plans]))
+    palette = Palette.of_degrees(degrees, ranks)
+    figure = Figure(figsize=(WIDTH, 1.6 + 0.21 * 2 * ranks * stages), layout="constrained")
+    all_axes = figure.subplots(len(plans), sharex=True)
+    for axes, made, name in zip(all_axes, plans, strategies.values(), strict=True):
+        times = evaluate(made, LLAMA_7B, stages)
+        _draw_plan(axes, made, times, palette)
+        told = f"{name}: {times.makespan_s:.2f} s, {times.idle_share:.0%} idle"
+        axes.set_title(told, loc="left", fontsize=10)
+    all_axes[-1].set_xlabel("seconds, by the cost model", fontsize=9)
+    legend = [
+        Patch(color=colour, label=_ranks(least))
+        for colour, (least, _) in zip(palette.colours, palette.groups, strict=True)
+    ]
+    legend.append(Patch(color=IDLE, label="idle"))
+    if stages > 1:
+        legend.append(Patch(color=pale(palette.colours[-1]), label="paler: forward"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return figure
+
+
+def _ranks(degree: int) -> str:
+    return "1 rank" if degree == 1 else f"a ring of {degree}"
+
+
+def _draw_plan(axes: Any, made: Plan, times: Evaluation, palette: Palette) -> None:
+    chart = chart_of(made, times, max_rows=64)
+    bars, stages = chart.bars, times.pipeline_stages
+    axes.barh(range(chart.num_rows), times.makespan_s, 0.84, color=IDLE)
+    for i in range(bars.num_bars):
+        colour = palette.colours[palette.index(int(bars.degree[i]))]
+        if stages > 1 and not bars.backward[i]:
+            colour = pale(colour)
+        start, width = bars.start_s[i], bars.own_end_s[i] - bars.start_s[i]
+        axes.barh(chart.row[i], width, 0.84, start, color=colour, edgecolor="white", linewidth=0.5)
+        sequences = list(made.micro_batch(int(bars.micro_batch[i])).sequences)
+        if width > times.makespan_s / 16:
+            text = f"{made.lengths[sequences].sum() / 1000:.3g}K"
+            _write(axes, start + width / 2, chart.row[i], text, colour)
+    middle = [rank * stages + (stages - 1) / 2 for rank in range(made.num_ranks)]
+    axes.set_yticks(middle, [f"rank {rank}" for rank in range(made.num_ranks)])
+    for rank in range(1, made.num_ranks):
+        axes.axhline(rank * stages - 0.5, color="black", linewidth=0.5 * (stages > 1))
+    axes.set_ylim(chart.num_rows - 0.5, -0.5)
+    _bare(axes)
+
+
+def ring() -> Figure:
+    """A sequence on four ranks: its chunks, their share of the causal area, the steps."""
+    figure = Figure(figsize=(WIDTH, 4.3), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1, 4.2))
+    owner = [0, 1, 2, 3, 3, 2, 1, 0]  # of each chunk
+    chunks = figure.add_subplot(grid[0, :])
+    for chunk, member in enumerate(owner):
+        _cell(chunks, chunk, 0, MEMBERS[member], f"chunk {chunk}\nmember {member}")
+    _frame(chunks, 8, 1, "a sequence on four ranks: eight chunks, two for each member")
+    area = figure.add_subplot(grid[1, 0])
+    blocks = [0.0] * 4
+    for query, member in enumerate(owner):
+        for key in range(query + 1):
+            blocks[member] += 0.5 if key == query else 1.0
+            _cell(area, key, query, MEMBERS[member], half=key == query)
+    assert len(set(blocks)) == 1  # every member has the same part of the triangle
+    _frame(area, 8, 8, f"queries (down) see keys: {blocks[0]:g} blocks each")
+    steps = figure.add_subplot(grid[1, 1])
+    for member in range(4):
+        for step in range(4):
+            of = (member - step) % 4
+            _cell(steps, step, member, MEMBERS[of], f"K, V of {of}\n{_seen(member, of)}")
+    _frame(steps, 4, 4, "keys and values travel, queries stay")
+    middles = [i + 0.5 for i in range(4)]
+    steps.set_xticks(middles, [f"step {i}" for i in range(4)])
+    steps.set_yticks(middles, [f"member {i}" for i in range(4)])
+    return figure
+
+
+def _seen(member: int, of: int) -> str:
+    """Which of a member's queries see which keys of another."""
+    if of == member:
+        return "causal"
+    return "all queries,\nfirst chunk" if of < member else "last queries,\nboth chunks"
+
+
+def _cell(axes: Any, x: int, y: int, colour: str, text: str = "", half: bool = False) -> None:
+    if half:  # a block on the diagonal: keys up to the query
+        axes.fill([x, x, x + 1], [y, y + 1, y + 1], color=colour, linewidth=0)
+    else:
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
+    _write(axes, x + 0.5, y + 0.5, text, colour)
+
+
+def _write(axes: Any, x: float, y: float, text: str, colour: str) -> None:
+    ink = "white" if is_dark(colour) else "black"
+    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=7)
+
+
+def _frame(axes: Any, columns: int, rows: int, title: str) -> None:
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title, loc="left", fontsize=10)
+    _bare(axes)
+
+
+def _bare(axes: Any) -> None:
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8)
+
+
+def offload(layers: int = 6, ratio: float = 0.5) -> Figure:
+    """A micro-batch's layers, their copies, and what stays on the device."""
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    lanes, memory = figure.subplots(2, sharex=True, height_ratios=(1, 1.25))
+    end = 3 * layers
+    for layer in range(layers):
+        _bar(lanes, 0, layer, 1, pale("#225ea8"), f"F{layer + 1}")
+        _bar(lanes, 0, end - 2 * (layer + 1), 2, "#225ea8", f"B{layer + 1}")
+        if layer < layers - 2:
+            _bar(lanes, 1, layer + 0.5, 1.2, TO_HOST, "")
+            _bar(lanes, 2, end - 2 * (layer + 2), 1.2, TO_DEVICE, "")
+    lanes.set_yticks(range(3), ["compute", "to the host", "to the device"])
+    lanes.set_ylim(2.6, -0.6)
+    lanes.set_title(f"{layers} layers, offload ratio {ratio:g}", loc="left", fontsize=10)
+    _bare(lanes)
+    for share, colour, line in ((0.0, "#7f7f7f", "--"), (ratio, "#c0392b", "-")):
+        moments, held = resident(layers, share)
+        label = f"ratio {share:g}: {max(held):g} layers' activations at most"
+        memory.plot(moments, held, label=label, color=colour, linestyle=line)
+    memory.set_ylim(0, layers + 0.5)
+    memory.set_ylabel("on the device", fontsize=9)
+    memory.set_xlabel("time; a layer's backward takes twice its forward", fontsize=9)
+    memory.set_xticks([])
+    memory.legend(fontsize=8, frameon=False)
+    memory.spines[["top", "right"]].set_visible(False)
+    memory.tick_params(labelsize=8)
+    return figure
+
+
+def resident(layers: int, ratio: float) -> tuple[list[float], list[float]]:
+    """Moments, and the layers' activations that are on the device then.
+
+    A share of all layers but the last two goes; it is let go when the layer after next begins, and
+    comes back while the layer behind it runs backward.
+    """
+    end = 3 * layers
+    moments = np.linspace(0, end, 40 * end + 1)
+    held = np.zeros_like(moments)
+    for layer in range(layers):
+        begins = end - 2 * (layer + 1)  # its backward
+        kept = np.clip(moments - layer, 0, 1) - np.clip((moments - begins) / 2, 0, 1)
+        if layer < layers - 2:
+            is_away = (moments >= layer + 2) & (moments < begins)
+            back = np.clip((moments - (begins - 2)) / 1.2, 0, 1)
+            kept -= is_away * ratio * (1 - back)
+        held += kept
+    return moments.tolist(), np.round(held, 9).tolist()
+
+
+def _bar(axes: Any, row: int, start: float, width: float, colour: str, text: str) -> None:
+    axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.6)
+    _write(axes, start + width / 2, row, text, colour)
+
+
+PICTURES = {"mesh": mesh, "ring": ring, "offload": offload, "pipelines": pipelines}
+
+
+def main(folder: str) -> None:
+    """Draw all pictures into a folder."""
+    with matplotlib.rc_context({"svg.hashsalt": "concepts"}):
+        for name, draw in PICTURES.items():
+            draw().savefig(Path(folder) / f"concept-{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

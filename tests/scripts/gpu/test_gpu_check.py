@@ -1,0 +1,261 @@
+"""The check of a GPU machine: deadlines, what it carries, its table, its exit codes."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "scripts" / "gpu"
+sys.path.append(str(SCRIPTS))
+check, needs, running, bring_up_te = map(
+    importlib.import_module, ("check", "needs", "running", "bring_up_te")
+)
+
+
+def run(code, deadline_s=60.0):
+    said = []
+    done = running.run(
+        [sys.executable, "-c", code],
+        deadline_s=deadline_s,
+        say=said.append,
+        environment=os.environ,
+        folder=ROOT,
+    )
+    assert said == done.lines
+    return done
+
+
+def test_a_command_is_followed_to_its_end():
+    done = run("print('one'); import sys; print('two', file=sys.stderr); sys.exit(7)")
+    assert done.code == 7 and sorted(done.lines) == ["one", "two"] and not done.timed_out
+
+
+def test_a_command_ends_at_its_deadline_with_what_it_started(tmp_path):
+    """Planted: a child that would write a file later."""
+    late = f"import time; time.sleep(3); open({str(tmp_path / 'late')!r}, 'w')"
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {late!r}]); "
+        "print('started', flush=True); time.sleep(60)"
+    )
+    done = run(code, deadline_s=2.0)
+    assert done.timed_out and done.lines == ["started"] and done.seconds < 10
+    time.sleep(2.5)
+    assert not (tmp_path / "late").exists()
+
+
+def test_requirements_come_from_pyproject():
+    wanted = needs.requirements()
+    names = [needs.name_of(one) for one in wanted]
+    assert {"torch", "megatron-core", "orjson", "pybind11", "pytest-timeout"} <= set(names)
+    assert len(set(names)) == len(names)
+    carried = [needs.name_of(one) for one in needs.carried()]
+    assert set(names) - set(carried) == {"torch", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("requirement", "here"),
+    [
+        ("pytest", True),
+        ("pytest>=8.0", True),
+        ("pytest>=999", False),
+        ("pytest>=8.0,<8.0.1", False),
+        ("no-such-package-anywhere", False),
+    ],
+)
+def test_what_is_lacking(requirement, here):
+    assert needs.is_here(requirement) == here
+    assert needs.lacking([requirement]) == ([] if here else [requirement])
+
+
+@pytest.fixture
+def one_check(tmp_path):
+    def make(**more):
+        settings = {
+            "out": tmp_path / "out",
+            "work": tmp_path / "work",
+            "limit_s": 100.0,
+            "device": "cpu",
+        }
+        return check.Check(**(settings | more))
+
+    return make
+
+
+def test_a_failed_part_is_told_and_the_others_run(one_check, monkeypatch):
+    done = one_check()
+    for name in ("packages", "planner", "transformer_engine", "doctor", "picture"):
+        row = check.Row(name, "ok")
+        monkeypatch.setattr(done, name, lambda row=row: row)
+    failing = "import sys; print('tests/a.py::one PASSED [ 50%]')\n"
+    failing += "print('tests/a.py::two[x y] FAILED [100%]'); sys.exit(1)"
+    command = done.command
+    monkeypatch.setattr(
+        done, "command", lambda words, limit: command([sys.executable, "-c", failing], limit)
+    )
+    monkeypatch.setattr(done, "benchmark", lambda name, left: check.Row(name, "skipped"))
+    monkeypatch.setattr(done, "questions", lambda topic: check.Row(topic, "ok"))
+    done.all_parts()
+    names = [row.part for row in done.rows]
+    assert names[-1] == "picture" and done.has_failed()
+    asked = slice(names.index("doctor") + 1, names.index("tests"))
+    assert tuple(names[asked]) == check.TOPICS, "what only a GPU can settle comes first"
+    summary = done.summary("a machine")
+    assert "| tests | failed: exit code 1 | 0 | 1 passed, 1 failed, 0 skipped |" in summary
+    assert "failed: tests/a.py::two[x y]" in summary
+
+
+@pytest.mark.parametrize("part", check.PARTS)
+def test_some_parts_only(one_check, monkeypatch, part):
+    done, ran = one_check(parts=(part,)), []
+    monkeypatch.setattr(done, "part", lambda name, run_part: ran.append(name) or True)
+    done.all_parts()
+    kinds = {
+        "questions": {f"questions: {topic}" for topic in check.TOPICS},
+        "tests": {"tests"},
+        "benchmarks": {*check.BENCHMARKS, "trace of a step"},
+    }
+    assert set(ran) & set().union(*kinds.values()) == kinds[part]
+
+
+@pytest.mark.parametrize("broken", ["packages", "planner"])
+def test_nothing_runs_without_the_package(one_check, monkeypatch, broken):
+    done = one_check()
+    for name in ("packages", "planner"):
+        result = "failed: exit code 1" if name == broken else "ok"
+        row = check.Row(name, result)
+        monkeypatch.setattr(done, name, lambda row=row: row)
+    done.all_parts()
+    assert done.rows[-1].part == broken and done.has_failed()
+
+
+def test_files_with_gpu_tests_are_found_by_what_they_import_too(tmp_path, monkeypatch):
+    files = check.files_with_gpu_tests(ROOT / "tests")
+    assert "tests/gpu/test_training.py" in files and "tests/planner/test_plan.py" not in files
+    mark = ".".join(("pytest", "mark", "gpu"))  # in one word this file would be one of them
+    texts = {
+        "helper.py": f"GPU = {mark}",
+        "test_by_itself.py": f"@{mark}",
+        "test_by_helper.py": "from tests.helper import GPU",
+        "test_other.py": "from tests.helpers import CPU",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.files_with_gpu_tests(tmp_path) == ["test_by_helper.py", "test_by_itself.py"]
+
+
+def test_wheels_are_taken_without_an_index(one_check, tmp_path, monkeypatch):
+    done = one_check(wheels=tmp_path)
+    commands = []
+    monkeypatch.setattr(needs, "is_here", lambda one: needs.name_of(one) != "orjson")
+    monkeypatch.setattr(
+        done,
+        "command",
+        lambda words, limit: commands.append(words) or running.Finished(0, [], 1.0, False),
+    )
+    assert done.packages() == check.Row("packages", "ok", figures="1 installed")
+    (words,) = commands
+    assert "--no-index" in words and "--no-deps" in words and words[-1].startswith("orjson")
+    assert words[words.index("--target") + 1] == done.work / "site"
+
+
+def test_a_benchmark_keeps_to_the_time_that_is_left(one_check, monkeypatch):
+    done = one_check(limit_s=40.0)
+    assert done.benchmark("bench_of_nothing", 1).figures == "not in this tree"
+    assert done.benchmark("bench_offload", 4).figures == "no time left"
+    asked = []
+
+    def command(words, limit):
+        asked.append((words, limit))
+        lines = ["a machine", "| tokens | ms |", "|---|---|", "| 1 | 2 |", "| 2 | 3 |"]
+        return running.Finished(0, lines, 1.0, False)
+
+    monkeypatch.setattr(done, "command", command)
+    assert done.benchmark("bench_offload", 1).figures == "2 rows"
+    ((words, limit),) = asked
+    seconds = float(words[words.index("--seconds") + 1])
+    assert "--small" in words and seconds < limit <= 40
+    assert done.tables[:3] == ["## bench_offload", "", "a machine"]
+
+
+def test_without_a_gpu_it_says_so_and_leaves(tmp_path):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [ROOT / "scripts/gpu_check.sh", "--out", tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("no NVIDIA GPU here")
+
+
+@pytest.mark.slow
+def test_the_whole_flow_on_a_cpu(tmp_path):
+    done = subprocess.run(
+        [ROOT / "scripts/gpu_check.sh", "--cpu", "--out", tmp_path],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    assert "| tests | ok |" in done.stdout
+    assert (tmp_path / "check.md").exists() and (tmp_path / "check.log").exists()
+
+
+def bundle_of(tmp_path, extension=None):
+    """A bundle whose TransformerEngine is one Python file."""
+    bundle, tree = tmp_path / "bundle", tmp_path / "tree"
+    bundle.mkdir()
+    for name, text in (("__init__", "__version__ = '9.9'"), ("pytorch", "from . import marker")):
+        file = tree / f"transformer_engine/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    if extension is None:
+        (tree / "transformer_engine/marker.py").write_text("")
+    with tarfile.open(bundle / "te_py.tar.gz", "w:gz") as archive:
+        archive.add(tree, ".")
+    with bring_up_te.lzma.open(bundle / "libtransformer_engine_sm90.so.xz", "wb") as file:
+        file.write(b"library")
+    with bring_up_te.lzma.open(bundle / "te_torch_ext.so.xz", "wb") as file:
+        file.write(b"extension")
+    return bundle
+
+
+def brought_up(bundle, folder):
+    """With a torch that is one empty file, for the time that importing the real one takes."""
+    torch = folder.parent / "modules/torch/__init__.py"
+    torch.parent.mkdir(parents=True)
+    torch.touch()
+    environment = os.environ | {"PYTHONPATH": str(torch.parents[1])}
+    command = [sys.executable, SCRIPTS / "bring_up_te.py", bundle, folder]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_transformer_engine_comes_from_a_bundle(tmp_path):
+    done = brought_up(bundle_of(tmp_path), tmp_path / "te")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "TransformerEngine 9.9"
+    environment = json.loads((tmp_path / "te/environment.json").read_text())
+    assert environment["PYTHONPATH"] == str(tmp_path / "te/site")
+    libraries = tmp_path / "te/site/transformer_engine/wheel_lib"
+    assert (libraries / "libtransformer_engine.so").read_bytes() == b"library"
+
+
+def test_an_extension_that_does_not_load_is_built_or_told(tmp_path):
+    """Planted: the carried one is of another torch, and there are no sources to build it from."""
+    done = brought_up(bundle_of(tmp_path, extension="of another torch"), tmp_path / "te")
+    assert done.returncode == 1
+    assert "does not load: building it" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("TransformerEngine does not come up:") and "expected one" in last
