@@ -229,7 +229,8 @@ COMMANDS = {
         "tests/scripts/benchmarks/test_bench_preprocess.py::test_beside_megatrons_own_tool",
         needs=IN_A_CHECKOUT,
     ),
-    "python scripts/benchmarks/bench_planner.py --strategies dp-balance --latency 15 25 10": Elsewhere(
+    "python scripts/benchmarks/bench_planner.py --strategies dp-balance "
+    "--latency 15 25 10": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_with_latency_and_noise"
     ),
     "python scripts/benchmarks/bench_planner.py --strategies static dp-balance "
