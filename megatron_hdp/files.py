@@ -33,14 +33,19 @@ def new_file(path: Path, *, durable: bool) -> Iterator[str]:
     temporary = f"{name}.tmp{os.getpid()}"
     try:
         yield temporary
-        if durable:
-            sync(temporary)
-        os.replace(temporary, name)
-        if durable:
-            sync(os.path.dirname(name) or ".")
+        put_in_place(temporary, name, durable=durable)
     finally:
         with suppress(FileNotFoundError):
             os.remove(temporary)
+
+
+def put_in_place(temporary: Path, path: Path, *, durable: bool) -> None:
+    """Give a complete file its name; what had that name before is gone."""
+    if durable:
+        sync(temporary)
+    os.replace(temporary, path)
+    if durable:
+        sync(os.path.dirname(path) or ".")
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool, mode: int = 0o666) -> None:

@@ -180,12 +180,12 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:
     """Write the files that were asked for."""
-    from megatron_hdp.simulator.files import complete_file
+    from megatron_hdp.files import new_file
 
     made = chosen.plan
     assert made is not None
     if arguments.output:
-        with complete_file(arguments.output) as temporary:
+        with new_file(arguments.output, durable=False) as temporary:
             made.save(temporary)
         print(f"plan written to {arguments.output}")
     if not (arguments.plot or arguments.trace):

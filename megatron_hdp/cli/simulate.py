@@ -140,11 +140,11 @@ def _check_files(arguments: argparse.Namespace, read: list[str | None]) -> None:
 
 def _write(arguments: argparse.Namespace, run: "Run", subject: "Subject") -> None:
     from megatron_hdp.cli import simulating
-    from megatron_hdp.simulator.files import complete_file
+    from megatron_hdp.files import new_file
     from megatron_hdp.simulator.report import write_report
 
     if arguments.output:
-        with complete_file(arguments.output) as temporary:
+        with new_file(arguments.output, durable=False) as temporary:
             Path(temporary).write_bytes(simulating.as_json(run, arguments))
         print(f"written to {arguments.output}")
     for path in arguments.report:

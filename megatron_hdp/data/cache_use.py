@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_hdp.files import is_named
+
 
 @dataclass(frozen=True)
 class StoredCache:
@@ -54,15 +56,6 @@ def note_opened(path: Path) -> bool:
         return hold(file)
     finally:
         os.close(file)
-
-
-def is_named(file: int, path: Path) -> bool:
-    """Return whether an open file is the one at a path: a lock of another would exclude nobody."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(file))
 
 
 @contextmanager

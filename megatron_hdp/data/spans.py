@@ -10,8 +10,9 @@ the last column a count costs two searches among the spans of its document, howe
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import BinaryIO, Self
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
+from megatron_hdp.files import new_file
 
 _MAGIC = b"HDPSPANS"
 _VERSION = 1
@@ -186,14 +188,19 @@ class Spans:
 class SpansWriter:
     """A context manager that writes a ``.spans``, document by document: all of it or nothing.
 
-    What is added goes to temporary files beside the target, so memory does not grow; when the block
-    ends without an error they are joined and renamed, else nothing is left behind.
+    What is added goes to files without a name, so memory does not grow; when the block ends without
+    an error they are joined, else nothing is left behind.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Prepare ``PREFIX.spans``; missing folders are made."""
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = False) -> None:
+        """Prepare ``PREFIX.spans``; missing folders are made.
+
+        Args:
+            path: of the file.
+            durable: whether it is on the disk, whatever happens, once it has its name.
+        """
         self._path = os.fspath(path)
-        self._temporary = f"{self._path}.tmp{os.getpid()}"
+        self._durable = durable
         self.num_documents = 0
         self.num_spans = 0
         self.num_trained_tokens = 0
@@ -202,10 +209,11 @@ class SpansWriter:
 
     def __enter__(self) -> Self:
         """Open the temporary files."""
-        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+        folder = os.path.dirname(self._path) or "."
+        os.makedirs(folder, exist_ok=True)
         self._columns = tuple(
-            self._open.enter_context(open(name, "w+b"))  # noqa: SIM115, the stack closes it
-            for name in self._part_names()
+            self._open.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115, the stack closes it
+            for _ in range(3)
         )
         for column in self._columns[::2]:  # both begin with a 0
             column.write(np.zeros(1, dtype=_INT64).tobytes())
@@ -266,36 +274,33 @@ class SpansWriter:
         traceback: TracebackType | None,
     ) -> None:
         """Put the file in place, or remove what was written if the block failed."""
-        try:
-            with self._open:
-                if error_type is None:
-                    self._commit()
-        finally:
-            for name in (self._temporary, *self._part_names()):
-                if os.path.exists(name):
-                    os.remove(name)
+        with self._open:
+            if error_type is None:
+                self._commit()
 
     def _commit(self) -> None:
-        with open(self._temporary, "wb") as target:
+        with (
+            new_file(self._path, durable=self._durable) as temporary,
+            open(temporary, "wb") as target,
+        ):
             target.write(_HEADER.pack(_MAGIC, _VERSION, self.num_documents, self.num_spans))
             for column in self._columns:
                 column.seek(0)
                 shutil.copyfileobj(column, target, 1 << 20)
-        os.replace(self._temporary, self._path)
-
-    def _part_names(self) -> Iterator[str]:
-        return (f"{self._temporary}.{name}" for name in ("first", "spans", "before"))
 
 
 def concatenate_spans(
-    paths: Iterable[str | os.PathLike[str]], target: str | os.PathLike[str]
+    paths: Iterable[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    durable: bool = False,
 ) -> None:
     """Write the documents of several files into one, in this order.
 
     Raises:
         TokenFileError: one of the files is damaged or missing; there is no target then.
     """
-    with SpansWriter(target) as writer:
+    with SpansWriter(target, durable=durable) as writer:
         for path in paths:
             writer.add_all_of(Spans(path))
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megatron_hdp.arrays import Int32Array, Int64Array
 from megatron_hdp.data.index_file import HEADER_BYTES, IndexFile, TokenFileError, pack_header
+from megatron_hdp.files import sync
 
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _UINT16_BELOW = 65_500
@@ -271,12 +272,3 @@ class _NewPair:
         for path in (self.bin, self.idx):
             if os.path.exists(path):
                 os.remove(path)
-
-
-def sync(path: str) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -166,9 +166,9 @@ def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | Non
 
 def write(profile: "Profile", own: argparse.Namespace) -> None:
     """Prints a profile and writes its files."""
+    from megatron_hdp.files import new_file
     from megatron_hdp.profile import report
     from megatron_hdp.profile.picture import draw
-    from megatron_hdp.simulator.files import complete_file
 
     print(report.as_text(profile))
     texts = {
@@ -176,7 +176,7 @@ def write(profile: "Profile", own: argparse.Namespace) -> None:
         report_path(own.output): report.as_json(profile),
     }
     for path, text in texts.items():
-        with complete_file(path) as temporary:
+        with new_file(path, durable=False) as temporary:
             Path(temporary).write_bytes(text)
         print(f"written to {path}")
     if own.picture is not None:

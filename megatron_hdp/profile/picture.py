@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from megatron_hdp.files import new_file
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER
 from megatron_hdp.profile.fitting import errors_of
 from megatron_hdp.profile.job import Profile
-from megatron_hdp.simulator.files import complete_file
 from megatron_hdp.simulator.plot import import_figure
 
 _COLOURS = {COMPUTE: "C0", ATTENTION: "C2", EXPERTS: "C3", RING: "C1", TRANSFER: "C4"}
@@ -36,7 +36,7 @@ def draw(profile: Profile, path: str | os.PathLike[str]) -> None:
     times.set_ylabel("cost model, seconds")
     left.set_ylabel("error of the cost model, %")
     times.legend(fontsize=8)
-    with complete_file(path) as temporary:
+    with new_file(path, durable=False) as temporary:
         figure.savefig(temporary, format=os.path.splitext(path)[1].lstrip(".") or "png")
 
 

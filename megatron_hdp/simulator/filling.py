@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import AnyArray
-from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.files import write_atomically
 
 _NUMBERS = "__NUMBERS__"
 
@@ -29,8 +29,7 @@ def write_filled(path: str | os.PathLike[str], template: str, places: Mapping[st
     parts = re.split(f"({pattern})", template)  # what is filled in is not looked at again
     assert sorted(parts[1::2]) == sorted(places), parts[1::2]
     parts[1::2] = [places[place] for place in parts[1::2]]
-    with complete_file(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
-        stream.writelines(parts)
+    write_atomically(path, "".join(parts).encode(), durable=False)
 
 
 def text_of(package: str, name: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.files import new_file
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.files import complete_file
 from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
 from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, is_dark, pale
 
@@ -270,5 +270,5 @@ def _save(figure: Any, path: str) -> None:
     known = sorted(figure.canvas.get_supported_filetypes())
     if suffix not in known:
         raise ValueError(f"picture {path}: expected a name that ends in .{', .'.join(known)}")
-    with complete_file(path) as temporary:
+    with new_file(path, durable=False) as temporary:
         figure.savefig(temporary, format=suffix)

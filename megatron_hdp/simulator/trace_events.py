@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.files import new_file
 from megatron_hdp.planner import Plan
-from megatron_hdp.simulator.files import complete_file
 
 Event = dict[str, Any]
 
@@ -28,7 +28,7 @@ def write_events(
         events: what it holds, in the order in which a viewer lists processes and threads.
         about: facts on the whole file.
     """
-    with complete_file(path) as temporary, open(temporary, "wb") as stream:
+    with new_file(path, durable=False) as temporary, open(temporary, "wb") as stream:
         stream.write(b'{"displayTimeUnit": "ms", ')
         if about is not None:
             stream.write(b'"otherData": ' + orjson.dumps(about) + b", ")

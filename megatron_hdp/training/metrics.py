@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 
 import orjson
 
+from megatron_hdp.files import write_atomically
 from megatron_hdp.megatron.step import EvaluationLoss, StepFigures, StepReport, figure
 
 _BEGINNING = b'{"'  # of a step's line
@@ -236,9 +237,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _new_file(path: Path, content: bytes) -> IO[bytes]:
     """Replace the file by one of `content` and open that for writing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    write_atomically(path, content, durable=False)
     return path.open("r+b")
 
 

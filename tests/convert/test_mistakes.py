@@ -194,7 +194,7 @@ def test_two_at_once(saved, tmp_path, capsys):
     carry = to_megatron.hf_folder.carry
 
     def meanwhile(*arguments):
-        refused(capsys, argv, "is still being prepared by process")
+        refused(capsys, argv, "locked by process")
         carry(*arguments)
 
     with mock.patch.object(to_megatron.hf_folder, "carry", meanwhile):

@@ -1,16 +1,13 @@
 """Who opens a cache in the moment in which it is pruned makes it again."""
 
 import os
-import threading
 
 import pytest
 
 from megatron_hdp.data import cache_use
-from megatron_hdp.data.cache_use import alone, hold, is_named, note_opened
+from megatron_hdp.data.cache_use import alone, hold, note_opened
 from megatron_hdp.data.prepare import ledger
-from megatron_hdp.data.prepare import lock as prepare_lock
-from megatron_hdp.data.prepare.lock import only_one
-from megatron_hdp.data.tables import cache_file, node_lock, open_table
+from megatron_hdp.data.tables import cache_file, open_table
 from tests.data.prepare.corpora import names, run, texts_of, write_lines
 from tests.data.tables.pairs import everything, write_pair
 
@@ -42,11 +39,8 @@ def test_the_time_of_access_is_set_and_no_other(path):
 
 def test_a_file_without_a_name(path):
     with path.open("rb") as file:
-        assert is_named(file.fileno(), path)
         path.unlink()
-        assert not hold(file.fileno()) and not is_named(file.fileno(), path)
-        path.touch()
-        assert not is_named(file.fileno(), path)
+        assert not hold(file.fileno())
 
 
 def test_a_file_that_is_read_only_is_locked_and_stays_so(path, monkeypatch):
@@ -72,38 +66,6 @@ def test_a_file_system_without_locks(path, monkeypatch):
     assert note_opened(path)
     with pytest.raises(OSError, match=r"Operation not supported: '.*file'"), alone(path):
         pytest.fail("it has no lock")
-
-
-def of_a_table(path):
-    return node_lock.node_lock(path, "table", print)
-
-
-def of_a_source(path):
-    return only_one(path, "source", 10.0, print)
-
-
-@pytest.mark.parametrize("lock", [of_a_table, of_a_source])
-@pytest.mark.parametrize("faulty", [False, True])
-def test_a_lock_that_is_pruned_is_not_relied_on(path, monkeypatch, lock, faulty):
-    """Without looking at its name again two processes would make the same thing."""
-    if faulty:
-        monkeypatch.setattr(node_lock, "is_named", lambda file, path: True)
-        monkeypatch.setattr(prepare_lock, "is_named", lambda file, path: True)
-    was_named = []
-
-    def wait():
-        with lock(path):
-            was_named.append(path.exists())
-
-    with alone(path) as is_alone:
-        assert is_alone
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        waiter.join(0.3)
-        assert waiter.is_alive()
-        path.unlink()
-    waiter.join(30)
-    assert was_named == [not faulty]
 
 
 def test_a_table_that_is_pruned_while_it_is_opened(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from megatron_hdp.data.mixture import (
 )
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.simulator.files import complete_file
+from megatron_hdp.files import new_file
 
 _SILENT_S = 1.0  # before a bar is shown
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0  # between two looks of it
@@ -118,7 +118,7 @@ def _longest(prefix: str) -> int:
 def _write(path: str, found: plan_report.Findings, text: str) -> None:
     if path.endswith(".json"):
         raw = orjson.dumps(plan_report.record(found), option=orjson.OPT_INDENT_2)
-        with complete_file(path) as temporary:
+        with new_file(path, durable=False) as temporary:
             Path(temporary).write_bytes(raw)
         return
     write_charts(path, plan_report.title(found), plan_report.charts(found), text)

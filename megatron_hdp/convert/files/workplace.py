@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_hdp.data.prepare import only_one
+from megatron_hdp.files import locked, sync, write_atomically
 
 _FILES, _MADE_FROM, _LOCK, _DONE = "files", "made-from.txt", "lock", ".done"
 
@@ -44,12 +44,7 @@ class Workplace:
     def finish(self, name: str, record: Any) -> None:
         """Notes that a file, which is on the disk, is finished."""
         path = self._partial / f"{name}{_DONE}"
-        written = path.with_name(path.name + ".tmp")
-        with written.open("w") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, path)
+        write_atomically(path, json.dumps(record).encode(), durable=True)
 
 
 @contextmanager
@@ -68,7 +63,7 @@ def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Itera
     partial = target.with_name(target.name + ".partial")
     require_new(target)
     partial.mkdir(parents=True, exist_ok=True)
-    with only_one(partial / _LOCK, str(target), 0.0, say):
+    with locked(partial / _LOCK, str(target), say, patience_s=0.0):
         _begin(partial, made_from, say)
         try:
             yield Workplace(partial)
@@ -83,7 +78,7 @@ def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Itera
         require_new(target)
         _sync_all(partial / _FILES)
         os.rename(partial / _FILES, target)
-        _sync(target.parent)
+        sync(target.parent)
         shutil.rmtree(partial)
 
 
@@ -127,13 +122,5 @@ def _sync_all(folder: Path) -> None:
         for name in names:
             path = Path(parent, name)
             if path.stat().st_size < 1 << 20:
-                _sync(path)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                sync(path)
+        sync(parent)

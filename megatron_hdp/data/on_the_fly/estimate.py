@@ -19,8 +19,7 @@ import xxhash
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.on_the_fly.decoder import Decoder
 from megatron_hdp.data.on_the_fly.records import RecordIndex
-from megatron_hdp.data.prepare import only_one
-from megatron_hdp.data.token_writer import sync
+from megatron_hdp.files import locked, write_atomically
 
 VERSION = 1
 _NUM_RUNS, _RUN = 8, 32  # of neighbouring records: a table is read by parts
@@ -85,7 +84,8 @@ def open_estimate(
         try:
             os.makedirs(folder, exist_ok=True)
             lock = path.with_suffix(".lock")
-            alone.enter_context(only_one(lock, f"estimate of source {name}", _WAIT_S, say))
+            what = f"estimate of source {name}"
+            alone.enter_context(locked(lock, what, say, patience_s=_WAIT_S))
         except OSError as error:  # a folder that is filled elsewhere and read-only here, for one
             trouble = error
         found = _read(path, len(rows)) or _counted(decoder, rows)
@@ -139,15 +139,8 @@ def _read(path: Path, num_sampled: int) -> TextEstimate | None:
 
 
 def _write(path: Path, estimate: TextEstimate) -> None:
-    """Write it where it belongs: all of it or nothing."""
-    temporary = Path(f"{path}.tmp{os.getpid()}")
-    try:
-        text = json.dumps({"estimate": asdict(estimate), "check": _check(estimate)})
-        temporary.write_text(text)
-        sync(os.fspath(temporary))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps({"estimate": asdict(estimate), "check": _check(estimate)})
+    write_atomically(path, text.encode(), durable=True)
 
 
 def _check(estimate: TextEstimate) -> str:

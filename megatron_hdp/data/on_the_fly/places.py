@@ -1,19 +1,17 @@
 """Where the records of one file begin, as a file that is made once and mapped by many processes.
 
-Layout (little endian): 8 bytes magic, ``uint32`` version, ``uint32`` size of the description,
-``uint64`` XXH3 of the description, the description (JSON), zeros up to byte 4096, then the places
-and, of a table, the number of the first record of each of its parts.
+The first page is that of `data.mapped_file`; then come the places and, of a table, the number of
+the first record of each of its parts.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +20,11 @@ import xxhash
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import sampled
 from megatron_hdp.data.formats import require_text, table_parts
-from megatron_hdp.data.token_writer import sync
+from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
+from megatron_hdp.files import new_file
 
 VERSION = 1
-_MAGIC = b"HDPPLACE"
-_HEAD = struct.Struct("<8sIIQ")
-_PAGE = 4096
+_KIND = FileKind(b"HDPPLACE", VERSION)
 _NUM_SAMPLES = 16
 _BLOCK_BYTES = 2**24
 _NEWLINE = 10
@@ -44,6 +41,21 @@ class _Facts:
     dtype: str
     """Of the places."""
     has_parts: bool
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any]) -> _Facts:
+        """Read them from a file's description."""
+        return cls(**about["facts"])
+
+    @property
+    def end(self) -> int:
+        """Where the places end."""
+        return PAGE + self.num_places * np.dtype(self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file that holds the places."""
+        return self.end + (8 * self.num_places if self.has_parts else 0)
 
 
 @dataclass(frozen=True)
@@ -77,28 +89,17 @@ def read_places(path: Path) -> Places | None:
     except FileNotFoundError:
         return None
     try:
-        num_bytes = os.fstat(file).st_size
-        page = os.pread(file, _PAGE, 0)
-        if len(page) < _PAGE:
-            return None
-        magic, version, size, digest = _HEAD.unpack_from(page)
-        text = page[_HEAD.size : _HEAD.size + size]
-        if (magic, version) != (_MAGIC, VERSION) or xxhash.xxh3_64_intdigest(text) != digest:
-            return None
-        said = json.loads(text)
-        facts = _Facts(**said["facts"])
-        begin = _PAGE + facts.num_places * np.dtype(facts.dtype).itemsize
-        expected = begin + (8 * facts.num_places if facts.has_parts else 0)
-        if num_bytes != expected or _samples(file, num_bytes) != said["samples"]:
-            return None
-        mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+        about, mapped = _KIND.map(file, lambda about: _Facts.of(about).num_bytes)
+    except DamagedFileError:
+        return None
     finally:
         os.close(file)
-    places = np.frombuffer(mapped, facts.dtype, facts.num_places, _PAGE)
+    facts = _Facts.of(about)
+    places = np.frombuffer(mapped, facts.dtype, facts.num_places, PAGE)
     firsts = None
     if facts.has_parts:
-        firsts = np.frombuffer(mapped, "<i8", facts.num_places, begin)
-    return Places(facts.num_records, places, firsts, num_bytes)
+        firsts = np.frombuffer(mapped, "<i8", facts.num_places, facts.end)
+    return Places(facts.num_records, places, firsts, facts.num_bytes)
 
 
 def write_places(
@@ -126,13 +127,12 @@ def write_places(
         ValueError: the file is damaged, or no text.
         OSError: there is no room, for one.
     """
-    temporary = f"{target}.tmp{os.getpid()}"
     dtype = "<u4" if size < 2**32 else "<u8"
     firsts: list[int] = []
     num_records = num_places = 0
-    try:
+    with new_file(target, durable=True) as temporary:
         with open(temporary, "w+b") as stream:
-            stream.seek(_PAGE)
+            stream.seek(PAGE)
             if layout == "lines":
                 require_text(path)
                 for begins in line_begins(path, tell):
@@ -147,22 +147,10 @@ def write_places(
                     num_records += part.num_rows
                 stream.write(np.array(firsts, dtype="<i8").tobytes())
                 tell(size)
-            stream.truncate(max(stream.tell(), _PAGE))
-            stream.flush()
+            stream.truncate()
             facts = _Facts(num_records, num_places, dtype, layout != "lines")
-            samples = _samples(stream.fileno(), stream.tell())
-            text = json.dumps({"facts": asdict(facts), "samples": samples, "of": path[-1024:]})
-            raw = text.encode()
-            head = _HEAD.pack(_MAGIC, VERSION, len(raw), xxhash.xxh3_64_intdigest(raw)) + raw
-            assert len(head) <= _PAGE
-            stream.seek(0)
-            stream.write(head.ljust(_PAGE, b"\0"))
+            _KIND.describe(stream.fileno(), {"facts": asdict(facts), "of": path[-256:]})
         check()
-        sync(temporary)
-        os.replace(temporary, target)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
 
 
 def line_begins(path: str, tell: Tell) -> Iterator[Int64Array]:
@@ -189,7 +177,7 @@ def line_begins(path: str, tell: Tell) -> Iterator[Int64Array]:
 
 def _is_blank(file: int, at: int) -> bool:
     """Whether nothing but white space stands in the line that begins at a byte."""
-    while raw := os.pread(file, _PAGE, at):
+    while raw := os.pread(file, PAGE, at):
         line, newline, _ = raw.partition(b"\n")
         if line and not line.isspace():
             return False
@@ -197,7 +185,3 @@ def _is_blank(file: int, at: int) -> bool:
             return True
         at += len(raw)
     return True
-
-
-def _samples(file: int, num_bytes: int) -> str:
-    return xxhash.xxh3_64_hexdigest(sampled(file, _PAGE, num_bytes, _NUM_SAMPLES))

@@ -24,8 +24,9 @@ from megatron_hdp.data.formats import (
 )
 from megatron_hdp.data.on_the_fly.files import SourceFiles
 from megatron_hdp.data.on_the_fly.places import Places, places_path, read_places, write_places
-from megatron_hdp.data.prepare import only_one, progress_bar
+from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.data.tokenizers import available_cpus
+from megatron_hdp.files import locked
 
 Say = Callable[[str], None]
 
@@ -69,7 +70,7 @@ class RecordIndex:
         if missing:
             os.makedirs(folder, exist_ok=True)
             lock = next(iter(targets.values())).with_suffix(".lock")
-            with only_one(lock, f"source {name}", _DAY_S, say):
+            with locked(lock, f"source {name}", say, patience_s=_DAY_S):
                 missing = [number for number in missing if read_places(targets[number]) is None]
                 _make(name, files, {number: targets[number] for number in missing}, say)
             found |= {n: _written(targets[n]) for n, one in found.items() if one is None}

@@ -14,7 +14,6 @@ from megatron_hdp.data.prepare.decoding import (
     text_key,
     tokens_of_texts,
 )
-from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts
 from megatron_hdp.data.prepare.stored import stored_sources
 from megatron_hdp.data.prepare.tokenising import progress_bar, write_pair
@@ -26,7 +25,6 @@ __all__ = [
     "batches_of",
     "conversations_of",
     "job_of",
-    "only_one",
     "prepare",
     "progress_bar",
     "recipe_of",

@@ -23,12 +23,12 @@ from megatron_hdp.data.prepare.contents import (
 )
 from megatron_hdp.data.prepare.decoding import Job, job_of, text_key
 from megatron_hdp.data.prepare.ledger import Ledger, known_contents
-from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.stored import LOCK, MANIFEST, SUFFIXES
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.prepare.work import MOST_NAMED
 from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.files import locked
 
 Say = Callable[[str], None]
 
@@ -56,7 +56,7 @@ def prepare(
     folder: Path,
     workers: int,
     say: Say | None = None,
-    wait_s: float = _DAY_S,
+    patience_s: float = _DAY_S,
     shard_bytes: int | None = None,
 ) -> Prepared:
     """Tokenise a source into a cache, or find it there.
@@ -70,7 +70,7 @@ def prepare(
         folder: of the cache; made if it is missing.
         workers: processes; 0: this one does it.
         say: is told what happens, a line at a time (default: standard error).
-        wait_s: how long to wait for another process that prepares the same.
+        patience_s: how long to wait for another process that prepares the same.
         shard_bytes: how much of the files is one piece of work; None: by their size.
 
     Raises:
@@ -97,7 +97,7 @@ def prepare(
     ledger = Ledger(folder, f"{name}-{key}", SUFFIXES[kind])
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
     if (counts := ledger.prepared()) is None:
-        with only_one(ledger.path(LOCK), f"source {spec.name}", wait_s, say):
+        with locked(ledger.path(LOCK), f"source {spec.name}", say, patience_s=patience_s):
             counts = ledger.prepared()
             if counts is None:
                 job = job_of(spec, kind, tokenizer)

@@ -18,7 +18,7 @@ from megatron_hdp.data.cache_use import note_opened
 from megatron_hdp.data.prepare.contents import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
 from megatron_hdp.data.prepare.stored import MAIN, MANIFEST, WORK
-from megatron_hdp.data.token_writer import sync
+from megatron_hdp.files import write_atomically
 
 _FILES = "files"
 
@@ -113,14 +113,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: str, content: Mapping[str, Any]) -> None:
-    """Write JSON that is whole or not there."""
-    temporary = f"{path}.tmp{os.getpid()}"
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(orjson.dumps(content, option=orjson.OPT_INDENT_2))
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-    sync(os.path.dirname(path) or ".")
+    write_atomically(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=True)

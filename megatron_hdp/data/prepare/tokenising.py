@@ -10,7 +10,7 @@ from megatron_hdp.data.prepare.crew import Crew, Task
 from megatron_hdp.data.prepare.decoding import Job
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.work import MOST_NAMED, Tell, run_shard
-from megatron_hdp.data.token_writer import concatenate_pairs, move_pair, sync
+from megatron_hdp.data.token_writer import concatenate_pairs, move_pair
 
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0
 
@@ -88,9 +88,8 @@ def join(job: Job, prefixes: Sequence[str], target: str) -> None:
 def _join_spans(job: Job, prefixes: Sequence[str], target: str) -> None:
     from megatron_hdp.data.spans import concatenate_spans
 
-    concatenate_spans([prefix + ".spans" for prefix in prefixes], target + ".spans")
-    if job.durable:
-        sync(target + ".spans")
+    paths = [prefix + ".spans" for prefix in prefixes]
+    concatenate_spans(paths, target + ".spans", durable=job.durable)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from megatron_hdp.data.prepare.decoding import (
     tokens_of_texts,
 )
 from megatron_hdp.data.prepare.shards import Counts, Shard
-from megatron_hdp.data.token_writer import TokenWriter, sync
+from megatron_hdp.data.token_writer import TokenWriter
 
 MOST_NAMED = 5
 
@@ -88,7 +88,7 @@ def _write_conversations(
     from megatron_hdp.data.spans import SpansWriter
 
     conversations = conversations_of(job)
-    with SpansWriter(prefix + ".spans") as spans:
+    with SpansWriter(prefix + ".spans", durable=job.durable) as spans:
         for record in records:
             tell(record.num_bytes)
             documents = rendered(conversations, record)
@@ -98,5 +98,3 @@ def _write_conversations(
             for one in documents:
                 writer.add(one.ids)
                 spans.add(one.spans)
-    if job.durable:
-        sync(prefix + ".spans")

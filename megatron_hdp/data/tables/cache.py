@@ -1,19 +1,18 @@
 """A folder of tables of sequences, one file each, built once a node and found by content."""
 
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import Documents, IndexFile
+from megatron_hdp.data.mapped_file import DamagedFileError
 from megatron_hdp.data.tables.cache_file import (
     VERSION,
     CachedTable,
-    DamagedTableError,
     TableOrigin,
     TableWriter,
     read_table,
@@ -22,11 +21,12 @@ from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.data.tables.filling import column_types, fill
 from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
 from megatron_hdp.data.tables.identity import IndexIdentity
-from megatron_hdp.data.tables.node_lock import Say, node_lock
 from megatron_hdp.data.tables.stored import LOCK, TABLE, TIMES, table_name
+from megatron_hdp.files import Say, locked, write_atomically
 
 _NOTE_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
+_PATIENCE_S = 600.0  # with a process that builds, and notes no progress
 _MOST_TIMES = 64  # remembered of one content
 
 
@@ -68,13 +68,26 @@ class TableCache:
             return found
         try:
             make_folder(self._folder)
-            with node_lock(self._path.with_suffix(LOCK), self._what, self._say) as note:
+            with self._locked() as note:
                 return self._prove_or_build(_Progress(self._what, note, self._say))
         except TableCacheError:
             # a folder may be filled elsewhere and be read-only here
             if found is None or not self._is_same(found, _Progress(self._what)):
                 raise
             return found
+
+    @contextmanager
+    def _locked(self) -> Iterator[Say]:
+        """Hold the lock of the table; an error of the block itself is none of the lock."""
+        lock, what = self._path.with_suffix(LOCK), self._what
+        with ExitStack() as stack:
+            try:
+                note = stack.enter_context(locked(lock, what, self._say, patience_s=_PATIENCE_S))
+            except TimeoutError as error:
+                raise TableCacheError(f"--data-cache-path {self._folder}: {error}") from None
+            except OSError as error:
+                raise unusable(self._folder, error) from None
+            yield note
 
     def _prove_or_build(self, progress: "_Progress") -> CachedTable:
         """Under the lock: another process may have been here first."""
@@ -97,7 +110,7 @@ class TableCache:
             return read_table(self._path), ""
         except FileNotFoundError:
             return None, ""
-        except DamagedTableError as error:
+        except DamagedFileError as error:
             return None, str(error)
         except OSError as error:
             raise unusable(self._folder, error) from None
@@ -122,10 +135,9 @@ class TableCache:
 
     def _remember_time(self, found: CachedTable) -> None:
         times = [*self._known_times(found), self._identity.mtime_ns][-_MOST_TIMES:]
-        new = self._times_path.with_name(f"{self._times_path.name}.{os.getpid()}")
+        text = json.dumps({"content": found.origin.content, "mtime_ns": times})
         with suppress(OSError):  # without it the next process compares again
-            new.write_text(json.dumps({"content": found.origin.content, "mtime_ns": times}))
-            os.replace(new, self._times_path)
+            write_atomically(self._times_path, text.encode(), durable=False)
 
     def _build(self, progress: "_Progress") -> None:
         """Make the file, under the lock: it appears whole, or not at all."""

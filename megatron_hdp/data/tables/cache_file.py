@@ -1,10 +1,7 @@
 """A table of sequences as a file: written once, then mapped read-only by every process of a node.
 
-Layout (little endian): 8 bytes magic, ``uint32`` version, ``uint32`` size of the description,
-``uint64`` XXH3 of the description, the description (JSON), zeros up to byte 4096, then the columns
-of `Columns`, each from a multiple of 4096 on, one of 2 MiB or more from a multiple of 2 MiB on. A
-file is never changed in place: where a mapped file shrinks, the kernel kills whoever touches what
-is gone.
+The first page is that of `data.mapped_file`; then come the columns of `Columns`, each from a
+multiple of 4096 on, one of 2 MiB or more from a multiple of 2 MiB on.
 
 **Large pages.** A process's first step touches the column of lengths at as many places as it has
 sequences. In pages of 4 KiB that is a page fault for nearly every 64 KiB: 12,000 at 200M rows. So
@@ -14,37 +11,28 @@ is read again from the disk.
 """
 
 import errno
-import json
 import mmap
 import os
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megatron_hdp.data.cache_use import hold
-from megatron_hdp.data.content import sampled
+from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
 from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.filling import Column, Columns
 from megatron_hdp.data.tables.folder import unusable
+from megatron_hdp.files import put_in_place
 
 VERSION = 2
 
-_MAGIC = b"HDPTABLE"
-_HEAD = struct.Struct("<8sIIQ")
-_PAGE = 4096
+_KIND = FileKind(b"HDPTABLE", VERSION)
 _LARGE_PAGE = 1 << 21
-_NUM_SAMPLES = 16
 _TYPES = ("<u4", "<i8")
-
-
-class DamagedTableError(Exception):
-    """A file that is no whole table of this version; says why, as what is said of the file."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class TableWriter:
         self._types = types
         self._places, self._num_bytes = _places(num_rows, types)
         self._waiting = {name: _Waiting(place) for name, place in self._places.items()}
-        self._new = path.with_name(f"{path.name}.{os.getpid()}")
+        self._new = path.with_name(f"{path.name}.tmp{os.getpid()}")
         with self._told():
             self._file = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
 
@@ -116,33 +104,14 @@ class TableWriter:
             self._write(*column.take(len(column)))
         with self._told():
             os.ftruncate(self._file, self._num_bytes)
-        text = json.dumps(
-            {
-                "columns": self._types,
-                "samples": _samples(self._file, self._num_bytes),
-                "facts": asdict(facts),
-                "origin": asdict(origin),
-            },
-            indent=1,
-        ).encode()
-        head = _HEAD.pack(_MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text))
-        if len(head) + len(text) > _PAGE:
-            raise ValueError(
-                f"the path {origin.index[:60]}... is too long for a table's first page"
-            )
-        self._write(memoryview(head + text), 0)
-        with self._told():
+            about = {"columns": self._types, "facts": asdict(facts), "origin": asdict(origin)}
+            _KIND.describe(self._file, about)
             os.fchmod(self._file, 0o444)
-            os.fsync(self._file)
-            os.replace(self._new, self._path)
-            _sync(self._path.parent)
+            put_in_place(self._new, self._path, durable=True)
 
     def _write(self, data: memoryview, place: int) -> None:
-        """Written, not mapped: a full disk is an error of a write, and a signal of a mapping."""
         with self._told():
-            while len(data):
-                count = os.pwrite(self._file, data, place)
-                data, place = data[count:], place + count
+            write_at(self._file, data, place)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -183,75 +152,43 @@ def read_table(path: Path) -> CachedTable:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedTableError: the file is no whole table of this version.
+        DamagedFileError: the file is no whole table of this version.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not hold(file):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        said = _described(os.pread(file, _PAGE, 0))
-        num_bytes = os.fstat(file).st_size
-        try:
-            facts, origin = TableFacts(**said["facts"]), TableOrigin(**said["origin"])
-            types, num_rows = dict(said["columns"]), int(facts.num_sequences)
-            places, expected = _places(num_rows, types)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedTableError(f"has an unknown description ({error!r})") from None
-        if num_bytes != expected:
-            raise DamagedTableError(f"has {num_bytes:,} bytes, expected {expected:,}")
-        if _samples(file, num_bytes) != said.get("samples"):
-            raise DamagedTableError("has other bytes than were written")
-        mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)  # has a descriptor of its own
+        about, mapped = _KIND.map(file, lambda about: _parsed(about)[-1])
     finally:
         os.close(file)
     with suppress(AttributeError, OSError):  # not Linux, or a kernel without large pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
+    facts, origin, types, places, _ = _parsed(about)
     columns: dict[str, Any] = {
-        name: np.frombuffer(mapped, dtype=dtype, count=num_rows, offset=places[name])
+        name: np.frombuffer(mapped, dtype=dtype, count=facts.num_sequences, offset=places[name])
         for name, dtype in types.items()
     }
     mapped_columns = Columns(columns["begin"], columns["length"], columns.get("document"))
     return CachedTable(facts, origin, mapped_columns)
 
 
-def _described(page: bytes) -> dict[str, Any]:
-    """Return the description on the first page of a file."""
-    if len(page) < _PAGE:
-        raise DamagedTableError(f"has {len(page):,} bytes, its first page alone takes {_PAGE:,}")
-    magic, version, size, digest = _HEAD.unpack_from(page)
-    if magic != _MAGIC or version != VERSION:
-        raise DamagedTableError(f"begins with {magic!r}, version {version}, expected {VERSION}")
-    text = page[_HEAD.size : _HEAD.size + size]
-    if len(text) != size or xxhash.xxh3_64_intdigest(text) != digest:
-        raise DamagedTableError("has a damaged description")
-    said = json.loads(text)
-    if not isinstance(said, dict):
-        raise DamagedTableError("has an unknown description")
-    return said
+def _parsed(
+    about: Mapping[str, Any],
+) -> tuple[TableFacts, TableOrigin, dict[str, str], dict[str, int], int]:
+    """Return what a description says: also each column's type and place, and the file's size."""
+    facts, origin = TableFacts(**about["facts"]), TableOrigin(**about["origin"])
+    types = dict(about["columns"])
+    return facts, origin, types, *_places(int(facts.num_sequences), types)
 
 
 def _places(num_rows: int, types: dict[str, str]) -> tuple[dict[str, int], int]:
     """Return where each column begins, and where the last one ends."""
-    places, end = {}, _PAGE
+    places, end = {}, PAGE
     for name, dtype in types.items():
         if dtype not in _TYPES:
             raise ValueError(f"column {name} of type {dtype}")
         num_bytes = num_rows * np.dtype(dtype).itemsize
-        unit = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else _PAGE
+        unit = _LARGE_PAGE if num_bytes >= _LARGE_PAGE else PAGE
         places[name] = -(-end // unit) * unit
         end = places[name] + num_bytes
     return places, end
-
-
-def _samples(file: int, num_bytes: int) -> str:
-    """Return a digest of samples of the columns: it tells zeros and pieces of another file."""
-    return xxhash.xxh3_64_hexdigest(sampled(file, _PAGE, num_bytes, _NUM_SAMPLES))
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder lie on the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 _LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class TableCacheError(ValueError):
@@ -38,12 +37,6 @@ def unusable(folder: Path, error: OSError, num_bytes: int = 0) -> TableCacheErro
             f"--data-cache-path {folder}: found no room for a table of sequences ({found}; "
             f"{shutil.disk_usage(folder).free:,} bytes are free), expected {num_bytes:,} bytes: "
             "make room, or name a folder on another disk"
-        )
-    if error.errno in _NO_LOCKS:
-        return TableCacheError(
-            f"--data-cache-path {folder}: found a file system without file locks ({found}), "
-            "expected one that has them, so that the processes of a node build a table once: name "
-            "a folder on a local disk"
         )
     return TableCacheError(
         f"--data-cache-path {folder}: found what cannot be used ({found}), expected a folder to "

@@ -11,9 +11,9 @@ from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.data.tables.filling import fill_private
-from megatron_hdp.data.tables.node_lock import Say
 from megatron_hdp.data.tables.table import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
+from megatron_hdp.files import Say
 
 
 def count_documents(prefix: str | os.PathLike[str]) -> int:

@@ -8,7 +8,7 @@ from megatron_hdp.data.cache_use import StoredCache
 TABLE, LOCK, TIMES = ".table", ".lock", ".times"
 """The suffixes of a table's files; what is under way has a process's number behind one."""
 
-_NAME = re.compile(r"(sequences-[0-9a-f]{32})(?:\.lock|\.(?:table|times)(?:\.\d+)?)")
+_NAME = re.compile(r"(sequences-[0-9a-f]{32})(?:\.lock|\.(?:table|times)(?:\.tmp\d+)?)")
 
 
 def table_name(key: str) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.files import sync, write_atomically
+
 _EPOCH, _LOCK, _STEPS = "epoch", "lock", "steps.jsonl"
 _KEPT = 64  # entries that are left when the journal is cut
 _MOST_BYTES = 1 << 20
@@ -94,7 +96,7 @@ class Journal:
             finally:
                 os.close(file)
             if not size:
-                self._sync_names()
+                sync(self._folder)
 
     def entries(self) -> list[Entry]:
         """Return what was decided, oldest first; a line that was cut by a kill is left out."""
@@ -128,22 +130,7 @@ class Journal:
             return 0
 
     def _replace(self, name: str, data: bytes) -> None:
-        path = self._folder / f"{name}.new"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            _write(file, data)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        path.replace(self._folder / name)
-        self._sync_names()
-
-    def _sync_names(self) -> None:
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomically(self._folder / name, data, durable=True, mode=0o600)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

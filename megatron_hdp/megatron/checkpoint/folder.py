@@ -20,6 +20,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_hdp.files import sync, write_synced
+
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What the tracker says, and the checkpoint is called, where the weights are no run's: Megatron's
@@ -154,16 +156,16 @@ class CheckpointFolder:
         whole, tracker = self._named(iteration), self.path / TRACKER
         replaced, next_one = _replaced(whole), self.path / _next(TRACKER)
         _sync_to_disk(partial)
-        _write(next_one, str(iteration))
+        write_synced(next_one, str(iteration).encode())
         self._require_owned()
         if whole.exists():
             _remove(replaced)
             os.replace(whole, replaced)
         os.replace(partial, whole)
-        _sync_entries(self.path)  # the checkpoint is on disk before the tracker names it
+        sync(self.path)  # the checkpoint is on disk before the tracker names it
         self._require_owned()
         os.replace(next_one, tracker)
-        _sync_entries(self.path)
+        sync(self.path)
         _remove(replaced)
 
     def _named(self, iteration: int) -> Path:
@@ -212,25 +214,9 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)  # a writer with an open file may be in the way
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_to_disk(folder: Path) -> None:
     """Forces a folder to the disk; the library has done it for the files of tensors."""
     for path in folder.iterdir():
         if path.suffix != ".distcp":
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _sync_entries(folder)
-
-
-def _sync_entries(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(path)
+    sync(folder)

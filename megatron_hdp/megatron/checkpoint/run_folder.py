@@ -6,11 +6,11 @@ that it was resumed from, which ``--ckpt-step`` gave up, or of which a kill left
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_hdp.files import write_synced
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.owner import Ownership
 
@@ -152,10 +152,7 @@ def _require_room(folder: Path) -> None:
     """
     path = folder / "room"
     try:
-        with path.open("wb") as file:
-            file.write(bytes(_ROOM_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(path, bytes(_ROOM_BYTES))
     except OSError as error:
         raise ValueError(
             f"--save {folder.parent}: found {error.strerror}, expected room for a checkpoint: make "

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hdp.files import new_file
 from megatron_hdp.simulator.charts.chart import Chart, colour_of
-from megatron_hdp.simulator.files import complete_file
 from megatron_hdp.simulator.filling import text_of
 
 _MOST_NAMES = 24  # of bars that stand upright below them
@@ -94,7 +94,7 @@ def save(figure: Any, path: str) -> None:
     for axes in figure.axes:
         axes.set_position([round(place, 6) for place in axes.get_position().bounds])
     salted = matplotlib.rc_context({"svg.hashsalt": "megatron-hdp"})
-    with salted, complete_file(path) as temporary:
+    with salted, new_file(path, durable=False) as temporary:
         figure.savefig(temporary, format=suffix, metadata=_NO_DATES.get(suffix))
 
 

@@ -12,9 +12,8 @@ import pytest
 from megatron_hdp.data import cache_use
 from megatron_hdp.data.caches import Fate, prune
 from megatron_hdp.data.mixture import Opening, open_corpus, read_data_file
-from megatron_hdp.data.prepare.lock import only_one
 from megatron_hdp.data.tables import open_table
-from megatron_hdp.data.tables.node_lock import node_lock
+from megatron_hdp.files import locked
 from tests.data.prepare.corpora import run, texts_of, write_lines
 from tests.data.tables.pairs import everything, write_pair
 
@@ -153,8 +152,8 @@ def test_what_is_being_made_is_not_touched(caches, options):
     table, source = (next(caches.folder.glob(f"{name}*.lock")) for name in ("sequences", "web"))
     before = caches.names
     with (
-        node_lock(table, "table", lambda line: None),
-        only_one(source, "source", 1.0, lambda line: None),
+        locked(table, "table", print, patience_s=1.0),
+        locked(source, "source", print, patience_s=1.0),
     ):
         assert caches.fates(**options) == [Fate.BEING_MADE, Fate.BEING_MADE]
     assert caches.names == before
@@ -170,7 +169,7 @@ def test_what_was_interrupted_is_removed(caches):
     for name in (
         *(f"half-{key}.work/000000.bin", f"half-{key}.lock", f"half-{key}.tmp77.bin"),
         *(f"left-{key}.bin", f"left-{key}.lock", f"lock-{key}.lock"),
-        *(f"sequences-{2 * key}.table.77", f"sequences-{2 * key}.lock"),
+        *(f"sequences-{2 * key}.table.tmp77", f"sequences-{2 * key}.lock"),
     ):
         (folder / name).write_bytes(b"x")
     assert caches.fates() == [Fate.RECENT] * 4

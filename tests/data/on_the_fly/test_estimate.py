@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_hdp import files
 from megatron_hdp.data.mixture import Opening, open_corpus, read_data_file
 from megatron_hdp.data.on_the_fly import Decoder, estimate, open_estimate
 from tests.data.prepare.corpora import texts_of, write_lines
@@ -141,7 +142,7 @@ def test_a_full_disk_leaves_nothing_half(folder, decoded, monkeypatch):
         raise OSError(28, "No space left on device", path)
 
     said = []
-    monkeypatch.setattr(estimate, "sync", full)
+    monkeypatch.setattr(files, "sync", full)
     found = opened(folder, say=said.append).estimate
     assert len(decoded) == 1 and found.num_sampled == 256
     assert any("No space left" in line for line in said)

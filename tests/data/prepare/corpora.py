@@ -28,7 +28,7 @@ def spec_of(path, **more):
 
 def run(path, folder, *, workers=0, said=None, **more):
     """Prepare a source of bytes in small shards."""
-    keys = ("wait_s", "shard_bytes", "tokenizer")
+    keys = ("patience_s", "shard_bytes", "tokenizer")
     options = {"tokenizer": "byte", "shard_bytes": 6000}
     options |= {key: more.pop(key) for key in keys if key in more}
     said = [] if said is None else said

@@ -23,6 +23,13 @@ from tests.data.prepare.corpora import (
 )
 
 REPOSITORY = Path(__file__).parents[3]
+ALONGSIDE = """
+import sys
+from tests.data.prepare.corpora import run
+said = []
+run(sys.argv[1], sys.argv[2], workers=1, said=said)
+print(sum("prepares" in line for line in said))
+"""
 PROGRAM = """
 import sys, time
 from megatron_hdp.data.prepare import tokenising, work
@@ -166,3 +173,16 @@ def test_an_interrupt_ends_the_workers(corpus, tmp_path):
     assert len(below) == 2 and not any(child.is_running() for child in below)
     assert not list((tmp_path / "cache").glob("*.idx"))
     assert run(corpus, tmp_path / "cache").documents == 400
+
+
+def test_processes_at_the_same_time_make_it_once(tmp_path):
+    corpus = write_lines(tmp_path / "x.jsonl", texts_of(300))
+    command = [sys.executable, "-c", ALONGSIDE, str(corpus), str(tmp_path / "cache")]
+    processes = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert sorted(map(int, printed)) == [0, 0, 1]
+    assert len(documents(run(corpus, tmp_path / "cache").prefix)) == 300
+    assert len(names(tmp_path / "cache")) == 4

@@ -19,7 +19,7 @@ from tests.data.tables.pairs import everything
 
 
 @contextmanager
-def no_lock(path, what, say):
+def no_lock(path, what, say, *, patience_s):
     yield say
 
 
@@ -42,7 +42,7 @@ def main():
     if said.get("stall"):
         TableWriter.put = stalled
     if said.get("unlocked"):
-        cache.node_lock = no_lock
+        cache.locked = no_lock
     print("ready", flush=True)
     while said.get("start") and not Path(said["start"]).exists():
         time.sleep(0.005)

@@ -12,9 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_hdp.data import TokenFileError
+from megatron_hdp import files
+from megatron_hdp.data import TokenFileError, mapped_file
 from megatron_hdp.data.index_file import IndexFile
-from megatron_hdp.data.tables import TableCacheError, cache, cache_file, node_lock, open_table
+from megatron_hdp.data.tables import TableCacheError, cache, cache_file, open_table
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.cache_file import TableWriter
 from megatron_hdp.data.tables.identity import IndexIdentity
@@ -165,13 +166,13 @@ def test_a_description_of_another_kind_is_damage(corpus, change):
     first = corpus.open()
     (path,) = corpus.tables
     raw = path.read_bytes()
-    *_, size, _ = cache_file._HEAD.unpack_from(raw)
-    begin = cache_file._HEAD.size
+    *_, size, _ = mapped_file._HEAD.unpack_from(raw)
+    begin = mapped_file._HEAD.size
     said = json.loads(raw[begin : begin + size])
     change(said)
     text = json.dumps(said).encode()
-    digest = cache_file.xxhash.xxh3_64_intdigest(text)
-    head = cache_file._HEAD.pack(cache_file._MAGIC, cache_file.VERSION, len(text), digest)
+    digest = mapped_file.xxhash.xxh3_64_intdigest(text)
+    head = mapped_file._HEAD.pack(cache_file._KIND.magic, cache_file.VERSION, len(text), digest)
     replace(path, (head + text).ljust(4096, b"\0") + raw[4096:])
     assert corpus.open() == first
     assert len(corpus.said) == 1 and "made again" in corpus.said[0]
@@ -289,7 +290,7 @@ def test_a_folder_that_is_none_is_refused(corpus):
         ("pwrite", None, errno.EDQUOT, "no room"),
         ("fsync", None, errno.EIO, "Input/output error"),
         ("replace", None, errno.EACCES, "Permission denied.*change its permissions"),
-        ("open", ".table.PID", errno.EACCES, "Permission denied"),
+        ("open", ".table.tmpPID", errno.EACCES, "Permission denied"),
         ("open", ".lock", errno.EACCES, "Permission denied"),
     ],
 )
@@ -306,7 +307,7 @@ def test_a_file_system_without_locks_is_refused(corpus):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    message = "without file locks .*name a folder on a local"
+    message = "no lock here"
     with mock.patch("fcntl.flock", unsupported), pytest.raises(TableCacheError, match=message):
         corpus.open()
 
@@ -343,13 +344,13 @@ def test_documents_that_change_between_two_readings_are_refused(corpus, tmp_path
 
 
 def test_a_holder_without_progress_is_named(corpus, monkeypatch):
-    monkeypatch.setattr(node_lock, "DEADLINE_S", 0.2)
-    monkeypatch.setattr(node_lock, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(cache, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "SAY_AFTER_S", 0.0)
     corpus.open()
     (path,) = corpus.tables
     path.unlink()
     lines = []
-    with node_lock.node_lock(path.with_suffix(".lock"), "something", lines.append) as note:
+    with files.locked(path.with_suffix(".lock"), "it", lines.append, patience_s=0.0) as note:
         note("40% written")
         holder = rf"process {os.getpid()} on \S+, 40% written"
         with pytest.raises(TableCacheError, match=f"locked by {holder}, without progress for 0 s"):

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.data.tables import node_lock, open_table
+from megatron_hdp import files
+from megatron_hdp.data.tables import open_table
 from tests.data.tables.pairs import everything, write_pair
 
 ROOT = Path(__file__).parents[3]
@@ -64,7 +65,7 @@ def test_processes_without_a_lock_build_more_than_once(said):
 
 
 def test_whoever_waits_builds_when_the_builder_is_killed(said, monkeypatch):
-    monkeypatch.setattr(node_lock, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(files, "SAY_AFTER_S", 0.0)
     Path(said["start"]).touch()
     folder, lines, tables = Path(said["folder"]), [], []
     is_waiting = threading.Event()
