@@ -3,34 +3,101 @@
 import gzip
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+import numpy as np
 import orjson
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.formats.extra import pyarrow_module
-from megatron_hdp.data.formats.records import BadRecord, Origin, Piece, Record
+from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 from megatron_hdp.data.formats.texts import require_text
 
 _BUFFER_BYTES = 2**20
 _MOST_SNIFFED = 2**24
+_BLOCK_BYTES, _PAGE = 2**24, 4096
+_NEWLINE = 10
+_IS_SPACE = np.zeros(256, dtype=np.bool_)
+_IS_SPACE[list(b" \t\n\r\v\f")] = True
 
 
-def read_lines(piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
-    """Yield the documents of lines that begin in the piece.
+class Lines(Format):
+    """A plain file of JSON lines, which can be read from any byte on."""
 
-    Args:
-        piece: of a plain file (``lines``), or a whole compressed one (``gzip``, ``zstd``).
-        key: of the text; None: the whole object is the value.
+    name = "lines"
+    suffixes = (".jsonl", ".ndjson")
 
-    Raises:
-        ValueError: the file is no text, or what is compressed is damaged.
-    """
-    if piece.layout == "lines":
+    def pieces(self, path: str, size: int, piece_bytes: int) -> list[Piece]:
+        """Cut the file anywhere: a line belongs to the piece in which it begins."""
+        starts = range(0, max(size, 1), piece_bytes)
+        ends = [*starts[1:], size]
+        return [Piece(path, self.name, i, j, j - i) for i, j in zip(starts, ends, strict=True)]
+
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
+        """Yield the documents of lines that begin in the piece."""
         yield from _documents(_plain(piece), _origin(piece), key)
-    else:
+
+    def begins(self, path: str, tell: Callable[[int], object]) -> Iterator[Int64Array]:
+        """Yield the bytes at which the lines begin that are not blank.
+
+        Args:
+            path: the file.
+            tell: is told how many more bytes have been read.
+
+        Raises:
+            ValueError: the file is no text.
+        """
+        require_text(path)
+        return line_begins(path, tell)
+
+
+class CompressedLines(Format):
+    """A compressed file of JSON lines, which can be read from its beginning only."""
+
+    def __init__(self, name: str, suffixes: tuple[str, ...]) -> None:
+        """Take the name of the compression."""
+        self.name, self.suffixes = name, suffixes
+
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
+        """Yield the documents of all lines."""
         yield from _documents(_unpacked(piece), Origin(piece.path, "line"), key)
+
+
+def line_begins(path: str, tell: Callable[[int], object]) -> Iterator[Int64Array]:
+    """Yield the bytes at which the lines of a file begin that are not blank, piece by piece."""
+    block = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    place, is_begin = 0, True  # whether a line begins at the place
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(block.data):
+            view = block[:count]
+            begins = np.flatnonzero(view == _NEWLINE) + 1
+            if is_begin:
+                begins = np.concatenate([[0], begins])
+            is_begin = view[-1] == _NEWLINE
+            if is_begin:
+                begins = begins[:-1]
+            begins = begins[view[begins] != _NEWLINE]
+            is_blank = _IS_SPACE[view[begins]]
+            for i in np.flatnonzero(is_blank):
+                is_blank[i] = _is_blank(stream.fileno(), place + int(begins[i]))
+            yield begins[~is_blank] + place
+            place += count
+            tell(count)
+
+
+def _is_blank(file: int, at: int) -> bool:
+    """Whether nothing but white space stands in the line that begins at a byte."""
+    while raw := os.pread(file, _PAGE, at):
+        line, newline, _ = raw.partition(b"\n")
+        if line and not line.isspace():
+            return False
+        if newline:
+            return True
+        at += len(raw)
+    return True
 
 
 def holds_json_lines(path: str, key: str) -> bool:
@@ -65,7 +132,7 @@ def record_of_line(
         num_bytes: that were read for it.
         origin: where it lies.
         number: of the line, from 1 on, as the origin counts.
-        key: as of `read_lines`.
+        key: as of `Format.read`.
     """
     try:
         row = _parsed(line)
@@ -152,7 +219,7 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
     num_lines = num_read = 0
     with open(piece.path, "rb") as raw:
         try:
-            for line in _decompressed(raw, piece.layout):
+            for line in _decompressed(raw, piece.format):
                 num_lines += 1
                 num_bytes, num_read = raw.tell() - num_read, raw.tell()
                 yield line, num_bytes
@@ -161,12 +228,12 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
                 raise
             raise ValueError(
                 f"{piece.path} cannot be decompressed after line {num_lines} ({error}), expected a "
-                f"whole {piece.layout} file: copy it again"
+                f"whole {piece.format} file: copy it again"
             ) from error
 
 
-def _decompressed(raw: io.BufferedReader, layout: str) -> io.BufferedIOBase:
-    if layout == "gzip":
+def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
+    if name == "gzip":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
     pyarrow = pyarrow_module(raw.name)
     return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _BUFFER_BYTES)

@@ -1,6 +1,7 @@
-"""What reading gives: records, those that are none, and the pieces of files that both come from."""
+"""What reading gives: records, those that are none, the pieces of files that both come from."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ class Piece:
     """A part of a file that can be read by itself."""
 
     path: str
-    layout: str
-    """How the file is laid out: a name that `reading.read` knows."""
+    format: str
+    """The name of the file's format."""
     begin: int
     """First byte of lines, first row group or batch of tables; else 0."""
     end: int
@@ -72,3 +73,29 @@ class BadRecord:
     """File, line or row, found, expected."""
     num_bytes: int
     """As a record's."""
+
+
+class Format(ABC):
+    """How a file holds records, and what reads them."""
+
+    name: str
+    """For messages, and in the keys of what is prepared: never changed."""
+    suffixes: tuple[str, ...] = ()
+    """Of the files, in lower case."""
+
+    def pieces(self, path: str, size: int, piece_bytes: int) -> list[Piece]:
+        """Cut a file of ``size`` bytes into pieces that can be read apart, in order."""
+        return [Piece(path, self.name, 0, size, size)]
+
+    @abstractmethod
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
+        """Yield the records of a piece in order.
+
+        Args:
+            piece: a part of a file.
+            key: of the text; None: the value is the whole row.
+
+        Raises:
+            ValueError: the file as a whole is something else, or damaged.
+            ModuleNotFoundError: it needs pyarrow, which is not installed.
+        """

@@ -1,51 +1,128 @@
-"""Tables by pyarrow: Parquet by row groups, Arrow files and streams by record batches."""
+"""Tables by pyarrow: in parts that can only be read whole, such as row groups or record batches."""
 
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.data.formats.extra import pyarrow_module
-from megatron_hdp.data.formats.records import BadRecord, Origin, Piece, Record
+from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 
-_ROWS_AT_ONCE = 128  # documents may be long
-_BUFFER_BYTES = 2**20
-_FILE_MAGIC = b"ARROW1"
-
-
-def table_sizes(path: str, layout: str) -> list[float]:
-    """Return the relative sizes of a table's parts: row groups or record batches.
-
-    Raises:
-        ValueError: the file is damaged, or something else.
-    """
-    with named(path), opened(path, layout) as table:
-        if layout == "parquet":
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            return [float(group.total_byte_size) for group in groups]
-        if is_file(path):
-            return [1.0] * table.num_record_batches
-        return [float(batch.nbytes) for batch in table]
+ROWS_AT_ONCE = 128  # documents may be long
+BUFFER_BYTES = 2**20
 
 
-def read_rows(piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
-    """Yield the rows of the parts of a table.
+@dataclass(frozen=True)
+class Part:
+    """A row group or a record batch."""
 
-    Args:
-        piece: row groups or record batches of a file.
-        key: the column of the text; None: whole rows.
+    place: int
+    """Its number; in an Arrow stream the byte where its message begins."""
+    num_rows: int
 
-    Raises:
-        ValueError: there is no such column, it holds no text, or the file is damaged.
-    """
-    with named(piece.path), opened(piece.path, piece.layout) as table:
-        schema = table.schema_arrow if piece.layout == "parquet" else table.schema
-        if key is not None:
-            require_text_column(piece.path, schema, key)
-        if piece.layout == "parquet":
-            before, batches = _row_groups(table, piece, key)
-        else:
-            before, batches = _record_batches(table, piece)
-        yield from _records(batches, Origin(piece.path, "row", lambda: before), key, piece)
+
+class Table(Format):
+    """A file of rows with columns."""
+
+    @abstractmethod
+    def sizes(self, path: str) -> list[float]:
+        """Return the relative sizes of the parts."""
+
+    @abstractmethod
+    def rows(self, piece: Piece, key: str | None) -> tuple[int, Iterator[tuple[Any, float]]]:
+        """Return the rows before a piece, and its batches of rows, each with its share of it.
+
+        Raises:
+            ValueError: there is no column of texts under the key.
+        """
+
+    @abstractmethod
+    def parts(self, path: str, key: str | None) -> Iterator[Part]:
+        """Yield the parts.
+
+        Args:
+            path: the file.
+            key: the column of the text; None: rows are wanted.
+
+        Raises:
+            ValueError: there is no such column, or the parts cannot be read one by one.
+        """
+
+    @abstractmethod
+    def read_part(self, path: str, place: int, key: str | None) -> Any:
+        """Return the part at a place as a pyarrow table, of a key only that column."""
+
+    def pieces(self, path: str, size: int, piece_bytes: int) -> list[Piece]:
+        """Put neighbouring parts together until they are large enough."""
+        with named(path):
+            sizes = self.sizes(path)
+        scale = size / (sum(sizes) or 1)
+        pieces, begin, taken = [], 0, 0.0
+        for end, part in enumerate(sizes, start=1):
+            taken += part * scale
+            if taken >= piece_bytes or end == len(sizes):
+                pieces.append(Piece(path, self.name, begin, end, int(taken)))
+                begin, taken = end, 0.0
+        return pieces
+
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
+        """Yield the rows of some parts."""
+        with named(piece.path):
+            before, batches = self.rows(piece, key)
+            yield from _records(batches, Origin(piece.path, "row", lambda: before), key, piece)
+
+
+class PartReader:
+    """Reads rows of tables; the parts read last are kept, for each is read as a whole."""
+
+    def __init__(self, key: str | None, kept_bytes: int) -> None:
+        """Set what is read.
+
+        Args:
+            key: the column of the text; None: whole rows.
+            kept_bytes: of the parts that are kept; the last one is, however large.
+        """
+        self._key = key
+        self._kept_bytes = kept_bytes
+        self._kept: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def rows(
+        self, path: str, table: Table, place: int, first: int, numbers: Sequence[int]
+    ) -> Iterator[Record | BadRecord]:
+        """Yield rows of a part.
+
+        Args:
+            path: the file.
+            table: its format.
+            place: of the part.
+            first: rows of the file before the part.
+            numbers: of the rows, from 0 on, in the part.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        origin = Origin(path, "row")
+        with named(path):
+            part = self._part(path, table, place)
+            for number in numbers:
+                (batch,) = part.slice(number, 1).to_batches()
+                (value,) = values_of(batch, self._key)
+                yield record_of_value(value, 0, origin, first + number + 1, self._key)
+
+    def _part(self, path: str, table: Table, place: int) -> Any:
+        name = (path, place)
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        part = self._kept[name] = table.read_part(path, place, self._key)
+        size = sum(one.nbytes for one in self._kept.values())
+        while size > self._kept_bytes and len(self._kept) > 1:
+            size -= self._kept.popitem(last=False)[1].nbytes
+        return part
 
 
 def _records(
@@ -54,8 +131,8 @@ def _records(
     """Yield rows; each part of the file is counted with its last row."""
     number = 0
     for batch, share in batches:
-        for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
-            values = values_of(batch.slice(begin, _ROWS_AT_ONCE), key)
+        for begin in range(0, batch.num_rows, ROWS_AT_ONCE):
+            values = values_of(batch.slice(begin, ROWS_AT_ONCE), key)
             for i, value in enumerate(values, start=begin + 1):
                 number += 1
                 num_bytes = int(share * piece.num_bytes) if i == batch.num_rows else 0
@@ -83,30 +160,6 @@ def values_of(rows: Any, key: str | None) -> Sequence[Any]:
     return list(column.cast(pyarrow.large_binary()).to_pylist())
 
 
-def _row_groups(table: Any, piece: Piece, key: str | None) -> tuple[int, Iterator[Any]]:
-    rows = [table.metadata.row_group(i).num_rows for i in range(piece.end)]
-    wanted = range(piece.begin, piece.end)
-    num_rows = max(1, sum(rows[piece.begin :]))
-    found = table.iter_batches(
-        batch_size=_ROWS_AT_ONCE,
-        row_groups=list(wanted),
-        columns=None if key is None else [key],
-        use_threads=False,
-    )
-    return sum(rows[: piece.begin]), ((batch, batch.num_rows / num_rows) for batch in found)
-
-
-def _record_batches(table: Any, piece: Piece) -> tuple[int, Iterator[Any]]:
-    """What lies before the piece is read, too: only so the number of its rows is known."""
-    if is_file(piece.path):
-        batches = (table.get_batch(i) for i in range(piece.end))
-    else:
-        batches = (table.read_next_batch() for _ in range(piece.end))
-    before = sum(next(batches).num_rows for _ in range(piece.begin))
-    share = 1 / max(1, piece.end - piece.begin)
-    return before, ((batch, share) for batch in batches)
-
-
 def require_text_column(path: str, schema: Any, key: str) -> None:
     """Refuse a table without a column of texts under a key.
 
@@ -127,29 +180,6 @@ def require_text_column(path: str, schema: Any, key: str) -> None:
             f"{path}: column {key!r} holds {kind}, expected strings: name the column of the text "
             "(--json-key, or key of a source)"
         )
-
-
-@contextmanager
-def opened(path: str, layout: str) -> Iterator[Any]:
-    """Open a table; nothing is mapped, for a mapped file that shrinks kills who reads it."""
-    if layout == "parquet":
-        parquet = pyarrow_module(path, "pyarrow.parquet")
-        with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table:
-            yield table
-        return
-    pyarrow = pyarrow_module(path)
-    ipc = pyarrow_module(path, "pyarrow.ipc")
-    options = ipc.IpcReadOptions(use_threads=False)
-    with pyarrow.OSFile(path) as stream:
-        opened = ipc.open_file if is_file(path) else ipc.open_stream
-        with opened(stream, options=options) as table:
-            yield table
-
-
-def is_file(path: str) -> bool:
-    """Whether Arrow batches have a table of contents; datasets that were saved are streams."""
-    with open(path, "rb") as stream:
-        return stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
 
 
 @contextmanager

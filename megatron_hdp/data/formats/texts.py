@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_hdp.data.formats.records import Origin, Piece, Record
+from megatron_hdp.data.formats.records import Format, Origin, Piece, Record
 
 _HEAD_BYTES = 8192
 _COMPRESSED = {
@@ -16,12 +16,17 @@ _COMPRESSED = {
 _AS_LINES = {"gzip": ".jsonl.gz", "zstd": ".jsonl.zst"}
 
 
-def read_text(piece: Piece) -> Iterator[Record]:
-    """Yield the whole file as it lies on disk."""
-    require_text(piece.path)
-    with open(piece.path, "rb") as stream:
-        raw = stream.read()
-    yield Record(raw, len(raw), Origin(piece.path, "line"), 0)
+class Text(Format):
+    """The whole file is one record, as it lies on disk."""
+
+    name = "text"
+
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record]:
+        """Yield the one record."""
+        require_text(piece.path)
+        with open(piece.path, "rb") as stream:
+            raw = stream.read()
+        yield Record(raw, len(raw), Origin(piece.path, "line"), 0)
 
 
 def require_text(path: str) -> None:

@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import sampled
-from megatron_hdp.data.formats import files_of, kind_of, layout_of
+from megatron_hdp.data.formats import CompressedLines, Format, files_of, format_of, kind_of
 from megatron_hdp.data.prepare import text_key
 from megatron_hdp.data.spec import SourceSpec
 
@@ -32,7 +32,7 @@ class SourceFiles:
     key: str | None
     """Of the text; None: rows are conversations."""
     paths: Sequence[str]
-    layouts: Sequence[str]
+    formats: Sequence[Format]
     sizes: Int64Array
     times: Int64Array
     """Of their last change, in nanoseconds."""
@@ -52,18 +52,18 @@ class SourceFiles:
             )
         key = text_key(spec, kind)
         paths = files_of(spec.path, spec.glob)
-        layouts = [layout_of(path, key, lines=False) for path in paths]
-        for path, layout in zip(paths, layouts, strict=True):
-            if layout in ("gzip", "zstd"):
+        formats = [format_of(path, key, lines=False) for path in paths]
+        for path, one in zip(paths, formats, strict=True):
+            if isinstance(one, CompressedLines):
                 raise ValueError(
-                    f"source '{spec.name}': found {path}, which is compressed ({layout}), expected "
-                    "files that can be read from any place, as it is tokenised on the fly: "
-                    "uncompress it, or leave tokenise: on-the-fly out to prepare it"
+                    f"source '{spec.name}': found {path}, which is compressed ({one.name}), "
+                    "expected files that can be read from any place, as it is tokenised on the "
+                    "fly: uncompress it, or leave tokenise: on-the-fly out to prepare it"
                 )
         states = [os.stat(path) for path in paths]
         sizes = np.array([one.st_size for one in states], dtype=np.int64)
         times = np.array([one.st_mtime_ns for one in states], dtype=np.int64)
-        return cls(kind, key, paths, layouts, sizes, times)
+        return cls(kind, key, paths, formats, sizes, times)
 
     def __len__(self) -> int:
         """Return the number of files."""
@@ -96,10 +96,11 @@ class SourceFiles:
             )
 
     def outline(self) -> list[tuple[str, str, int]]:
-        """Return name below the files' common folder, layout and size of each."""
+        """Return name below the files' common folder, format and size of each."""
         folder = os.path.commonpath([os.path.dirname(path) or "." for path in self.paths])
         names = [os.path.relpath(path, folder) for path in self.paths]
-        return list(zip(names, self.layouts, self.sizes.tolist(), strict=True))
+        formats = [one.name for one in self.formats]
+        return list(zip(names, formats, self.sizes.tolist(), strict=True))
 
     def samples(self) -> int:
         """Return 63 bits of samples of what stands in them: of all, or of some if they are many."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,13 @@ import xxhash
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.content import sampled
-from megatron_hdp.data.formats import require_text, table_parts
+from megatron_hdp.data.formats import Format, Lines, Table
 from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
 from megatron_hdp.files import new_file
 
 VERSION = 1
 _KIND = FileKind(b"HDPPLACE", VERSION)
 _NUM_SAMPLES = 16
-_BLOCK_BYTES = 2**24
-_NEWLINE = 10
-_IS_SPACE = np.zeros(256, dtype=np.bool_)
-_IS_SPACE[list(b" \t\n\r\v\f")] = True
 
 Tell = Callable[[int], object]
 
@@ -71,9 +67,9 @@ class Places:
     """Of the file that holds this."""
 
 
-def places_path(folder: Path, path: str, layout: str, size: int, mtime_ns: int) -> Path:
+def places_path(folder: Path, path: str, form: Format, size: int, mtime_ns: int) -> Path:
     """Return where the places in a file lie: named by its size, time and samples of its content."""
-    digest = xxhash.xxh3_128(json.dumps((VERSION, layout, size, mtime_ns)).encode())
+    digest = xxhash.xxh3_128(json.dumps((VERSION, form.name, size, mtime_ns)).encode())
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         digest.update(sampled(file, 0, size, _NUM_SAMPLES))
@@ -105,7 +101,7 @@ def read_places(path: Path) -> Places | None:
 def write_places(
     target: Path,
     path: str,
-    layout: str,
+    form: Format,
     *,
     size: int,
     key: str | None,
@@ -117,7 +113,7 @@ def write_places(
     Args:
         target: where they will lie.
         path: the file.
-        layout: ``lines``, ``parquet`` or ``arrow``.
+        form: the file's format, lines or a table.
         size: of the file.
         key: of the text; None: rows are wanted.
         tell: is told how many more bytes have been read.
@@ -133,14 +129,14 @@ def write_places(
     with new_file(target, durable=True) as temporary:
         with open(temporary, "w+b") as stream:
             stream.seek(PAGE)
-            if layout == "lines":
-                require_text(path)
-                for begins in line_begins(path, tell):
+            if isinstance(form, Lines):
+                for begins in form.begins(path, tell):
                     stream.write(begins.astype(dtype).tobytes())
                     num_places += len(begins)
                 num_records = num_places
             else:
-                for part in table_parts(path, layout, key):
+                assert isinstance(form, Table), form
+                for part in form.parts(path, key):
                     stream.write(np.array([part.place], dtype=dtype).tobytes())
                     firsts.append(num_records)
                     num_places += 1
@@ -148,40 +144,6 @@ def write_places(
                 stream.write(np.array(firsts, dtype="<i8").tobytes())
                 tell(size)
             stream.truncate()
-            facts = _Facts(num_records, num_places, dtype, layout != "lines")
+            facts = _Facts(num_records, num_places, dtype, isinstance(form, Table))
             _KIND.describe(stream.fileno(), {"facts": asdict(facts), "of": path[-256:]})
         check()
-
-
-def line_begins(path: str, tell: Tell) -> Iterator[Int64Array]:
-    """Yield the bytes at which the lines of a file begin that are not blank, piece by piece."""
-    block = np.empty(_BLOCK_BYTES, dtype=np.uint8)
-    place, is_begin = 0, True  # whether a line begins at the place
-    with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(block.data):
-            view = block[:count]
-            begins = np.flatnonzero(view == _NEWLINE) + 1
-            if is_begin:
-                begins = np.concatenate([[0], begins])
-            is_begin = view[-1] == _NEWLINE
-            if is_begin:
-                begins = begins[:-1]
-            begins = begins[view[begins] != _NEWLINE]
-            is_blank = _IS_SPACE[view[begins]]
-            for i in np.flatnonzero(is_blank):
-                is_blank[i] = _is_blank(stream.fileno(), place + int(begins[i]))
-            yield begins[~is_blank] + place
-            place += count
-            tell(count)
-
-
-def _is_blank(file: int, at: int) -> bool:
-    """Whether nothing but white space stands in the line that begins at a byte."""
-    while raw := os.pread(file, PAGE, at):
-        line, newline, _ = raw.partition(b"\n")
-        if line and not line.isspace():
-            return False
-        if newline:
-            return True
-        at += len(raw)
-    return True

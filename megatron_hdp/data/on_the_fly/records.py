@@ -18,6 +18,8 @@ from megatron_hdp.data.formats import (
     PartReader,
     Piece,
     Record,
+    Table,
+    Text,
     line_origin,
     read,
     record_of_line,
@@ -153,24 +155,25 @@ class RecordIndex:
     def _rows(
         self, number: int, places: npt.NDArray[np.integer], firsts: Int64Array, within: Int64Array
     ) -> Iterator[Record | BadRecord]:
-        path, layout = self.files.paths[number], self.files.layouts[number]
+        path, table = self.files.paths[number], self.files.formats[number]
+        assert isinstance(table, Table), table
         parts = np.searchsorted(firsts, within, side="right") - 1
         for part in np.unique(parts).tolist():
             first = int(firsts[part])
             numbers = (within[parts == part] - first).tolist()
-            found = list(self._parts.rows(path, layout, int(places[part]), first, numbers))
+            found = list(self._parts.rows(path, table, int(places[part]), first, numbers))
             self.files.require_unchanged(number)
             yield from found
 
 
 def _targets(files: SourceFiles, folder: Path) -> dict[int, Path]:
     """Return where the places in files lie that are no record as a whole."""
-    wanted = (number for number, layout in enumerate(files.layouts) if layout != "text")
+    wanted = (number for number, one in enumerate(files.formats) if not isinstance(one, Text))
     return {
         number: places_path(
             folder,
             files.paths[number],
-            files.layouts[number],
+            files.formats[number],
             int(files.sizes[number]),
             int(files.times[number]),
         )
@@ -195,7 +198,7 @@ def _make_one(files: SourceFiles, tell: Callable[[int], object], number: int, ta
     write_places(
         target,
         files.paths[number],
-        files.layouts[number],
+        files.formats[number],
         size=int(files.sizes[number]),
         key=files.key,
         tell=tell,

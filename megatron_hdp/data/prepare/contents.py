@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from megatron_hdp.data.content import hash_of_bytes, hash_of_file
-from megatron_hdp.data.formats import layout_of
+from megatron_hdp.data.formats import format_of
 from megatron_hdp.data.prepare.stored import KEY_DIGITS
 from megatron_hdp.data.prepare.work import Tell
 from megatron_hdp.data.spec import SourceSpec
@@ -98,6 +98,6 @@ def recipe_of(spec: SourceSpec, kind: str, tokenizer: str) -> Mapping[str, Any]:
 
 def key_of(recipe: Mapping[str, Any], contents: Iterable[Content], text_key: str | None) -> str:
     """Return what the files and what is done with them come to, in 16 digits."""
-    parts = [(layout_of(one.path, text_key, lines=False), one.hash) for one in contents]
+    parts = [(format_of(one.path, text_key, lines=False).name, one.hash) for one in contents]
     raw = orjson.dumps({**recipe, "files": parts}, option=orjson.OPT_SORT_KEYS)
     return hash_of_bytes(raw)[:KEY_DIGITS]

@@ -81,5 +81,5 @@ def cut(files: Sequence[str], key: str | None, *, lines: bool, shard_bytes: int)
 
 
 def _shard(index: int, taken: Iterable[tuple[int, Piece]]) -> Shard:
-    parts = [(number, piece.layout, piece.begin, piece.end) for number, piece in taken]
+    parts = [(number, piece.format, piece.begin, piece.end) for number, piece in taken]
     return Shard(index, tuple(piece for _, piece in taken), hash_of_bytes(orjson.dumps(parts)))

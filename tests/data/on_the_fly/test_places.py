@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.formats import BadRecord, pieces_of, read
+from megatron_hdp.data.formats import lines as lines_format
 from megatron_hdp.data.on_the_fly import RecordIndex, SourceFiles, places
 from megatron_hdp.data.spec import SourceSpec
 from tests.data.prepare.corpora import texts_of, write_lines
@@ -44,11 +45,11 @@ def prepared(path):
 def test_lines_that_are_not_blank(tmp_path_factory, lines, ends, block):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_text("\n".join(lines) + ("\n" if ends else ""), newline="")
-    before, places._BLOCK_BYTES = places._BLOCK_BYTES, block
+    before, lines_format._BLOCK_BYTES = lines_format._BLOCK_BYTES, block
     try:
-        found = np.concatenate([[], *places.line_begins(str(path), lambda _: None)])
+        found = np.concatenate([[], *lines_format.line_begins(str(path), lambda _: None)])
     finally:
-        places._BLOCK_BYTES = before
+        lines_format._BLOCK_BYTES = before
     raw = path.read_bytes().splitlines(keepends=True) if "\r" not in "".join(lines) else None
     expected, at = [], 0
     for line in raw if raw is not None else path.read_bytes().split(b"\n"):
@@ -113,14 +114,14 @@ def test_damaged_places_are_found_again(tmp_path, damage, monkeypatch):
 def test_nothing_half_is_left(tmp_path, monkeypatch):
     """The file changes while its records are looked for."""
     path = write_lines(tmp_path / "x.jsonl", texts_of(30))
-    begins = places.line_begins
+    begins = lines_format.line_begins
 
     def grown(*arguments):
         yield from begins(*arguments)
         with path.open("a") as stream:
             stream.write("\n")
 
-    monkeypatch.setattr(places, "line_begins", grown)
+    monkeypatch.setattr(lines_format, "line_begins", grown)
     with pytest.raises(ValueError, match=r"x\.jsonl has changed while the run read it"):
         index_of(path, tmp_path / "cache")
     assert [one.suffix for one in (tmp_path / "cache").iterdir()] == [".lock"]

@@ -1,0 +1,54 @@
+"""All formats of files: which one a file has, into which pieces it falls, what reads a piece."""
+
+import os
+from collections.abc import Iterator
+
+from megatron_hdp.data.formats.arrow import Arrow
+from megatron_hdp.data.formats.lines import CompressedLines, Lines, holds_json_lines
+from megatron_hdp.data.formats.parquet import Parquet
+from megatron_hdp.data.formats.records import BadRecord, Format, Piece, Record
+from megatron_hdp.data.formats.texts import Text
+
+_TEXT, _LINES = Text(), Lines()
+_COMPRESSED = (CompressedLines("gzip", (".gz",)), CompressedLines("zstd", (".zst", ".zstd")))
+_TABLES = (Parquet(), Arrow())
+_BY_NAME: dict[str, Format] = {one.name: one for one in (_TEXT, _LINES, *_COMPRESSED, *_TABLES)}
+
+
+def format_of(path: str, key: str | None, *, lines: bool) -> Format:
+    """Return the format of a file; arguments as of `pieces_of`."""
+    stem, suffix = os.path.splitext(path.lower())
+    lines = lines or key is None
+    for table in _TABLES:
+        if suffix in table.suffixes:
+            return table
+    inner = os.path.splitext(stem)[1]
+    for compressed in _COMPRESSED:
+        if suffix in compressed.suffixes and (lines or inner in (*_LINES.suffixes, ".json")):
+            return compressed
+    if suffix in _LINES.suffixes or lines:
+        return _LINES
+    if suffix == ".json" and key is not None and holds_json_lines(path, key):
+        return _LINES
+    return _TEXT
+
+
+def pieces_of(path: str, key: str | None, *, lines: bool, piece_bytes: int) -> list[Piece]:
+    """Cut a file into pieces that can be read apart, in order.
+
+    Args:
+        path: the file; its format follows from its name, of a ``.json`` also from its first line.
+        key: of the text; None: rows are wanted.
+        lines: whether what is no table by its name holds JSON lines, not one text.
+        piece_bytes: about how much of the file a piece should take.
+
+    Raises:
+        ValueError: the file is damaged.
+        ModuleNotFoundError: it is a table, and pyarrow is not installed.
+    """
+    return format_of(path, key, lines=lines).pieces(path, os.path.getsize(path), piece_bytes)
+
+
+def read(piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
+    """Yield the records of a piece in order; see `Format.read`."""
+    return _BY_NAME[piece.format].read(piece, key)
