@@ -103,13 +103,6 @@ def _lowest(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Arg
             yield from list(_lowest(one)) or [(helps[name], one)]
 
 
-def ray_launch() -> str:
-    """Arguments of the launcher by Ray."""
-    from megatron_hdp.ray_launch.__main__ import build_parser
-
-    return _table_of_parser(build_parser())
-
-
 def _table_of_parser(parser: argparse.ArgumentParser) -> str:
     rows = []
     for action in parser._actions:
@@ -258,7 +251,6 @@ def exit_codes() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "flags": flags,
     "subcommands": subcommands,
-    "ray-launch": ray_launch,
     "plugin-flags": plugin_flags,
     "refused": refused,
     "metrics": metrics,

@@ -22,13 +22,13 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
+from megatron_hdp.data_plane.cluster.connect import connect
+from megatron_hdp.data_plane.cluster.ray_node import WARNINGS, ray_node
 from megatron_hdp.data_plane.life import begin_life, tell_loss
 from megatron_hdp.data_plane.names import CONTROL, END_SIGNAL, NAMESPACE, constructor_of
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.ray_launch.cluster import WARNINGS, ray_node
-from megatron_hdp.ray_launch.connecting import connect
 
 _LOOK_S = 0.5
 _FIRST_LOOKS_S = 0.05

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
+from megatron_hdp.data_plane.cluster.ray_node import free_port
 from megatron_hdp.data_plane.names import END_SIGNAL, PREFIX
 from megatron_hdp.data_plane.wire import SHARED_MEMORY
 from megatron_hdp.processes import end_with_parent
-from megatron_hdp.ray_launch.folder import folder_of_job
-from megatron_hdp.ray_launch.node_ranks import free_port
 
 _END_S = 20.0
 SOCKET = "node.sock"

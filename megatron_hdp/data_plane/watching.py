@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_hdp.data_plane.cluster.job_folder import folders_of_living_jobs
 from megatron_hdp.data_plane.names import PREFIX
 from megatron_hdp.data_plane.status import read_status
-from megatron_hdp.ray_launch.folder import folders_of_living_jobs
 
 _MB = 1e6
 

@@ -13,8 +13,6 @@ import time
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.processes.children import end_with_parent
 
-MARK = "MEGATRON_HDP_LAUNCHED"
-"""Variable that our own launchers set for their ranks."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 _CHECK_S = 1.0
@@ -25,13 +23,13 @@ _watching = False
 def end_with_launcher() -> None:
     """This process ends within seconds once its launcher, the parent process, is gone.
 
-    Call it first of all; a second call does nothing more. Nor does a call in a process that neither
-    torchrun nor one of our launchers started, as its environment says: what a user starts behind
-    ``nohup`` or ``&`` outlives the shell.
+    Call it first of all; a second call does nothing more. In a process that torchrun did not start
+    (the environment tells) it does nothing either: what a user starts behind ``nohup`` or ``&``
+    outlives the shell.
 
     On Linux the kernel ends it, in the middle of anything; elsewhere a thread looks once a second.
     """
-    if _TORCHRUN not in os.environ and MARK not in os.environ:
+    if _TORCHRUN not in os.environ:
         return
     launcher = os.getppid()
     if not end_with_parent(launcher):

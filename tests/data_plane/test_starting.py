@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hdp.ray_launch import folder as folders
+from megatron_hdp.data_plane.cluster import job_folder as folders
 from tests.support.plane import running_plane
 from tests.support.sources import data_file, write_sources
 

@@ -196,12 +196,6 @@ COMMANDS = {
             needs="slow",
         )
     ),
-    "RAY_ADDRESS=10.0.0.7:6379 python -m megatron_hdp.ray_launch --nodes 2 --ranks-per-node 8 "
-    "--logs logs -m megatron_hdp.pretrain_gpt --hybrid-data-parallel --config my.yaml "
-    "--save checkpoints --load checkpoints": Elsewhere(
-        "tests/ray_launch/test_main.py::test_a_cluster_that_runs_already_is_used_and_left",
-        needs="slow",
-    ),
     TRAIN.format(4, "--hdp-loaders ray"): Elsewhere(
         "tests/training/test_data_plane.py::test_the_same_run"
     ),

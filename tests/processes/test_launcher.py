@@ -86,7 +86,7 @@ import torch
 
 def test_elsewhere_a_thread_looks(tmp_path):
     command = ["-c", ELSEWHERE]
-    assert not outlives_its_launcher(tmp_path, command, {"MEGATRON_HDP_LAUNCHED": "ray_launch"})
+    assert not outlives_its_launcher(tmp_path, command, TORCHRUN)
 
 
 def started_after_torchrun(port, node="0"):

@@ -1,6 +1,5 @@
 """One Slurm for all tests of a session that submit jobs."""
 
-import importlib.util
 import time
 
 import pytest
@@ -8,17 +7,6 @@ import pytest
 from tests.slurm.cluster import running_cluster
 from tests.slurm.jobs import JOB_S, Job, check_steps
 from tests.support.gradients import write_corpus
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="no package ray in this Python: pip install 'megatron-hdp[ray]'",
-)
-
-
-@pytest.fixture(params=["torchrun", pytest.param("ray", marks=needs_ray)])
-def launcher(request):
-    """What starts the ranks."""
-    return request.param
 
 
 @pytest.fixture(scope="session")

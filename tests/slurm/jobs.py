@@ -27,7 +27,7 @@ JOB_S = 600  # a busy machine needs minutes for one start of two ranks
 class Job:
     """One submitted job, and the folder of its run."""
 
-    def __init__(self, cluster, name, *options, flags=(), launcher="torchrun", **environment):
+    def __init__(self, cluster, name, *options, flags=(), **environment):
         self.cluster = cluster
         self.name = name
         self.run_dir = cluster.folder / "runs" / name
@@ -41,7 +41,6 @@ class Job:
             "RENDEZVOUS_PORT": str(free_port()),  # ids begin at 1 in every Slurm of the tests
             "GLOO_SOCKET_IFNAME": "lo",
             "RUN_DIR": f"runs/{name}",
-            "LAUNCHER": launcher,
             "DOCTOR": "0",
         }
         words = [str(word) for pair in FLAGS.items() for word in pair]
@@ -57,8 +56,8 @@ class Job:
         path = self.cluster.folder / f"{self.name}-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
-    def node_logs(self, start, kind="node"):
-        paths = self.run_dir.glob(f"logs/{self.number}/start-{start}/{kind}-*.log")
+    def node_logs(self, start):
+        paths = self.run_dir.glob(f"logs/{self.number}/start-{start}/node-*.log")
         return {path.name.split("-")[1]: path.read_text() for path in paths}
 
     def fields(self):
@@ -122,7 +121,6 @@ class Job:
     def told(self):
         starts = range(int(self.fields()["Restarts"]) + 1)
         logs = [text[-3000:] for start in starts for text in self.node_logs(start).values()]
-        logs += [text[-3000:] for start in starts for text in self.node_logs(start, "ray").values()]
         return "\n".join([str(self.fields()), self.log, *logs])
 
 

@@ -7,8 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/data_plane.sbatch"
 PRETRAIN = ROOT / "scripts/slurm/pretrain.sbatch"
@@ -67,14 +65,6 @@ def test_the_documented_way_from_the_repository(tmp_path):
     assert done.returncode == 0 and "--hdp-loaders ray" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({}, "pretrain.sbatch cannot be run from .*, PRETRAIN="),
-        ({"PRETRAIN": str(PRETRAIN), "LAUNCHER": "ray"}, "found LAUNCHER=ray; expected torchrun"),
-    ],
-)
-def test_mistakes_end_with_2(tmp_path, environment, said):
-    done = call(SCRIPT, tmp_path, DRY_RUN="1", **environment)
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.search(said, done.stderr)
+def test_a_script_that_is_not_there_ends_with_2(tmp_path):
+    done = call(SCRIPT, tmp_path, DRY_RUN="1")
+    assert done.returncode == 2 and done.stdout == "" and "PRETRAIN=" in done.stderr

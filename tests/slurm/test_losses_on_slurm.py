@@ -3,7 +3,6 @@
 import pytest
 
 from tests.slurm import cluster as slurm
-from tests.slurm.conftest import needs_ray
 from tests.slurm.jobs import check_steps
 
 MISSING = slurm.what_is_missing()
@@ -14,9 +13,9 @@ pytestmark = [
 ]
 
 
-def test_a_preempted_job_saves_waits_and_goes_on(submit, uninterrupted, launcher):
+def test_a_preempted_job_saves_waits_and_resumes(submit, uninterrupted):
     """Slurm's own preemption, with a time of grace."""
-    job = submit(f"preempted-{launcher}", launcher=launcher)
+    job = submit("preempted")
     job.wait_for_step(3)
     urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 5")
     number = int(job.cluster.run("sbatch", "--parsable", "--output=urgent-%j", *urgent))
@@ -43,19 +42,11 @@ def lose(cluster):
         cluster.bring_back(node)
 
 
-@pytest.mark.parametrize(
-    ("place", "launcher"),
-    [
-        pytest.param(0, "torchrun", id="where-the-script-runs"),
-        pytest.param(1, "torchrun", id="another"),
-        pytest.param(1, "ray", id="ray", marks=needs_ray),
-    ],
-)
-def test_a_job_goes_on_without_a_node_that_fails(submit, uninterrupted, lose, place, launcher):
+@pytest.mark.parametrize("place", [0, 1], ids=["where-the-script-runs", "another"])
+def test_a_job_resumes_without_a_node_that_fails(submit, uninterrupted, lose, place):
     """The job may start on one node or two."""
     flags = ("--save-interval", "2")
-    name = f"failing-{place}-{launcher}"
-    job = submit(name, "--nodes=1-2", flags=flags, launcher=launcher)
+    job = submit(f"failing-{place}", "--nodes=1-2", flags=flags)
     job.wait_for_step(5)
     lose(slurm.NODES[place])
     job.wait_for_start(1)

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from tests.slurm import cluster as slurm
-from tests.slurm.conftest import needs_ray
 from tests.slurm.jobs import check_steps
 
 MISSING = slurm.what_is_missing()
@@ -21,18 +20,13 @@ KINDS = {
     "batch-script": ("--signal=USR1 --batch", "--signal=TERM --batch"),
     "both": ("--signal=USR1 --full", "--signal=TERM --full"),
 }
-RAY = ("--signal=USR1 --full", "--signal=TERM")  # what reaches Ray's own processes, too
 
 
-@pytest.mark.parametrize(
-    ("launcher", "kinds"),
-    [*(pytest.param("torchrun", kinds, id=name) for name, kinds in KINDS.items())]
-    + [pytest.param("ray", RAY, id="ray", marks=needs_ray)],
-)
-def test_a_warning_saves_and_queues_again(submit, uninterrupted, launcher, kinds, request):
+@pytest.mark.parametrize("to", KINDS)
+def test_a_warning_saves_and_queues_again(submit, uninterrupted, to):
     """Sent as users send it: to the steps, to the script, to both; one start after the other."""
-    job = submit(f"warned-{request.node.callspec.id}", launcher=launcher)
-    for start, options in enumerate(kinds):
+    job = submit(f"warned-{to}")
+    for start, options in enumerate(KINDS[to]):
         job.wait_for_step(3 if start == 0 else len(job.steps()) + 3)
         job.cluster.run("scancel", *options.split(), job.number)
         job.wait_for_start(start + 1)
@@ -60,11 +54,9 @@ def take_away(cluster):
         cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
 
 
-def test_a_job_goes_on_after_a_requeue_and_on_fewer_nodes(
-    submit, uninterrupted, take_away, launcher
-):
+def test_a_job_resumes_after_a_requeue_and_on_fewer_nodes(submit, uninterrupted, take_away):
     """One node is taken away while the job waits; it may start on one or two."""
-    job = submit(f"fewer-{launcher}", "--nodes=1-2", launcher=launcher)
+    job = submit("fewer", "--nodes=1-2")
     job.wait_for_step(3)
     job.cluster.run("scontrol", "requeue", job.number)
     take_away(slurm.NODES[0])
@@ -75,9 +67,9 @@ def test_a_job_goes_on_after_a_requeue_and_on_fewer_nodes(
     check_steps(job, uninterrupted)
 
 
-def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted, launcher):
+def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted):
     flags = ("--save-interval", "2")
-    job = submit(f"killed-{launcher}", flags=flags, launcher=launcher, MAX_RETRIES="1")
+    job = submit("killed", flags=flags, MAX_RETRIES="1")
     for start in range(2):
         job.wait_for_step(3 if start == 0 else len(job.steps()) + 3)
         job.ranks()[1].send_signal(signal.SIGKILL)
@@ -92,14 +84,14 @@ def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted, l
     assert losses == pytest.approx(uninterrupted[: len(losses)], rel=1e-10)
 
 
-def test_a_mistake_is_not_tried_again(submit, launcher):
-    job = submit(f"mistake-{launcher}", flags=("--data-path", "nowhere"), launcher=launcher)
+def test_a_mistake_is_not_tried_again(submit):
+    job = submit("mistake", flags=("--data-path", "nowhere"))
     assert job.end() == ("FAILED", 2), job.told()
     assert job.fields()["Restarts"] == "0" and "pretrain_gpt: error" in job.log, job.told()
 
 
-def test_a_cancelled_job_is_saved_and_not_queued_again(submit, launcher):
-    job = submit(f"cancelled-{launcher}", launcher=launcher)
+def test_a_cancelled_job_is_saved_and_not_queued_again(submit):
+    job = submit("cancelled")
     job.wait_for_step(3)
     job.cluster.run("scancel", job.number)
     assert job.end()[0] == "CANCELLED", job.told()
@@ -110,7 +102,7 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(submit, launcher):
     job.wait_for("end of all processes", lambda: not job.processes(), timeout_s=60)
 
 
-def test_a_job_near_its_time_limit_saves_and_goes_on(submit):
+def test_a_job_near_its_time_limit_saves_and_resumes(submit):
     """Slurm itself warns, 130 s before the limit of three minutes."""
     limits = ("--time=3", "--signal=USR1@130")
     job = submit("limited", *limits, flags=("--train-iters", "100000"))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.ray_launch.__main__ import build_parser as launcher_parser
 from tests.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -124,18 +123,6 @@ def test_a_task_of_an_array_is_a_run_of_its_own(tmp_path):
     assert train[train.index("--load") + 1] == "/big/4/run/checkpoints"
 
 
-def test_ray_starts_the_ranks_if_asked_to(tmp_path):
-    (_, train), text = commands(tmp_path, "--train-iters", "5", LAUNCHER="ray", **ALLOCATION)
-    assert "--output=runs/llama/logs/1234567/start-0/ray-%n-%N.log" in train
-    assert "torch.distributed.run" not in train and "TOKEN" not in text
-    parsed = launcher_parser().parse_args(train[train.index("megatron_hdp.ray_launch") + 1 :])
-    assert parsed.start_ray == "n03-ib:24567" and parsed.logs == "runs/llama/logs/1234567/start-0"
-    assert (parsed.nodes, parsed.ranks_per_node) == (3, 8)
-    assert parsed.is_module and parsed.script == "megatron_hdp.pretrain_gpt"
-    (_, usual), _ = commands(tmp_path, "--train-iters", "5", **ALLOCATION)
-    assert parsed.arguments == usual[usual.index(parsed.script) + 1 :]
-
-
 @pytest.mark.parametrize(
     "nodes, first",
     [("n1", "n1"), ("a3,a4", "a3"), ("m2,n[1-9]", "m2"), ("n[07,9-12],m1", "n07")],
@@ -170,7 +157,6 @@ def test_in_containers(tmp_path):
         ({"REQUEUE": "yes"}, "found REQUEUE=yes"),
         ({"DOCTOR": "yes"}, "found DOCTOR=yes"),
         (ARRAY | {"RUN_DIR": "run"}, "found RUN_DIR=run for all tasks of an array"),
-        ({"LAUNCHER": "mpirun"}, "found LAUNCHER=mpirun; expected torchrun or ray"),
         ({"CONTAINER_IMAGE": "i", "CONTAINER_RUNTIME": "docker"}, "found CONTAINER_RUNTIME=docker"),
     ],
 )
@@ -303,13 +289,11 @@ def test_failures_are_tried_again_so_many_times(job, tmp_path):
     assert code == 137 and requeued(tmp_path) == ["requeue 9"] * 2, text
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 @pytest.mark.parametrize(
     "codes, code", [("3 2", 2), ("2", 2), ("3 1 -9", 1), ("3 -9", 137), ("3", 3)]
 )
-def test_the_exit_code_is_that_of_the_rank_to_blame(job, tmp_path, codes, code, launcher):
-    environment = {"RANK_CODES": codes, "MAX_RETRIES": "0", "DOCTOR": "0", "LAUNCHER": launcher}
-    found, text = outcome(job(**environment))
+def test_the_exit_code_is_that_of_the_rank_to_blame(job, tmp_path, codes, code):
+    found, text = outcome(job(RANK_CODES=codes, MAX_RETRIES="0", DOCTOR="0"))
     assert found == code and requeued(tmp_path) == [], text
 
 

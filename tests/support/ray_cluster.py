@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+from megatron_hdp.data_plane.cluster.ray_node import ray_node
 from megatron_hdp.data_plane.starting import _LOOPBACK
-from megatron_hdp.ray_launch.cluster import ray_node
 from tests.support.processes import free_port
 
 START_S = 240  # on a machine that is busy with other tests

@@ -64,7 +64,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "ray",
         "ray",
-        "torchrun starts the ranks: no LAUNCHER=ray, no megatron_hdp.ray_launch",
+        "no data plane beside the ranks: no --hdp-loaders ray",
         "pip install 'megatron-hdp[ray]'",
     ),
     OptionalPackage(

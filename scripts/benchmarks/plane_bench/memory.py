@@ -136,7 +136,7 @@ def _named(words: Iterable[str]) -> Iterable[str]:
         "dashboard/agent.py": "ray dashboard agent",
         "runtime_env/agent": "ray runtime env agent",
         "default_worker.py": "ray worker IDLE",
-        "ray_launch/start_node": "ray start",
+        "cluster/start_node": "ray start",
         "client.server": "ray client server",
         "dashboard/dashboard.py": "ray web server",
     }

@@ -14,10 +14,10 @@ import pytest
 from megatron_hdp.cli.data_commands import top
 from megatron_hdp.cli.main import main
 from megatron_hdp.data_plane import watching
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.data_plane.names import PREFIX
 from megatron_hdp.data_plane.status import write_status
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.ray_launch.folder import folder_of_job
 
 
 def loader(pid, *, busy_s=0.0, tokens=0, looked_s=100.0):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.ray_launch import folder as folders
-from megatron_hdp.ray_launch.folder import folder_of_job
+from megatron_hdp.data_plane.cluster import job_folder as folders
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 JOB = """
 import os, sys, time
-from megatron_hdp.ray_launch.folder import folder_of_job
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 with folder_of_job() as (folder, lock):
     if sys.argv[1] == "helped" and os.fork() == 0:  # shares the lock
         time.sleep(60)

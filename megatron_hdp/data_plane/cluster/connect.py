@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_hdp.ray_launch.cluster import answers, temporary_folder_of
+from megatron_hdp.data_plane.cluster.ray_node import answers, temporary_folder_of
 
 _PAUSE_S = 0.5
 _LISTENS_S = 10.0  # for a head that is just being started

@@ -4,11 +4,10 @@ import inspect
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from megatron_hdp.ray_launch import start_node
+from megatron_hdp.data_plane.cluster import start_node
 
 FAKE_SCRIPTS = """
 import sys
@@ -75,9 +74,8 @@ def test_no_server_is_started_that_nobody_asks(fake_ray):
 def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
     """Ray itself asks a node's first raylet for 30 s, whatever it is told."""
     assert started(fake_ray).stdout.splitlines()[-1] == "5"
-    began = time.monotonic()
     done = started(fake_ray, RAY_raylet_start_wait_time_s="0")
-    assert done.returncode == 1 and time.monotonic() - began < 60
+    assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "Ray on this node is not up after 0 s, expected" in last and "no node at address" in last
 
