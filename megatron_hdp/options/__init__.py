@@ -2,13 +2,19 @@
 
 A field made by `option` carries its help. `add_options` turns the fields of a dataclass into flags,
 `yaml_to_argv` reads a YAML file as the same flags, `check_values` checks them, `markdown_table`
-documents them. Lies below every room and imports nothing of the package.
+documents them. This room is below every other one and imports nothing of the package.
 """
 
-from megatron_hdp.options.declaration import OptionError, check_values, flag_of, option
+from megatron_hdp.options.declaration import (
+    OptionError,
+    check_values,
+    flag_of,
+    markdown_table,
+    no_effect,
+    option,
+)
 from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
 from megatron_hdp.options.parser import OptionParser, add_options, from_namespace
-from megatron_hdp.options.table import markdown_table
 from megatron_hdp.options.yaml_file import yaml_to_argv
 
 __all__ = [
@@ -21,6 +27,7 @@ __all__ = [
     "flag_of",
     "from_namespace",
     "markdown_table",
+    "no_effect",
     "option",
     "trace_steps",
     "yaml_to_argv",

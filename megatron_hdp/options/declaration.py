@@ -35,7 +35,8 @@ def option(
 
     Args:
         default: value without the flag. A bool that is True by default needs ``off_flag``.
-        help: one sentence for ``--help`` and the documentation.
+        help: says, for ``--help`` and the Reference, what the flag does; of a bool that is True by
+            default, what it does unless it is turned off (see `shown_help`).
         choices: the values allowed.
         metavar: what stands for the value in ``--help``.
         minimum: least value allowed.
@@ -55,6 +56,11 @@ def option(
         "off_flag": off_flag,
     }
     return field(default=default, metadata=metadata)
+
+
+def no_effect(flag: str, needed: str) -> OptionError:
+    """Return the error of a flag that does nothing without another one."""
+    return OptionError(f"{flag} has no effect without {needed}: add {needed} or remove {flag}")
 
 
 def flag_of(name: str) -> str:
@@ -119,3 +125,29 @@ def metavar(item: Field[Any], kind: Any) -> str | None:
         return None
     by_type = {int: "N", float: "X", Path: "PATH"}
     return item.metadata["metavar"] or by_type.get(kind, "TEXT")
+
+
+def shown_help(item: Field[Any], kind: Any) -> str:
+    """Return the help of the flag that is shown, which turns a default-on bool off."""
+    text: str = item.metadata["help"]
+    if kind is bool and item.default:
+        return f"Turn this off: {text[0].lower()}{text[1:]}"
+    return text
+
+
+def markdown_table(cls: type) -> str:
+    """Return the Markdown table of the flags that dataclass ``cls`` declares."""
+    lines = ["| flag, or key in YAML | meaning |", "|---|---|"]
+    for item, kind in declared(cls):
+        flag, default = flag_of(item.name), ""
+        if kind is bool:
+            usage = f"`{switches(item)[bool(item.default)]}`"
+            default = f" In YAML: `{flag[2:]}: false`." if item.default else ""
+        else:
+            choices = item.metadata["choices"]
+            usage = " ".join(f"`{one}`" for one in (flag, *choices)) if choices else ""
+            usage = usage or f"`{flag} {metavar(item, kind)}`".replace("|", "\\|")
+            default = "" if item.default in (None, ()) else f" Default: `{item.default}`."
+        default = " Required." if item.metadata["required"] else default
+        lines.append(f"| {usage} | {shown_help(item, kind)}{default} |")
+    return "\n".join(lines) + "\n"

@@ -6,7 +6,14 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from megatron_hdp.options.declaration import OptionError, declared, flag_of, metavar, switches
+from megatron_hdp.options.declaration import (
+    OptionError,
+    declared,
+    flag_of,
+    metavar,
+    shown_help,
+    switches,
+)
 
 T = TypeVar("T")
 
@@ -43,7 +50,7 @@ def add_options(
 ) -> None:
     """Add the fields of dataclass ``cls`` to ``parser``, in a group named by its docstring.
 
-    Those named in ``leave_out`` are no flags.
+    Those named in ``leave_out`` get no flag.
     """
     group = parser.add_argument_group((cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."))
     for item, kind in declared(cls):
@@ -51,7 +58,7 @@ def add_options(
             continue
         if kind is bool:
             on_flag, off_flag = switches(item)
-            on_help, off_help = item.metadata["help"], argparse.SUPPRESS
+            on_help, off_help = shown_help(item, kind), argparse.SUPPRESS
             if item.default:
                 on_help, off_help = off_help, on_help
             group.add_argument(

@@ -1,4 +1,4 @@
-"""A YAML file is flags written vertically: argparse stays the only parser."""
+"""Reads a YAML file as flags, so that argparse is the only parser."""
 
 import argparse
 from collections.abc import Iterator
@@ -121,12 +121,12 @@ def _parts(path: Path, names: yaml.Node | None, including: tuple[Path, ...]) -> 
     if len(including) >= _MOST_PARTS:
         raise OptionError(
             f"{path}: {_PARTS}: found more than {_MOST_PARTS} files that lead to one another, "
-            "expected fewer: put them together"
+            "expected fewer: merge some"
         )
     found = [path.parent / text.value for text in texts]
     for part in found:
         if part.resolve() in (*including, path.resolve()):
-            raise OptionError(f"{path}: {_PARTS}: {part} leads back to itself: remove it")
+            raise OptionError(f"{path}: {_PARTS}: {part} includes itself: remove it")
     return found
 
 
@@ -153,7 +153,7 @@ def _arguments(
 ) -> list[str]:
     """Return the arguments that give ``value`` to ``flag``, having checked its type."""
     if value.tag not in PLAIN_TAGS:
-        raise ValueError(f"found the tag {value.tag}, expected the value alone")
+        raise ValueError(f"found the tag {value.tag}, expected a plain value")
     if action.nargs == 0:
         wanted = switch_of(value)
         if wanted is None:
@@ -174,14 +174,14 @@ def _opposite(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     for other in parser._option_string_actions.values():
         if other.dest == action.dest and other.nargs == 0 and other.const != action.const:
             return other.option_strings[0]
-    raise ValueError("found false, and this switch cannot be turned off: remove the key")
+    raise ValueError("found false, but this switch cannot be turned off: remove the key")
 
 
 def _one_of_many(action: argparse.Action, value: yaml.Node) -> str:
     """Return one of several values of a flag, which argparse must not take for a flag."""
     text = _checked(action, value)
     if text.startswith("-") and action.type in (None, str):
-        raise ValueError(f"found {shown(value)}, which begins like a flag: write ./ before a path")
+        raise ValueError(f"found {shown(value)}, which looks like a flag: write ./ before a path")
     return text
 
 

@@ -149,8 +149,8 @@ def _hdp_steps(
     specs = split_specs(arguments)
     if arguments.eval_iters and "valid" not in specs:
         raise ValueError(
-            f"--eval-iters {arguments.eval_iters}: found no data to validate on, expected some: "
-            "add validation to the file of --hdp-data, or --valid-data-path, or leave it out"
+            f"--eval-iters {arguments.eval_iters}: found no validation data: add validation to the "
+            "file of --hdp-data, add --valid-data-path, or leave --eval-iters out"
         )
     executor = build_executor(arguments, chunks, timeline)
     cost_model = cost_model_of(arguments, executor)

@@ -88,7 +88,7 @@ def _train(
             _save_if_due(job, progress, stop)
         if stop is None and progress.iteration < arguments.train_iters:
             parallel.say(
-                "every source of the data has ended: the job ends after iteration "
+                "every source of the data has ended: the job stops after iteration "
                 f"{progress.iteration} of {arguments.train_iters}"
             )
     return records
@@ -172,7 +172,7 @@ def _require_finite_gradients(job: Job, report: StepReport, step: int) -> None:
 
 
 def _non_finite(what: str, where: Sequence[str]) -> NonFiniteError:
-    remedy = "go on from the last checkpoint with a lower --lr"
+    remedy = "resume from the last checkpoint with a lower --lr"
     if where:
         remedy = "\n  ".join([f"look at these documents, or {remedy}", *where])
     return NonFiniteError(

@@ -207,8 +207,8 @@ def _steps_before(first_step: int, path: Path) -> bytes:
             if is_half and number == len(lines):
                 break
             raise ValueError(
-                f"--metrics-path {path}: found lines that are no step's metrics, expected a file "
-                "of this program: move it away or give another path"
+                f"--metrics-path {path}: found lines that are not metrics of a step, expected a "
+                "file that this program wrote: move it away or give another path"
             ) from None
     return b"".join(kept)
 
@@ -219,8 +219,8 @@ def _require_place(path: Path) -> None:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "a folder that cannot be written" if folder.is_dir() else "no folder"
-        raise ValueError(f"--metrics-path {path}: {folder} is {what}: give another path")
+        what = "a folder without write permission" if folder.is_dir() else "not a folder"
+        raise ValueError(f"--metrics-path {path}: found that {folder} is {what}: give another path")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Traces a few steps of the job: every rank notes its spans, the first one writes them all."""
+"""Traces a few steps of the job: every rank records its spans, the first one writes them all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_hdp.training.step_trace import RankSpans, clock_starts, name_event
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ABOUT = {
-    "times": "when work ran: CPU clocks, on GPUs events of the stream that computes, tied to the "
-    "CPU's clock at the beginning of each step",
-    "alignment": "ranks of one machine share its clock; machines meet where they leave the "
-    "all-reduce that begins a step",
+    "times": "when work ran: by CPU clocks; on GPUs by events of the compute stream, aligned "
+    "with the CPU's clock at the beginning of each step",
+    "alignment": "ranks of one machine share its clock; machines are aligned where they leave "
+    "the all-reduce that begins a step",
     "plan": "its times are multiplied by measured / predicted compute of the step",
 }
 

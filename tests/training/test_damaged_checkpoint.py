@@ -102,7 +102,7 @@ def test_going_back_to_the_one_before_replaces_the_damaged_one(run_ranks, saved,
     back = replace(arguments, ckpt_step=2, save=folder, save_interval=2)
     (messages, printed), _ = run_ranks(2, said, [back])
     assert messages == [None]
-    assert "holds later checkpoints (4): each is replaced when this run, which goes on" in printed
+    assert "holds later checkpoints (4): each is replaced when this run, which resumes" in printed
     expected = run_ranks(2, curve, replace(arguments, load=saved[1]))[0]
     assert run_ranks(2, curve, replace(arguments, ckpt_step=4))[0] == expected
 

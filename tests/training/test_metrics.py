@@ -114,8 +114,8 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path, reason in (
         (tmp_path, "found a folder"),
-        (tmp_path / "file" / "metrics.jsonl", "is no folder"),
-        (tmp_path / "file" / "deep" / "metrics.jsonl", "is no folder"),
+        (tmp_path / "file" / "metrics.jsonl", "not a folder"),
+        (tmp_path / "file" / "deep" / "metrics.jsonl", "not a folder"),
     ):
         with pytest.raises(ValueError, match=reason) as caught:
             MetricsLogger(path)

@@ -207,7 +207,7 @@ def test_a_gradient_that_overflows_in_one_weight_alone(run_ranks, prefix, tmp_pa
     run = arguments(prefix, tmp_path, **settings)
     for message, _, same, saves in run_ranks(2, outcome, run, None, None, overflow_one_weight):
         assert "first in decoder.layers.0.mlp.linear_fc1.weight (rank 0): expected" in message
-        assert "saves nothing: go on from the last checkpoint" in message
+        assert "saves nothing: resume from the last checkpoint" in message
         assert same and saves == 0
 
 

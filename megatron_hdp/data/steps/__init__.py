@@ -21,15 +21,16 @@ from megatron_hdp.data.steps.totals import Amounts, StepTotals
 from megatron_hdp.data.steps.work import work_of
 
 __all__ = [
+    "FEWEST_TOKENS",
     "Amounts",
     "Loaders",
     "LocalLoaders",
     "LostSource",
     "PackedShares",
+    "Pieces",
     "PlanSettings",
     "PlannedStep",
     "PrimitiveError",
-    "Pieces",
     "RankMicroBatch",
     "RankShare",
     "RankStep",
@@ -39,7 +40,6 @@ __all__ = [
     "StepTotals",
     "TokenSource",
     "costed",
-    "FEWEST_TOKENS",
     "padding_micro_batch",
     "pieces_of",
     "plan_by",

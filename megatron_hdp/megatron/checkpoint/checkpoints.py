@@ -142,7 +142,7 @@ class Checkpoints:
         if found := non_finite(named_parameters(parts)):
             raise ValueError(
                 f"the weights after iteration {iteration} are not finite, first "
-                f"{', '.join(found)}, expected finite numbers. Nothing is saved: go on from the "
+                f"{', '.join(found)}, expected finite numbers. Nothing is saved: resume from the "
                 "last checkpoint with a lower --lr"
             )
 

@@ -1,12 +1,17 @@
-"""Who may change a folder of checkpoints: one living process, which its newest record names.
+"""The one process that may change a folder of checkpoints: the newest record names it.
 
-    owner-7.json    host, process and job of the owner, and a count that it raises every second
+    owner-7.json    host, process and job of the owner, which renews the file's time every second
 
-A process becomes the owner by making the record of the next number (``O_EXCL``), so of several that
-start at one moment one does, and only if the owner before is gone: on the same host its process has
-ended, elsewhere its count has stood still, looked at again and again by the clock of who looks. A
-record is never written by another process than its own, so one that was stopped, and goes on when
-its record was superseded, finds that out and harms nothing.
+A process becomes the owner by creating the record of the next number (``O_EXCL``), so one of
+several that start at the same moment does, and only if the owner before is dead: its process has
+ended on this machine, or its record's time stood still for 20 s. An owner that lives that long is
+an error. No process writes another one's record, so an owner that was suspended, and superseded
+meanwhile, finds out before it next changes the folder.
+
+Times are compared with each other, never with a clock, so clocks of hosts may differ. On NFS a
+record is opened to be looked at, which asks the server; that creates exclusively since NFSv3. What
+is not promised: to exclude an owner that the file system cuts off for 20 s between its last look
+and the rename that follows.
 """
 
 from __future__ import annotations
@@ -18,122 +23,66 @@ import re
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 
 import psutil
 
 _NAME = re.compile(r"owner-(\d+)\.json")
-_COUNT = "%020d\n"
-_TELL_S = 1.0
+_BEAT_S = 1.0
 _LOOK_S = 0.25
-_SILENCE_S = 20.0  # a file system that is busy with a checkpoint may be slow to show a count
-_SAME_JOB_S = 40.0  # for the ranks of a restarted job to end; less than a collective may wait
+_SILENCE_S = 20.0  # a file system that is busy with a checkpoint may be slow to show a new time
 _RELEASE_S = 5.0  # what a file system that hangs may cost at the end
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process as others can tell it from all others."""
-
-    host: str
-    machine: str
-    """Equal for processes that can see each other by their ids."""
-    pid: int
-    started: str
-    """When; another process that gets this id later has started at another time."""
-    job: str | None
-    """The job, where its name is not another one's too."""
-    word: str
-    """Drawn for this record."""
-
-    @classmethod
-    def this(cls) -> Process:
-        """The one that calls this."""
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-        namespace = os.readlink(_NAMESPACE) if _NAMESPACE.is_symlink() else ""
-        host, pid = socket.gethostname(), os.getpid()
-        job, word = _job(os.environ), secrets.token_hex(8)
-        return cls(host, f"{host} {boot} {namespace}", pid, _started(pid) or "", job, word)
-
-    @classmethod
-    def in_record(cls, text: bytes) -> Process | None:
-        """The one that made a record; None while it is being made, or if that was cut short."""
-        try:
-            return cls(**json.loads(text.splitlines()[0]))
-        except (IndexError, ValueError, TypeError):
-            return None
-
-    def has_ended(self) -> bool:
-        """Whether it has; only of a process of this machine."""
-        return _started(self.pid) != self.started
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" + (f" ({self.job})" if self.job else "")
 
 
 class Ownership:
     """The right to change a folder of checkpoints, until `release`.
 
     Args:
-        folder: made if it is not there, and then removed by `release` if nothing was saved.
+        folder: made if it is missing, and then removed by `release` if nothing was saved.
         say: prints one line, if this takes a while.
-        silence_s: how long an owner on another host must stand still to count as gone.
-        same_job_s: how long a living owner of the same job, which was started again, is waited for.
 
     Raises:
         ValueError: another process owns it.
         OSError: the folder cannot be written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        say: Callable[[str], None] = lambda line: None,
-        *,
-        silence_s: float = _SILENCE_S,
-        same_job_s: float = _SAME_JOB_S,
-    ) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self._folder = folder
         self._say = say
-        self._silence_s = silence_s
-        self._same_job_s = same_job_s
-        self._me = Process.this()
-        self._made = _make(folder)
+        self._me = _this_process()
+        self._made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
         try:
-            self._file, self._number = self._claim()
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, self._record = self._claim()
         except BaseException:
-            _remove_empty(self._made)
+            self._remove_empty()
             raise
-        self._counts_at = os.fstat(self._file).st_size
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="checkpoint-owner", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="checkpoint-owner", daemon=True)
         self._thread.start()
 
     def require(self) -> None:
-        """Returns if this process is still the owner; makes a folder anew that was removed.
+        """Returns if this process is still the owner; makes a folder again that was removed.
 
         Raises:
-            ValueError: another one has taken over, or the record alone was removed.
+            ValueError: another process has taken over, or the record alone was removed.
         """
-        numbers = self._numbers()
-        if not numbers and not any(self._folder.glob("iter_*")):
+        records = self._records()
+        if not records and not any(self._folder.glob("iter_*")):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file, self._number = self._claim()  # the thread goes on in the new file
+            self._file, self._record = self._claim()
             return
-        if numbers and numbers[-1] == self._number and self._is_mine():
-            return
-        newest = Process.in_record(_read(self._record(numbers[-1])) or b"") if numbers else None
-        raise ValueError(
-            f"{self._folder} does not belong to this job any more: found "
-            f"{newest or 'no record of an owner'}, expected {self._me}. It was given up because "
-            f"nothing was heard of this job for {self._silence_s:.0f} s (it was stopped, or its "
-            "file system was): nothing more is saved. Keep one of the two jobs, or give each its "
-            "own --save"
-        )
+        found = _look(records[-1])[1] if records else b""
+        if found != self._me:
+            raise ValueError(
+                f"{self._folder} does not belong to this job any more: found {_name(found)}, "
+                f"expected {_name(self._me)}. It was taken over because this job's record stood "
+                f"still for {_SILENCE_S:.0f} s (the job or its file system was suspended): nothing "
+                "more is saved. Keep one of the two jobs, or give each its own --save"
+            )
 
     def release(self, last: Callable[[], None] = lambda: None) -> bool:
         """Gives the folder up; False if the file system does not answer in time.
@@ -146,156 +95,130 @@ class Ownership:
         self._thread.join(_RELEASE_S)
         return not self._thread.is_alive()
 
-    def _claim(self) -> tuple[int, int]:
-        """The open file and the number of this process's record."""
+    def _claim(self) -> tuple[int, Path]:
+        """The open record of this process and its path."""
         while True:
-            gone = self._await_the_end_of_the_owner()
-            number = max(gone, default=0) + 1
+            dead = self._dead_records()
+            record = self._folder / f"owner-{_number(dead[-1]) + 1 if dead else 1}.json"
             try:
-                file = os.open(self._record(number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                file = os.open(record, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
-                continue  # another one was faster: it is the owner now
+                continue  # another process was faster
             try:
-                os.write(file, f"{json.dumps(asdict(self._me))}\n".encode())
+                os.write(file, self._me)
                 os.fsync(file)
-                if set(self._numbers()) <= {*gone, number}:
-                    for old in gone:
-                        self._record(old).unlink(missing_ok=True)
-                    return file, number
+                if set(self._records()) <= {*dead, record}:
+                    for path in dead:
+                        path.unlink(missing_ok=True)
+                    return file, record
             except BaseException:
-                self._record(number).unlink(missing_ok=True)
+                record.unlink(missing_ok=True)
                 os.close(file)
                 raise
-            # the owner before gave up just now, and another one begins to count at 1
-            self._record(number).unlink(missing_ok=True)
+            # the owner before released the folder just now, and another process began at 1
+            record.unlink(missing_ok=True)
             os.close(file)
-            time.sleep(random.uniform(0.0, 2 * _LOOK_S))
+            sleep(random.uniform(0.0, 2 * _LOOK_S))
 
-    def _await_the_end_of_the_owner(self) -> list[int]:
-        """The numbers of all records once the newest one's process is gone.
+    def _dead_records(self) -> list[Path]:
+        """All records once the newest one's process is dead.
 
         Raises:
             ValueError: it lives.
         """
-        began = time.monotonic()
-        looked_at: tuple[int, bytes] | None = None
-        is_told = False
-        unchanged = 0  # looks; so a time in which this process or its file system stood counts not
-        while True:
-            numbers = self._numbers()
-            text = _read(self._record(numbers[-1])) if numbers else None
-            if not numbers:
-                return []
-            if text is None:  # it has just been removed
-                time.sleep(_LOOK_S)
-                continue
-            owner = Process.in_record(text)
-            if owner is not None and owner.machine == self._me.machine:
-                if owner.has_ended():
-                    return numbers
-                lives = True
-            else:
-                lives = looked_at is not None and looked_at != (numbers[-1], text)
-                unchanged = unchanged + 1 if looked_at == (numbers[-1], text) else 0
-                looked_at = (numbers[-1], text)
-                if unchanged * _LOOK_S >= self._silence_s:
-                    return numbers
-            if lives and not self._is_restarted(owner, began):
+        seen, looks, unchanged = None, 0, 0  # counted, so that no time counts in which this stood
+        while records := self._records():
+            found = _look(records[-1])
+            if _has_ended(found[1]):
+                break
+            looks += 1
+            unchanged = unchanged + 1 if found == seen else 0
+            if unchanged * _LOOK_S >= _SILENCE_S:
+                break
+            if found != seen and looks * _LOOK_S >= _SILENCE_S:
                 raise ValueError(
-                    f"{self._folder} belongs to another job that runs: {owner}. Two jobs would mix "
-                    "their checkpoints: end that one first, or give another --save"
+                    f"{self._folder} belongs to another job that runs: {_name(found[1])}. Two jobs "
+                    "would mix their checkpoints: end that one first, or give another --save"
                 )
-            if not is_told:
-                self._say(f"{self._folder}: waiting for the end of {owner or 'an unknown owner'}")
-                is_told = True
-            time.sleep(_LOOK_S)
+            if looks == 2:
+                self._say(f"{self._folder}: waiting for the end of {_name(found[1])}")
+            seen = found
+            sleep(_LOOK_S)
+        return records
 
-    def _is_restarted(self, owner: Process | None, began: float) -> bool:
-        """Whether the owner is of the job's attempt before this one, and may still end."""
-        if owner is None:
-            return True
-        is_same = owner.job is not None and owner.job == self._me.job
-        return is_same and time.monotonic() - began < self._same_job_s
-
-    def _tell(self) -> None:
-        """Raises the count until the folder is given up; then removes the record.
-
-        What the file system refuses is tried again: who looks at the record counts it as silence.
-        """
-        count = 0
-        while not self._stop.wait(_TELL_S):
-            count += 1
+    def _beat(self) -> None:
+        """Renews the record's time until the folder is given up; then removes the record."""
+        while not self._stop.wait(_BEAT_S):
             try:
-                os.pwrite(self._file, (_COUNT % count).encode(), self._counts_at)
-                os.fsync(self._file)
+                os.utime(self._file)
             except OSError:
-                continue
+                continue  # another process that looks counts it as silence
         try:
             self._last()
         finally:
-            if self._is_mine():
-                self._record(self._number).unlink(missing_ok=True)
-                _remove_empty(self._made)
+            if _look(self._record)[1] == self._me:
+                self._record.unlink(missing_ok=True)
+                self._remove_empty()
             os.close(self._file)
 
-    def _is_mine(self) -> bool:
-        found = Process.in_record(_read(self._record(self._number)) or b"")
-        return found == self._me
+    def _records(self) -> list[Path]:
+        found = [path for path in self._folder.glob("owner-*.json") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=_number)
 
-    def _numbers(self) -> list[int]:
-        names = (_NAME.fullmatch(path.name) for path in self._folder.glob("owner-*.json"))
-        return sorted(int(name[1]) for name in names if name)
-
-    def _record(self, number: int) -> Path:
-        return self._folder / f"owner-{number}.json"
-
-
-def _job(environment: Mapping[str, str]) -> str | None:
-    """The job of this process, the same one after a restart; None where that has no name."""
-    if job := environment.get("SLURM_JOB_ID"):
-        return f"Slurm job {job}"
-    run = environment.get("TORCHELASTIC_RUN_ID", "none")
-    return None if run == "none" else f"torchrun's run {run}"
+    def _remove_empty(self) -> None:
+        """Removes the folders that this process has made, unless something is in them."""
+        for folder in self._made:
+            if os.path.isdir(folder):
+                if any(folder.iterdir()):
+                    return
+                folder.rmdir()
 
 
-def _started(pid: int) -> str | None:
-    """When a process of this machine started; None if there is none, or it only waits to be reaped.
-
-    On Linux in ticks since the boot, which no change of the clock moves.
-    """
-    if not Path("/proc/self/stat").exists():
-        try:
-            return repr(psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return None
-    text = _read(Path(f"/proc/{pid}/stat"))
-    if text is None:
-        return None
-    state, *fields = text[text.rindex(b")") + 2 :].split()
-    return None if state in (b"Z", b"X") else fields[18].decode()
+def _machine() -> str:
+    """Equal for processes that see each other by their ids."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    return f"{socket.gethostname()} {boot} {os.readlink(_NAMESPACE) if boot else ''}"
 
 
-def _read(path: Path) -> bytes | None:
+def _this_process() -> bytes:
+    """The content of its record, which a random word makes its own."""
+    job, run = os.environ.get("SLURM_JOB_ID"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    shown = f" (Slurm job {job})" if job else "" if run == "none" else f" (torchrun's run {run})"
+    name = f"process {os.getpid()} on {socket.gethostname()}{shown}"
+    return json.dumps([name, os.getpid(), _machine(), secrets.token_hex(8)]).encode()
+
+
+def _name(record: bytes) -> str:
     try:
-        return path.read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+        return str(json.loads(record)[0])
+    except (ValueError, LookupError):  # it is being written, or was cut short
+        return "an unknown owner" if record else "no record of an owner"
 
 
-def _make(folder: Path) -> list[Path]:
-    """Makes a folder; returns those that were not there, the innermost last."""
-    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)][::-1]
+def _has_ended(record: bytes) -> bool:
+    """Whether the record's process ran on this machine and has ended."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        _remove_empty(missing)
-        raise
-    return missing
+        _, pid, machine, _ = json.loads(record)
+    except ValueError:
+        return False
+    if machine != _machine():
+        return False
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in reversed(folders):
-        if os.path.isdir(folder):
-            if any(folder.iterdir()):
-                return
-            folder.rmdir()
+def _number(record: Path) -> int:
+    name = _NAME.fullmatch(record.name)
+    assert name is not None, record
+    return int(name[1])
+
+
+def _look(record: Path) -> tuple[int, bytes]:
+    """Time and content of a record, as the file system's server has them; 0 if there is none."""
+    try:
+        with record.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns, file.read()
+    except FileNotFoundError:
+        return 0, b""

@@ -1,4 +1,4 @@
-"""Reads a checkpoint through Megatron: what is damaged or does not fit becomes one sentence.
+"""Reads a checkpoint through Megatron: a damaged or unfit checkpoint becomes one sentence.
 
 Its files are checked before anything of them is unpickled. The storage is shared, so each file is
 read by one rank for that; Megatron then has each rank read the parts that it holds.
@@ -50,7 +50,7 @@ def require_sound(source: Path, *, contents: bool, say: Callable[[str], None]) -
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise ValueError(f"{found[0]}{more}. {_remedy(source)}")
     if contents and not outcomes[0][0]:
-        say(f"{source} was saved without checksums: checked as far as its own files tell")
+        say(f"{source} was saved without checksums: only its structure is checked")
 
 
 def read_common(source: Path) -> dict[str, Any]:
@@ -86,8 +86,7 @@ def _explained(source: Path) -> Iterator[None]:
         reasons = [failure for failure, _ in error.failures.values()]
         if misfits := [one for one in reasons if isinstance(one, CheckpointingException)]:
             raise ValueError(
-                f"{source} does not fit this model, give the flags of the one that was saved: "
-                f"{misfits[0]}"
+                f"{source} does not fit this model: give the flags of the saved one: {misfits[0]}"
             ) from error
         raise _unreadable(source, reasons[0] if reasons else error) from error
     except Exception as error:
@@ -99,7 +98,7 @@ def _explained(source: Path) -> Iterator[None]:
 def _unreadable(source: Path, error: BaseException) -> ValueError:
     reason = " ".join(str(error).split())[:300]
     return ValueError(
-        f"{source}: found what cannot be read ({type(error).__name__}: {reason}), expected a "
+        f"{source}: found unreadable content ({type(error).__name__}: {reason}), expected a "
         f"checkpoint as it was saved. {_remedy(source)}"
     )
 
@@ -109,8 +108,8 @@ def _remedy(source: Path) -> str:
     iteration = CheckpointFolder.iteration_of(source)
     before = [one for one in folder.iterations() if one < iteration]
     go_back = (
-        f"add --ckpt-step {before[-1]} to go on from the checkpoint before it"
+        f"add --ckpt-step {before[-1]} to resume from the checkpoint before it"
         if before
-        else "no older checkpoint is there to go on from"
+        else "there is no older checkpoint to resume from"
     )
     return f"The checkpoint is damaged: {go_back}; `megatron-hdp verify {folder.path}` checks all"

@@ -64,7 +64,7 @@ class RunFolder:
                 return None
             return (
                 f"{self.path} holds later checkpoints ({', '.join(map(str, later))}): each is "
-                f"replaced when this run, which goes on from {iteration}, saves that iteration"
+                f"replaced when this run, which resumes from {iteration}, saves that iteration"
             )
         if later:
             raise ValueError(

@@ -175,8 +175,9 @@ class TrainingState:
         ]
         if differences:
             raise ValueError(
-                f"{source} was saved under another schedule: {'; '.join(differences)}. Give those, "
-                "or add --override-opt-param-scheduler to continue under the new one"
+                f"{source} was saved with another learning rate schedule: "
+                f"{'; '.join(differences)}. Give its flags, or add --override-opt-param-scheduler "
+                "to resume with the new one"
             )
 
     def _optimizer_kind(self) -> dict[str, Any]:
@@ -188,9 +189,9 @@ class TrainingState:
         mine = self._optimizer_kind()
         if mine != saved:
             raise ValueError(
-                f"{source} holds the state of another kind of optimizer: found {mine}, expected "
+                f"{source} contains the state of another kind of optimizer: found {mine}, expected "
                 f"{saved} (--use-distributed-optimizer, --bf16): give the flags it was saved with, "
-                "or add --no-load-optim to continue with fresh optimizer state"
+                "or add --no-load-optim to resume with fresh optimizer state"
             )
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _require_ours(common: dict[str, Any], source: Path) -> dict[str, Any]:
     ours: dict[str, Any] = common.get(_OURS, {})
     if ours.get("version") != _VERSION:
         raise ValueError(
-            f"{source} holds no data state of version {_VERSION} (found {ours.get('version')}), so "
-            "where to continue is unknown: add --finetune to start at step 0 from its weights alone"
+            f"{source} contains no data position of version {_VERSION} (found "
+            f"{ours.get('version')}): add --finetune to start at step 0 from its weights alone"
         )
     return ours

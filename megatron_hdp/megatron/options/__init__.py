@@ -12,7 +12,12 @@ from megatron_hdp.megatron.options.arguments import (
     without_virtual_stages,
 )
 from megatron_hdp.megatron.options.batch_sizes import check_batch_size, growth_of, sequences_of
-from megatron_hdp.megatron.options.checks import check_data, check_layout, check_mtp
+from megatron_hdp.megatron.options.checks import (
+    check_data,
+    check_layout,
+    check_mtp,
+    virtual_stage_choices,
+)
 from megatron_hdp.megatron.options.expert_layers import (
     expert_layers,
     expert_layers_of_chunk,
@@ -20,8 +25,7 @@ from megatron_hdp.megatron.options.expert_layers import (
 )
 from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
-from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import MoeOptions, PositionOptions
+from megatron_hdp.megatron.options.model_options import MlaOptions, MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
@@ -32,7 +36,6 @@ from megatron_hdp.megatron.options.position_checks import (
     position_record,
 )
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
-from megatron_hdp.megatron.options.virtual_stages import virtual_stage_choices
 from megatron_hdp.megatron.options.windows import check_windows, layer_windows, window_settings
 
 __all__ = [
@@ -68,9 +71,9 @@ __all__ = [
     "pattern_of",
     "planned_layers",
     "planned_weights",
+    "position_record",
     "sequences_of",
     "shape_in",
-    "position_record",
     "shape_in",
     "stage_split",
     "tokenizer_of",

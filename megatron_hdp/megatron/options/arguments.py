@@ -10,8 +10,8 @@ from megatron_hdp.megatron.options.groups import (
     ParallelOptions,
     RunOptions,
 )
-from megatron_hdp.megatron.options.mla_options import MlaOptions
 from megatron_hdp.megatron.options.model_options import (
+    MlaOptions,
     ModelOptions,
     MoeOptions,
     MtpOptions,

@@ -1,4 +1,4 @@
-"""How many sequences each step of a run has, as Megatron's flags say."""
+"""The number of sequences of each step, from Megatron's flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.options import OptionError
 
 Growth = tuple[tuple[int, int], ...]
-"""From how many sequences drawn before on a step has how many, from 0 on; empty: one size."""
+"""Pairs (sequences drawn before, sequences of a step from then on), from 0; empty: one size."""
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -18,7 +18,7 @@ def growth_of(args: TrainingArguments) -> Growth:
     """How the global batch grows: by sequences drawn, never by ranks.
 
     Raises:
-        OptionError: the flags say it in no way, or in two.
+        OptionError: the flags are incomplete, or contradict each other.
     """
     growing = [
         flag
@@ -30,15 +30,17 @@ def growth_of(args: TrainingArguments) -> Growth:
         if value
     ]
     if len(growing) > 1:
-        raise OptionError(f"found {' and '.join(growing)}, expected one of them: leave others out")
+        raise OptionError(
+            f"found {' and '.join(growing)}, expected one of them: leave the others out"
+        )
     if args.step_batch_size_schedule:
         return _steps(args.step_batch_size_schedule, args.seq_length)
     if not args.rampup_batch_size:
         return ()
     if len(args.rampup_batch_size) != 3 or args.global_batch_size is None:
         raise OptionError(
-            f"--rampup-batch-size: found {args.rampup_batch_size}, expected three numbers (the "
-            "first size, by how much it grows at a time, sequences until the last size) and "
+            f"--rampup-batch-size: found {args.rampup_batch_size}, expected three numbers (first "
+            "size, increment, sequences until the last size) and "
             "--global-batch-size"
         )
     start, increment, over = args.rampup_batch_size
@@ -60,8 +62,9 @@ def ramp(start: int, increment: int, over: int, size: int) -> Growth:
     rest = size - start
     if min(start, increment) < 1 or over < 0 or rest < 0 or rest % increment:
         raise OptionError(
-            f"--rampup-batch-size {start} {increment} {over}: found no way by steps of {increment} "
-            f"from {start} to the {size} of --global-batch-size, expected one: change a number"
+            f"--rampup-batch-size {start} {increment} {over}: found increments of {increment} "
+            f"that do not lead from {start} to --global-batch-size {size}, expected a whole number "
+            "of increments: change one of the numbers"
         )
     num_steps = rest // increment
     if not num_steps or not over:
@@ -91,9 +94,9 @@ def _steps(text: str, seq_length: int) -> Growth:
     starts = [start for start, _ in found]
     if not found or starts[0] != 0 or starts != sorted(set(starts)) or min(found)[1] < 1:
         raise OptionError(
-            f"--step-batch-size-schedule: found sizes from these sequences on: {found}, expected "
-            f"sizes from 1 on, the first from 0 and others from ever more (of {seq_length} tokens "
-            "each): 0:8 250M:16"
+            f"--step-batch-size-schedule: found these pairs of sequences and size: {found}, "
+            f"expected sizes of at least 1, the first pair at 0 and the others in ascending order "
+            f"({seq_length} tokens count as a sequence): 0:8 250M:16"
         )
     return tuple(found)
 
@@ -105,7 +108,7 @@ def _number(text: str) -> int:
 
 
 def sequences_of(args: Any) -> int | None:
-    """The last size in sequences that flags of `TrainingArguments` or Megatron's say, if any."""
+    """The last size in sequences that the flags, ours or Megatron's, give, if any."""
     if args.global_batch_size is None and getattr(args, "step_batch_size_schedule", None):
         return _steps(args.step_batch_size_schedule, args.seq_length)[-1][1]
     return args.global_batch_size  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
-"""Which options do not go together: each refusal says what was found, expected and the remedy.
+"""Checks options that depend on each other: an error says what was found, expected and the remedy.
 
 Every check here raises `OptionError`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_hdp.megatron.options.arguments import (
@@ -12,7 +13,7 @@ from megatron_hdp.megatron.options.arguments import (
     planned_layers,
     stage_split,
 )
-from megatron_hdp.options import OptionError, flag_of
+from megatron_hdp.options import OptionError, flag_of, no_effect
 from megatron_hdp.planner.stages import StageSplit
 
 DATA_FLAGS = (
@@ -25,7 +26,7 @@ DATA_FLAGS = (
 )
 """Fields of Megatron's flags that name data."""
 
-# of pipelines, as they are planned
+# their pipelines run exactly as planned
 _ALIGNED_STRATEGIES = ("auto", "pp-balance", "static", "dynamic-cp")
 
 
@@ -65,10 +66,7 @@ def _check_activation(args: TrainingArguments) -> None:
         return
     for name, off in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if getattr(args, name) != off:
-            raise OptionError(
-                f"{flag_of(name)} has no effect without a gated unit: add --swiglu or "
-                "--quick-geglu, or leave it out"
-            )
+            raise no_effect(flag_of(name), "--swiglu or --quick-geglu")
 
 
 def check_parallel(args: TrainingArguments) -> None:
@@ -106,7 +104,7 @@ def _check_virtual_stages(args: TrainingArguments, split: StageSplit) -> None:
     if chunks == 1:
         raise OptionError(
             f"{found} makes one virtual stage of the {split.most} layers of a pipeline stage, "
-            "which is the plain schedule: leave it out, or ask for two at least"
+            "which is the plain schedule: leave it out, or choose at least two"
         )
     if not args.hybrid_data_parallel:
         raise OptionError(
@@ -125,7 +123,7 @@ def _check_layers_of_chunks(args: TrainingArguments) -> None:
     if first is not None or last is not None:
         flag = "first" if first is not None else "last"
         raise OptionError(
-            f"{found} with --decoder-{flag}-pipeline-num-layers, whose stages differ: say "
+            f"{found} with --decoder-{flag}-pipeline-num-layers, whose stages differ: use "
             "--num-virtual-stages-per-pipeline-rank instead"
         )
     stages = args.pipeline_model_parallel_size
@@ -137,7 +135,7 @@ def _check_layers_of_chunks(args: TrainingArguments) -> None:
         raise OptionError(
             f"{found} does not divide the {of_stage} layers of a pipeline stage "
             f"(--num-layers {args.num_layers}{more} / --pipeline-model-parallel-size {stages}): "
-            "every virtual stage holds the same number of layers, change one of the numbers"
+            "every virtual stage needs the same number of layers, change one of the numbers"
         )
 
 
@@ -183,8 +181,8 @@ def check_layout(args: TrainingArguments) -> None:
     if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
         raise OptionError(
             f"{drawn} with pipeline stages needs --hdp-strategy "
-            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans run with "
-            "padding that they do not show"
+            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans do not "
+            "show the padding that runs with them"
         )
 
 
@@ -194,20 +192,17 @@ def check_schedule(args: TrainingArguments) -> None:
     if args.lr_warmup_iters >= decay_iters:
         raise OptionError(
             f"the warm-up takes {args.lr_warmup_iters} steps, expected fewer than --lr-decay-iters "
-            f"({decay_iters}; --train-iters unless given): lower --lr-warmup-iters or -fraction"
+            f"({decay_iters}; default: --train-iters): lower --lr-warmup-iters or -fraction"
         )
     if args.min_lr > (args.lr or 0):
         raise OptionError(f"--min-lr {args.min_lr} is greater than --lr {args.lr}: lower it")
 
 
 def check_mtp(args: TrainingArguments) -> None:
-    """Checks what goes together with layers that predict further tokens."""
+    """Checks which options work together with multi-token prediction."""
     if args.mtp_num_layers is None:
         if args.mtp_loss_scaling_factor != 0.1:
-            raise OptionError(
-                "--mtp-loss-scaling-factor has no effect without --mtp-num-layers: add the one or "
-                "remove the other"
-            )
+            raise no_effect("--mtp-loss-scaling-factor", "--mtp-num-layers")
         return
     stages, unit = args.pipeline_model_parallel_size, args.recompute_num_layers
     refused = {
@@ -226,8 +221,8 @@ def check_mtp(args: TrainingArguments) -> None:
     found = [name for name, is_found in refused.items() if is_found]
     if found:
         raise OptionError(
-            f"--mtp-num-layers {args.mtp_num_layers}: found {found[0]}, which layers that predict "
-            "further tokens do not go together with here: leave one of them out"
+            f"--mtp-num-layers {args.mtp_num_layers}: found {found[0]}, which does not work "
+            "together with multi-token prediction: leave one of them out"
         )
 
 
@@ -237,10 +232,10 @@ def check_data(args: Any) -> None:
     if args.hdp_data is not None and given:
         raise OptionError(
             f"found --hdp-data and {', '.join(map(flag_of, given))}, expected only one of them: "
-            "the file names all data"
+            "that file names all data"
         )
     if args.hdp_data is None and not given:
-        raise OptionError("--data-path is missing: name the data by it or by --hdp-data")
+        raise OptionError("--data-path is missing: name the data with it or with --hdp-data")
 
 
 def check_run(args: TrainingArguments) -> None:
@@ -261,3 +256,29 @@ def check_run(args: TrainingArguments) -> None:
     if args.load is None and (args.finetune or args.ckpt_step is not None):
         flag = "--finetune" if args.finetune else "--ckpt-step"
         raise OptionError(f"{flag} needs --load DIR: give the folder to load from")
+
+
+def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArguments]:
+    """The same run with each number of virtual stages per rank that its layers allow.
+
+    Empty without pipeline stages, and with a layout, which fixes the number.
+
+    Args:
+        args: a checked run under HDP.
+    """
+    if args.pipeline_model_parallel_size == 1 or args.pipeline_model_parallel_layout is not None:
+        return {}
+    choices = {}
+    most = stage_split(args).most + 1  # embedding or loss may count as a layer
+    for chunks in range(1, most + 1):
+        changed = replace(
+            args,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+        )
+        try:
+            check_parallel(changed)
+        except OptionError:
+            continue  # the layers do not allow this number
+        choices[chunks] = changed
+    return choices

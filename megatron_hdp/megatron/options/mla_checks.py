@@ -1,10 +1,10 @@
-"""Which options of multi-latent attention go together, with each other and with HDP."""
+"""Checks the options of multi-latent attention, with each other and with HDP."""
 
 from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
-from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.options import OptionError, flag_of
+from megatron_hdp.megatron.options.model_options import MlaOptions
+from megatron_hdp.options import OptionError, flag_of, no_effect
 
 
 def check_mla(args: TrainingArguments) -> None:
@@ -22,40 +22,34 @@ def check_mla(args: TrainingArguments) -> None:
     if not args.hybrid_data_parallel:
         raise OptionError(
             "--multi-latent-attention goes with --hybrid-data-parallel in this command: Megatron's "
-            "own local attention takes no heads of two sizes: add it, or train with Megatron-LM's "
-            "script"
+            "own local attention does not support heads of two sizes: add it, or train with "
+            "Megatron-LM's script"
         )
     _check_attention(args)
     _check_tensor_ranks(args)
 
 
 def check_latent_ring(*, multi_latent_attention: bool, hdp_mla_ring: str) -> None:
-    """Checks what rings pass on with the model's kind of attention.
+    """Checks that rings can send what ``--hdp-mla-ring`` names.
 
     Raises:
         OptionError: there is no latent.
     """
     if hdp_mla_ring != "auto" and not multi_latent_attention:
-        raise OptionError(
-            f"--hdp-mla-ring {hdp_mla_ring} has no effect without --multi-latent-attention: add "
-            "the one or remove the other"
-        )
+        raise no_effect(f"--hdp-mla-ring {hdp_mla_ring}", "--multi-latent-attention")
 
 
 def _check_unused(args: TrainingArguments) -> None:
     for item in fields(MlaOptions):
         if getattr(args, item.name) != item.default:
-            raise OptionError(
-                f"{flag_of(item.name)} has no effect without --multi-latent-attention: add the one "
-                "or remove the other"
-            )
+            raise no_effect(flag_of(item.name), "--multi-latent-attention")
 
 
 def _check_attention(args: TrainingArguments) -> None:
     if args.group_query_attention:
         raise OptionError(
-            "--multi-latent-attention with --group-query-attention or --num-query-groups: its "
-            "latent serves all heads, so there are no groups: leave them out"
+            "--multi-latent-attention does not support --group-query-attention or "
+            "--num-query-groups, as one latent serves all heads: leave them out"
         )
     if args.add_qkv_bias:
         raise OptionError(
@@ -64,8 +58,8 @@ def _check_attention(args: TrainingArguments) -> None:
         )
     if args.softmax_type != "vanilla":
         raise OptionError(
-            f"--softmax-type {args.softmax_type} does not go with --multi-latent-attention, whose "
-            "models have no sink: leave it out"
+            f"--softmax-type {args.softmax_type} is not supported with "
+            "--multi-latent-attention: leave it out"
         )
 
 

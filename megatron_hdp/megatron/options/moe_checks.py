@@ -1,11 +1,11 @@
-"""Which options of mixture of experts go together, with each other and with HDP."""
+"""Checks the options of mixture of experts, with each other and with HDP."""
 
 from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments, expert_domain_size
 from megatron_hdp.megatron.options.expert_layers import expert_layers
 from megatron_hdp.megatron.options.model_options import MoeOptions
-from megatron_hdp.options import OptionError, flag_of
+from megatron_hdp.options import OptionError, flag_of, no_effect
 
 
 def check_moe(args: TrainingArguments) -> None:
@@ -29,10 +29,7 @@ def _check_unused(args: TrainingArguments) -> None:
     derived = {"expert_tensor_parallel_size": args.tensor_model_parallel_size}
     for item in fields(MoeOptions):
         if getattr(args, item.name) != derived.get(item.name, item.default):
-            raise OptionError(
-                f"{flag_of(item.name)} has no effect without --num-experts: add the one or remove "
-                "the other"
-            )
+            raise no_effect(flag_of(item.name), "--num-experts")
 
 
 def _check_router(args: TrainingArguments) -> None:
@@ -55,7 +52,7 @@ def _check_router(args: TrainingArguments) -> None:
     if args.moe_router_enable_expert_bias and not sigmoid:
         raise OptionError(
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: Megatron "
-            "adds the bias to such scores only"
+            "adds the bias to sigmoid scores only"
         )
     if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
         raise OptionError(
@@ -65,7 +62,7 @@ def _check_router(args: TrainingArguments) -> None:
 
 
 def _check_choice(args: TrainingArguments) -> None:
-    """Checks groups of experts, of which a token's are chosen."""
+    """Checks the groups of experts from which a token's experts are selected."""
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
     experts, topk = args.num_experts or 0, args.moe_router_topk
     if (groups is None) != (chosen is None):
@@ -77,30 +74,27 @@ def _check_choice(args: TrainingArguments) -> None:
     if experts % groups or chosen > groups:
         raise OptionError(
             f"found --moe-router-num-groups {groups} and --moe-router-group-topk {chosen}, "
-            f"expected a number of groups that divides --num-experts {experts}, and no more chosen "
-            "than there are: change one of them"
+            f"expected a number of groups that divides --num-experts {experts}, and at most "
+            "that many selected groups: change one of them"
         )
     if topk % chosen or topk // chosen > experts // groups:
         raise OptionError(
             f"--moe-router-topk {topk}: expected a multiple of --moe-router-group-topk {chosen}, "
-            f"and no more than {chosen} x {experts // groups}, the experts of the chosen groups, "
-            "as a group's score is the sum of its best ones: change one of them"
+            f"and at most {chosen} x {experts // groups}, the experts of the selected groups, "
+            "as a group's score is the sum of its best experts: change one of them"
         )
 
 
 def _check_layers(args: TrainingArguments) -> None:
-    """Checks which layers hold experts, and what stands beside them."""
+    """Checks which layers hold experts, and the shared experts and biases in them."""
     if not any(expert_layers(args)):
         raise OptionError(
-            f"--moe-layer-freq {args.moe_layer_freq}: found no layer with experts, expected one at "
-            "least: leave --num-experts out"
+            f"--moe-layer-freq {args.moe_layer_freq}: found no layer with experts, expected at "
+            "least one: leave --num-experts out"
         )
     shared, tensor_ranks = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     if shared is None and args.moe_shared_expert_gate:
-        raise OptionError(
-            "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size: "
-            "add the one or remove the other"
-        )
+        raise no_effect("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")
     if (shared or 0) % tensor_ranks:
         raise OptionError(
             f"--moe-shared-expert-intermediate-size {shared} is not a multiple of "
@@ -128,8 +122,8 @@ def _check_ranks(args: TrainingArguments) -> None:
     if tensor_ranks > 1 and not args.sequence_parallel:
         raise OptionError(
             f"--num-experts with --tensor-model-parallel-size {tensor_ranks} needs "
-            "--sequence-parallel: Megatron's experts want each tensor-parallel rank to hold its "
-            "own tokens"
+            "--sequence-parallel: Megatron's experts need different tokens on each tensor-parallel "
+            "rank"
         )
     if (args.num_experts or 0) % expert_ranks:
         raise OptionError(
@@ -162,13 +156,13 @@ def _check_with_hdp(args: TrainingArguments) -> None:
     if kind in ("aux_loss", "global_aux_loss") and args.moe_aux_loss_coeff:
         level = "each rank's micro-batch" if kind == "aux_loss" else "the micro-batches so far"
         raise OptionError(
-            f"--moe-router-load-balancing-type {kind} levels {level}, which the plan chooses, so "
-            "gradients would depend on ranks and strategy: use seq_aux_loss, or "
+            f"--moe-router-load-balancing-type {kind} balances {level}, which the plan chooses, "
+            "so gradients would depend on ranks and strategy: use seq_aux_loss, or "
             "--moe-aux-loss-coeff 0"
         )
     if args.moe_token_dispatcher_type == "allgather" and expert_domain_size(args) > 1:
         raise OptionError(
-            "--moe-token-dispatcher-type allgather gathers equally many tokens from every rank, "
-            f"and --expert-model-parallel-size {args.expert_model_parallel_size} spans "
+            "--moe-token-dispatcher-type allgather needs equally many tokens on every rank, "
+            f"but --expert-model-parallel-size {args.expert_model_parallel_size} spans "
             f"{expert_domain_size(args)} HDP ranks, which hold different numbers: use alltoall"
         )

@@ -33,7 +33,7 @@ def build_parser() -> OptionParser:
     parser = OptionParser(
         prog="pretrain_gpt",
         description="Train a megatron.core GPT, with or without hybrid data parallelism. "
-        "Each switch has an opposite, --no-..., that wins over a --config file.",
+        "Each switch has an opposite, --no-..., to override a --config file.",
     )
     parser.add_argument(
         "--config",
@@ -41,8 +41,9 @@ def build_parser() -> OptionParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="YAML file whose keys are flags' names; flags win over it, later files over earlier. "
-        "Its key config names further files, relative to it, over which it wins.",
+        help="Read flags from this YAML file, whose keys are names of flags. Flags on the command "
+        "line take precedence over it, and later files over earlier ones. Its key config names "
+        "files to read first, relative to it.",
     )
     for group in GROUPS:
         add_options(parser, group)
@@ -66,7 +67,9 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
     from_files = [text for path in paths.config for text in yaml_to_argv(path, parser)]
     namespace = parser.parse_args(from_files)
     if namespace.config:
-        raise OptionError("'config' stands in a section of a --config file: move it to the left")
+        raise OptionError(
+            "'config' is inside a section of a --config file: move it to the top level"
+        )
     namespace = parser.parse_args(argv, namespace)
     arguments = from_namespace(TrainingArguments, namespace)
     check_values(arguments)

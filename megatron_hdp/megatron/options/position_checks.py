@@ -1,4 +1,4 @@
-"""Which options of positions go together, and which layers have none."""
+"""Checks the options of rotary positions, and finds the layers without them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.megatron.options.model_options import PositionOptions
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
-from megatron_hdp.options import OptionError, flag_of
+from megatron_hdp.options import OptionError, flag_of, no_effect
 
 _YARN = {
     "rotary_scaling_factor",
@@ -46,8 +46,8 @@ def check_positions(args: TrainingArguments) -> None:
     if args.multi_latent_attention:
         if kind != "rope":
             raise OptionError(
-                f"--position-embedding-type {kind} does not go with --multi-latent-attention: "
-                "leave it out, --rope-type says how latent attention turns its heads"
+                f"--position-embedding-type {kind} does not work with --multi-latent-attention: "
+                "leave it out and use --rope-type"
             )
         kind, flag = args.rope_type or "yarn", "--multi-latent-attention and --rope-type"
         effective, head = _EFFECTIVE_IN_MLA[kind], args.qk_pos_emb_head_dim
@@ -61,15 +61,12 @@ def check_positions(args: TrainingArguments) -> None:
                 "or choose another type"
             )
     if args.rope_scaling_factor != 8.0 and not args.use_rope_scaling:
-        raise OptionError(
-            f"--rope-scaling-factor {args.rope_scaling_factor} has no effect without "
-            "--use-rope-scaling: add the one or remove the other"
-        )
+        raise no_effect("--rope-scaling-factor", "--use-rope-scaling")
     channels = int(head * args.rotary_percent)
     if kind != "none" and (channels < 2 or channels % 2):
         raise OptionError(
             f"--rotary-percent {args.rotary_percent} of {head} channels of a head are {channels}, "
-            "expected an even number from 2 on, as channels turn in pairs: change it or "
+            "expected an even number of at least 2, as channels rotate in pairs: change it or "
             f"{'--qk-pos-emb-head-dim' if args.multi_latent_attention else '--kv-channels'}"
         )
     layers_without_positions(args)

@@ -12,8 +12,12 @@ from megatron_hdp.megatron.options.arguments import (
 )
 from megatron_hdp.megatron.options.checks import check_model
 from megatron_hdp.megatron.options.expert_layers import expert_layers
-from megatron_hdp.megatron.options.mla_options import MlaOptions
-from megatron_hdp.megatron.options.model_options import ModelOptions, MoeOptions, PositionOptions
+from megatron_hdp.megatron.options.model_options import (
+    MlaOptions,
+    ModelOptions,
+    MoeOptions,
+    PositionOptions,
+)
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.megatron.options.windows import check_windows, layer_windows

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
-from megatron_hdp.options import OptionError
+from megatron_hdp.options import OptionError, no_effect
 
 _SIZE = re.compile(r"\(?\s*(\d{1,9})\s*,\s*0\s*\)?")
 
@@ -21,8 +21,8 @@ def check_windows(args: TrainingArguments) -> None:
     layer_windows(args)
     if args.window_size is not None and args.multi_latent_attention:
         raise OptionError(
-            "--window-size does not go with --multi-latent-attention, whose keys and values differ "
-            "in size: remove the one or the other"
+            "--window-size does not work with --multi-latent-attention, whose keys and values "
+            "differ in size: remove one of them"
         )
 
 
@@ -60,8 +60,8 @@ def _window(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise OptionError(
-            f"--window-size: found {text!r}, expected N,0: how many tokens a query sees before "
-            "itself, and none behind, as attention is causal"
+            f"--window-size: found {text!r}, expected N,0: a query sees N tokens before itself, "
+            "and none after, as attention is causal"
         )
     return int(found[1]) + 1
 
@@ -72,10 +72,10 @@ def _frequency(args: TrainingArguments) -> int | tuple[int, ...] | None:
     if text is None:
         return None
     if args.window_size is None:
-        raise OptionError(f"{flag} has no effect without --window-size: add it, or remove {flag}")
+        raise no_effect(flag, "--window-size")
     pattern = pattern_of(flag, text)
     if isinstance(pattern, tuple):
         return zeros_and_ones(flag, pattern, args.num_layers or 1)
     if pattern < 1:
-        raise OptionError(f"{flag}: found {pattern}, expected 1 at least, or a list of 0 and 1")
+        raise OptionError(f"{flag}: found {pattern}, expected at least 1, or a list of 0 and 1")
     return pattern

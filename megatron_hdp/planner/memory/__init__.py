@@ -22,9 +22,9 @@ from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.memory.model import MemoryModel
 
 __all__ = [
+    "RESERVE",
     "Job",
     "MemoryModel",
-    "RESERVE",
     "StageMemory",
     "fullest_stage",
     "kept_after_forward",

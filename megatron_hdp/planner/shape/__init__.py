@@ -19,10 +19,10 @@ from megatron_hdp.planner.shape.named import (
 )
 
 __all__ = [
-    "Attention",
     "BYTES_PER_VALUE",
-    "Layer",
     "MODELS",
+    "Attention",
+    "Layer",
     "Mlp",
     "Model",
     "ModelShape",

@@ -21,12 +21,14 @@ from megatron_hdp.options import (
     OptionError,
     OptionParser,
     add_options,
+    flag_of,
     from_namespace,
     markdown_table,
     option,
     trace_steps,
     yaml_to_argv,
 )
+from megatron_hdp.options.declaration import declared
 
 REPOSITORY = Path(__file__).parents[3]
 REQUIRED = [
@@ -112,7 +114,7 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("- 1\n", "found a list, expected keys and values"),
         ("a: [\n", "not valid YAML"),
         ("config: other.yaml\n", "other.yaml: No such file or directory: give the path"),
-        ("config: run.yaml\n", "leads back to itself"),
+        ("config: run.yaml\n", "includes itself"),
         ("config: 5\n", "5: No such file or directory"),
         ("config: {a: b}\n", "found keys and values, expected a file or a list of files"),
         ("config: [[a]]\n", "found a list, expected a file or a list of files"),
@@ -126,10 +128,10 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("num-layers: 0x10\n", "num-layers: found '0x10', expected a value of type int"),
         ("num-layers: 2024-01-01\n", "found '2024-01-01', expected a value of type int"),
         ("lr: .inf\n", "lr: found '.inf', expected a value of type float"),
-        ("lr: !!float 1e-3\n", "found the tag tag:yaml.org,2002:float, expected the value alone"),
+        ("lr: !!float 1e-3\n", "found the tag tag:yaml.org,2002:float"),
         ("save: true\n", "save: found 'true', expected a value of type path"),
         ('save: "a\\0b"\n', "save: found 'a\\x00b', expected a value of type path"),
-        ("data-path: [--seed, '5']\n", "found '--seed', which begins like a flag"),
+        ("data-path: [--seed, '5']\n", "found '--seed', which looks like a flag"),
         ("data-path: []\n", "data-path: found an empty list, expected at least one str"),
         ("data-path: [[a]]\n", "data-path: found a list, expected a value of type str"),
         ("[a, b]: 1\n", "line 1: found a list as a key, expected a flag's name"),
@@ -138,7 +140,7 @@ def test_flags_win_over_yaml_and_later_files_over_earlier(tmp_path) -> None:
         ("[" * 5000, "nested hundreds of levels deep"),
         ("{a: " * 5000, "nested hundreds of levels deep"),
         ("seed: 1\n---\nseed: 2\n", "expected a single document"),
-        ("data:\n  config: other.yaml\n", "'config' stands in a section"),
+        ("data:\n  config: other.yaml\n", "'config' is inside a section"),
     ],
 )
 def test_a_bad_yaml_file_is_named_with_the_remedy(tmp_path, text: str, message: str) -> None:
@@ -228,7 +230,7 @@ def test_a_file_names_its_parts(tmp_path) -> None:
     args = parse_arguments([*REQUIRED[:-4], "--data-path", "prefix", *run])
     assert (args.seed, args.lr, args.min_lr, args.swiglu) == (3, 2e-4, 2e-5, True)
     (folder / "base.yaml").write_text("config: first.yaml\n")
-    with pytest.raises(OptionError, match=r"base\.yaml: config: .*leads back to itself"):
+    with pytest.raises(OptionError, match=r"base\.yaml: config: .*includes itself"):
         parse_arguments([*REQUIRED, *run])
 
 
@@ -319,8 +321,8 @@ def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps go together"),
-        ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps go together"),
+        ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps"),
+        ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps"),
         (
             "--hdp-trace t --hdp-trace-steps 1 --pipeline-model-parallel-size 2 "
             "--hdp-strategy naive",
@@ -328,7 +330,7 @@ def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
         ),
         ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
         *(
-            (f"--hdp-trace traces --hdp-trace-steps={text}", f"found {text!r}, expected a step or")
+            (f"--hdp-trace traces --hdp-trace-steps={text}", f"--hdp-trace-steps: found {text!r}")
             for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2", "9" * 5000)
         ),
     ],
@@ -387,7 +389,7 @@ def test_any_dataclass_and_parser_can_be_used(tmp_path) -> None:
         """Knobs."""
 
         ratios: tuple[float, ...] = option((), help="Shares of 100%.")
-        fast: bool = option(True, off_flag="--slow", help="Take care.")
+        fast: bool = option(True, off_flag="--slow", help="Do it at once.")
 
     parser = OptionParser()
     add_options(parser, Knobs)
@@ -396,8 +398,29 @@ def test_any_dataclass_and_parser_can_be_used(tmp_path) -> None:
     assert yaml_to_argv(path, parser) == ["--ratios", "1", "-2.5", "--slow"]
     knobs = from_namespace(Knobs, parser.parse_args(yaml_to_argv(path, parser)))
     assert knobs == Knobs(ratios=(1.0, -2.5), fast=False)
-    assert "| `--slow` | Take care. |" in markdown_table(Knobs)
-    assert "100%" in parser.format_help()
+    shown = "Turn this off: do it at once."
+    assert f"| `--slow` | {shown} In YAML: `fast: false`. |" in markdown_table(Knobs)
+    assert "100%" in parser.format_help() and f"--slow           {shown}" in parser.format_help()
+
+
+def test_the_help_says_what_the_shown_flag_does() -> None:
+    """A switch that is on by default is shown as the flag that turns it off."""
+    actions = {one.dest: one for one in build_parser()._actions if one.help != argparse.SUPPRESS}
+    switches = [item for item, kind in declared(TrainingArguments) if kind is bool]
+    shown = {item.name: actions[item.name] for item in switches if item.default}
+    assert "hdp_fused_loss" in shown and "checkpoint_checksums" in shown
+    for name, action in shown.items():
+        assert isinstance(action, argparse._StoreFalseAction), name
+        assert action.help.startswith("Turn this off: "), name
+        row = (
+            f"| `{action.option_strings[0]}` | {action.help} In YAML: `{flag_of(name)[2:]}: false`."
+        )
+        assert row in markdown_tables(), name
+    negations = {"do", "leave", "no", "not", "remove", "without"}
+    for item in switches:  # so that "turn this off" tells the truth
+        assert item.metadata["help"].split()[0].lower() not in negations, item.name
+        if not item.default:
+            assert isinstance(actions[item.name], argparse._StoreTrueAction), item.name
 
 
 def test_a_field_without_help_is_a_programming_error() -> None:

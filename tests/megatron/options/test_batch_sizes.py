@@ -47,13 +47,13 @@ def test_evaluation_has_the_last_size_or_its_own():
     [
         ([*EIGHT, *STEPS], "found both --step-batch-size-schedule and --global-batch-size"),
         ([*EIGHT, *RAMP[:3]], "expected three numbers"),
-        ([*EIGHT, "--rampup-batch-size", "2", "4", "8"], "found no way by steps of 4 from 2"),
+        ([*EIGHT, "--rampup-batch-size", "2", "4", "8"], "increments of 4"),
         ([*RAMP, "--hdp-global-batch-tokens", "500"], "found --rampup-batch-size and --hdp-global"),
         ([*STEPS, *RAMP], "found --rampup-batch-size and --step-batch-size-schedule, expected one"),
-        ([STEPS[0], "640:4"], r"on: \[\(5, 4\)\], expected sizes from 1 on"),
+        ([STEPS[0], "640:4"], r"\[\(5, 4\)\], expected sizes"),
         ([STEPS[0], "0:4 9"], "found '9', expected FROM:SIZE"),
-        ([STEPS[0], " "], r"on: \[\], expected sizes from 1 on"),
-        ([STEPS[0], "0:0"], "expected sizes from 1 on"),
+        ([STEPS[0], " "], r"\[\], expected sizes"),
+        ([STEPS[0], "0:0"], "expected sizes"),
         ([*EIGHT, *RAMP, "--no-hybrid-data-parallel"], "no effect without --hybrid|goes with"),
     ],
 )
@@ -87,5 +87,5 @@ def test_ramps_are_megatrons(data):
     "numbers", [(0, 2, 8, 8), (2, 0, 8, 8), (2, 2, -1, 8), (2, 4, 8, 8), (10, 2, 8, 8)]
 )
 def test_numbers_that_lead_nowhere_are_refused(numbers):
-    with pytest.raises(OptionError, match="--rampup-batch-size .* change a number"):
+    with pytest.raises(OptionError, match="--rampup-batch-size .*increments"):
         ramp(*numbers)

@@ -26,7 +26,7 @@ def test_defaults_follow_megatron() -> None:
         ("--num-query-groups 2", "leave them out"),
         ("--group-query-attention", "leave them out"),
         ("--add-qkv-bias", "--add-qkv-bias has no effect with --multi-latent-attention"),
-        ("--softmax-type learnable", "whose models have no sink"),
+        ("--softmax-type learnable", "--softmax-type learnable"),
         ("--qk-pos-emb-head-dim 3", "1.0 of 3 channels of a head are 3, expected an even number"),
         (
             "--rotary-percent 0.5",
@@ -34,7 +34,7 @@ def test_defaults_follow_megatron() -> None:
         ),
         ("--rope-type rope --mscale 0.5", "--mscale (found 0.5) has no effect with --multi-latent"),
         ("--rope-type rope --yarn-beta-fast 1", "--yarn-beta-fast (found 1.0) has no effect with"),
-        ("--position-embedding-type yarn", "does not go with --multi-latent-attention: leave it"),
+        ("--position-embedding-type yarn", "use --rope-type"),
         (
             "--no-rope-freq 2",
             "--no-rope-freq (found 2) has no effect with --multi-latent",

@@ -54,14 +54,14 @@ def test_defaults_follow_megatron() -> None:
         ("--moe-router-score-function sqrtsoftplus", "invalid choice: 'sqrtsoftplus'"),
         ("--moe-router-num-groups 2", "go together: give both or neither"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "divides --num-experts 8"),
-        ("--moe-router-num-groups 2 --moe-router-group-topk 4", "no more chosen than there are"),
+        ("--moe-router-num-groups 2 --moe-router-group-topk 4", "at most that many"),
         (
             "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3",
             "expected a multiple of --moe-router-group-topk 2",
         ),
         (
             "--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 4",
-            "no more than 1 x 2, the experts of the chosen groups",
+            "at most 1 x 2",
         ),
         ("--moe-layer-freq [0]*2", "found no layer with experts"),
         ("--moe-layer-freq [1]*3", "found [1, 1, 1], expected 2 numbers that are 0 or 1"),
@@ -134,10 +134,10 @@ def test_without_experts_an_option_of_theirs_is_refused(argv: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--moe-aux-loss-coeff 0.1", "aux_loss levels each rank's micro-batch.*use seq_aux_loss"),
+        ("--moe-aux-loss-coeff 0.1", "aux_loss balances each rank's micro-batch.*use seq_aux_loss"),
         (
             "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss",
-            "global_aux_loss levels the micro-batches so far.*use seq_aux_loss",
+            "global_aux_loss balances the micro-batches so far.*use seq_aux_loss",
         ),
         ("--expert-model-parallel-size 4", "spans 4 HDP ranks.*use alltoall"),
     ],

@@ -218,7 +218,7 @@ def test_stages_of_equally_many_layers_differ_where_layers_do() -> None:
         ),
         (
             f"{FIRST} --num-layers-per-virtual-pipeline-stage 1",
-            "whose stages differ: say --num-virtual-stages-per-pipeline-rank instead",
+            "use --num-virtual-stages-per-pipeline-rank",
         ),
         (f"{LAYOUT} Ett|t*5L --hdp-offload auto", "has no effect with 2 layers on a rank"),
         (

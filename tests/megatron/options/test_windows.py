@@ -44,7 +44,7 @@ def test_layers_are_those_of_megatron(flags, full):
         (["--window-size", "127,1"], "expected N,0"),
         (["--window-size", "(-1, 0)"], "expected N,0"),
         (["--window-attn-skip-freq", "2"], "no effect without --window-size"),
-        ([*WINDOW, "--window-attn-skip-freq", "0"], "found 0, expected 1 at least"),
+        ([*WINDOW, "--window-attn-skip-freq", "0"], "found 0, expected at least 1"),
         ([*WINDOW, "--window-attn-skip-freq", "[1,0]"], "expected 6 numbers that are 0 or 1"),
         ([*WINDOW, "--window-attn-skip-freq", "two"], "found 'two', expected a number, or a list"),
     ],
