@@ -16,7 +16,7 @@ from megatron_hdp.cli.checking import Finding, as_text, check
 
 ROOT = Path(__file__).parents[2]
 CONTEXTS = ("256k", "512k", "1m", "2m")
-"""Of the paper's models, configs/MODEL-CONTEXT.yaml, on docs/configurations.md."""
+"""Of the paper's models, configs/bytescale/MODEL-CONTEXT.yaml, on docs/configurations.md."""
 MODELS_CONTEXTS = ("32k", "128k", "1m")
 """Of published ones, configs/MODEL/CONTEXT.yaml, on docs/models.md."""
 SHOWN = "llama-70b-256k"
@@ -133,10 +133,11 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="holds configs/ and docs/")
     root = parser.parse_args().root
     configs, docs = root / "configs", root / "docs"
-    first = sorted(configs.glob(f"*-{CONTEXTS[0]}.yaml"))
+    papers = configs / "bytescale"
+    first = sorted(papers.glob(f"*-{CONTEXTS[0]}.yaml"))
     models = [path.stem.removesuffix(f"-{CONTEXTS[0]}") for path in first]
     found = {
-        model: [checked(configs / f"{model}-{context}.yaml") for context in CONTEXTS]
+        model: [checked(papers / f"{model}-{context}.yaml") for context in CONTEXTS]
         for model in models
     }
     shown_model, _, context = SHOWN.rpartition("-")

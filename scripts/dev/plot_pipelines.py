@@ -1,6 +1,6 @@
 """Draws a configuration's plan without and with virtual stages, one above the other.
 
-``python scripts/dev/plot_pipelines.py configs/llama-70b-2m.yaml --gpus 8192 --output
+``python scripts/dev/plot_pipelines.py configs/bytescale/llama-70b-2m.yaml --gpus 8192 --output
 docs/pipeline-virtual.png`` made the picture of docs/concepts.md. Lengths are a preset's, times
 those of the planner's evaluation; of many ranks some are shown, evenly spaced.
 """

@@ -22,6 +22,7 @@ from megatron_hdp.planner.memory.gpu import (
 from megatron_hdp.planner.shape import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+PAPERS = CONFIGS / "bytescale"
 PAGE = (CONFIGS.parent / "docs" / "configurations.md").read_text()
 PAPER_GPUS = {
     "llama-7b": 1024,
@@ -91,19 +92,21 @@ def cell_of(found):
 
 
 def test_every_configuration_is_shipped():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+    shipped = {path.stem for folder in (CONFIGS, PAPERS) for path in folder.glob("*.yaml")}
+    assert shipped == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_configuration_is_sound_on_80_gb(name):
-    path, gpus = CONFIGS / f"{name}.yaml", SHIPPED[name]
+    model, _, context = name.rpartition("-")
+    gpus = SHIPPED[name]
+    path = (PAPERS if model in ALL_GPUS else CONFIGS) / f"{name}.yaml"
     found = finding(path, gpus)
     assert found.refusals == []
     assert found.step.efficiency > 0.7
     assert found.host_bytes < 64e9  # a node of eight GPUs: 512 GB
     # scripts/dev/configurations.py sets what is proposed
     assert found.best_virtual_stages == (found.job.model_chunks if found.job.stages > 1 else None)
-    model, _, context = name.rpartition("-")
     if model in ALL_GPUS:
         assert f"{gpus:,} GPUs of 80 GB" in path.read_text()
         assert_row(model, context, found)
@@ -117,8 +120,9 @@ def test_a_shipped_configuration_is_sound_on_80_gb(name):
         assert found.job.shape.travelling_size == shape.travelling_size
 
 
-@pytest.mark.parametrize("path", [CONFIGS / "models" / f"{name}.yaml" for name in PARTS], ids=PARTS)
-def test_parts_hold_only_keys_that_training_knows(path):
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_hold_only_keys_that_training_knows(name):
+    path = (CONFIGS if name == "common" else PAPERS) / "models" / f"{name}.yaml"
     rest = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1"
     rest += " --train-iters 2 --data-path x --hybrid-data-parallel --hdp-tokens-per-rank 8"
     rest += " --num-query-groups 1 --min-lr 0 --disable-bias-linear --attention-dropout 0"
@@ -136,7 +140,7 @@ def test_parts_hold_only_keys_that_training_knows(path):
 )
 def test_sizes_of_published_models(name, parameters, vocabulary):
     """Those of LLaMA 3 70B and Mixtral 8x22B, spread over tensor ranks and stages."""
-    path = CONFIGS / f"{name}-256k.yaml"
+    path = PAPERS / f"{name}-256k.yaml"
     arguments = parse_arguments(["--config", str(path), "--data-path", "x"])
     job = job_of(arguments, PAPER_GPUS[name], vocabulary)
     memory = stage_memory(job, 0)
@@ -214,22 +218,20 @@ def test_the_capacity_that_fits_is_the_greatest(tmp_path):
 
 
 def test_what_lockstep_costs_is_reported():
-    found = finding(CONFIGS / "moe-30b-256k.yaml", 512)
+    found = finding(PAPERS / "moe-30b-256k.yaml", 512)
     text = as_text(found)
     assert f"  positions           {found.step.num_positions} at most, padding in 0.0%" in text
     # 65,536 tokens of a GPU: eight experts in 48 layers, 31 of 32 elsewhere, both ways, both passes
     sent = 65_536 * 48 * 8 * 2048 * 2 * 4 * 31 / 32
     assert found.step.exchanged_bytes == pytest.approx(512 * sent)
     assert f"  all-to-all          {sent / 1e9:.1f} GB a GPU leave for experts" in text
-    alone = as_text(finding(CONFIGS / "llama-7b-256k.yaml", 1024))
+    alone = as_text(finding(PAPERS / "llama-7b-256k.yaml", 1024))
     assert "positions" not in alone and "all-to-all" not in alone
 
 
 def test_a_mixture_of_many_experts_has_the_size_of_published_ones():
     """30.5B parameters, 3.3B of them a token's, with its embedding and the output layer."""
-    arguments = parse_arguments(
-        ["--config", str(CONFIGS / "moe-30b-256k.yaml"), "--data-path", "x"]
-    )
+    arguments = parse_arguments(["--config", str(PAPERS / "moe-30b-256k.yaml"), "--data-path", "x"])
     job = job_of(arguments, 512, 151_936)
     whole = replace(job, expert_ranks=1)
     assert stage_memory(whole, 0).weights == pytest.approx(2 * 30.5e9, rel=0.01)

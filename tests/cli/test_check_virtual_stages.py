@@ -7,7 +7,7 @@ import pytest
 from megatron_hdp.cli.checking import as_json, as_text
 from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
 from megatron_hdp.cli.main import main
-from tests.cli.test_check import CONFIGS, PAGE, finding, with_lines
+from tests.cli.test_check import PAGE, PAPERS, finding, with_lines
 
 STAGES = ("num-layers: 8", "pipeline-model-parallel-size: 2")
 TITLES = ["virtual stages", "layers each", "GB, at most", "efficiency", "step time"]
@@ -166,7 +166,7 @@ def test_the_fewest_of_the_fast_ones_is_best(tried, own, best):
 
 def test_the_page_shows_what_is_found():
     """``python scripts/dev/configurations.py`` writes it."""
-    shown = as_text(finding(CONFIGS / "llama-70b-256k.yaml", 8192)).splitlines()
+    shown = as_text(finding(PAPERS / "llama-70b-256k.yaml", 8192)).splitlines()
     blocks = [block.split("\n```")[0].splitlines() for block in PAGE.split("```text\n")[1:]]
     assert len(blocks) == 2
     for block in blocks:

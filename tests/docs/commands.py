@@ -35,8 +35,8 @@ TRAIN = (
 )
 DATA_PLAN = "megatron-hdp data plan mix.yaml --steps 60 --hdp-global-batch-tokens 2048"
 SIMULATE = (
-    "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
-    "--strategies static,naive,auto --steps 3"
+    "megatron-hdp simulate --config configs/bytescale/llama-7b-2m.yaml --gpus 1024 --data "
+    "preset:byted --strategies static,naive,auto --steps 3"
 )
 SAVING = "--save checkpoints --load checkpoints --save-interval 2"
 
@@ -102,16 +102,16 @@ COMMANDS = {
     ),
     f"{DATA_PLAN} --ranks 4 --tokens-per-rank 128": COMMAND,
     f"{DATA_PLAN} --output plan.json --output plan.png --output plan.html": COMMAND,
-    "megatron-hdp simulate --config configs/llama-7b-256k.yaml --gpus 1024 --data preset:byted "
-    "--strategies static,naive,bytescale,dynamic-cp,auto --steps 3 --output report.json -- "
-    "--hdp-offload off": COMMAND,
+    "megatron-hdp simulate --config configs/bytescale/llama-7b-256k.yaml --gpus 1024 --data "
+    "preset:byted --strategies static,naive,bytescale,dynamic-cp,auto --steps 3 --output "
+    "report.json -- --hdp-offload off": COMMAND,
     f"{SIMULATE} --report report.html --report report.png": COMMAND,
     f"{SIMULATE} --noise 0.1 --slow 7:0.8": COMMAND,
-    "megatron-hdp simulate --config configs/llama-7b-2m.yaml --gpus 1024 --data preset:byted "
-    "--steps 2 --noise 0.05 --slow 7:0.5": COMMAND,
+    "megatron-hdp simulate --config configs/bytescale/llama-7b-2m.yaml --gpus 1024 --data "
+    "preset:byted --steps 2 --noise 0.05 --slow 7:0.5": COMMAND,
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
     "--model mistral-8x7b --expert-parallel-size 8": COMMAND,
-    "megatron-hdp check configs/llama-7b-256k.yaml --gpus 1024": COMMAND,
+    "megatron-hdp check configs/bytescale/llama-7b-256k.yaml --gpus 1024": COMMAND,
     "./scripts/longer_llama.sh": Elsewhere(
         "tests/scripts/test_longer_llama.py::test_the_tutorial", needs="slow"
     ),

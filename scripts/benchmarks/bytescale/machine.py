@@ -79,7 +79,7 @@ def layout_of(model: str, gpus: int, constants: Constants) -> Layout:
 def job_with(model: str, gpus: int, layout: Layout, tokens_per_rank: int) -> Job:
     """The job of ``configs/`` on these ranks, under the paper's plain schedule."""
     flags = {
-        "config": _CONFIGS / f"{model}-2m.yaml",
+        "config": _CONFIGS / "bytescale" / f"{model}-2m.yaml",
         "data-path": "unused",
         "tensor-model-parallel-size": layout.tensor_ranks,
         "pipeline-model-parallel-size": layout.stages,

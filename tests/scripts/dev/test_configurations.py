@@ -21,8 +21,9 @@ def script():
 
 def test_it_sets_what_is_proposed_and_writes_the_page(script, tmp_path, monkeypatch, capsys):
     configs = tmp_path / "configs"
-    shutil.copytree(ROOT / "configs" / "models", configs / "models")
-    name = "llama-70b-256k.yaml"
+    for models in ("models", "bytescale/models"):
+        shutil.copytree(ROOT / "configs" / models, configs / models)
+    name = "bytescale/llama-70b-256k.yaml"
     shipped = (ROOT / "configs" / name).read_text()
     assert f"{FLAG}: " in shipped
     (configs / name).write_text(re.sub(rf"{FLAG}: \d+", f"{FLAG}: 2", shipped))

@@ -10,7 +10,7 @@ from tests.support.scripts import script_module
 pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
 
 ROOT = Path(__file__).parents[3]
-CONFIG = str(ROOT / "configs" / "llama-70b-2m.yaml")
+CONFIG = str(ROOT / "configs" / "bytescale" / "llama-70b-2m.yaml")
 
 
 @pytest.fixture(scope="module")
