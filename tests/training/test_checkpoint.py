@@ -84,13 +84,6 @@ def test_resumed_on_other_ranks(run_ranks, tmp_path, overrides, tolerance):
     assert largest_difference(resumed, expected[3:]) <= tolerance
 
 
-def test_the_distributed_optimizer_shares_the_curve_in_float64(run_ranks, tmp_path):
-    whole = run(write_corpus(tmp_path, LENGTHS), clip_grad=0.1, train_iters=4)
-    expected = run_ranks(1, curve, replace(whole, hdp_tokens_per_rank=200))[0]
-    found = run_ranks(3, curve, replace(whole, **SHARDED, **BUCKETS))[0]
-    assert largest_difference(found, expected) <= 1e-10
-
-
 def test_dropout_resumes_on_the_same_ranks(run_ranks, tmp_path):
     whole = run(write_corpus(tmp_path, LENGTHS), hidden_dropout=0.3)
     folder = tmp_path / "checkpoints"
@@ -174,9 +167,8 @@ def test_asynchronous_saves_are_whole_and_in_order(run_ranks, tmp_path):
     saving = replace(whole, save=folder, save_interval=2, async_save=True)
     begun, visible, expected = run_ranks(2, saves, saving)[0]
     assert begun == visible == [2, 4, 6]  # the end falls on a save: not saved twice
-    for step in (2, 4):
-        resumed = run_ranks(2, curve, replace(whole, load=folder, ckpt_step=step))[0]
-        assert largest_difference(resumed, expected[step:]) <= 1e-10
+    resumed = run_ranks(2, curve, replace(whole, load=folder, ckpt_step=4))[0]
+    assert largest_difference(resumed, expected[4:]) <= 1e-10
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +264,11 @@ def curve_on_a_full_disk(arguments):
         return curve(arguments)
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize(
+    "async_save",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["blocking", "asynchronous"],
+)
 def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
     run_ranks, saved, tmp_path, async_save
 ):
@@ -309,30 +305,11 @@ def test_only_a_part_is_loaded(run_ranks, saved, tmp_path):
     assert [step for step, _ in resumed] == [3, 4, 5]
 
 
-def test_another_step_is_chosen(run_ranks, saved):
-    whole, folder, expected = saved
-    found = run_ranks(1, curve, replace(whole, load=folder, ckpt_step=2))[0]
-    assert largest_difference(found, expected[2:]) <= 1e-12
-
-
 def test_another_schedule_when_asked_for(run_ranks, saved):
     whole, folder, _ = saved
     longer = replace(whole, load=folder, train_iters=7, lr_decay_iters=8, lr=2e-2)
     found = run_ranks(1, rates, replace(longer, override_opt_param_scheduler=True))[0]
     assert found == pytest.approx([2e-2 * (8 - step) / 8 for step in (3, 4, 5, 6)])
-
-
-def test_nothing_to_load_starts_from_the_beginning(run_ranks, tmp_path):
-    nowhere = {"load": tmp_path / "none", "train_iters": 1, "hdp_tokens_per_rank": 100}
-    whole = run(write_corpus(tmp_path, LENGTHS), **nowhere)
-    assert run_ranks(1, curve, whole)[0][0][0] == 1
-
-
-def test_a_missing_checkpoint_is_named(run_ranks, tmp_path):
-    whole = run(write_corpus(tmp_path, LENGTHS), load=tmp_path, hdp_tokens_per_rank=100)
-    (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(Exception, match="does not hold the checkpoint iter_0000007"):
-        run_ranks(1, curve, whole)
 
 
 # ranks, where the experts are
@@ -362,7 +339,7 @@ TODAYS = {
 @pytest.mark.parametrize(
     "before, after, overrides, tolerance",
     [
-        (SPREAD, ALL_HERE, {}, 1e-10),
+        pytest.param(SPREAD, ALL_HERE, {}, 1e-10, marks=pytest.mark.slow),
         (SPREAD_STAGES, ALL_HERE, TODAYS, 1e-10),
         pytest.param(ALL_HERE, SPREAD_STAGES, TODAYS | SHARDED, 1e-10, marks=pytest.mark.slow),
         pytest.param(ALL_HERE, SPREAD, SHARDED, 1e-10, marks=pytest.mark.slow),

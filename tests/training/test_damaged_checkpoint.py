@@ -70,7 +70,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "kind", ["checksums", "older", pytest.param("switched-off", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "checksums",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("older", "switched-off")),
+    ],
 )
 def test_a_damaged_file_is_named_on_every_rank(run_ranks, copy, tmp_path, kind):
     arguments, folder = copy

@@ -59,7 +59,7 @@ LAYOUTS = {
     "6-pp2": (6, STAGES),
     "4-tp2-sp-pp2": (4, SEQUENCE | STAGES),
 }
-QUICK = [("sharded", "3"), ("sharded", "4-tp2-sp-pp2")]
+QUICK = [("sharded", "4-tp2-sp-pp2")]
 
 
 @pytest.mark.parametrize(

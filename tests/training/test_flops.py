@@ -79,15 +79,24 @@ def counted(arguments):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_pytorch_counts(run_ranks, tmp_path, shape):
-    arguments = arguments_of(tmp_path, shape)
-    flops = ModelFlops.of_model(arguments, VOCABULARY)
-    found = run_ranks(1, counted, arguments)[0]
-    # the stock attention multiplies the whole square and masks the half that is not causal
-    whole_square = flops.of_batch(LENGTH, 2 * LENGTH**2)
-    assert found == whole_square
-    assert found > flops.of_batch(LENGTH, LENGTH**2)
+def counted_each(runs):
+    """Body of a rank: `counted` of each run."""
+    found = []
+    for arguments in runs:
+        found.append(counted(arguments))
+        parallel.finish()
+    return found
+
+
+def test_what_pytorch_counts(run_ranks, tmp_path):
+    runs = [arguments_of(tmp_path, shape) for shape in SHAPES]
+    for shape, arguments, found in zip(
+        SHAPES, runs, run_ranks(1, counted_each, runs)[0], strict=True
+    ):
+        flops = ModelFlops.of_model(arguments, VOCABULARY)
+        # the stock attention multiplies the whole square and masks the half that is not causal
+        assert found == flops.of_batch(LENGTH, 2 * LENGTH**2), shape
+        assert found > flops.of_batch(LENGTH, LENGTH**2), shape
 
 
 def test_a_wrong_shape_is_noticed(tmp_path):

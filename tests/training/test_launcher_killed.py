@@ -18,13 +18,15 @@ from tests.training.faults import planted
 from tests.training.test_survival import flags, folder  # noqa: F401
 
 RANKS = 2
-WITHIN_S = 10.0
+WITHIN_S = 120.0  # what a rank waits for would take 600 s
 STAGES = {
     "joining": {},
     "in-a-step": {},
     "saving": {"save": "checkpoints"},
     "saving-asynchronously": {"save": "checkpoints", "async-save": ""},
 }
+
+LONG = ("joining", "saving")
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere a rank looks by itself: test_launcher.py"
@@ -68,7 +70,7 @@ def be_rank(rank, stage, argv, reached):
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(one, marks=pytest.mark.slow) if one == "saving" else one for one in STAGES],
+    [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in STAGES],
 )
 def test_nothing_outlives_a_launcher_that_is_killed(folder, stage):  # noqa: F811
     reached = folder / "reached"

@@ -105,7 +105,10 @@ def steps_with_planner(arguments, odd_rank, verdicts):
         return steps_of(arguments)
 
 
-@pytest.mark.parametrize("odd_rank, verdict", [(None, "raise"), (None, "invalid"), (1, "raise")])
+@pytest.mark.parametrize(
+    "odd_rank, verdict",
+    [pytest.param(None, "raise", marks=pytest.mark.slow), (None, "invalid"), (1, "raise")],
+)
 def test_a_failing_planner_costs_balance_only(run_ranks, tmp_path, odd_rank, verdict):
     arguments = run(write_corpus(tmp_path, LENGTHS))
     expected, _ = run_ranks(2, steps_of, arguments)[0]

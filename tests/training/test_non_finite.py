@@ -1,7 +1,6 @@
 """A loss or gradient that is no number stops every rank before weights change, and is traced."""
 
 import re
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -50,7 +49,7 @@ def arguments(prefix, tmp_path, **overrides):
 
 
 def outcome(run, poisoned_rank, value, poison_gradient=None):
-    """Body of a rank: message, seconds, whether weights are unchanged, saves.
+    """Body of a rank: message, whether weights are unchanged, saves.
 
     `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone;
     `poison_gradient`, called with the model, plants what it likes.
@@ -81,7 +80,6 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
         weights[:] = [p.detach().clone() for p in models[0].parameters()]
         return train_step(*args)
 
-    started = time.perf_counter()
     with (
         mock.patch.object(job, "build_chunks", build_poisoned),
         mock.patch.object(loop, "_train_step", copy_and_train),
@@ -96,7 +94,7 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
         torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(weights, models[0].parameters(), strict=True)
     )
-    return message, time.perf_counter() - started, same, save.call_count
+    return message, same, save.call_count
 
 
 def first_parameter(model):
@@ -106,10 +104,12 @@ def first_parameter(model):
 LINE = r"rank (\d+): micro-batch (\d+) has loss (\S+): documents? ([\d, ]+) of \S+corpus"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+)
 def test_the_micro_batch_is_named_and_weights_stay(run_ranks, prefix, tmp_path, value):
     results = run_ranks(3, outcome, arguments(prefix, tmp_path), None, value)
-    messages = {message for message, _, _, _ in results}
+    messages = {message for message, _, _ in results}
     assert len(messages) == 1, messages
     (message,) = messages
     step = int(re.search(r"the loss of step (\d) is (nan|inf)", message)[1])
@@ -119,21 +119,20 @@ def test_the_micro_batch_is_named_and_weights_stay(run_ranks, prefix, tmp_path, 
     for _, _, loss, documents in lines:
         assert loss in ("nan", "inf")
         assert POISONED in map(int, documents.split(", "))
-    for _, seconds, same, saves in results:
-        assert seconds < 60 and same and saves == step - 1
+    assert all(same and saves == step - 1 for _, same, saves in results)
     assert not (tmp_path / "metrics.jsonl").exists() or step > 1
 
 
 def test_a_poisoned_rank_stops_all(run_ranks, prefix, tmp_path):
     results = run_ranks(3, outcome, arguments(prefix, tmp_path), 1, float("nan"))
-    for message, _, same, saves in results:
+    for message, same, saves in results:
         assert "the loss of step 1 is nan" in message and "rank 1: micro-batch" in message
         assert same and saves == 0
 
 
 def test_without_poison_nothing_is_said(run_ranks, prefix, tmp_path):
     """The same run, with the planted fault taken out."""
-    ((message, _, same, saves),) = run_ranks(
+    ((message, same, saves),) = run_ranks(
         1, outcome, arguments(prefix, tmp_path, hdp_tokens_per_rank=100), None, 0.1
     )
     assert message is None and not same and saves == 4
@@ -142,7 +141,7 @@ def test_without_poison_nothing_is_said(run_ranks, prefix, tmp_path):
 def test_validation_stops_too(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, hdp_tokens_per_rank=100, eval_iters=1, eval_interval=1)
     run = replace(run, split="5,6,0", global_batch_size=6)  # the poison is in the second part
-    ((message, _, _, saves),) = run_ranks(1, outcome, run, None, float("nan"))
+    ((message, _, saves),) = run_ranks(1, outcome, run, None, float("nan"))
     assert "batch 1 of the validation after step 1" in message and saves == 0
     assert re.search(LINE, message), message
 
@@ -190,13 +189,13 @@ def test_the_micro_batches_of_a_gradient_are_named(run_ranks, prefix, tmp_path):
     for _, _, value, documents in lines:
         assert value == "nan" and POISONED in map(int, documents.split(", "))
     step = int(re.search(r"step (\d)", message)[1])
-    assert all(same and saves == step - 1 for _, _, same, saves in results)
+    assert all(same and saves == step - 1 for _, same, saves in results)
 
 
 def test_a_gradient_of_a_later_stage_is_known_on_the_first(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, pipeline_model_parallel_size=2, hdp_tokens_per_rank=100)
     plant = poison_gradient_behind_the_layers
-    for message, _, same, saves in run_ranks(2, outcome, run, None, None, plant):
+    for message, same, saves in run_ranks(2, outcome, run, None, None, plant):
         assert "embedding.word_embeddings.weight (rank 0), " in message, message
         assert {rank for rank, *_ in re.findall(GRADIENT_LINE, message)} == {"0"}, message
         assert same and saves == 0
@@ -205,29 +204,31 @@ def test_a_gradient_of_a_later_stage_is_known_on_the_first(run_ranks, prefix, tm
 def test_a_gradient_that_overflows_in_one_weight_alone(run_ranks, prefix, tmp_path):
     settings = {"fp64": False, "use_distributed_optimizer": True, "hdp_tokens_per_rank": 100}
     run = arguments(prefix, tmp_path, **settings)
-    for message, _, same, saves in run_ranks(2, outcome, run, None, None, overflow_one_weight):
+    for message, same, saves in run_ranks(2, outcome, run, None, None, overflow_one_weight):
         assert "first in decoder.layers.0.mlp.linear_fc1.weight (rank 0): expected" in message
         assert "saves nothing: resume from the last checkpoint" in message
         assert same and saves == 0
 
 
+@pytest.mark.slow
 def test_a_norm_that_overflows_is_no_fault(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, fp64=False, hdp_tokens_per_rank=100, train_iters=1)
     ((message, *_),) = run_ranks(1, outcome, run, None, None, make_one_weight_huge)
     assert message is None
 
 
+@pytest.mark.slow
 def test_a_gradient_without_hdp(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
     run = replace(run, seq_length=40, global_batch_size=8, fp64=False)
-    ((message, _, same, _),) = run_ranks(1, outcome, run, None, None, overflow_one_weight)
+    ((message, same, _),) = run_ranks(1, outcome, run, None, None, overflow_one_weight)
     assert "the gradient of step 1" in message and same
 
 
 def test_without_hdp_it_stops_too(run_ranks, prefix, tmp_path):
     run = arguments(prefix, tmp_path, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
     run = replace(run, seq_length=40, global_batch_size=8, fp64=False)
-    ((message, _, same, _),) = run_ranks(1, outcome, run, None, float("nan"))
+    ((message, same, _),) = run_ranks(1, outcome, run, None, float("nan"))
     assert "the loss of step" in message and same
 
 

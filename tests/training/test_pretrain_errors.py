@@ -186,8 +186,7 @@ def test_a_place_that_cannot_take_checkpoints_is_refused_before_training(run_ran
         assert "iteration" not in output.replace("iterations", "")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
+@pytest.mark.parametrize("num_ranks, strategy", [(1, "static"), (2, "naive"), (2, "dp-balance")])
 def test_a_sequence_that_fits_on_no_number_of_ranks_is_refused(
     run_ranks, folder, num_ranks, strategy
 ):

@@ -61,7 +61,13 @@ def trained(arguments):
     return {m.step: m for m in metrics}, {step: plans[step].to_json() for step in TRACED}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, marks=pytest.mark.slow if LAYOUTS[one] == (2, 1) else ())
+        for one in LAYOUTS
+    ],
+)
 def traced(request, run_ranks, tmp_path_factory):
     """The trace of steps 2 and 3, their plans, and their metrics on the first rank."""
     folder, (stages, chunks) = tmp_path_factory.mktemp("trace"), LAYOUTS[request.param]
