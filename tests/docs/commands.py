@@ -48,7 +48,9 @@ COMMANDS = {
     "python scripts/examples/quickstart/simulated.py runs/quickstart": Elsewhere(
         "tests/scripts/test_quickstart.py::test_quickstart"
     ),
-    "./scripts/tutorial.sh": Elsewhere("tests/scripts/test_tutorial.py::test_the_tutorial"),
+    "./scripts/tutorial.sh": Elsewhere(
+        "tests/scripts/test_tutorial.py::test_the_tutorial", needs="slow"
+    ),
     "./scripts/test.sh": CI,
     "./scripts/docs.sh": CI,
     "./scripts/test.sh smoke": NotHere("a selection of what ./scripts/test.sh runs"),
@@ -136,18 +138,6 @@ COMMANDS = {
     "python scripts/benchmarks/bench_data_plane.py memory": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_memory", needs="slow"
     ),
-    "python scripts/benchmarks/bench_data_plane.py bytes": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data_plane.py::test_bytes"
-    ),
-    "python scripts/benchmarks/bench_data_plane.py planner": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data_plane.py::test_planner_of_ray", needs="slow"
-    ),
-    "python scripts/benchmarks/bench_data_plane.py start": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data_plane.py::test_start", needs="slow"
-    ),
-    "python scripts/benchmarks/bench_data_plane.py kills --seconds 60 --every 6": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data_plane.py::test_kills", needs="slow"
-    ),
     "python scripts/benchmarks/bench_data_plane.py wait --rounds 2": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_wait", needs="slow"
     ),
@@ -156,9 +146,6 @@ COMMANDS = {
     ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/train.py": Elsewhere(
         "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
-    ),
-    "torchrun --nproc-per-node 2 scripts/benchmarks/bench_checkpoint.py --rounds 9": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_checkpoint.py::test_a_small_run"
     ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
@@ -253,9 +240,6 @@ COMMANDS = {
     "--strategy dynamic-cp": COMMAND,
     "python scripts/benchmarks/reproduce_bytescale.py": Elsewhere(
         "tests/scripts/benchmarks/test_reproduce_bytescale.py::test_a_cell_again"
-    ),
-    "python scripts/benchmarks/bench_ring_numerics.py": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_ring_numerics.py::test_a_small_run"
     ),
     "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
         "tests/scripts/gpu/test_gpu_benches.py::test_a_small_run"

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_tutorial(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     environment |= {"STEPS": "3", "PYTHONPATH": str(ROOT)}

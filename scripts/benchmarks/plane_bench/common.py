@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -177,26 +177,17 @@ def wait_until_all_serve(folder: Path, setup: SplitSetup) -> None:
     raise TimeoutError("found too few loaders after 120 s, expected all that the data ask for")
 
 
-def kill_one(what: str, folder: Path, choice: random.Random) -> list[str]:
-    """Kill a process of the plane; return what it was, nothing where none is known to live.
+def kill_loader(folder: Path, choice: random.Random) -> None:
+    """Kill a loader that serves.
 
-    Args:
-        what: "loaders", one that serves, or "any" of them, planner and constructor.
-        folder: of the node.
-        choice: which one.
+    Raises:
+        RuntimeError: the node's status knows none.
     """
-    status = read_status(folder) or {}
-    roles: dict[str, int] = {}
-    for source, crew in status.get("sources", {}).get("train", {}).items():
-        if crew["loaders"] and "pid" in crew["loaders"][0]:
-            roles[f"loader of {source}"] = crew["loaders"][0]["pid"]
-    if what == "any":
-        roles |= {role: status[role]["pid"] for role in ("planner", "constructor")}
-    role = choice.choice(sorted(roles) or ["nobody"])
-    with suppress(ProcessLookupError, KeyError):
-        os.kill(roles[role], signal.SIGKILL)
-        return [role]
-    return []
+    crews = (read_status(folder) or {}).get("sources", {}).get("train", {})
+    pids = [one["loaders"][0]["pid"] for one in crews.values() if "pid" in one["loaders"][0]]
+    if not pids:
+        raise RuntimeError("found no loader to kill, expected all to live")
+    os.kill(choice.choice(sorted(pids)), signal.SIGKILL)
 
 
 def hook(name: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 CELLS = (
     ("llama-7b", "github", 262_144),
     ("llama-13b", "byted", 2_097_152),
-    ("mistral-8x22b", "byted", 262_144),
+    pytest.param(("mistral-8x22b", "byted", 262_144), marks=pytest.mark.slow),
 )
 FIELDS = ("paper_naive", "paper_balanced", "naive", "bytescale", "auto")
 

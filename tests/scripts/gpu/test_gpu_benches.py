@@ -9,9 +9,15 @@ from tests.support.processes import run_script
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("bench_*.py")), ids=lambda path: path.stem)
-def test_a_small_run(script):
-    done = run_script(script, "--device", "cpu", "--small")
+SLOW = {"bench_attention", "bench_offload"}
+ALL = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in ALL]
+)
+def test_a_small_run(name):
+    done = run_script(SCRIPTS / f"{name}.py", "--device", "cpu", "--small")
     assert done.returncode == 0, done.stderr
     assert "CPU, 1 thread(s)" in done.stdout
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
@@ -20,8 +26,8 @@ def test_a_small_run(script):
     assert "out of memory" not in done.stdout
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("bench_*.py")), ids=lambda path: path.stem)
-def test_without_a_gpu_it_says_so(script):
-    done = run_script(script, CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("name", ALL)
+def test_without_a_gpu_it_says_so(name):
+    done = run_script(SCRIPTS / f"{name}.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "found no NVIDIA GPU: give --device cpu --small" in done.stderr
