@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.runtime.health import largest
+from megatron_hdp.runtime.gathering import gathered, largest
 
 _SHOWN = 4  # names of each rank, and in all
 
@@ -33,10 +32,8 @@ def non_finite(
         return ()
     # entry by entry: the norm of finite entries may overflow
     found = [name for name, tensor in named if not tensor.isfinite().all()]
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found[:_SHOWN])
     owners: dict[str, int] = {}
-    for rank, names in enumerate(everyone):
+    for rank, names in enumerate(gathered(found[:_SHOWN])):
         for name in names:
             owners.setdefault(name, rank)
     return tuple(f"{name} (rank {rank})" for name, rank in owners.items())[:_SHOWN]

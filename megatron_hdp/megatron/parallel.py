@@ -22,6 +22,7 @@ from megatron_hdp.megatron.options import (
     expert_domain_size,
     num_model_chunks,
 )
+from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import store_of_attempt
 from megatron_hdp.runtime.ring import RingComm, new_ring_group
 from megatron_hdp.runtime.timeline import Timeline
@@ -343,8 +344,6 @@ def _another(
     group: dist.ProcessGroup, arguments: TrainingArguments, max_ctas: int
 ) -> dist.ProcessGroup:
     """A communicator beside `group`, whose neighbours talk to each other in a circle."""
-    rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(rank_lists, dist.get_process_group_ranks(group))
-    unique = sorted({tuple(ranks) for ranks in rank_lists if ranks})
+    unique = sorted(set(gathered(tuple(dist.get_process_group_ranks(group)))))
     timeout = timedelta(minutes=communication_minutes(arguments))
     return new_ring_group(unique, timeout, compute_device(), max_ctas)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron import parallel
@@ -20,6 +19,7 @@ from megatron_hdp.megatron.step import (
     non_finite_parameters,
     over_all_ranks,
 )
+from megatron_hdp.runtime.gathering import gathered
 
 
 def totals_of(outcome: RankOutcome, place: RankPlace, has_sums: bool) -> dict[str, float]:
@@ -84,8 +84,7 @@ def finish_gradients(
 
 def summed(sums: Mapping[str, float], place: RankPlace) -> dict[str, float]:
     """Figures by name, added up over all ranks; tensor-parallel ranks hold the same."""
-    everyone: list[Mapping[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, sums if place.tensor_rank == 0 else {})
+    everyone = gathered(sums if place.tensor_rank == 0 else {})
     names = dict.fromkeys(name for one in everyone for name in one)
     return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
 

@@ -27,9 +27,9 @@ from megatron_hdp.megatron.step import (
     reader_of,
 )
 from megatron_hdp.planner import Plan
+from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.session.agreeing import on_all_ranks
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
 from megatron_hdp.session.losses import FromHidden, Loss
 from megatron_hdp.session.model_options import arguments_of_model
@@ -323,7 +323,7 @@ class HdpSession:
             checked = self._checked(batch)
             return checked, self._usable(plan, checked)
 
-        checked, made = on_all_ranks(prepared)
+        checked, made = on_every_rank(prepared, parallel.compute_device())
         device = parallel.compute_device()
         facts = {
             "what is called": fingerprint(call),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.selection import select_attention
+from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from scripts.gpu import several_ranks
@@ -148,7 +149,8 @@ def test_rings_on_a_cpu(transport):
 
 def errors_with_a_fault(*call):
     def tails_see_heads_only(layout, step):
-        return layout.tails, layout.half_segments, layout.heads, layout.half_segments
+        segments = layout.half_segments
+        return layout.tails, layout.heads, Block(segments, segments, causal=False)
 
     with mock.patch("megatron_hdp.runtime.ring.attention._block", tails_see_heads_only):
         return errors_of_cases(*call)

@@ -281,9 +281,9 @@ def measured(arguments):
         time.sleep(0.05 * dist.get_rank())
         return prepare(self, position)
 
-    def forward_late(self, micro_batches, model):
+    def forward_late(self, *call):
         time.sleep(0.3 if dist.get_rank() == 2 else 0)
-        return forward_step(self, micro_batches, model)
+        return forward_step(self, *call)
 
     with (
         mock.patch.object(LocalLoaders, "prepare", prepare_late),

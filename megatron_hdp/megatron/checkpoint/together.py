@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime import gathering
 
 T = TypeVar("T")
 
 
-def on_first_rank(action: Callable[[], Any]) -> Any:
+def on_first_rank(action: Callable[[], T]) -> T:
     """Calls `action` on the first rank; every rank gets what it returned or raised.
 
     Raises:
         ValueError: the first rank met a ValueError, or an error of the file system.
     """
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        answer = list(_outcome(action))
-    dist.broadcast_object_list(answer, src=0, device=compute_device())
-    result, problem = answer
-    if problem is not None:
-        raise ValueError(problem)
-    return result
+    return gathering.on_first_rank(lambda: _explained(action), compute_device())
 
 
 def on_every_rank(action: Callable[[], T]) -> list[T]:
@@ -36,12 +30,8 @@ def on_every_rank(action: Callable[[], T]) -> list[T]:
     Raises:
         ValueError: a rank met a ValueError, or an error of the file system; the same on every rank.
     """
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _outcome(action))
-    problems = [problem for _, problem in outcomes if problem is not None]
-    if problems:
-        raise ValueError(problems[0])
-    return [result for result, _ in outcomes]
+    mine = gathering.on_every_rank(lambda: _explained(action), compute_device())
+    return gathering.gathered(mine)
 
 
 def require_shared(folder: Path, flag: str) -> None:
@@ -55,10 +45,10 @@ def require_shared(folder: Path, flag: str) -> None:
         )
 
 
-def _outcome(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def _explained(action: Callable[[], T]) -> T:
     try:
-        return action(), None
-    except ValueError as error:
-        return None, str(error)
+        return action()
     except OSError as error:
-        return None, f"{error}: --save needs a folder to write into, --load one to read"
+        raise ValueError(
+            f"{error}: --save needs a folder to write into, --load one to read"
+        ) from error

@@ -8,7 +8,8 @@ plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -75,11 +76,53 @@ class RankOutcome:
     """Activations that went to the host and came back."""
     host_bytes: int
     """Host memory held for them."""
+    gradient_norms: tuple[torch.Tensor, ...]
+    """On the first stage, of each micro-batch: norm of the gradient that reached the embedding.
+    Nothing waits for them."""
 
     @property
     def busy_s(self) -> float:
         """Seconds until gradient sync without waiting for others."""
         return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
+
+
+@dataclass
+class StepInProgress:
+    """What a step is given and has found so far, for what Megatron's schedule calls back.
+
+    The gradient's path: each micro-batch's forward (`HdpExecutor._forward_step`) leaves its loss in
+    `losses`, its backward the norm of what reached the embedding in `gradient_norms`. Behind the
+    last backward `HdpExecutor._finalize` notes `reached_sync`, sums over ranks and divides.
+    """
+
+    source_losses: torch.Tensor
+    """float64: sums of token losses of each source so far."""
+    learns: bool = False
+    """Whether backward follows each forward."""
+    own_loss: OwnLoss | None = None
+    mtp_weights: tuple[float, ...] = ()
+    """Of the sum of losses at each depth behind the label."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    mtp_losses: list[Any] = field(default_factory=list)
+    gradient_norms: list[torch.Tensor] = field(default_factory=list)
+    reached_sync: Any = None
+    """When this rank reached gradient sync, by its timeline."""
+
+    @classmethod
+    def begin(cls, num_sources: int, **given: Any) -> StepInProgress:
+        """Nothing is found yet."""
+        device = compute_device()
+        step = cls(torch.zeros(num_sources, dtype=torch.float64, device=device), **given)
+        step.mtp_losses = [0.0] * len(step.mtp_weights)
+        return step
+
+    def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
+        """Watches for the gradient of one micro-batch's embedding.
+
+        Backward follows in the order of forward, so norms stand in that of micro-batches.
+        """
+        if embedded.requires_grad:
+            embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
 
 
 class HdpExecutor:
@@ -121,19 +164,6 @@ class HdpExecutor:
         )
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._learns = False  # whether forwards are those of a step, so that backward follows
-        self._own_loss: OwnLoss | None = None
-        self._further_weights: tuple[float, ...] = ()
-        self._further_losses: list[Any] = []
-        self._losses: list[torch.Tensor] = []
-        self._source_losses = torch.zeros(1, dtype=torch.float64, device=compute_device())
-        self.gradient_norms: list[torch.Tensor] = []
-        """Of the latest step, on the first stage, for each micro-batch: norm of the gradient that
-        reached the embedding. Nothing waits for them."""
-        if place.is_first_stage:
-            embedding = get_attr_wrapped_model(chunks[0], "embedding")
-            embedding.register_forward_hook(self._watch_gradient)
-        self._reached_sync = self.timeline.now()
         self._config = config = get_model_config(chunks[0])
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
@@ -181,32 +211,30 @@ class HdpExecutor:
         if not forward_only:
             self._reserve_host_memory(micro_batches)
         self.timeline.reset()
-        self._losses, self.gradient_norms = [], []
-        self._source_losses = torch.zeros(num_sources, dtype=torch.float64, device=compute_device())
-        self._config.finalize_model_grads_func = partial(self._finalize, divisor)
+        step = StepInProgress.begin(
+            num_sources,
+            learns=not forward_only,
+            own_loss=own_loss,
+            mtp_weights=tuple(further_weights),
+        )
+        self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
         table = self._table(len(micro_batches))
         indices = [micro_batches[m].index for m, _ in table]
         with (
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, indices, [chunk for _, chunk in table]),
             self._grad_sync.during(ends_together),
+            self._watching_gradients(step),
         ):
-            self._learns, self._own_loss = not forward_only, own_loss
-            self._further_weights = tuple(further_weights)
-            self._further_losses = [0.0] * len(further_weights)
-            try:
-                self._run_schedule(micro_batches, forward_only)
-            finally:
-                self._learns, self._own_loss = False, None
-                self._further_weights = ()
+            self._run_schedule(step, micro_batches, forward_only)
         if forward_only:
-            self._reached_sync = self.timeline.now()
+            step.reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
         return RankOutcome(
-            losses=tuple(loss.item() for loss in self._losses),
-            source_losses=tuple(self._source_losses.tolist()),
-            further_losses=tuple(map(float, self._further_losses)),
-            until_sync_s=self.timeline.since_start_s(self._reached_sync),
+            losses=tuple(loss.item() for loss in step.losses),
+            source_losses=tuple(step.source_losses.tolist()),
+            further_losses=tuple(map(float, step.mtp_losses)),
+            until_sync_s=self.timeline.since_start_s(step.reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],
             sync_s=totals_s[SYNC],
@@ -214,16 +242,26 @@ class HdpExecutor:
             ring_bytes=self.comm.bytes_sent,
             offloaded_bytes=self.offload.offloaded_bytes,
             host_bytes=self.offload.pool.held_bytes,
+            gradient_norms=tuple(step.gradient_norms),
         )
+
+    @contextmanager
+    def _watching_gradients(self, step: StepInProgress) -> Iterator[None]:
+        if not self.place.is_first_stage:
+            yield
+            return
+        embedding = get_attr_wrapped_model(self.chunks[0], "embedding")
+        with embedding.register_forward_hook(step.note_gradient):
+            yield
 
     def _require_known(self, own_loss: OwnLoss | None) -> None:
         """Refuses, on every rank, a loss of the caller's own where the model has others."""
         more = getattr(self._config, "mtp_num_layers", None)
         if own_loss is not None and more:
             raise ValueError(
-                f"found mtp_num_layers {more}, expected none: losses of one's own begin at the "
-                "hidden states of the next token alone, and layers for further ones would learn "
-                "nothing"
+                f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
+                "the hidden states of the next token, so MTP layers would learn nothing; build the "
+                "model without them"
             )
 
     def _reserve_host_memory(self, micro_batches: Sequence[RankMicroBatch]) -> None:
@@ -244,14 +282,18 @@ class HdpExecutor:
         stages = self.place.num_stages
         return stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
 
-    def activation_bytes_per_token(self) -> float:
+    def activation_bytes_per_token(self, step: StepInProgress | None = None) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
 
         Counted in the chunk that has most layers; 0 on a stage without any. Host memory is reserved
         by it from then on.
 
-        All ranks of a model replica, and of an expert domain, must call this together.
+        All ranks of a model replica, and of an EP group, must call this together.
+
+        Args:
+            step: of which the example is a micro-batch; one without MTP losses unless given.
         """
+        step = step or StepInProgress.begin(1)
         num_tokens = 64 * self.place.token_multiple
         example = replace(
             padding_micro_batch(self.place.hdp_rank, num_tokens),
@@ -270,17 +312,21 @@ class HdpExecutor:
         saved = saved_bytes(
             self.layers,
             self._parameters(),
-            lambda: self._forward_step(self._with_tensors([example]), self.chunks[chunk]),
+            lambda: self._forward_step(
+                step, self._with_tensors(step, [example]), self.chunks[chunk]
+            ),
         )
         of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
         self.offload.need.expect(replace(saved, layers=of_layers), num_tokens)
         return max(of_layers, default=0) / num_tokens
 
-    def _run_schedule(self, micro_batches: Sequence[RankMicroBatch], forward_only: bool) -> None:
+    def _run_schedule(
+        self, step: StepInProgress, micro_batches: Sequence[RankMicroBatch], forward_only: bool
+    ) -> None:
         """Megatron's schedule; with pipeline stages, over communication that knows the plan."""
         common = {
-            "forward_step_func": self._forward_step,
-            "data_iterator": [self._with_tensors(micro_batches) for _ in self.chunks],
+            "forward_step_func": partial(self._forward_step, step),
+            "data_iterator": [self._with_tensors(step, micro_batches) for _ in self.chunks],
             "model": self.chunks,
             "num_microbatches": len(micro_batches),
             "seq_length": 1,  # activations take their shapes from the plan
@@ -311,12 +357,12 @@ class HdpExecutor:
         return [(int(m), int(chunk)) for m, chunk in table]
 
     def _with_tensors(
-        self, micro_batches: Sequence[RankMicroBatch]
+        self, step: StepInProgress, micro_batches: Sequence[RankMicroBatch]
     ) -> Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]:
         """Micro-batches with their tensors on the device, each copied while the one before runs."""
         arrays_of: Callable[[RankMicroBatch], Arrays] = _arrays_of
-        if self._own_loss is not None and self.place.is_last_stage:
-            arrays_of = arrays_with(_arrays_of, self._own_loss)
+        if step.own_loss is not None and self.place.is_last_stage:
+            arrays_of = arrays_with(_arrays_of, step.own_loss)
         return with_arrays_ahead(micro_batches, arrays_of, compute_device(), self._copy_stream)
 
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
@@ -324,7 +370,9 @@ class HdpExecutor:
         num_tokens = len(micro_batch.tokens) // self.place.token_multiple
         return num_tokens, 1, self._config.hidden_size
 
-    def _forward_step(self, micro_batches: Any, model: torch.nn.Module) -> tuple[Any, Any]:
+    def _forward_step(
+        self, step: StepInProgress, micro_batches: Any, model: torch.nn.Module
+    ) -> tuple[Any, Any]:
         micro_batch: RankMicroBatch
         tensors: dict[str, torch.Tensor]
         micro_batch, tensors = next(micro_batches)
@@ -335,7 +383,7 @@ class HdpExecutor:
             local_lengths=micro_batch.local_lengths,
             device=compute_device(),
         )
-        sums = LossSums(tensors["sources"], self._source_losses)
+        sums = LossSums(tensors["sources"], step.source_losses)
         params = HdpPackedSeqParams(
             qkv_format="sbhd",
             layout=layout,
@@ -344,10 +392,10 @@ class HdpExecutor:
             comm=self.comm,
             attention=self.attention,
             loss_sums=sums,
-            is_whole_loss=self._learns,
+            is_whole_loss=step.learns,
         )
-        further = params.further = self._further(tensors)
-        own_loss = self._own_loss
+        further = params.further = self._further(step, tensors)
+        own_loss = step.own_loss
         if own_loss is not None:
             params.loss_head = partial(own_loss.of, micro_batch, tensors)
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
@@ -362,11 +410,13 @@ class HdpExecutor:
                 packed_seq_params=params,
                 **(targets if self.fused_loss and own_loss is None else {}),
             )
-        return output, partial(self._loss, sums=sums, further=further, **targets)
+        return output, partial(self._loss, step, sums=sums, further=further, **targets)
 
-    def _further(self, tensors: dict[str, torch.Tensor]) -> FurtherTokens | None:
-        """What is predicted behind labels, on the last stage of a step that learns it."""
-        weights = self._further_weights
+    def _further(
+        self, step: StepInProgress, tensors: dict[str, torch.Tensor]
+    ) -> FurtherTokens | None:
+        """What MTP layers predict, on the last stage of a step that learns it."""
+        weights = step.mtp_weights
         if not weights or not self.place.is_last_stage:
             return None
         shape = (len(weights), -1)
@@ -379,6 +429,7 @@ class HdpExecutor:
 
     def _loss(
         self,
+        step: StepInProgress,
         output: torch.Tensor,
         labels: torch.Tensor,
         loss_mask: torch.Tensor,
@@ -394,22 +445,22 @@ class HdpExecutor:
         if further is not None and further.label_loss is not None:
             of_labels = further.label_loss
             for depth, of_depth in enumerate(further.losses):
-                self._further_losses[depth] = self._further_losses[depth] + of_depth
-        self._losses.append(of_labels)
+                step.mtp_losses[depth] = step.mtp_losses[depth] + of_depth
+        step.losses.append(of_labels)
         return loss, loss_mask.sum().to(torch.int), {}
 
-    def _watch_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
-        """Backward follows in the order of forward, so norms stand in that of micro-batches."""
-        if embedded.requires_grad:
-            embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
-
     def _finalize(
-        self, divisor: float, model: list[Any], num_tokens: Any = None, **kwargs: Any
+        self,
+        step: StepInProgress,
+        divisor: float,
+        model: list[Any],
+        num_tokens: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Stock gradient finalisation, dividing in double precision by what was known before."""
         if self._pipeline is not None:
             self._pipeline.finish()
-        self._reached_sync = self.timeline.now()
+        step.reached_sync = self.timeline.now()
         with self.timeline.span(SYNC):
             self._grad_sync.begin()
             finalize_model_grads(model, None, **kwargs)

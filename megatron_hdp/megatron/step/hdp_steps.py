@@ -46,7 +46,8 @@ from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settin
 from megatron_hdp.megatron.step.remains import Remains
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.runtime.health import RankFailure, fingerprint, largest, meet, require_agreement
+from megatron_hdp.runtime.gathering import largest
+from megatron_hdp.runtime.health import RankFailure, fingerprint, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
@@ -108,6 +109,7 @@ class HdpSteps:
         self._patience = Patience(arguments.distributed_timeout_minutes)
         self.num_planner_failures = 0
         self._failed_before = False
+        self._gradient_norms: tuple[torch.Tensor, ...] = ()
         self._broadcast_at = self.planner.broadcast_at(from_plane=plane is not None)
         depths = arguments.mtp_num_layers or 0 if split == "train" else 0
         self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
@@ -200,6 +202,7 @@ class HdpSteps:
             step.share.ends_together,
             further_weights=weights,
         )
+        self._gradient_norms = outcome.gradient_norms
         report = self._report(step, outcome, amounts, data_wait_s)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
         after = report.position_after.seeing(position, losses)
@@ -420,7 +423,7 @@ class HdpSteps:
         None where a gradient became so in sums of a layer alone. Every rank must call this.
         """
         assert self.latest is not None, "no step has run"
-        norms = [norm.item() for norm in self.executor.gradient_norms]
+        norms = [norm.item() for norm in self._gradient_norms]
         return gather_words(self._non_finite(self.latest, "a gradient of norm", norms))
 
     def _non_finite(self, step: RankStep, name: str, values: Sequence[float]) -> list[NonFinite]:

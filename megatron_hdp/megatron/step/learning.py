@@ -26,6 +26,7 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.runtime.gathering import gathered
 
 BEHIND, BEHIND_WITH_PLANE = 2, 4
 """Steps between a step and the latest one that its plan may depend on: as few as allow one step to
@@ -78,9 +79,7 @@ class Learning:
         self._behind = BEHIND_WITH_PLANE if has_plane else BEHIND
         self._moves = arguments.hdp_strategy in _FOLLOWED_BY and primitives.balance is None
         self._strategy = arguments.hdp_strategy
-        mine = place.hdp_rank, socket.gethostname()
-        everyone: list[tuple[int, str]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gathered((place.hdp_rank, socket.gethostname()))
         self._hdp_ranks = np.array([rank for rank, _ in everyone])
         self._hosts = [host for _, host in everyone]
 

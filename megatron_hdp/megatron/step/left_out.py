@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from megatron_hdp.data.steps import Amounts, RankStep
+from megatron_hdp.runtime.gathering import gathered
 
 
 @dataclass(frozen=True, order=True)
@@ -36,9 +35,7 @@ def found_by_all(step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
         Those of the whole step, in its order, alike on every rank.
     """
     mine = [_found(step, i) for i in sequence_ids]
-    found: list[list[LeftOut]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, mine)
-    everyone = sorted({one for of_rank in found for one in of_rank})
+    everyone = sorted({one for of_rank in gathered(mine) for one in of_rank})
     ids = {one.sequence_id for one in everyone}
     for micro_batch in step.micro_batches:
         micro_batch.drop(ids)

@@ -20,6 +20,7 @@ from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.parallel import say
 from megatron_hdp.megatron.step.data import split_specs
+from megatron_hdp.runtime.gathering import from_first_rank, gathered
 
 _LOOPBACK = "127.0.0.1"
 _MOST_SPARES = 32  # of many sources, some are started when they are known
@@ -101,17 +102,14 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     if spec.backend != "ray":
         return None
     _require_ray()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     here = socket.gethostname(), os.environ.get("GROUP_RANK", "0")
-    nodes: list[tuple[str, str]] = [here] * ranks
-    dist.all_gather_object(nodes, here)
+    nodes = gathered(here)
     order = list(dict.fromkeys(nodes))  # by their first ranks
     host = _LOOPBACK
     if len(order) > 1:
         host = socket.gethostbyname(os.environ.get("MASTER_ADDR", nodes[0][0]))
-    places: list[PlanePlace | None] = [PlanePlace.make(host, len(order)) if rank == 0 else None]
-    dist.broadcast_object_list(places, src=0)
-    place = places[0]
+    place = from_first_rank(PlanePlace.make(host, len(order)) if rank == 0 else None)
     assert place is not None
     ending, folder = ExitStack(), None
     if rank == nodes.index(here):
@@ -119,9 +117,7 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
             place, order.index(here), spec.timeout_s, _num_loaders(arguments, spec)
         )
         folder = str(ending.enter_context(part))
-    folders: list[str | None] = [None] * ranks
-    dist.all_gather_object(folders, folder)
-    mine = folders[nodes.index(here)]
+    mine = gathered(folder)[nodes.index(here)]
     assert mine is not None
     nodes_of_job = "this node" if len(order) == 1 else f"{len(order)} nodes"
     joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""

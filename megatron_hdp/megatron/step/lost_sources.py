@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from megatron_hdp.data.steps import RankStep, StepTotals
 from megatron_hdp.megatron.parallel import say
 from megatron_hdp.megatron.step.left_out import LeftOut, found_by_all
+from megatron_hdp.runtime.gathering import gathered
 
 
 class LostSources:
@@ -33,8 +32,7 @@ class LostSources:
             Those of the whole step, in its order, alike on every rank.
         """
         found = found_by_all(step, [i for one in step.lost for i in one.ids])
-        whys: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(whys, {one.name: one.why for one in step.lost})
+        whys = gathered({one.name: one.why for one in step.lost})
         why = {name: text for of_rank in reversed(whys) for name, text in of_rank.items()}
         number = step.totals.before.steps + 1
         for name, count in sorted(Counter(self._names[one.source] for one in found).items()):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_hdp.megatron.finite import named_parameters, non_finite
+from megatron_hdp.runtime.gathering import gathered
 
 _SHOWN_MICRO_BATCHES = 8
 
@@ -31,11 +31,9 @@ class NonFinite:
 
 def gather_words(found: list[NonFinite]) -> tuple[str, ...]:
     """What all ranks found, a line a micro-batch; every rank must call this."""
-    everyone: list[list[NonFinite]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
     lines = [
         f"rank {rank}: micro-batch {one.micro_batch} has {one.what}: {one.documents}"
-        for rank, findings in enumerate(everyone)
+        for rank, findings in enumerate(gathered(found))
         for one in findings
     ]
     more = len(lines) - _SHOWN_MICRO_BATCHES

@@ -8,7 +8,7 @@ from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step.corrupt_documents import CorruptDocuments
 from megatron_hdp.megatron.step.left_out import amounts_without
 from megatron_hdp.megatron.step.lost_sources import LostSources
-from megatron_hdp.runtime.health import largest
+from megatron_hdp.runtime.gathering import largest
 
 
 class Remains:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_hdp.megatron.execution import HdpExecutor
@@ -42,6 +41,7 @@ from megatron_hdp.runtime.attention import (
 )
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.compilation import allow_variants
+from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.timeline import Timeline
 
 
@@ -98,8 +98,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
 
 def _require_one_attention(attention: Selection) -> None:
     """Members of a ring must speak alike; ranks may differ in what is installed."""
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, str(attention))
+    found = gathered(str(attention))
     names = [text.split("; ")[0] for text in found]
     if len(set(names)) > 1:
         other = next(rank for rank, name in enumerate(names) if name != names[0])

@@ -6,7 +6,6 @@ Design: `docs/design/health.md`.
 from megatron_hdp.runtime.health.agreement import (
     DisagreementError,
     fingerprint,
-    largest,
     require_agreement,
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt
@@ -26,7 +25,6 @@ __all__ = [
     "StopSignals",
     "fingerprint",
     "is_communication_error",
-    "largest",
     "meet",
     "require_agreement",
     "store_of_attempt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,6 @@ def require_agreement(facts: Mapping[str, int], device: torch.device) -> None:
         + "\nexpected one value each: start every rank with the same data, flags, cost model and "
         "version of megatron_hdp"
     )
-
-
-def largest(values: Sequence[int], device: torch.device) -> list[int]:
-    """The largest of every value over all ranks of the job, which give equally many."""
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return [int(value) for value in tensor.tolist()]
 
 
 def _signed(value: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.runtime.health.agreement import largest
+from megatron_hdp.runtime.gathering import largest
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

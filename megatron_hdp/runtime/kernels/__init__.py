@@ -7,10 +7,11 @@ from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
 from megatron_hdp.runtime.kernels.padded import PaddedKernel
-from megatron_hdp.runtime.kernels.segments import Segments
+from megatron_hdp.runtime.kernels.segments import Block, Segments
 
 __all__ = [
     "AttentionKernel",
+    "Block",
     "CpuFlashKernel",
     "FlashAttnKernel",
     "MatmulKernel",

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
-from megatron_hdp.runtime.kernels.segments import Segments
+from megatron_hdp.runtime.kernels.segments import Block
 
 
 class AttentionKernel(Protocol):
@@ -20,24 +20,13 @@ class AttentionKernel(Protocol):
 
     Shapes: `q` ``[tq, heads, d]``, `k` and `v` ``[tk, kv_heads, d]`` with heads a multiple of
     kv_heads (grouped-query attention), `out` like `q`, `lse` ``[tq, heads]`` (float32, or float64
-    for float64 inputs). With `causal` the last query of a segment sees the last key; with a
-    `window` besides, a query sees that many keys, the last of them its own. Query and key segments
-    are then equal, or with a window the latter longer.
+    for float64 inputs). Which keys a query sees is `block`'s.
     """
 
     name: str
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-        *,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of the block."""
         ...
@@ -50,12 +39,8 @@ class AttentionKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
+        block: Block,
         scale: float,
-        *,
-        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of the block, given output and LSE over all blocks."""
         ...
@@ -67,31 +52,16 @@ class CpuFlashKernel:
     name = "torch-sdpa-cpu"
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-        *,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.forward`; with a window by `MatmulKernel`."""
-        if window is not None:
-            return MatmulKernel().forward(
-                q, k, v, q_segments, k_segments, causal, scale, window=window
-            )
+        if block.window is not None:
+            return MatmulKernel().forward(q, k, v, block, scale)
         outs, lses = [], []
-        for qs, ks, vs in zip(
-            q.split(q_segments.lengths),
-            k.split(k_segments.lengths),
-            v.split(k_segments.lengths),
-            strict=True,
-        ):
+        by_key = [x.split(block.k_segments.lengths) for x in (k, v)]
+        for qs, ks, vs in zip(q.split(block.q_segments.lengths), *by_key, strict=True):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batched(qs), _batched(ks), _batched(vs), 0.0, causal, scale=scale
+                _batched(qs), _batched(ks), _batched(vs), 0.0, block.causal, scale=scale
             )
             outs.append(_packed(out))
             lses.append(lse[0].transpose(0, 1))
@@ -105,20 +75,14 @@ class CpuFlashKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
+        block: Block,
         scale: float,
-        *,
-        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.backward`."""
-        if window is not None:
-            return MatmulKernel().backward(
-                dout, q, k, v, out, lse, q_segments, k_segments, causal, scale, window=window
-            )
-        by_query = [x.split(q_segments.lengths) for x in (dout, q, out, lse)]
-        by_key = [x.split(k_segments.lengths) for x in (k, v)]
+        if block.window is not None:
+            return MatmulKernel().backward(dout, q, k, v, out, lse, block, scale)
+        by_query = [x.split(block.q_segments.lengths) for x in (dout, q, out, lse)]
+        by_key = [x.split(block.k_segments.lengths) for x in (k, v)]
         blocks = []
         for dout_s, q_s, out_s, lse_s, k_s, v_s in zip(*by_query, *by_key, strict=True):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -129,7 +93,7 @@ class CpuFlashKernel:
                 _batched(out_s),
                 lse_s.transpose(0, 1)[None],
                 0.0,
-                causal,
+                block.causal,
                 scale=scale,
             )
             blocks.append([_packed(grad) for grad in grads])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels.segments import Segments
+from megatron_hdp.runtime.kernels.segments import Block
 
 _OLDEST_FLASH_ATTN = (2, 7)  # window sizes as two arguments, four results
 
@@ -31,31 +31,22 @@ class TorchFlashKernel:
     name = "torch-flash"
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-        *,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            q_segments.offsets,
-            k_segments.offsets,
-            q_segments.longest,
-            k_segments.longest,
+            block.q_segments.offsets,
+            block.k_segments.offsets,
+            block.q_segments.longest,
+            block.k_segments.longest,
             0.0,  # dropout
-            causal,
+            block.causal,
             False,  # no debug mask
             scale=scale,
-            **_sides(window),
+            **_sides(block.window),
         )
         return out, lse.transpose(0, 1)
 
@@ -67,12 +58,8 @@ class TorchFlashKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
+        block: Block,
         scale: float,
-        *,
-        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout only
@@ -83,16 +70,16 @@ class TorchFlashKernel:
             v,
             out,
             lse.transpose(0, 1).contiguous(),
-            q_segments.offsets,
-            k_segments.offsets,
-            q_segments.longest,
-            k_segments.longest,
+            block.q_segments.offsets,
+            block.k_segments.offsets,
+            block.q_segments.longest,
+            block.k_segments.longest,
             0.0,
-            causal,
+            block.causal,
             random_state,
             random_state,
             scale=scale,
-            **_sides(window),
+            **_sides(block.window),
         )
         return dq, dk, dv
 
@@ -116,30 +103,21 @@ class FlashAttnKernel:
         self._interface: Any = flash_attn_interface
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-        *,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = self._interface._flash_attn_varlen_forward(
             q,
             k,
             v,
-            q_segments.offsets,
-            k_segments.offsets,
-            q_segments.longest,
-            k_segments.longest,
+            block.q_segments.offsets,
+            block.k_segments.offsets,
+            block.q_segments.longest,
+            block.k_segments.longest,
             dropout_p=0.0,
             softmax_scale=scale,
-            causal=causal,
-            **_sides(window, none=-1),
+            causal=block.causal,
+            **_sides(block.window, none=-1),
         )
         return out, lse.transpose(0, 1)
 
@@ -151,12 +129,8 @@ class FlashAttnKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
+        block: Block,
         scale: float,
-        *,
-        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -170,14 +144,14 @@ class FlashAttnKernel:
             dq,
             dk,
             dv,
-            q_segments.offsets,
-            k_segments.offsets,
-            q_segments.longest,
-            k_segments.longest,
+            block.q_segments.offsets,
+            block.k_segments.offsets,
+            block.q_segments.longest,
+            block.k_segments.longest,
             dropout_p=0.0,
             softmax_scale=scale,
-            causal=causal,
-            **_sides(window, none=-1),
+            causal=block.causal,
+            **_sides(block.window, none=-1),
             softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),

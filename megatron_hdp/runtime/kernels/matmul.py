@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_hdp.runtime.kernels.segments import Segments
+from megatron_hdp.runtime.kernels.segments import Block
 
 _MAX_SCORES = 1 << 25  # at a time: 128 MiB in float32
 _SHORTEST = 64  # queries at a time with a window, however short
@@ -22,21 +22,12 @@ class MatmulKernel:
     name = "torch-matmul (exact, slow)"
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
-        scale: float,
-        *,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
-        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale, window):
+        for rows, keys, scores in _chunks(q, k, block, scale):
             chunk_lse = scores.logsumexp(-1, keepdim=True)
             weights = (scores - chunk_lse).exp()
             out[rows] = _to_rows(weights @ _by_head(v[keys])[:, None]).to(out.dtype)
@@ -51,18 +42,14 @@ class MatmulKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_segments: Segments,
-        k_segments: Segments,
-        causal: bool,
+        block: Block,
         scale: float,
-        *,
-        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.backward`."""
         groups = k.shape[1]
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (k, v))
-        for rows, keys, scores in _chunks(q, k, q_segments, k_segments, causal, scale, window):
+        for rows, keys, scores in _chunks(q, k, block, scale):
             weights = (scores - _to_heads(lse[rows][..., None], groups)).exp()
             dout_c, q_c = (_to_heads(x[rows], groups) for x in (dout, q))
             row_sum = (dout[rows].to(_wide(q)) * out[rows]).sum(-1, keepdim=True)
@@ -75,20 +62,16 @@ class MatmulKernel:
 
 
 def _chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_segments: Segments,
-    k_segments: Segments,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    q: torch.Tensor, k: torch.Tensor, block: Block, scale: float
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows of some queries, rows of their keys, scores ``[kv_heads, heads / kv_heads, q, k]``.
 
     With a window, a chunk is about as long as it, so that work grows with the tokens.
     """
     q_start = k_start = 0
-    for num_q, num_k in zip(q_segments.lengths, k_segments.lengths, strict=True):
+    causal, window = block.causal, block.window
+    lengths = block.q_segments.lengths, block.k_segments.lengths
+    for num_q, num_k in zip(*lengths, strict=True):
         step, later = max(1, _MAX_SCORES // (q.shape[1] * num_k)), num_k - num_q
         if window is not None:
             step = min(max(window, _SHORTEST), max(1, _MAX_SCORES // (q.shape[1] * 2 * window)))

@@ -6,12 +6,11 @@ scores, and their part of the output is cut off again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as functional
 
 from megatron_hdp.runtime.kernels.block import AttentionKernel
+from megatron_hdp.runtime.kernels.segments import Block
 
 
 class PaddedKernel:
@@ -22,11 +21,12 @@ class PaddedKernel:
         self.name = kernel.name
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **named: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.forward`; the output has the values' size."""
         size = max(q.shape[-1], v.shape[-1])
-        out, lse = self.kernel.forward(*_filled(size, q, k, v), *others, **named)
+        q_filled, k_filled, v_filled = _filled(size, q, k, v)
+        out, lse = self.kernel.forward(q_filled, k_filled, v_filled, block, scale)
         return _cut(out, v.shape[-1]), lse
 
     def backward(
@@ -36,12 +36,16 @@ class PaddedKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        *others: Any,
-        **named: Any,
+        lse: torch.Tensor,
+        block: Block,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `AttentionKernel.backward`."""
         size = max(q.shape[-1], v.shape[-1])
-        dq, dk, dv = self.kernel.backward(*_filled(size, dout, q, k, v, out), *others, **named)
+        dout, q_filled, k_filled, v_filled, out = _filled(size, dout, q, k, v, out)
+        dq, dk, dv = self.kernel.backward(
+            dout, q_filled, k_filled, v_filled, out, lse, block, scale
+        )
         return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
 
 

@@ -39,6 +39,19 @@ class Segments:
         return cls(lengths, bucketed[: len(ends)], bucketed, max(lengths, default=0))
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Which keys each query of a block sees: those of its segment, or the latest of them."""
+
+    q_segments: Segments
+    k_segments: Segments
+    """As many; equal where `causal` without a window, with one at least as long."""
+    causal: bool
+    """Whether the last query of a segment sees its last key, and each one before sees one less."""
+    window: int | None = None
+    """With `causal`: how many keys a query sees, the last of them its own."""
+
+
 def bucket(num_segments: int) -> int:
     """The number of segments, rounded up to 1, 8, 16, 32, 64 and so on.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Segments
+from megatron_hdp.runtime.kernels import AttentionKernel, Block
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
 from megatron_hdp.runtime.ring.sink import gradient_of_sink, with_sink
@@ -70,47 +70,40 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """`window`: of the local sequences; it reaches over each of the ring's."""
         ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        own = Block(segments, segments, causal=True, window=window)
         if layout.ring_slices:
             blocks = _travelling_kv(k[ring], v[ring], layout, comm)
             next(blocks)  # our own keys and values leave while we attend to them
-        out, lse = kernel.forward(q, k, v, segments, segments, True, scale, window=window)
+        out, lse = kernel.forward(q, k, v, own, scale)
         if layout.ring_slices:
             total, total_lse = _accumulator(out[ring]), lse[ring].clone()
             for step, (keys, values) in blocks:
-                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                rows, kv_rows, block = _block(layout, step)
                 block_out, block_lse = kernel.forward(
-                    q[ring][rows],
-                    keys[kv_rows],
-                    values[kv_rows],
-                    q_segments,
-                    kv_segments,
-                    False,
-                    scale,
+                    q[ring][rows], keys[kv_rows], values[kv_rows], block, scale
                 )
                 _merge(total, total_lse, rows, block_out, block_lse)
             out[ring], lse[ring] = total, total_lse
         out, lse = with_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
-        ctx.window = window
+        ctx.layout, ctx.comm, ctx.kernel, ctx.own, ctx.scale = layout, comm, kernel, own, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
-        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        ring = slice(0, layout.ring_tokens)
         if layout.ring_slices:
             blocks = _travelling_kv(k[ring], v[ring], layout, comm)
             next(blocks)
-        how = segments, segments, True, scale
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, *how, window=ctx.window)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, ctx.own, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
             dkv = dq_total.new_zeros(k[ring].numel() + v[ring].numel())
             spare, arriving = torch.empty_like(dkv), None
             for step, (keys, values) in blocks:
-                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                rows, kv_rows, block = _block(layout, step)
                 dq_block, dk_block, dv_block = kernel.backward(
                     dout[ring][rows],
                     q[ring][rows],
@@ -118,9 +111,7 @@ class _RingAttention(torch.autograd.Function):
                     values[kv_rows],
                     out[ring][rows],
                     lse[ring][rows],
-                    q_segments,
-                    kv_segments,
-                    False,
+                    block,
                     scale,
                 )
                 dq_total[rows] += dq_block
@@ -163,15 +154,17 @@ def _parts(kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
     return keys.view(k.shape), values.view(v.shape)
 
 
-def _block(layout: TokenLayout, step: int) -> tuple[Rows, Segments, Rows, Segments]:
-    """Which queries see which of the keys held at `step`, those of ring member ``index - step``.
+def _block(layout: TokenLayout, step: int) -> tuple[Rows, Rows, Block]:
+    """Rows of queries, rows of the keys held at `step` that these see, and their block.
+
+    The keys are those of ring member ``index - step``.
 
     A member earlier in the ring: its head chunks are before all our tokens, its tail chunks after.
     A later member: all its tokens are before our tail chunks, none before our head chunks.
     """
     if step <= layout.index:
-        return _ALL, layout.slice_segments, layout.heads, layout.half_segments
-    return layout.tails, layout.half_segments, _ALL, layout.slice_segments
+        return _ALL, layout.heads, Block(layout.slice_segments, layout.half_segments, causal=False)
+    return layout.tails, _ALL, Block(layout.half_segments, layout.slice_segments, causal=False)
 
 
 def _accumulator(x: torch.Tensor) -> torch.Tensor:

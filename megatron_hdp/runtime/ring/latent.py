@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.kernels import AttentionKernel, Block
 from megatron_hdp.runtime.ring.attention import (
     _accumulator,
     _block,
@@ -82,21 +82,20 @@ class _LatentRing(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated)
         if layout.ring_slices:
             blocks = _travelling_kv(latent[ring], rotated[ring], layout, comm)
             next(blocks)  # our own latents leave while we attend to their keys
         k, v = projection.keys_and_values(latent, rotated)
-        out, lse = kernel.forward(q, k, v, segments, segments, True, scale)
+        out, lse = kernel.forward(q, k, v, own, scale)
         del k, v
         if layout.ring_slices:
             total, total_lse = _accumulator(out[ring]), lse[ring].clone()
             for step, (latents, turned) in blocks:
-                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                rows, kv_rows, block = _block(layout, step)
                 k, v = projection.keys_and_values(latents[kv_rows], turned[kv_rows])
-                block_out, block_lse = kernel.forward(
-                    q[ring][rows], k, v, q_segments, kv_segments, False, scale
-                )
+                block_out, block_lse = kernel.forward(q[ring][rows], k, v, block, scale)
                 _merge(total, total_lse, rows, block_out, block_lse)
             out[ring], lse[ring] = total, total_lse
         ctx.save_for_backward(q, latent, rotated, weight, out, lse)
@@ -108,12 +107,13 @@ class _LatentRing(torch.autograd.Function):
         q, latent, rotated, weight, out, lse = ctx.saved_tensors
         layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
         ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
+        own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated, learns=ctx.needs_input_grad[3])
         if layout.ring_slices:
             blocks = _travelling_kv(latent[ring], rotated[ring], layout, comm)
             next(blocks)
         k, v = projection.keys_and_values(latent, rotated)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, segments, True, scale)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, own, scale)
         dlatent, drotated = projection.gradients(dk, dv, latent)
         del k, v, dk, dv
         if layout.ring_slices:
@@ -122,7 +122,7 @@ class _LatentRing(torch.autograd.Function):
             passing = dq_total.new_zeros(sum(part.numel() for part in mine))
             spare, arriving = torch.empty_like(passing), None
             for step, (latents, turned) in blocks:
-                rows, q_segments, kv_rows, kv_segments = _block(layout, step)
+                rows, kv_rows, block = _block(layout, step)
                 seen = latents[kv_rows]
                 k, v = projection.keys_and_values(seen, turned[kv_rows])
                 dq_block, dk, dv = kernel.backward(
@@ -132,9 +132,7 @@ class _LatentRing(torch.autograd.Function):
                     v,
                     out[ring][rows],
                     lse[ring][rows],
-                    q_segments,
-                    kv_segments,
-                    False,
+                    block,
                     scale,
                 )
                 dq_total[rows] += dq_block

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel
+from megatron_hdp.runtime.kernels import AttentionKernel, Block
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -36,11 +36,11 @@ class WindowedAttention(torch.autograd.Function):
         """See `attention.AttentionBackend`."""
         halo = Halo.of(layout, window)
         keys, values = halo.with_halo(k, v, comm)
-        segments = halo.q_segments, halo.k_segments
-        out, lse = kernel.forward(q, keys, values, *segments, True, scale, window=window)
+        block = Block(halo.q_segments, halo.k_segments, causal=True, window=window)
+        out, lse = kernel.forward(q, keys, values, block, scale)
         out, lse = with_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.halo, ctx.comm, ctx.kernel, ctx.scale, ctx.window = halo, comm, kernel, scale, window
+        ctx.halo, ctx.comm, ctx.kernel, ctx.block, ctx.scale = halo, comm, kernel, block, scale
         return out
 
     @staticmethod
@@ -49,9 +49,6 @@ class WindowedAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         halo: Halo = ctx.halo
         keys, values = halo.with_halo(k, v, ctx.comm)
-        segments = halo.q_segments, halo.k_segments
-        dq, dk, dv = ctx.kernel.backward(
-            dout, q, keys, values, out, lse, *segments, True, ctx.scale, window=ctx.window
-        )
+        dq, dk, dv = ctx.kernel.backward(dout, q, keys, values, out, lse, ctx.block, ctx.scale)
         dk, dv = halo.home(dk, dv, ctx.comm)
         return dq, dk, dv, gradient_of_sink(sink, dout, out, lse), *[None] * 5

@@ -16,10 +16,10 @@ from megatron_hdp.megatron.lm.model import adapt
 from megatron_hdp.megatron.model import HdpCoreAttention, HdpMlaSelfAttention, building
 from megatron_hdp.options import OptionError
 from megatron_hdp.planner import RingWays
+from tests.gradient_equivalence.cases import Case
 from tests.megatron.lm.test_options import ON, parsed
-from tests.megatron.step.test_mla_exactness import cases_of
 from tests.support.gradients import errors_of, hdp_gradients, largest_error
-from tests.support.mla import PlainCoreAttention, plain_stock_attention
+from tests.support.mla import MLA, PlainCoreAttention, plain_stock_attention
 
 # what HDP knows TransformerEngine's by
 TEDotProductAttention = type("TEDotProductAttention", (PlainCoreAttention,), {})
@@ -51,7 +51,7 @@ def adapted_errors(cases):
 
 
 def test_an_adapted_model_is_exact_and_keeps_its_parameters(run_ranks, tmp_path):
-    cases = cases_of(tmp_path, 2, num_plans=1, hdp_fused_loss=False)
+    cases = Case(2, MLA | {"hdp_fused_loss": False}).runs(tmp_path)
     errors = run_ranks(2, adapted_errors, cases)[0]
     assert max(errors) <= 1e-10, errors
 
@@ -122,7 +122,7 @@ def steps_of_ways(arguments, plan):
 
 def test_a_projection_that_norms_and_adds_by_itself_gets_the_same(run_ranks, tmp_path):
     """Whatever travels, or both in turn; the plain layers' gradients are the standard."""
-    _, (arguments, plan) = cases_of(tmp_path, 2, num_plans=1)
+    _, (arguments, plan) = Case(2, MLA).runs(tmp_path)
     by_kv, in_turn, by_latent = run_ranks(2, steps_of_ways, arguments, plan)[0]
     assert largest_error(by_latent, by_kv) <= 1e-10
     assert largest_error(in_turn, by_kv) <= 1e-10

@@ -21,6 +21,7 @@ from packaging.version import Version
 from megatron_hdp.cli.checking import job_of
 from megatron_hdp.data.steps import padding_micro_batch
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution.executor import StepInProgress
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner.memory.activations import (
@@ -172,10 +173,10 @@ def counted_of_further(cases):
         executor = setup.build_executor(arguments, [gpt], Timeline())
         model = get_attr_wrapped_model(gpt, "mtp", return_model_obj=True)
         executor.layers = [*model.decoder.layers, *model.mtp.layers]
-        executor._further_weights = (1.0,) * arguments.mtp_num_layers
+        step = StepInProgress.begin(1, mtp_weights=(1.0,) * arguments.mtp_num_layers)
         example = partial(padding_micro_batch, num_further=arguments.mtp_num_layers)
         with mock.patch("megatron_hdp.megatron.execution.executor.padding_micro_batch", example):
-            bytes_ = executor.activation_bytes_per_token()
+            bytes_ = executor.activation_bytes_per_token(step)
         found.append((bytes_, sum(parameter.numel() for parameter in gpt.parameters())))
     return found
 

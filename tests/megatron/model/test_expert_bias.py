@@ -13,8 +13,15 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.router import HdpRouter
-from tests.megatron.model.test_expert_models import ACROSS, MODELS, UNEVEN
-from tests.megatron.model.test_moe import LENGTHS, ROOM, TENSOR
+from tests.gradient_equivalence.cases import (
+    ACROSS,
+    EXPERT_MODELS,
+    LENGTHS,
+    RECOMPUTE,
+    ROOM,
+    TENSOR,
+    UNEVEN,
+)
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
     VOCABULARY,
@@ -29,15 +36,10 @@ from tests.support.gradients import (
 from tests.support.random_plans import random_plan
 
 RATE = 0.07  # moves choices from step to step
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 
 def run(folder, **overrides):
-    settings = ROOM | MODELS["deepseek"] | {"moe_router_bias_update_rate": RATE} | overrides
+    settings = ROOM | EXPERT_MODELS["deepseek"] | {"moe_router_bias_update_rate": RATE} | overrides
     padded = {"hdp_slice_multiple": 32}  # much, so that counting it would be seen
     return moe_arguments(write_corpus(folder, LENGTHS), **padded | settings)
 
@@ -109,7 +111,7 @@ def differences(arguments, plans, *faults):
 
 LAYOUTS = {
     "across": (2, 2, ACROSS),
-    "alone-recomputed": (3, 3, RECOMPUTED),
+    "alone-recomputed": (3, 3, RECOMPUTE),
     "stages-across": (4, 2, UNEVEN | ACROSS),
     "tensor-across": (4, 2, TENSOR | {"expert_model_parallel_size": 4}),
 }

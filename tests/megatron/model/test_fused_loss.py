@@ -11,7 +11,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building, fused_loss
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
-from tests.support.gradients import VOCABULARY, errors_of, tiny_arguments, write_corpus
+from tests.support.gradients import VOCABULARY, tiny_arguments, write_corpus
 from tests.support.largest_tensor import LargestTensor
 
 LENGTHS = [1, 30, 100, 64, 65, 7]
@@ -19,61 +19,6 @@ TIED = {"untie_embeddings_and_output_weights": False}
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
 SEQUENCE_PARALLEL = TENSOR_PARALLEL | {"sequence_parallel": True}
 FEW_TOKENS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": 4 * 320 * 2})
-TEN_TOKENS = 10 * 320 // 2 * 8  # bytes of their float64 logits on one of two tensor-parallel ranks
-SMALL_CHUNKS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": TEN_TOKENS})
-
-
-def gold_error(run_ranks, folder, ranks, overrides, *faults):
-    """Largest error against one rank that saw the whole batch."""
-    prefix = write_corpus(folder, LENGTHS)
-    arguments = tiny_arguments(prefix, hdp_tokens_per_rank=128, seq_length=100, **overrides)
-    return run_ranks(ranks, errors_of, [(arguments, None)], *faults)[0][0]
-
-
-@pytest.mark.parametrize(
-    "ranks, overrides",
-    [
-        (2, TENSOR_PARALLEL | TIED),
-        (2, SEQUENCE_PARALLEL),
-        (4, SEQUENCE_PARALLEL | TIED | {"pipeline_model_parallel_size": 2}),
-    ],
-    ids=["tensor-parallel-tied", "sequence-parallel", "sequence-parallel-pipeline-tied"],
-)
-def test_gradients_with_many_chunks(run_ranks, tmp_path, ranks, overrides):
-    assert gold_error(run_ranks, tmp_path, ranks, overrides, SMALL_CHUNKS) <= 1e-10
-
-
-def test_gradients_with_logits(run_ranks, tmp_path):
-    """--no-hdp-fused-loss: no fused loss runs, and the result is the same."""
-    forbidden = ("megatron_hdp.megatron.model.fused_loss.linear_cross_entropy", None)
-    overrides = SEQUENCE_PARALLEL | {"pipeline_model_parallel_size": 2, "hdp_fused_loss": False}
-    assert gold_error(run_ranks, tmp_path, 4, overrides, forbidden) <= 1e-10
-
-
-def not_summed(hidden, group):
-    """Leaves the ranks' parts of the hidden states' gradient apart."""
-    return hidden
-
-
-def not_scattered(hidden, group):
-    """Hands each rank its run of its own part only."""
-    return GATHER(hidden, tensor_parallel_output_grad=False, group=group)
-
-
-GATHER = fused_loss.gather_from_sequence_parallel_region
-ROOM = "megatron_hdp.megatron.model.fused_loss"
-
-
-@pytest.mark.parametrize(
-    "overrides, fault",
-    [
-        (TENSOR_PARALLEL, (f"{ROOM}.copy_to_tensor_model_parallel_region", not_summed)),
-        (SEQUENCE_PARALLEL, (f"{ROOM}.gather_from_sequence_parallel_region", not_scattered)),
-    ],
-    ids=["tensor-parallel", "sequence-parallel"],
-)
-def test_a_planted_fault_fails_the_check(run_ranks, tmp_path, overrides, fault):
-    assert gold_error(run_ranks, tmp_path, 2, overrides, fault) > 1e-6
 
 
 def both_models(arguments, function):
@@ -110,22 +55,6 @@ def loss_and_gradients(gpt):
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return [one.double() for one in (loss, *torch.autograd.grad(loss, (hidden, weight)))], loss
-
-
-def _once_more(weight):
-    """Does not tell DDP that the gradient is in its buffer."""
-    return weight
-
-
-@pytest.mark.parametrize(
-    "ranks, overrides",
-    [(1, {"overlap_grad_reduce": True}), (1, TIED), (2, TENSOR_PARALLEL | TIED)],
-    ids=["untied", "tied", "tensor-parallel-tied"],
-)
-def test_a_gradient_added_twice_is_found(run_ranks, tmp_path, ranks, overrides):
-    """DDP would add what stands for the weights' gradient: the weights themselves."""
-    fault = (f"{ROOM}._added_to_main_grad", _once_more)
-    assert gold_error(run_ranks, tmp_path, ranks, overrides, fault) > 1e-6
 
 
 def gradient_in_the_buffer(arguments):

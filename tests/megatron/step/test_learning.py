@@ -39,7 +39,7 @@ FORWARD_STEP = HdpExecutor._forward_step
 def slowed(speeds):
     """A forward that takes so long by its tokens and its rank's speed that nothing else counts."""
 
-    def forward_step(self, micro_batches, model):
+    def forward_step(self, step, micro_batches, model):
         taken = []
 
         def noting():
@@ -47,7 +47,7 @@ def slowed(speeds):
                 taken.append(len(micro_batch.tokens))
                 yield micro_batch, tensors
 
-        found = FORWARD_STEP(self, noting(), model)
+        found = FORWARD_STEP(self, step, noting(), model)
         time.sleep(SECONDS_PER_TOKEN * taken[-1] / speeds[dist.get_rank()])
         return found
 

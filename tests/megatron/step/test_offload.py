@@ -4,7 +4,6 @@ import contextlib
 import sys
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,112 +16,16 @@ from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory.model import MemoryModel
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
-from tests.support.drawn import first_rows
 from tests.support.gradients import (
     VOCABULARY,
     hdp_step,
-    largest_error,
-    moe_arguments,
-    reference_on_first_rank,
     tiny_arguments,
     write_corpus,
 )
-from tests.support.random_plans import random_plan
 
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
 CAPACITY = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
-FULL_RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-SHARDED_BUCKETS = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "ddp_bucket_size": 1000,
-}
 VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
-LAYOUTS = {  # HDP ranks, layout
-    "plain": (3, {}),
-    "distributed-optimizer": (3, SHARDED_BUCKETS),
-    "selective-recompute": (2, {"recompute_granularity": "selective"}),
-    "full-recompute": (2, FULL_RECOMPUTE),
-    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "pp2-virtual": (2, {"pipeline_model_parallel_size": 2} | VIRTUAL),
-    "pp2-virtual-full-recompute": (
-        2,
-        {"pipeline_model_parallel_size": 2} | VIRTUAL | FULL_RECOMPUTE,
-    ),
-    "pp2-full-recompute": (2, {"pipeline_model_parallel_size": 2} | FULL_RECOMPUTE),
-}
-
-
-def with_and_without(arguments, stay, leave):
-    """Of the first rank: error against one rank alone, whether the bits agree, bytes offloaded."""
-    parallel.initialise(arguments)
-    without, expected = hdp_step(arguments, plan=stay)
-    report, found = hdp_step(arguments, plan=leave)
-    reference = reference_on_first_rank(arguments)
-    if reference is None:
-        return None
-    assert without.offloaded_bytes == without.host_bytes_max == 0
-    same = report.loss == without.loss and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
-    assert report.host_bytes_max > 0
-    return largest_error((report.loss, found), reference), same, report.offloaded_bytes
-
-
-def check(run_ranks, arguments, hdp_ranks, world):
-    stay, leave = (
-        random_plan(
-            np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)],
-            ranks=hdp_ranks,
-            tokens_per_rank=128,
-            seed=3,
-            offload=offload,
-        )
-        for offload in (False, True)
-    )
-    error, same, offloaded_bytes = run_ranks(world, with_and_without, arguments, stay, leave)[0]
-    assert same
-    assert error <= 1e-10
-    assert offloaded_bytes > 1000
-
-
-QUICK = ("plain", "selective-recompute", "full-recompute", "tp2-sp", "pp2", "pp2-virtual")
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name)
-        for name in LAYOUTS
-    ],
-)
-def test_a_step_with_offload_has_the_bits_of_one_without(run_ranks, tmp_path, layout):
-    hdp_ranks, overrides = LAYOUTS[layout]
-    stages = overrides.get("pipeline_model_parallel_size", 1)
-    world = hdp_ranks * overrides.get("tensor_model_parallel_size", 1) * stages
-    prefix = write_corpus(tmp_path, LENGTHS)
-    settings = CAPACITY | overrides | {"num_layers": 4 * stages}
-    check(run_ranks, tiny_arguments(prefix, **settings), hdp_ranks, world)
-
-
-def test_experts(run_ranks, tmp_path):
-    prefix = write_corpus(tmp_path, LENGTHS)
-    settings = CAPACITY | {"num_layers": 4, "expert_model_parallel_size": 2}
-    check(run_ranks, moe_arguments(prefix, **settings), 2, 2)
-
-
-@pytest.mark.slow
-def test_experts_of_todays_models(run_ranks, tmp_path):
-    """Layers that keep unequally much, a dense one first, shared experts and a router's bias."""
-    layers = {"num_layers": 4, "moe_layer_freq": "[0]+[1]*3", "expert_model_parallel_size": 2}
-    settings = CAPACITY | {"moe_shared_expert_intermediate_size": 20} | layers
-    settings |= {"moe_router_score_function": "sigmoid"}
-    check(run_ranks, moe_arguments(write_corpus(tmp_path, LENGTHS), **settings), 2, 2)
 
 
 def planned_offload(arguments):

@@ -1,5 +1,7 @@
 """Which attention is chosen, with packages and a GPU that are faked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -129,8 +131,8 @@ def test_a_dtype_is_refused_before_anything_is_loaded(name):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel."""
 
-    def backward(self, *arguments, window=None):
-        dq, dk, dv = super().backward(*arguments, window=window)
+    def backward(self, *given):
+        dq, dk, dv = super().backward(*given)
         return dq, dk / 2, dv
 
 
@@ -143,14 +145,14 @@ def test_a_kernel_that_computes_wrongly_is_not_taken():
 class AlignedAtTheBeginning(CpuFlashKernel):
     """A planted fault: the first query of a segment sees the first key, whatever comes before."""
 
-    def forward(self, q, k, v, q_segments, k_segments, causal, scale, *, window=None):
-        if window is None or q_segments.lengths == k_segments.lengths:
-            return super().forward(q, k, v, q_segments, k_segments, causal, scale, window=window)
-        rows = [torch.arange(n) for n in q_segments.lengths]
-        firsts = k_segments.offsets[:-1].tolist()
+    def forward(self, q, k, v, block, scale):
+        if block.window is None or block.q_segments.lengths == block.k_segments.lengths:
+            return super().forward(q, k, v, block, scale)
+        rows = [torch.arange(n) for n in block.q_segments.lengths]
+        firsts = block.k_segments.offsets[:-1].tolist()
         rows = torch.cat([row + first for row, first in zip(rows, firsts, strict=True)])
-        same = q_segments, q_segments, causal, scale
-        return super().forward(q, k[rows], v[rows], *same, window=window)
+        same = replace(block, k_segments=block.q_segments)
+        return super().forward(q, k[rows], v[rows], same, scale)
 
 
 def test_the_trial_has_windows_and_a_halo():

@@ -202,21 +202,17 @@ def test_what_flash_attn_costs_in_rings_is_said(run_ranks):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel, in blocks of a ring only."""
 
-    def backward(
-        self, dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale, *, window=None
-    ):
-        dq, dk, dv = super().backward(
-            dout, q, k, v, out, lse, q_segments, kv_segments, causal, scale, window=window
-        )
-        return dq, dk if causal else dk / 2, dv
+    def backward(self, dout, q, k, v, out, lse, block, scale):
+        dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, scale)
+        return dq, dk if block.causal else dk / 2, dv
 
 
 class Forgetful(CpuFlashKernel):
     """A planted fault: blocks of other members count for nothing."""
 
-    def forward(self, q, k, v, q_segments, kv_segments, causal, scale, *, window=None):
-        out, lse = super().forward(q, k, v, q_segments, kv_segments, causal, scale, window=window)
-        return out, lse if causal else lse - 50
+    def forward(self, q, k, v, block, scale):
+        out, lse = super().forward(q, k, v, block, scale)
+        return out, lse if block.causal else lse - 50
 
 
 def tried_ring(kernel, wrong):

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from megatron_hdp.runtime.kernels import matmul
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
-from megatron_hdp.runtime.kernels.segments import Segments
+from megatron_hdp.runtime.kernels.segments import Block, Segments
 from tests.support.ring_cases import relative_error
 
 CPU = torch.device("cpu")
+SCALE = 0.25
 CASES = {  # queries, keys, causal, window
     "causal": ((5, 1, 40), (5, 1, 40), True, None),
     "rectangular": ((6, 3), (2, 9), False, None),
@@ -33,16 +35,14 @@ def block(case, dtype=torch.float64):
         torch.randn(*shape, 16, generator=random, dtype=torch.float64) for shape in tokens
     )
     segments = [Segments.of(lengths, CPU) for lengths in (q_lengths, k_lengths)]
-    how = dict(zip(("q_segments", "k_segments"), segments, strict=True))
-    how |= {"causal": causal, "scale": 0.25, "window": window}
-    return [x.to(dtype) for x in (q, k, v)], how, dout.to(dtype)
+    return [x.to(dtype) for x in (q, k, v)], Block(*segments, causal, window), dout.to(dtype)
 
 
 def results_of(kernel, case, dtype=torch.float64):
     """(out, lse, dq, dk, dv) of a block."""
     inputs, how, dout = block(case, dtype)
-    out, lse = kernel.forward(*inputs, **how)
-    return [out, lse, *kernel.backward(dout, *inputs, out, lse, **how)]
+    out, lse = kernel.forward(*inputs, how, SCALE)
+    return [out, lse, *kernel.backward(dout, *inputs, out, lse, how, SCALE)]
 
 
 def by_definition(case):
@@ -50,16 +50,16 @@ def by_definition(case):
     inputs, how, dout = block(case)
     inputs = [x.requires_grad_() for x in inputs]
     q, k, v = inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])
-    by_query, by_key = how["q_segments"].lengths, how["k_segments"].lengths
+    by_query, by_key = how.q_segments.lengths, how.k_segments.lengths
     outs, lses = [], []
     for q_s, k_s, v_s in zip(q.split(by_query), k.split(by_key), v.split(by_key), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q_s, k_s) * how["scale"]
-        if how["causal"]:
+        scores = torch.einsum("qhd,khd->hqk", q_s, k_s) * SCALE
+        if how.causal:
             behind = torch.arange(len(k_s)) - torch.arange(len(q_s))[:, None]
             behind = behind - (len(k_s) - len(q_s))
             scores = scores.masked_fill(behind > 0, -torch.inf)
-            if how["window"] is not None:
-                scores = scores.masked_fill(behind <= -how["window"], -torch.inf)
+            if how.window is not None:
+                scores = scores.masked_fill(behind <= -how.window, -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_s))
         lses.append(scores.logsumexp(-1).t())
     out = torch.cat(outs)
@@ -76,8 +76,8 @@ def test_kernels_of_a_cpu_are_exact(kernel, case):
 
 def test_a_window_one_too_wide_is_seen():
     class Wide(MatmulKernel):
-        def forward(self, *tensors, window, **how):
-            return super().forward(*tensors, window=window + 1, **how)
+        def forward(self, q, k, v, block, scale):
+            return super().forward(q, k, v, replace(block, window=block.window + 1), scale)
 
     errors = map(relative_error, results_of(Wide(), "window"), by_definition("window"))
     assert min(errors) > 1e-2
@@ -96,7 +96,7 @@ def test_work_with_a_window_grows_with_the_tokens(monkeypatch, window):
 
     monkeypatch.setattr(matmul, "_chunks", count)
     x, segments = torch.zeros(tokens, 1, 2), Segments.of((tokens,), CPU)
-    MatmulKernel().forward(x, x, x, segments, segments, True, 1.0, window=window)
+    MatmulKernel().forward(x, x, x, Block(segments, segments, True, window), 1.0)
     assert sum(seen) >= tokens**2 / 2 if window is None else sum(seen) <= tokens * (64 + window)
 
 
@@ -143,12 +143,12 @@ def test_torch_flash_kernel_by_shapes():
             (fake(12, 2, 64), fake(12, 2, 64), (8, 4), {"causal": False}),
             (fake(24, 2, 64), of_fused, (16, 8), {"causal": True, "window": 5}),
         ):
-            segments, how = (fake_segments((16, 8)), fake_segments(k_lengths)), how | {"scale": 0.1}
-            out, lse = kernel.forward(q, k, v, *segments, **how)
+            how = Block(fake_segments((16, 8)), fake_segments(k_lengths), **how)
+            out, lse = kernel.forward(q, k, v, how, 0.1)
             assert out.shape == q.shape and out.dtype == q.dtype
             assert lse.shape == (24, 4) and lse.dtype == torch.float32
             assert lse.stride() == (1, 24)  # backward reads [heads, t] without a copy
-            dq, dk, dv = kernel.backward(out, q, k, v, out, lse, *segments, **how)
+            dq, dk, dv = kernel.backward(out, q, k, v, out, lse, how, 0.1)
             assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
@@ -184,9 +184,9 @@ class FakeFlashAttn(types.ModuleType):
     ):
         assert dropout_p == 0.0
         self.max_lengths.append((max_seqlen_q, max_seqlen_k))
-        how = (_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, softmax_scale)
         window = _window(window_size_left, window_size_right)
-        out, lse = CpuFlashKernel().forward(q, k, v, *how, window=window)
+        how = Block(_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, window)
+        out, lse = CpuFlashKernel().forward(q, k, v, how, softmax_scale)
         return out, lse.t().contiguous(), None, None
 
     def _flash_attn_varlen_backward(
@@ -215,9 +215,10 @@ class FakeFlashAttn(types.ModuleType):
         rng_state=None,
     ):
         assert softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], q.shape[0])
-        how = (_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, softmax_scale)
         window = _window(window_size_left, window_size_right)
-        grads = CpuFlashKernel().backward(dout, q, k, v, out, softmax_lse.t(), *how, window=window)
+        how = Block(_segments(cu_seqlens_q), _segments(cu_seqlens_k), causal, window)
+        tensors = dout, q, k, v, out, softmax_lse.t()
+        grads = CpuFlashKernel().backward(*tensors, how, softmax_scale)
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
 

@@ -140,9 +140,9 @@ def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):
     """A planted fault: each block's backward uses its own log-sum-exp."""
 
-    def backward(self, dout, q, k, v, out, lse, *how, window=None):
-        out, lse = self.forward(q, k, v, *how, window=window)
-        return super().backward(dout, q, k, v, out, lse, *how, window=window)
+    def backward(self, dout, q, k, v, out, lse, *how):
+        out, lse = self.forward(q, k, v, *how)
+        return super().backward(dout, q, k, v, out, lse, *how)
 
 
 def attend_with_a_fault():

@@ -1,0 +1,71 @@
+"""What one rank of the job has, finds or meets, all know: nobody is left in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all ranks of the job, by rank; every rank must call this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_first_rank(value: T, device: torch.device | None = None) -> T:
+    """The first rank's value; every rank must call this."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0, device=device)
+    return shared[0]
+
+
+def largest(values: Sequence[int], device: torch.device) -> list[int]:
+    """The largest of every value over all ranks of the job, which give equally many."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [int(value) for value in tensor.tolist()]
+
+
+def on_every_rank(action: Callable[[], T], device: torch.device) -> T:
+    """What an action gives on this rank, unless it raises a ValueError on any rank of the job.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: on every rank, with the message of the first one that raised it.
+    """
+    outcome = outcome_of(action)
+    (refused,) = largest([outcome[1] is not None], device)
+    if refused:
+        messages = gathered(outcome[1])
+        rank = next(i for i, one in enumerate(messages) if one is not None)
+        where = "" if len(set(messages)) == 1 else f"rank {rank}: "
+        raise ValueError(f"{where}{messages[rank]}")
+    return outcome[0]  # type: ignore[return-value]
+
+
+def on_first_rank(action: Callable[[], T], device: torch.device) -> T:
+    """What an action gives on the first rank, where alone it runs; every rank must call this.
+
+    Raises:
+        ValueError: on every rank, with the message of the first rank's.
+    """
+    outcome = outcome_of(action) if dist.get_rank() == 0 else (None, None)
+    result, problem = from_first_rank(outcome, device)
+    if problem is not None:
+        raise ValueError(problem)
+    return result  # type: ignore[return-value]
+
+
+def outcome_of(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What an action returns, or the message of the ValueError that it raises."""
+    try:
+        return action(), None
+    except ValueError as error:
+        return None, str(error)

@@ -1,0 +1,638 @@
+"""Every gradient-equivalence case is a row here: a model, a layout and features, made small.
+
+A row's gradients after one HDP step, under plans of strategies and plans that none would make,
+equal those of one rank that saw the whole batch (`test_gradients.py`); with offload they have the
+bits of a step without. A new feature is a row. `QUICK` says which rows the default suite runs.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
+from megatron_hdp.planner import Plan
+from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.support.drawn import first_rows
+from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.support.mla import MLA
+from tests.support.random_plans import random_plan
+from tests.support.sources import data_file, mixed_arguments, write_sources
+
+Settings = dict[str, Any]
+LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
+ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+
+
+def tiny(folder: Path, case: "Case") -> TrainingArguments:
+    """The tiny GPT over one corpus."""
+    prefix = write_corpus(folder, case.lengths, corrupt=case.corrupt)
+    return tiny_arguments(prefix, **(ROOM | case.settings))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row."""
+
+    ranks: int
+    settings: Settings
+    """What differs from the tiny GPT of `tests.support.gradients` with the capacity of `ROOM`."""
+    strategies: tuple[str, ...] = ("auto",)
+    """Whose own plans run."""
+    plans: int = 1
+    """Plans that no strategy would make: rings of every size, counts that differ."""
+    lengths: tuple[int, ...] = LENGTHS
+    corrupt: tuple[int, ...] = ()
+    """Documents with a token outside the vocabulary."""
+    arguments_of: Callable[[Path, "Case"], TrainingArguments] = tiny
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Within it models are built and steps run."""
+    patches: tuple[tuple[str, Any], ...] = ()
+    """What is replaced during steps, and must change nothing."""
+
+    @property
+    def hdp_ranks(self) -> int:
+        """Ranks of the HDP dimension."""
+        return (
+            self.ranks
+            // self.settings.get("tensor_model_parallel_size", 1)
+            // self.settings.get("pipeline_model_parallel_size", 1)
+        )
+
+    def runs(self, folder: Path) -> list[tuple[TrainingArguments, Plan | None]]:
+        """Arguments and plans of the steps; a plan of None is the strategy's."""
+        arguments = self.arguments_of(folder, self)
+        runs: list[tuple[TrainingArguments, Plan | None]] = [
+            (replace(arguments, hdp_strategy=one), None) for one in self.strategies
+        ]
+        return runs + [(arguments, plan) for plan in plans_of(arguments, self)]
+
+
+def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Plan]:
+    """Plans of a case's batch, those first under which ranks run unequally many micro-batches."""
+    lengths = np.array(case.lengths)[first_rows(len(case.lengths), arguments.seed)]
+    found: list[Plan] = []
+    rest: list[Plan] = []
+    for seed in range(case.hdp_ranks, case.hdp_ranks + 40):
+        if len(found) >= case.plans:
+            break
+        plan = random_plan(
+            lengths,
+            ranks=case.hdp_ranks,
+            tokens_per_rank=arguments.hdp_tokens_per_rank,
+            slice_multiple=arguments.hdp_slice_multiple,
+            seed=seed,
+            **more,
+        )
+        (found if _is_uneven(plan) else rest).append(plan)
+    return (found + rest)[: case.plans]
+
+
+def _is_uneven(plan: Plan) -> bool:
+    counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
+    return plan.num_ranks == 1 or len(set(counts.tolist())) > 1
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = TP2 | {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+SELECTIVE = {"recompute_granularity": "selective"}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTE |= {"recompute_num_layers": 1}
+BLOCK = RECOMPUTE | {"recompute_method": "block"}
+TIED = {"untie_embeddings_and_output_weights": False}
+ALONE = {"hdp_tokens_per_rank": 200}  # every sequence fits one rank
+GQA: Settings = {}
+MHA = {"num_query_groups": 4, "normalization": "LayerNorm", "swiglu": False} | TIED
+MQA = {"num_query_groups": 1, "qk_layernorm": True, "add_qkv_bias": True}
+MQA |= {"add_bias_linear": False, "rotary_percent": 0.5}
+
+
+def layers(number: int) -> Settings:
+    """So many layers."""
+    return {"num_layers": number}
+
+
+def virtual(chunks: int, stages: int = 2) -> Settings:
+    """Virtual stages with a layer each."""
+    more = {"num_virtual_stages_per_pipeline_rank": chunks, "num_layers": stages * chunks}
+    return more | {"pipeline_model_parallel_size": stages}
+
+
+def joined(*parts: Mapping[str, Any]) -> Settings:
+    """Settings of several parts, later ones first."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _dense() -> dict[str, Case]:
+    everyone = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance")
+    two, three = ("static", "dp-balance"), ("static", "naive", "pp-balance")
+    rows = {
+        f"{layout}/{model}": Case(ranks, joined(kind, settings, more), everyone)
+        for layout, (ranks, settings) in {
+            "tp2-sp": (4, TP2_SP),
+            "pp2": (8, PP2),
+            "pp4": (8, PP4 | layers(4)),
+            "tp2-sp-pp2": (8, TP2_SP | PP2),
+        }.items()
+        for model, kind, more in (
+            ("gqa", GQA, {}),
+            ("mha-tied-layernorm", MHA, {}),
+            (
+                "mqa-qknorm-qkvbias",
+                MQA,
+                {"num_query_groups": settings.get("tensor_model_parallel_size", 1)},
+            ),
+        )
+    }
+    padded = {"make_vocab_size_divisible_by": 64}
+    rows |= {
+        "tensor-parallel": Case(4, TP2 | padded, two, 0),
+        "overlap-grad-reduce": Case(3, {"overlap_grad_reduce": True}, two, 0),
+        "distributed-optimizer": Case(3, SHARDED, two, 0),
+        "distributed-optimizer-pipeline": Case(4, SHARDED | PP2, two, 0),
+        "selective-recompute": Case(3, SELECTIVE, two, 0),
+        "full-recompute": Case(4, RECOMPUTE, two, 0),
+        "pipeline-overlap-recompute": Case(
+            6, PP2 | RECOMPUTE | {"overlap_grad_reduce": True}, two, 0
+        ),
+        "pp2-v2": Case(4, joined(MHA, virtual(2), SHARDED, RECOMPUTE), three),
+        "pp2-v3": Case(4, virtual(3), three),
+        "pp2-v2-tp2-sp": Case(4, virtual(2) | TP2_SP | ALONE, three),
+        "pp4-v2": Case(4, virtual(2, 4) | ALONE, three),
+        "pp4-v2-rings": Case(8, virtual(2, 4), three),
+        "pp4-v3-rings": Case(8, virtual(3, 4), three),
+        "pp2-v2-tp2-sp-rings": Case(8, virtual(2) | TP2_SP, three),
+        "corrupt-alone": Case(1, {"hdp_tokens_per_rank": 200}, ("naive",), corrupt=(4, 7)),
+        "corrupt": Case(3, {"hdp_tokens_per_rank": 200}, ("naive",), corrupt=(4, 7)),
+    }
+    # rings across both pipelines at any slot, counts that differ
+    return rows | {
+        f"many-plans-v{chunks}": Case(4, virtual(chunks), (), 10, LENGTHS * 2) for chunks in (2, 3)
+    }
+
+
+YARN = {
+    "position_embedding_type": "yarn",
+    "kv_channels": 8,
+    "rotary_base": 300,
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 50,
+    "yarn_beta_fast": 8.0,
+}
+INTERLEAVED = {"kv_channels": 8, "rotary_percent": 0.5, "rotary_interleaved": True}
+INTERLEAVED |= {"rotary_seq_len_interpolation_factor": 4}
+LLAMA3 = {"rotary_base": 500_000, "use_rope_scaling": True}
+
+
+def _positions() -> dict[str, Case]:
+    some = {"no_rope_freq": "[1,0]", "yarn_correction_range_round_to_int": False, "mscale": 0.7}
+    every_third = {"num_layers": 4, "no_rope_freq": "[0,1,1,0]"}
+    rows = {
+        "llama3": Case(3, LLAMA3 | {"kv_channels": 8}),
+        "llama3-32": Case(3, LLAMA3 | {"rope_scaling_factor": 32.0}),
+        "yarn": Case(3, YARN),
+        "yarn-some-layers": Case(3, YARN | some),
+        "interleaved": Case(3, INTERLEAVED),
+        "none": Case(3, {"position_embedding_type": "none"}),
+        "some-layers-v2": Case(4, virtual(2) | every_third, ()),
+    }
+    of_layouts = {"tp2-sp": (4, TP2_SP), "pp2": (8, PP2), "pp4": (8, PP4)}
+    of_layouts["tp2-sp-pp2"] = (8, TP2_SP | PP2)
+    return rows | {
+        f"yarn-{name}": Case(ranks, joined(settings, YARN, every_third))
+        for name, (ranks, settings) in of_layouts.items()
+    }
+
+
+SINK = {"softmax_type": "learnable"}
+OFF_BY_ONE = {"softmax_type": "off-by-one"}
+SHORT = {"window_size": "9,0"}  # shorter than chunks of most plans
+LONG = {"window_size": "70,0"}  # over several of them
+
+
+def every(pattern: str) -> Settings:
+    """Which layers have a window."""
+    return {"window_attn_skip_freq": pattern}
+
+
+def _windows() -> dict[str, Case]:
+    two = ("static", "pp-balance")
+    v2 = joined(virtual(2), RECOMPUTE, SHARDED)
+    return {
+        "sink": Case(3, SINK, two),
+        "off-by-one": Case(2, OFF_BY_ONE | SELECTIVE, two),
+        "sink-tensor": Case(4, SINK | TP2_SP, two),
+        "sink-virtual": Case(4, SINK | v2, two),
+        "window": Case(3, SHORT, two),
+        "alternating": Case(3, LONG | every("2") | layers(3), two),
+        "own-token": Case(2, SINK | {"window_size": "0,0"}, two),
+        "both-tensor": Case(4, joined(SHORT, SINK, TP2_SP, every("[1,0]")), two),
+        "both-stages": Case(4, joined(LONG, SINK, PP2, every("[0,1]")), two),
+        "both-virtual": Case(4, joined(SHORT, OFF_BY_ONE, v2, every("2")), two),
+        "selective": Case(4, joined(LONG, SINK, SELECTIVE), two),
+    }
+
+
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+ACROSS = {"expert_model_parallel_size": 2}
+BIASED_EXPERTS = EXPERTS | {
+    "moe_layer_freq": "[0,1]",
+    "moe_shared_expert_intermediate_size": 10,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
+
+def _mtp() -> dict[str, Case]:
+    one_layer = TIED | {"mtp_num_layers": 1, "normalization": "LayerNorm"}
+    scaled = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+    uneven = {"decoder_first_pipeline_num_layers": 1}
+    apart = {"expert_tensor_parallel_size": 1}
+    rows = {  # settings, plans
+        "rings": (3, {}, 1),
+        "tied-one": (2, one_layer, 1),
+        "tensor": (4, TP2_SP, 1),
+        "tensor-alone": (4, TP2, 1),
+        "stages": (4, PP2, 1),
+        "buckets-recompute": (4, joined(SHARDED, PP2, RECOMPUTE, scaled), 1),
+        "experts": (2, BIASED_EXPERTS, 1),
+        "experts-apart": (4, BIASED_EXPERTS | ACROSS, 0),
+        "experts-stages": (4, joined(BIASED_EXPERTS, PP2, ACROSS, uneven), 0),
+        "latent": (2, MLA | BIASED_EXPERTS, 1),
+        "latent-tensor": (4, joined(MLA, BIASED_EXPERTS, TP2_SP, ACROSS, apart), 0),
+    }
+    return {
+        f"mtp-{name}": Case(ranks, MTP | more, plans=plans)
+        for name, (ranks, more, plans) in rows.items()
+    }
+
+
+NO_QUERY_LATENT = {"q_lora_rank": None, "qk_layernorm": False, "rope_type": "rope"}
+NO_QUERY_LATENT |= {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 8}
+
+
+def _latent_attention() -> dict[str, Case]:
+    apart = joined(EXPERTS, ACROSS, SHARED_EXPERT, {"moe_layer_freq": "[0,1]"})
+    rows = {
+        "yarn": (3, {}, 2),
+        "no-query-latent": (3, NO_QUERY_LATENT, 2),
+        "tp2-without-norms": (4, TP2 | {"qk_layernorm": False}, 2),
+        "tp2-sp": (4, TP2_SP, 2),
+        "tp2-sp-no-query-latent": (4, TP2_SP | NO_QUERY_LATENT, 2),
+        "pp2": (4, PP2, 2),
+        "pp2-v2-full-recompute": (4, virtual(2) | RECOMPUTE, 2),
+        "tp2-sp-full-recompute": (4, TP2_SP | RECOMPUTE, 2),
+        "experts-apart": (4, apart, 0),
+        "selective-recompute": (3, SELECTIVE, 2),
+        "distributed-optimizer": (3, SHARDED, 2),
+    }
+    return {
+        f"mla-{way}-{name}": Case(ranks, joined(MLA, more, {"hdp_mla_ring": way}), plans=plans)
+        for name, (ranks, more, plans) in rows.items()
+        for way in ("kv", "latent")
+    }
+
+
+PARTS = "pipeline_model_parallel_layout"
+
+
+def _uneven_stages() -> dict[str, Case]:
+    two = ("static", "pp-balance")
+    loss = {"account_for_loss_in_pipeline_split": True}
+    v2 = {"num_virtual_stages_per_pipeline_rank": 2}
+    rows = {  # ranks, stages, layers, the rest
+        "first": (4, 2, 3, {"decoder_first_pipeline_num_layers": 1}),
+        "virtual-empty": (4, 2, 4, {PARTS: "E|t|tt|tL"} | SHARDED | RECOMPUTE),
+        "empty": (4, 4, 3, ALONE | {PARTS: "Et||tt|L"} | SHARDED | MHA),
+        "last-only-output": (2, 2, 2, ALONE | {PARTS: "Ett|L"} | BLOCK),
+        "last": (4, 2, 3, {"decoder_last_pipeline_num_layers": 1} | BLOCK),
+        "first-virtual": (4, 2, 6, {"decoder_first_pipeline_num_layers": 2} | v2),
+        "counted": (
+            *(4, 4, 6),
+            joined(ALONE, MQA, loss, {"account_for_embedding_in_pipeline_split": True}),
+        ),
+        "counted-virtual": (4, 4, 7, joined(ALONE, loss, v2)),
+        "virtual-4": (4, 4, 6, joined(ALONE, MHA, {PARTS: "E|t|t|tt||t|t|L"})),
+        "virtual-3": (4, 2, 5, {PARTS: "Et|t||tt|t|L"}),
+        "tensor": (4, 2, 3, ALONE | TP2_SP | {PARTS: "E|t*3L"}),
+        "experts": (4, 2, 3, {PARTS: "Et|ttL"} | EXPERTS),
+        "rings-4": (8, 4, 5, {PARTS: "E|tt||tttL"}),
+        "rings-4-virtual": (8, 4, 6, {PARTS: "E|t|t|tt||t|t|L"}),
+    }
+    return {
+        f"uneven-{name}": Case(
+            ranks, layers(number) | {"pipeline_model_parallel_size": stages} | more, two
+        )
+        for name, (ranks, stages, number, more) in rows.items()
+    }
+
+
+TENSOR = TP2_SP | {"expert_tensor_parallel_size": 1}
+SIGMOID = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+}
+GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+SHARED = {"moe_shared_expert_intermediate_size": 20}
+DENSE_FIRST = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
+GPT_OSS = {
+    "add_bias_linear": True,
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 0.4,
+    "glu_linear_offset": 1.0,
+}
+EXPERT_MODELS = {
+    "deepseek": GROUPS | SHARED | DENSE_FIRST,
+    "glm": SIGMOID | SHARED | DENSE_FIRST,
+    "qwen2-moe": SHARED | {"moe_shared_expert_gate": True},
+    "gpt-oss": GPT_OSS,
+    "alternating": {"num_layers": 5, "moe_layer_freq": "2"},
+}
+UNEVEN = PP2 | {"decoder_first_pipeline_num_layers": 1}
+
+
+def _experts() -> dict[str, Case]:
+    four = {"expert_model_parallel_size": 4}
+    gathered = {"moe_token_dispatcher_type": "allgather"}
+    no_loss = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    top_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "overlap_grad_reduce": True}
+    rows = {
+        "every-expert-on-every-rank": (3, {}),
+        "across-all-ranks": (2, ACROSS),
+        "two-groups": (4, ACROSS),
+        "an-expert-a-rank": (4, four | {"moe_router_topk": 3}),
+        "within-tensor-ranks": (4, TENSOR | ACROSS),
+        "shared-by-tensor-ranks": (4, TENSOR | {"expert_tensor_parallel_size": 2}),
+        "across-tensor-and-hdp-ranks": (4, TENSOR | four),
+        "shared-and-across": (4, TENSOR | ACROSS | {"expert_tensor_parallel_size": 2}),
+        "all-gathered-within-tensor-ranks": (4, TENSOR | ACROSS | gathered),
+        "stages": (4, PP2 | ACROSS),
+        "virtual-stages": (4, virtual(2)),
+        "virtual-stages-across-ranks": (4, virtual(2) | ACROSS),
+    }
+    cases = {f"moe-{name}": Case(ranks, EXPERTS | more) for name, (ranks, more) in rows.items()}
+    features = {
+        "recompute": ACROSS | RECOMPUTE,
+        "top-1-overlapped": ACROSS | top_1,
+        "allgather": gathered | no_loss,
+        "distributed-optimizer": ACROSS | SHARDED,
+    }
+    cases |= {f"moe-{name}": Case(2, EXPERTS | more, ()) for name, more in features.items()}
+    # a padding token reaches two experts, the hooks of the other two's gradients fire as well
+    few = {"lengths": (5, 3), "strategies": ("naive",), "plans": 0}
+    small = EXPERTS | {"overlap_grad_reduce": True, "ddp_bucket_size": 1}
+    cases |= {
+        "moe-without-a-token": Case(4, small, **few),
+        "moe-without-a-token-across": Case(4, small | ACROSS, **few),
+        "moe-corrupt": Case(2, EXPERTS, (), corrupt=(4, 7)),
+    }
+    grouped = grouped_experts(GroupedLinear)
+    cases |= {
+        "grouped-together": Case(3, EXPERTS, (), around=grouped),
+        "grouped-two-groups": Case(4, EXPERTS | ACROSS, (), around=grouped),
+        "grouped-without-a-token": Case(4, small | ACROSS, **few, around=grouped),
+    }
+    layouts = {
+        "alone": (3, {}),
+        "across": (2, ACROSS),
+        "stages": (2, UNEVEN | ALONE),
+        "stages-across": (4, UNEVEN | ACROSS),
+        "virtual-stages-across": (4, virtual(2) | ACROSS | {"moe_layer_freq": "[0]+[1]*3"}),
+        "tensor": (4, TENSOR | ACROSS),
+        "tensor-across": (4, TENSOR | four),
+    }
+    return cases | {
+        f"{model}-{layout}": Case(ranks, joined(EXPERTS, kind, more))
+        for model, kind in EXPERT_MODELS.items()
+        for layout, (ranks, more) in layouts.items()
+    }
+
+
+LOGITS_BYTES = "megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES"
+TEN_TOKENS = 10 * 320 // 2 * 8  # bytes of their float64 logits on one of two tensor-parallel ranks
+FUSED = {"seq_length": 100}
+FUSED_LENGTHS = (1, 30, 100, 64, 65, 7)
+PADDED_TP2 = TP2 | {"make_vocab_size_divisible_by": 64}
+PADDED_TP2_SP = PADDED_TP2 | {"sequence_parallel": True}
+
+
+def _fused_loss() -> dict[str, Case]:
+    chunks = ((LOGITS_BYTES, {"cpu": TEN_TOKENS}),)
+    logits = (("megatron_hdp.megatron.model.fused_loss.linear_cross_entropy", None),)
+    rows = {
+        "tensor-parallel-tied": (2, PADDED_TP2 | TIED, chunks),
+        "sequence-parallel": (2, PADDED_TP2_SP, chunks),
+        "sequence-parallel-pipeline-tied": (4, joined(PADDED_TP2_SP, TIED, PP2), chunks),
+        # no fused loss runs
+        "logits": (4, joined(PADDED_TP2_SP, PP2, {"hdp_fused_loss": False}), logits),
+    }
+    return {
+        f"fused-{name}": Case(ranks, FUSED | more, plans=0, lengths=FUSED_LENGTHS, patches=patches)
+        for name, (ranks, more, patches) in rows.items()
+    }
+
+
+def mixed(folder: Path, case: Case) -> TrainingArguments:
+    """A mixture of sources, one of masked conversations; `hdp_data` holds more of its file."""
+    settings = dict(case.settings)
+    more = settings.pop("hdp_data", None)
+    path = data_file(write_sources(folder), *([more] if more else []))
+    return mixed_arguments(folder, path, **settings)
+
+
+def on_the_fly(folder: Path, case: Case) -> TrainingArguments:
+    """Beside tokens: text with records that are bad or empty, and conversations."""
+    import json
+
+    import pytest
+
+    pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
+    prefix = write_corpus(folder, [30, 3, 64, 20])
+    texts = [json.dumps({"text": "abc " * number}) for number in range(1, 20, 3)]
+    (folder / "text.jsonl").write_text("\n".join(["{", *texts, '{"text": ""}']))
+    roles = ("user", "assistant", "user", "assistant")
+    rows = [
+        {"messages": [{"role": role, "content": f"{i} is {role}"} for role in roles[: 2 + i % 3]]}
+        for i in range(6)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "data.yaml").write_text(
+        "sources:\n"
+        "  tokens: {path: corpus, long-sequence: truncate}\n"
+        "  text: {path: text.jsonl, tokenise: on-the-fly, bad-limit: 0.5}\n"
+        "  chat: {path: chat.jsonl, format: chat, template: chatml, tokenise: on-the-fly}\n"
+        "schedule: [{from: 0, weights: {tokens: 0.3, text: 0.3, chat: 0.4}, max-length: 60}]\n"
+    )
+    settings = {"data_path": (), "hdp_data": folder / "data.yaml", "tokenizer_type": "byte"}
+    return tiny_arguments(prefix, **settings, global_batch_size=14)
+
+
+def _data() -> dict[str, Case]:
+    tensor = TP2_SP | {"hdp_tokens_per_rank": 128}
+    cut = {"hdp_data": "schedule: [{from: 0, max-length: 24}]"}
+    rows = {
+        "mixture-rings": (3, {}),
+        "mixture-tp2-sp": (2, tensor),
+        "mixture-pp2": (4, PP2),
+        "mixture-logits": (2, {"hdp_fused_loss": False}),
+        "mixture-split": (2, cut | {"hdp_long_sequence": "split"}),
+        "mixture-truncate": (2, cut | {"hdp_long_sequence": "truncate"}),
+    }
+    cases = {
+        name: Case(ranks, more, plans=0, arguments_of=mixed) for name, (ranks, more) in rows.items()
+    }
+    return cases | {"on-the-fly": Case(2, {}, plans=0, arguments_of=on_the_fly)}
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PUBLISHED = sorted(path.parent.name for path in CONFIGS.glob("*/32k.yaml"))
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": None,
+    "seq_length": 200,
+    "max_position_embeddings": 200,
+    "init_method_std": 0.3,
+    "bf16": False,
+    "fp64": True,
+    "use_distributed_optimizer": False,
+    "hdp_offload": "off",
+    "hdp_tokens_per_rank": 128,
+    "hdp_global_batch_tokens": None,
+    "expert_tensor_parallel_size": 1,
+    "tokenizer_type": "byte",
+    "tokenizer_model": None,
+    "split": "1,0,0",
+    "distributed_timeout_minutes": 5,
+    "stall_timeout_seconds": 300.0,
+    "global_batch_size": len(LENGTHS),
+}
+SMALL_HEADS = {"num_query_groups": 2, "kv_channels": 8}
+SMALL_LATENT = {
+    "num_query_groups": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+SMALL_EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 12, "moe_router_topk": 2}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model, with few and small layers of the same kinds."""
+
+    name: str
+
+    def __call__(self, folder: Path, case: Case) -> TrainingArguments:
+        """Its arguments."""
+        common, model = (CONFIGS / "models" / f"{one}.yaml" for one in ("common", self.name))
+        prefix = write_corpus(folder, case.lengths)
+        given = ["--config", str(common), "--config", str(model), "--seq-length", "200"]
+        given += ["--data-path", prefix, "--hdp-tokens-per-rank", "128"]
+        arguments = parse_arguments(given)
+        is_latent = arguments.multi_latent_attention
+        changes = SMALL | (SMALL_LATENT if is_latent else SMALL_HEADS)
+        if arguments.position_embedding_type == "yarn" or is_latent:
+            changes |= {"rotary_base": 300, "yarn_original_max_position_embeddings": 50}
+        if arguments.window_size is not None:
+            changes["window_size"] = "9,0"
+        if arguments.num_experts:
+            changes |= self._experts(arguments, case)
+        return replace(arguments, **changes | case.settings)
+
+    def _experts(self, arguments: TrainingArguments, case: Case) -> Settings:
+        changes: Settings = dict(SMALL_EXPERTS)
+        changes["moe_router_dtype"] = None if arguments.moe_router_dtype is None else "fp64"
+        if arguments.moe_shared_expert_intermediate_size:
+            changes["moe_shared_expert_intermediate_size"] = 12
+        if arguments.moe_router_num_groups:
+            changes |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+        if arguments.moe_layer_freq != "1":
+            changes["moe_layer_freq"] = "[0]+[1]*3"
+        # tensor ranks have experts of their own: those with a bias are shared by none
+        tensor_ranks = case.settings.get("tensor_model_parallel_size", 1)
+        return changes | {"expert_model_parallel_size": tensor_ranks}
+
+
+def _published() -> dict[str, Case]:
+    v2 = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
+    layouts = {"rings": (2, {}), "stages": (4, v2), "tensor": (4, TP2_SP)}
+    return {
+        f"{model}-{layout}": Case(ranks, more, arguments_of=Published(model))
+        for model in PUBLISHED
+        for layout, (ranks, more) in layouts.items()
+    }
+
+
+CASES: dict[str, Case] = {
+    name: case
+    for rows in (
+        *(_dense(), _positions(), _windows(), _mtp(), _latent_attention(), _uneven_stages()),
+        *(_experts(), _fused_loss(), _data(), _published()),
+    )
+    for name, case in rows.items()
+}
+
+SMOKE = "yarn-some-layers"
+QUICK = {  # each model, layout and feature once; the other rows are slow
+    *("tp2-sp/mqa-qknorm-qkvbias", "tp2-sp-pp2/mha-tied-layernorm", "pp2-v2"),
+    *("distributed-optimizer-pipeline", "full-recompute", "corrupt", "corrupt-alone"),
+    *(SMOKE, "some-layers-v2", "alternating", "both-tensor", "off-by-one"),
+    *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-kv-no-query-latent", "mla-latent-tp2-sp"),
+    *("uneven-virtual-empty", "uneven-empty"),
+    *("moe-two-groups", "moe-shared-and-across", "moe-stages", "moe-distributed-optimizer"),
+    *("moe-top-1-overlapped", "moe-without-a-token-across", "moe-corrupt"),
+    *("grouped-two-groups", "deepseek-across", "glm-stages", "gpt-oss-tensor", "qwen2-moe-across"),
+    *("fused-sequence-parallel-pipeline-tied", "fused-logits"),
+    *("mixture-rings", "mixture-split", "mixture-truncate", "on-the-fly"),
+    *("glm-4.5-air-rings", "gpt-oss-20b-rings", "kimi-k2-rings"),
+}
+
+
+def _offload() -> dict[str, Case]:
+    four, v2 = layers(4), {"num_virtual_stages_per_pipeline_rank": 2}
+    dense_first = {"moe_layer_freq": "[0]+[1]*3", "moe_router_score_function": "sigmoid"}
+    dense_first |= SHARED | ACROSS
+    windowed, latent = SINK | every("2") | four, MLA | four | {"hdp_mla_ring": "latent"}
+    rows = {
+        "plain": (3, four),
+        "distributed-optimizer": (3, four | SHARDED),
+        "selective-recompute": (2, four | SELECTIVE),
+        "full-recompute": (2, four | RECOMPUTE),
+        "tp2-sp": (4, four | TP2_SP),
+        "pp2": (4, layers(8) | PP2),
+        "pp2-virtual": (4, layers(8) | PP2 | v2),
+        "pp2-virtual-full-recompute": (4, joined(layers(8), PP2, v2, RECOMPUTE)),
+        "pp2-full-recompute": (4, joined(layers(8), PP2, RECOMPUTE)),
+        "experts": (2, joined(EXPERTS, four, ACROSS)),
+        "experts-of-todays-models": (2, joined(EXPERTS, four, dense_first)),
+        "window-short": (2, SHORT | windowed),
+        "window-long": (2, LONG | windowed),
+        "mla-latent": (2, latent),
+        "mla-kv": (2, latent | {"hdp_mla_ring": "kv"}),
+        "mla-latent-tp2-sp": (4, latent | TP2_SP),
+        "mla-latent-experts": (2, EXPERTS | latent),
+        "uneven": (4, joined(layers(7), PP2, {PARTS: "Et*3|t*4L"})),
+        "uneven-virtual": (4, joined(layers(9), PP2, {PARTS: "E|tt|t*4|tt,L"})),
+        "uneven-recompute": (4, joined(layers(8), PP2, RECOMPUTE, {PARTS: "Et*3|t*5L"})),
+    }
+    return {name: Case(ranks, settings) for name, (ranks, settings) in rows.items()}
+
+
+OFFLOAD = _offload()
+QUICK_OFFLOAD = {"full-recompute", "tp2-sp", "pp2-virtual", "experts", "mla-latent", "uneven"}

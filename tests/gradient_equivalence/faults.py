@@ -1,0 +1,320 @@
+"""Planted faults of gradient equivalence: with each of them gradients must differ."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_hdp.data.mixture import TableSource
+from megatron_hdp.data.steps import read_micro_batch
+from megatron_hdp.megatron.execution.executor import HdpExecutor
+from megatron_hdp.megatron.model import HdpMlaSelfAttention, fused_loss
+from megatron_hdp.megatron.model.router import HdpRouter
+from megatron_hdp.megatron.options import expert_layers_of_chunk
+from megatron_hdp.runtime.interleaved_comm import InterleavedComm
+from megatron_hdp.runtime.kernels import Block
+from megatron_hdp.runtime.ring.halo import Halo
+from megatron_hdp.runtime.ring.latent import _Projection
+from tests.gradient_equivalence.cases import (
+    ACROSS,
+    ALONE,
+    EXPERT_MODELS,
+    FUSED,
+    FUSED_LENGTHS,
+    MTP,
+    PADDED_TP2,
+    PADDED_TP2_SP,
+    SHORT,
+    TIED,
+    TP2_SP,
+    UNEVEN,
+    YARN,
+    Case,
+    layers,
+    mixed,
+    virtual,
+)
+from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.support.gradients import EXPERTS
+from tests.support.mla import MLA
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is replaced by what in a case's steps."""
+
+    case: Case
+    planted: tuple[tuple[str, Any], ...] = ()
+    least: float = 1e-6
+    """How far gradients must be off."""
+
+
+def read_without_a_slice(*args, **kwargs):
+    """Reads a micro-batch whose first ring slice carries no loss."""
+    micro_batch = read_micro_batch(*args, **kwargs)
+    micro_batch.loss_mask[: sum(micro_batch.ring_slices[:1])] = False
+    return micro_batch
+
+
+def read_at_wrong_positions(*args, **kwargs):
+    """Reads a micro-batch whose first tail chunk is one position further than it is."""
+    micro_batch = read_micro_batch(*args, **kwargs)
+    for tokens in micro_batch.ring_slices[:1]:
+        micro_batch.positions[tokens // 2 : tokens] += 1
+    return micro_batch
+
+
+def block_without_heads(layout, step):
+    """A ring in which no head chunk is seen as a whole."""
+    segments = layout.half_segments
+    return layout.tails, layout.tails, Block(segments, segments, causal=False)
+
+
+def finalize_with_one_token_too_many(self, step, num_loss_tokens, *args, **kwargs):
+    """Divides by another number than the loss tokens."""
+    return FINALIZE(self, step, num_loss_tokens + 1, *args, **kwargs)
+
+
+def finalize_with_doubled_experts(self, step, num_loss_tokens, model, *args, **kwargs):
+    """Counts the gradients of experts twice."""
+    FINALIZE(self, step, num_loss_tokens, model, *args, **kwargs)
+    for chunk in model:
+        for buffer in chunk.expert_parallel_buffers:
+            buffer.scale_gradients(2.0)
+
+
+def everything_is_trained(self, row, start, stop):
+    """Does not heed what of a conversation is masked."""
+    return IS_TRAINED(self, row, start, stop) | True
+
+
+def rows_in_order(embedding, context, transformer, hidden, config, params, **_):
+    """Takes a token's place in the micro-batch for its position."""
+    return torch.arange(len(params.positions))
+
+
+def forgets_the_halo(self, dk, dv, comm):
+    """Gradients of what came from other ranks are lost."""
+    return dk[self.own], dv[self.own]
+
+
+def one_token_less(layout, window):
+    """A halo that is too short."""
+    return HALO(layout, window - 1)
+
+
+def first_of_each_chunk_again(values, here, first, others):
+    """What stands behind a chunk is taken from its own beginning."""
+    for depth, array in enumerate((first, *others)):
+        room = array[here]
+        of_depth = np.roll(values[: len(room)], -depth)[: len(values[depth:])]
+        yield room[: len(of_depth)], of_depth
+
+
+def one_divisor(losses, step, loss_tokens):
+    """Each depth is divided by the loss tokens of labels."""
+    return (0.35,) * losses.depths
+
+
+def of_own_heads(x, group):
+    """A rotated part whose gradient is not summed over tensor-parallel ranks' heads."""
+    return x
+
+
+def by_place_in_the_pack(self, params, dtype):
+    """The rotation of tokens whose positions count through the pack."""
+    counted = replace(params, positions=torch.arange(len(params.positions)))
+    return ROTATION(self, counted, dtype)
+
+
+def to_the_latent_alone(self, dk, dv, latent):
+    """Gradients of latents without that of the part of the keys beside them."""
+    found, rotated = GRADIENTS(self, dk, dv, latent)
+    return found, torch.zeros_like(rotated)
+
+
+def seen_with_padding(self, params):
+    """Routers count padding."""
+    tokens = SEEN_HERE(self, params)
+    return replace(tokens, sequence_index=tokens.sequence_index.clamp(min=0))
+
+
+def nothing(*args):
+    """Leaves undone what it should do."""
+
+
+def choice_in_use(self, logits, routing_map):
+    """Balances by the choice that the bias has changed."""
+    return routing_map
+
+
+def float32(self):
+    """Really float32, where the tests' float64 stands for it."""
+    return torch._C.TensorBase.float(self)
+
+
+class ForgetfulLinear(GroupedLinear):
+    """The last expert's weight gets no gradient."""
+
+    def weights(self):
+        """All weights, the last one detached."""
+        *weights, last = self.parameters()
+        return [*weights, last.detach() + 0 * last]
+
+
+def not_summed(hidden, group):
+    """Leaves the ranks' parts of the hidden states' gradient apart."""
+    return hidden
+
+
+def not_scattered(hidden, group):
+    """Hands each rank its run of its own part only."""
+    return GATHER(hidden, tensor_parallel_output_grad=False, group=group)
+
+
+def once_more(weight):
+    """Does not tell DDP that the gradient is in its buffer: it would add the weights."""
+    return weight
+
+
+def shapes_of_plain_1f1b(self, shapes, table):
+    """Takes every micro-batch through one chunk before the next."""
+    BEGIN(self, shapes, sorted(table, key=lambda entry: entry[1]))
+
+
+def layers_of_the_other_stage(arguments, stage, chunk):
+    """The first stage builds what belongs on the last one, and the other way round."""
+    stages = arguments.pipeline_model_parallel_size
+    return expert_layers_of_chunk(arguments, stages - 1 - stage, chunk)
+
+
+@contextmanager
+def layers_elsewhere() -> Iterator[None]:
+    """Models whose stages have exchanged their layers."""
+    from unittest import mock
+
+    target = "megatron_hdp.megatron.model.building.expert_layers_of_chunk"
+    with mock.patch(target, layers_of_the_other_stage):
+        yield
+
+
+FINALIZE, SEEN_HERE, HALO = HdpExecutor._finalize, HdpRouter._seen_here, Halo.of
+ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
+GATHER, BEGIN = fused_loss.gather_from_sequence_parallel_region, InterleavedComm.begin
+IS_TRAINED = TableSource.is_trained
+EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
+RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.rank_step.read_micro_batch"
+
+_RINGS = Case(4, {}, ("naive",), 0)
+_MIXTURE = Case(2, {}, plans=0, arguments_of=mixed)
+_POSITIONS = Case(2, YARN, plans=0)
+_WINDOWS = Case(4, SHORT, ("naive",), 0)
+_MTP = Case(2, MTP, plans=0)
+_LATENT = Case(2, MLA, ())
+_EXPERTS = Case(2, EXPERTS | ACROSS, ())
+_BIASED = Case(2, EXPERTS | EXPERT_MODELS["deepseek"] | ACROSS, ())
+_FUSED = Case(2, FUSED | PADDED_TP2, plans=0, lengths=FUSED_LENGTHS)
+_FUSED_ALONE = replace(_FUSED, ranks=1)
+
+
+def _planted(case: Case, target: str, replacement: Any, least: float = 1e-6) -> Fault:
+    return Fault(case, ((target, replacement),), least)
+
+
+FAULTS: dict[str, Fault] = {
+    "slice-dropped": _planted(_RINGS, READ, read_without_a_slice),
+    "wrong-position": _planted(_RINGS, READ, read_at_wrong_positions),
+    "wrong-block": _planted(_RINGS, f"{RING}.attention._block", block_without_heads),
+    "wrong-scale": _planted(
+        _RINGS, f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_one_token_too_many
+    ),
+    "mask-not-heeded": _planted(
+        _MIXTURE,
+        "megatron_hdp.data.mixture.table_source.TableSource.is_trained",
+        everything_is_trained,
+    ),
+    "positions-of-the-micro-batch": _planted(
+        _POSITIONS,
+        f"{MODEL}.rotary.OwnPositionRotaryEmbedding.get_rotary_seq_len",
+        rows_in_order,
+        1e-3,
+    ),
+    "halo-forgotten": _planted(_WINDOWS, f"{RING}.halo.Halo.home", forgets_the_halo),
+    "halo-too-short": _planted(_WINDOWS, f"{RING}.windowed.Halo.of", one_token_less),
+    "mtp-wrong-token": _planted(
+        _MTP, "megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again, 1e-4
+    ),
+    "mtp-one-divisor": _planted(
+        _MTP, "megatron_hdp.megatron.step.report.FurtherLosses.weights", one_divisor, 1e-4
+    ),
+    "mla-own-heads": _planted(
+        Case(4, MLA | TP2_SP, ()),
+        f"{MODEL}.mla.copy_to_tensor_model_parallel_region",
+        of_own_heads,
+    ),
+    "mla-positions": _planted(
+        _LATENT, f"{MODEL}.mla.HdpMlaSelfAttention._rotation", by_place_in_the_pack
+    ),
+    "mla-rotated-part": _planted(
+        Case(2, MLA | {"hdp_mla_ring": "latent"}, ()),
+        f"{RING}.latent._Projection.gradients",
+        to_the_latent_alone,
+    ),
+    "padding-counted": _planted(
+        _EXPERTS, f"{MODEL}.router.HdpRouter._seen_here", seen_with_padding
+    ),
+    "ring-not-summed": _planted(
+        _EXPERTS, "megatron_hdp.runtime.loss.balance._sum_over_holders", nothing
+    ),
+    "no-router-loss": _planted(_EXPERTS, f"{MODEL}.router.HdpRouter._is_learning", nothing),
+    "experts-doubled": _planted(
+        _EXPERTS, f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_doubled_experts
+    ),
+    "balanced-by-the-biased-choice": _planted(
+        _BIASED, f"{MODEL}.router.HdpRouter._preferred", choice_in_use, 1e-9
+    ),
+    "sigmoid-in-float32": _planted(_BIASED, "torch.Tensor.float", float32, 1e-9),
+    "grouped-expert-forgotten": Fault(
+        Case(
+            *(1, EXPERTS, ("auto",), 0),
+            lengths=(5, 30),
+            around=grouped_experts(ForgetfulLinear),
+        )
+    ),
+    "hidden-gradients-not-summed": _planted(
+        _FUSED, f"{MODEL}.fused_loss.copy_to_tensor_model_parallel_region", not_summed
+    ),
+    "hidden-gradients-not-scattered": _planted(
+        replace(_FUSED, settings=FUSED | PADDED_TP2_SP),
+        f"{MODEL}.fused_loss.gather_from_sequence_parallel_region",
+        not_scattered,
+    ),
+    "added-twice": _planted(
+        replace(_FUSED_ALONE, settings=FUSED | {"overlap_grad_reduce": True}),
+        f"{MODEL}.fused_loss._added_to_main_grad",
+        once_more,
+    ),
+    "added-twice-tied": _planted(
+        replace(_FUSED_ALONE, settings=FUSED | TIED),
+        f"{MODEL}.fused_loss._added_to_main_grad",
+        once_more,
+    ),
+    "added-twice-tensor-parallel": _planted(
+        replace(_FUSED, settings=FUSED | PADDED_TP2 | TIED),
+        f"{MODEL}.fused_loss._added_to_main_grad",
+        once_more,
+    ),
+}
+FAILING: dict[str, Fault] = {  # a step that must end with an error
+    "shapes-in-another-order": _planted(
+        Case(2, virtual(2) | ALONE, plans=0),
+        "megatron_hdp.runtime.interleaved_comm.InterleavedComm.begin",
+        shapes_of_plain_1f1b,
+    ),
+    "layers-on-the-wrong-stage": Fault(
+        Case(2, layers(3) | UNEVEN | ALONE, plans=0, around=layers_elsewhere)
+    ),
+}
