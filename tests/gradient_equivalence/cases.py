@@ -597,7 +597,7 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *("uneven-virtual-empty", "uneven-empty"),
     *("moe-two-groups", "moe-shared-and-across", "moe-stages", "moe-distributed-optimizer"),
     *("moe-top-1-overlapped", "moe-without-a-token-across", "moe-corrupt"),
-    *("grouped-two-groups", "deepseek-across", "glm-stages", "gpt-oss-tensor", "qwen2-moe-across"),
+    *("grouped-two-groups", "deepseek-across", "glm-stages", "qwen2-moe-across"),
     *("fused-sequence-parallel-pipeline-tied", "fused-logits"),
     *("mixture-rings", "mixture-split", "mixture-truncate", "on-the-fly"),
     *("glm-4.5-air-rings", "gpt-oss-20b-rings", "kimi-k2-rings"),

@@ -248,7 +248,7 @@ FAULTS: dict[str, Fault] = {
         _MTP, "megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again, 1e-4
     ),
     "mtp-one-divisor": _planted(
-        _MTP, "megatron_hdp.megatron.step.report.FurtherLosses.weights", one_divisor, 1e-4
+        _MTP, "megatron_hdp.megatron.step.figures.FurtherLosses.weights", one_divisor, 1e-4
     ),
     "mla-own-heads": _planted(
         Case(4, MLA | TP2_SP, ()),

@@ -111,6 +111,7 @@ def test_events_are_used_again(device):
 
 
 def test_spans_stand_on_the_cpu_clock(device):
+    before_s = time.perf_counter()
     timeline = Timeline(DeviceClock(device.event))
     timeline.reset()
     timeline.start_recording()
@@ -118,7 +119,7 @@ def test_spans_stand_on_the_cpu_clock(device):
     with timeline.span(FORWARD, 4):
         device.launch(1.0)
     (span,) = timeline.stop_recording()
-    assert abs(timeline.started_s - time.perf_counter()) < 5
+    assert before_s <= timeline.started_s <= time.perf_counter()
     assert span.micro_batch == 4
     assert (span.start_s, span.end_s) == pytest.approx(
         (timeline.started_s + 3.0, timeline.started_s + 4.0)
@@ -141,7 +142,7 @@ def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
 
 
 def test_spans_open_at_reset_keep_their_beginning(device):
-    timeline = Timeline()
+    before_s, timeline = time.perf_counter(), Timeline()
     with timeline.span(START):
         timeline.use(DeviceClock(device.event))
         with timeline.span(FORWARD):
@@ -153,7 +154,7 @@ def test_spans_open_at_reset_keep_their_beginning(device):
             device.launch(2.0)
     forward, backward, start = timeline.stop_recording()
     # the device had caught up when the step began: five seconds of its time, none of the CPU's
-    assert timeline.started_s - 1 < forward.start_s <= timeline.started_s
+    assert before_s <= forward.start_s <= timeline.started_s
     assert forward.end_s - timeline.started_s == pytest.approx(1.0)
     assert backward.end_s - backward.start_s == pytest.approx(2.0)
     assert start.start_s < timeline.started_s
@@ -168,7 +169,7 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
     def run_until(event: FakeEvent) -> None:
         if may_run.is_set():
             entered.set()
-            assert looked.wait(10)
+            assert looked.wait(100)
         synchronize(event)
 
     device.run_until = run_until
@@ -177,7 +178,7 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
     timeline.reset()
 
     def look() -> None:
-        assert entered.wait(10)
+        assert entered.wait(100)
         seen.append(timeline.current())
         looked.set()
 

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import time
 import weakref
 
@@ -207,26 +208,28 @@ def test_slow_copies_change_nothing(stack, monkeypatch):
 
 def test_a_use_that_does_not_wait_is_seen(stack, monkeypatch):
     """Planted: nobody waits for the way back."""
-    expected = stack.gradients([0, 0])
-    slow_down(monkeypatch)
+    expected, done = stack.gradients([0, 0]), threading.Event()
+    slow_down(monkeypatch, begin=done.wait)
     monkeypatch.setattr(f"{COPIES}._ThreadCopy.wait", lambda self: None)
-    assert not equal(stack.gradients([1.0, 0.5]), expected)
+    found = stack.gradients([1.0, 0.5])
+    done.set()
+    assert not equal(found, expected)
 
 
-def slow_down(monkeypatch):
+def slow_down(monkeypatch, begin=lambda: time.sleep(0.002)):
     for name in ("to_host", "to_device"):
-        monkeypatch.setattr(ThreadCopyEngine, name, late(getattr(ThreadCopyEngine, name)))
+        monkeypatch.setattr(ThreadCopyEngine, name, late(getattr(ThreadCopyEngine, name), begin))
 
 
-def late(method):
+def late(method, begin):
     class Late:
-        """A copy that begins a little after it was asked for."""
+        """A copy that begins some time after it was asked for."""
 
         def __init__(self, target):
             self.target = target
 
         def copy_(self, source):
-            time.sleep(0.002)
+            begin()
             return self.target.copy_(source)
 
     return lambda self, target, source: method(self, Late(target), source)

@@ -1,6 +1,5 @@
 """A ring's group without a communicator: what other libraries do with it, on real gloo ranks."""
 
-import time
 from unittest import mock
 
 import pytest
@@ -106,17 +105,15 @@ def look_at_a_group():
     assert ring_groups.of((1, 2, 0)) is group  # TransformerEngine caches facts by object
     assert ring_groups.of((2, 0, 1)) is not group
     assert len(distributed_c10d._world.pg_names) == 4  # the job's, the rings', and two rings
-    started = time.perf_counter()
-    for _ in range(100):
+    for _ in range(100):  # no rank waits for another one
         RingGroup(comm, (1, 2, 0)).release()
-    seconds_each = (time.perf_counter() - started) / 100
+    assert len(distributed_c10d._world.pg_names) == 4
     ring_groups.close()
     assert len(distributed_c10d._world.pg_names) == 2
-    return seconds_each
 
 
-def test_a_group_is_one_cheap_object_per_ring(run_ranks):
-    assert min(run_ranks(3, look_at_a_group)) < 2e-3
+def test_a_group_is_one_object_per_ring(run_ranks):
+    run_ranks(3, look_at_a_group)
 
 
 def send_alone():
