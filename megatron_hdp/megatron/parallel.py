@@ -43,7 +43,7 @@ def join_job(arguments: TrainingArguments) -> None:
     """Joins the job that torchrun started, or started again; `leave_job` undoes it.
 
     Raises:
-        ValueError: the environment names no place in a job; the job's store is not to be had; a
+        ValueError: the environment names no place in a job; the job's store cannot be reached; a
             rank does not come; there is no GPU for this rank, or none can do what is asked for.
     """
     _require_place()
@@ -207,7 +207,7 @@ def _backend(wanted: str, device: torch.device) -> str:
 
 
 def set_seeds(seed: int) -> None:
-    """Seeds every generator as Megatron does; alike on all ranks of the HDP dimension."""
+    """Seeds every generator as Megatron does; the same on all ranks of the HDP dimension."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -253,7 +253,7 @@ class MetParameters(NamedTuple):
 def num_parameters(chunks: Sequence[torch.nn.Module]) -> MetParameters:
     """Parameters of the whole model that a token meets: of the experts, only those it goes to.
 
-    What tensor-parallel ranks hold alike is counted on each.
+    What all tensor-parallel ranks hold is counted on each.
 
     Args:
         chunks: this rank's parts of the model.

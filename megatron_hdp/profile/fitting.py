@@ -80,7 +80,7 @@ def fit(
     """Fits all coefficients that the cases which are not held out can tell.
 
     Raises:
-        ValueError: too few cases, or cases too much alike.
+        ValueError: too few cases, or too similar cases.
     """
     measured = [one for one in measured if not one.case.is_held_out]
     medians = np.array([one.median_s for one in measured])
@@ -274,7 +274,7 @@ def _require_rank(rows: Float64Array, known: Sequence[int]) -> None:
     rank = int(np.linalg.matrix_rank(scaled, tol=1e-6))
     if rank < len(known):
         raise ValueError(
-            f"the cases tell {rank} coefficients apart, expected {len(known)} "
+            f"the cases distinguish {rank} coefficients, expected {len(known)} "
             f"({', '.join(NAMES[i] for i in known)}): raise --budget-seconds or "
             "--hdp-tokens-per-rank, so that there are more lengths"
         )

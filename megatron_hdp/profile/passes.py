@@ -10,7 +10,7 @@ from megatron_hdp.profile.cases import COMPUTE, Case
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, fit, noise_in
 
 FEWEST = 3
-"""Passes that are made whatever they take."""
+"""Passes that are always made."""
 MOST_MEASUREMENTS = 3
 """Times that the budget is spent while the fit is too noisy to use."""
 _MOST = 200
@@ -85,7 +85,7 @@ def measure(
 
     The first pass warms up and counts for nothing; short cases come first in it, and once a quarter
     of the budget is gone those with more than a quarter of the tokens are left out. Later passes
-    take the cases in another order each, so that a machine that slows down does so for all alike.
+    take the cases in another order each, so that a machine that slows down does so for all of them.
 
     Args:
         bench: times one case.

@@ -26,7 +26,7 @@ class PackedArrays:
 
     Args:
         arrays: by name; types of at most 8 bytes.
-        pin: whether the buffer is page-locked. PyTorch keeps such buffers and gives one away again
+        pin: whether the buffer is pinned. PyTorch keeps such buffers and gives one away again
             when the copies out of it are done.
     """
 

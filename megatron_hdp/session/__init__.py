@@ -2,7 +2,7 @@
 
 from megatron_hdp.session.batch import TokenBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, weights_of
-from megatron_hdp.session.report import SessionReport
+from megatron_hdp.session.outcome import SessionReport
 from megatron_hdp.session.session import HdpSession
 
 __all__ = [

@@ -35,12 +35,12 @@ from megatron_hdp.session.losses import FromHidden, Loss
 from megatron_hdp.session.model_options import arguments_of_model
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
 from megatron_hdp.session.outcome import (
+    SessionReport,
     finish_gradients,
     require_finite_loss,
     summed,
     totals_of,
 )
-from megatron_hdp.session.report import SessionReport
 
 
 class HdpSession:

@@ -44,7 +44,7 @@ def require(device, name, dtype=torch.bfloat16):
     try:
         select_attention(torch.device(device), dtype, HEAD_DIM, name)
     except ValueError as error:
-        pytest.skip(f"{name} is not to be had here: {error}")
+        pytest.skip(f"{name} is not installed here: {error}")
 
 
 def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind):

@@ -84,7 +84,7 @@ class FakeStreams:
         monkeypatch.setattr(host_to_device, "PackedArrays", self.packed)
 
     def packed(self, arrays, pin):
-        assert pin, "the host would wait for the copy of a buffer that is not page-locked"
+        assert pin, "the host would wait for the copy of a buffer that is not pinned"
         return PackedArrays(arrays)
 
 

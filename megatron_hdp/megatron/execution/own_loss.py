@@ -36,7 +36,7 @@ class OwnLoss(Protocol):
             last: the end of the model.
 
         Returns:
-            Scalar of at least float32; alike on tensor-parallel ranks, and depending on the hidden
+            Scalar of at least float32; equal on tensor-parallel ranks, and depending on the hidden
             states even where nothing of the micro-batch carries loss.
         """
         ...

@@ -26,7 +26,7 @@ from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy
 
 _OF_LAYERS = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb")
-"""What layers of further tokens take of that which the model hands on."""
+"""Which of the model's arguments MTP layers take."""
 
 
 class FusedLossModel(GPTModel):

@@ -39,7 +39,7 @@ class LastStage:
     """Output weights ``[V / TP, h]`` as a fused loss takes them, and their buffer of gradients."""
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[n, h]``, for a loss that every tensor-parallel rank makes alike."""
+        """Hidden states ``[n, h]``, for a loss equal on all tensor-parallel ranks."""
         states = self.states
         if self.is_shared_out:
             states = gather_from_sequence_parallel_region(

@@ -52,7 +52,7 @@ class FurtherTokens:
 
 
 def mtp_settings(arguments: TrainingArguments) -> dict[str, Any]:
-    """What ``TransformerConfig`` needs to know of further tokens; nothing without them."""
+    """What ``TransformerConfig`` needs to know of MTP; nothing without it."""
     if arguments.mtp_num_layers is None:
         return {}
     return {
@@ -64,7 +64,7 @@ def mtp_settings(arguments: TrainingArguments) -> dict[str, Any]:
 def mtp_spec(
     arguments: TrainingArguments, config: TransformerConfig, layer: ModuleSpec
 ) -> Any | None:
-    """The specification of the layers that predict further tokens; None where this rank has none.
+    """The specification of the MTP layers; None where this rank has none.
 
     Args:
         arguments: of the run.
@@ -86,7 +86,7 @@ def mtp_spec(
 
 
 def further_layers(model: GPTModel) -> list[TransformerLayer]:
-    """The transformer layers inside those that predict further tokens, which this rank holds."""
+    """The transformer layers inside the MTP layers that this rank holds."""
     layers = model.mtp.layers if getattr(model, "mtp", None) is not None else ()
     inner = ("transformer_layer", "mtp_model_layer")  # the latter from 0.17 on
     found = [child for layer in layers for child in layer.named_children()]
@@ -98,7 +98,7 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
 
     @classmethod
     def adopt_all(cls, model: GPTModel) -> None:
-        """Makes the layers of further tokens that Megatron has built ones of this class."""
+        """Makes the MTP layers that Megatron has built ones of this class."""
         if getattr(model, "mtp", None) is not None:
             for layer in model.mtp.layers:
                 layer.__class__ = cls

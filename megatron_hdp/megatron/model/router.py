@@ -1,7 +1,7 @@
 """Megatron's router of experts, told which token is whose.
 
 Megatron's own balancing losses count padding, know no rings and depend on how tokens fell into
-micro-batches; so does what moves a bias of experts. Here the router leaves them out and adds its
+micro-batches; so does what moves an expert bias. Here the router leaves them out and adds its
 own, exact for every plan.
 """
 

@@ -31,7 +31,6 @@ from megatron_hdp.data_plane.wire import DataPlaneLost
 from megatron_hdp.megatron.execution import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
-from megatron_hdp.megatron.step.contents import contents_of
 from megatron_hdp.megatron.step.figures import (
     FurtherLosses,
     SourceFigures,
@@ -39,11 +38,16 @@ from megatron_hdp.megatron.step.figures import (
     over_all_ranks,
 )
 from megatron_hdp.megatron.step.learning import Learning
+from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.step.patience import Patience
-from megatron_hdp.megatron.step.preparation import all_to_all_bytes, plan_settings, reader_of
-from megatron_hdp.megatron.step.remains import Remains
+from megatron_hdp.megatron.step.preparation import (
+    LongStepWarning,
+    all_to_all_bytes,
+    contents_of,
+    plan_settings,
+    reader_of,
+)
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.gathering import largest
@@ -106,7 +110,7 @@ class HdpSteps:
         settings = plan_settings(arguments, self.place, self.cost_model, vocab_size, split)
         self.planner = StepPlanner(corpus, settings)
         self.latest: RankStep | None = None
-        self._patience = Patience(arguments.distributed_timeout_minutes)
+        self._long_steps = LongStepWarning(arguments.distributed_timeout_minutes)
         self.num_planner_failures = 0
         self._failed_before = False
         self._gradient_norms: tuple[torch.Tensor, ...] = ()
@@ -120,7 +124,7 @@ class HdpSteps:
             self._loaders = LocalLoaders(self.planner, reader)
         else:
             self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
-        self._remains = Remains(corpus, vocab_size, arguments.hdp_corrupt_limit)
+        self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         self._learning = None
         if arguments.learns_costs and split == "train":
@@ -184,9 +188,9 @@ class HdpSteps:
             raise RankFailure(str(error)) from error
         data_wait_s = time.perf_counter() - started
         step = self.latest = self._agree(step, known)
-        self._patience.check(step.totals.makespan_s, "is planned to take")
+        self._long_steps.check(step.totals.makespan_s, "is planned to take")
         with self._agreement():
-            amounts = self._remains.of(step)
+            amounts = self._left_out.of(step)
         self._loaders.expect(step.totals.after.knowing(position))
         with self._agreement():
             weights = self._further.weights(step, amounts.loss_tokens)
@@ -358,7 +362,7 @@ class HdpSteps:
                 },
                 device=compute_device(),
             )
-        self._patience.check(job["makespan_s"], "took")
+        self._long_steps.check(job["makespan_s"], "took")
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
         return StepReport(
             loss=job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1),
@@ -388,7 +392,7 @@ class HdpSteps:
             data_wait_ms=job["data_wait_s"] * 1e3,
             loaders=int(job["loaders"]) if self._has_plane else None,
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
-            skipped_documents=sum(self._remains.num_skipped),
+            skipped_documents=sum(self._left_out.num_skipped),
             planner_failures=self.num_planner_failures,
             mtp_loss=self._further.mean(job["further_loss"], amounts.loss_tokens),
             sources=self._by_source(totals, amounts, job),
@@ -413,7 +417,7 @@ class HdpSteps:
                 loss=loss if loss_tokens else None,
                 share=drawn[source.name] / max(total, 1),
                 epoch=totals.before.of(source.name).rows // source.num_rows,
-                bad=source.bad + self._remains.num_skipped[i],
+                bad=source.bad + self._left_out.num_skipped[i],
             )
         return found
 

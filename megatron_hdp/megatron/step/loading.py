@@ -85,8 +85,8 @@ def _require_no_policy(spec: MixtureSpec) -> None:
         raise ValueError(
             f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source {', '.join(names)} with "
             "loaders in the ranks, expected the data plane's, for a rank that hangs in its own "
-            "read cannot go on: write loaders: {backend: ray} or give --hdp-loaders ray, or leave "
-            "on-failure out"
+            "read cannot continue: write loaders: {backend: ray} or give --hdp-loaders ray, or "
+            "leave on-failure out"
         )
 
 

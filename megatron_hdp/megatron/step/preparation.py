@@ -1,10 +1,16 @@
-"""How the steps of a run are drawn, planned and read on this rank, as its arguments say."""
+"""How the steps of a run are drawn, planned and read on this rank, as its arguments say.
+
+And whether that can work: ranks compare the tokens they read, and a step may be too long to wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_hdp.data.mixture import BatchSize
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data.mixture import BatchSize, Corpus
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
 from megatron_hdp.megatron.options import (
@@ -14,9 +20,12 @@ from megatron_hdp.megatron.options import (
     planned_weights,
     sequences_of,
 )
-from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
+
+_HALF = 2**32
+_LONG_SHARE = 0.5  # a rank's host is ahead of its GPU, so its messages wait from before the step
 
 
 def batch_size_of(arguments: TrainingArguments, split: str = "train") -> BatchSize:
@@ -94,3 +103,49 @@ def all_to_all_bytes(arguments: TrainingArguments, num_tokens: int) -> int | Non
         expert_ranks=arguments.expert_model_parallel_size,
     )
     return round(num_tokens * per_token)
+
+
+def contents_of(corpus: Corpus, place: RankPlace) -> dict[str, int]:
+    """Fingerprints of the tokens that this rank reads, by source, for all ranks to compare.
+
+    A rank that reads none is not asked for its files: it takes the word of the first rank, which
+    always reads. Every rank of the job must call this.
+    """
+    found = [one.contents() if place.reads_tokens else 0 for one in corpus.sources]
+    halves = torch.tensor([divmod(one, _HALF) for one in found], device=compute_device())
+    dist.broadcast(halves, src=0)
+    if not place.reads_tokens:
+        found = [high * _HALF + low for high, low in halves.tolist()]
+    return dict(zip(corpus.names, found, strict=True))
+
+
+class LongStepWarning:
+    """Warns of steps that take so long that a wait inside of them may be taken for a hang.
+
+    A rank that has nothing to do waits in a ring, or in gradient sync, for most of a step. NCCL
+    ends the job once a message has waited for longer than its communicator's timeout.
+
+    Args:
+        timeout_minutes: ``--distributed-timeout-minutes``.
+    """
+
+    def __init__(self, timeout_minutes: int) -> None:
+        self._timeout_s = 60.0 * timeout_minutes
+        self._has_warned = False
+
+    def check(self, step_s: float, how: str) -> None:
+        """Says once that a step is too long, and what to do.
+
+        Args:
+            step_s: seconds of a step until gradient sync.
+            how: who says so: "is planned to take" or "took".
+        """
+        if self._has_warned or step_s <= _LONG_SHARE * self._timeout_s:
+            return
+        self._has_warned = True
+        enough = -(-step_s // (60 * _LONG_SHARE)) + 1
+        say(
+            f"warning: a step {how} {step_s:,.0f} s, and a rank may have to wait for most of it; "
+            f"found --distributed-timeout-minutes {self._timeout_s / 60:.0f}, expected at least "
+            f"{enough:.0f}: ranks that wait longer are taken for hung, and the job ends"
+        )

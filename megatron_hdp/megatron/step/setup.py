@@ -97,7 +97,7 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
 
 
 def _require_one_attention(attention: Selection) -> None:
-    """Members of a ring must speak alike; ranks may differ in what is installed."""
+    """Members of a ring must use one kernel; ranks may differ in what is installed."""
     found = gathered(str(attention))
     names = [text.split("; ")[0] for text in found]
     if len(set(names)) > 1:

@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
 
 
 class OneOfSeveral:
-    """A backend that hands each call on to another, chosen alike on all members of a ring."""
+    """A backend that hands each call on to another, the same choice on all members of a ring."""
 
     name: str
 

@@ -14,7 +14,7 @@ from megatron_hdp.runtime.ring import RingAttention, TokenLayout
 class AttentionByDegree(OneOfSeveral):
     """Micro-batches whose ring has many ranks by one backend, all others by another.
 
-    A ring's members see the same degree, so they choose alike.
+    A ring's members see the same degree, so they choose the same.
 
     Args:
         others: of short rings and whole sequences.

@@ -17,7 +17,7 @@ from megatron_hdp.runtime.ring import RingAttention, TokenLayout
 class AttentionByLayer(OneOfSeveral):
     """Layers with a window or a sink by one backend, all others by another.
 
-    All ranks that run a layer choose alike.
+    All ranks that run a layer choose the same.
 
     Args:
         plain: of layers with neither.

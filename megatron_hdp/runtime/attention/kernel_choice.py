@@ -78,7 +78,7 @@ class KernelChoices:
 
 
 def _memory_of_the_library() -> tuple[dict[str, Any] | None, str | None]:
-    """The dictionary of the last choice, or why that is not to be had."""
+    """The dictionary of the last choice, or why there is none."""
     from transformer_engine.pytorch.attention import dot_product_attention
 
     memory = getattr(dot_product_attention, "_attention_backends", None)

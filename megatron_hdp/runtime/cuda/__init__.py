@@ -5,9 +5,7 @@
 Design: `docs/design/gpu.md`.
 """
 
-from megatron_hdp.runtime.cuda.command_line import run_of
-from megatron_hdp.runtime.cuda.device import compute_capability
+from megatron_hdp.runtime.cuda.device import Run, compute_capability, run_of
 from megatron_hdp.runtime.cuda.preparation import describe, prepare
-from megatron_hdp.runtime.cuda.run import Run
 
 __all__ = ["Run", "compute_capability", "describe", "prepare", "run_of"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 
-from megatron_hdp.runtime.cuda.run import Run, Setting
+from megatron_hdp.runtime.cuda.device import Run, Setting
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 OTHER_NAME = "PYTORCH_ALLOC_CONF"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_hdp.runtime.cuda.run import Run, Setting
+from megatron_hdp.runtime.cuda.device import Run, Setting
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST = 32

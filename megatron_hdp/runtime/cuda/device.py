@@ -1,15 +1,39 @@
-"""What the driver says of this machine's GPUs without starting CUDA."""
+"""What is known before CUDA starts: this machine's GPUs by their driver, a run by its arguments."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 Capability = tuple[int, int]
 """Of a GPU: (9, 0) is Hopper, (10, 0) Blackwell."""
 
 EAGER = 1
 """What `loading_mode` gives where kernels are loaded at the start; 2: with their first launch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of a run before CUDA starts."""
+
+    capability: Capability | None
+    """Of this machine's GPUs; None where there is none."""
+    hybrid_data_parallel: bool
+    tensor_parallel: bool = False
+    """The run has tensor-parallel ranks."""
+    registers_buffers: bool = False
+    """Megatron registers buffers for gradients with NCCL (``--use-nccl-ub``)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run sets a variable to."""
+
+    value: str
+    why: str
 
 
 def compute_capability() -> Capability | None:
@@ -45,3 +69,23 @@ def loading_mode() -> int | None:
     except (OSError, AttributeError):
         return None
     return None if failed else mode.value
+
+
+def run_of(arguments: Sequence[str]) -> Run:
+    """The run that these arguments of Megatron-LM's script begin.
+
+    Abbreviations are understood: what Megatron's parser takes for one of these flags is one.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--hybrid-data-parallel", action="store_true")
+    parser.add_argument("--tensor-model-parallel-size", default="1")
+    parser.add_argument("--use-nccl-ub", action="store_true")
+    found, _ = parser.parse_known_args(arguments)
+    if not found.hybrid_data_parallel:
+        return Run(capability=None, hybrid_data_parallel=False)  # off means off
+    return Run(
+        capability=compute_capability(),
+        hybrid_data_parallel=True,
+        tensor_parallel=found.tensor_model_parallel_size != "1",
+        registers_buffers=found.use_nccl_ub,
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_hdp.runtime.cuda.run import Run, Setting
+from megatron_hdp.runtime.cuda.device import Run, Setting
 
 VARIABLE = "CUDA_MODULE_LOADING"
 

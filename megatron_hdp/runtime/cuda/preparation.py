@@ -8,8 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from megatron_hdp.runtime.cuda import allocator, connections, module_loading
-from megatron_hdp.runtime.cuda.device import EAGER, Capability, loading_mode
-from megatron_hdp.runtime.cuda.run import Run, Setting
+from megatron_hdp.runtime.cuda.device import EAGER, Capability, Run, Setting, loading_mode
 
 
 def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> list[str]:

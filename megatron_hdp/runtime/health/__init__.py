@@ -6,16 +6,15 @@ Design: `docs/design/health.md`.
 from megatron_hdp.runtime.health.agreement import (
     DisagreementError,
     fingerprint,
+    meet,
     require_agreement,
 )
-from megatron_hdp.runtime.health.attempt import store_of_attempt
+from megatron_hdp.runtime.health.attempt import store_of_attempt, tell_torchrun
 from megatron_hdp.runtime.health.heartbeat import (
     Heartbeat,
     RankFailure,
     is_communication_error,
 )
-from megatron_hdp.runtime.health.meeting import meet
-from megatron_hdp.runtime.health.root_cause import tell_torchrun
 from megatron_hdp.runtime.health.signals import StopSignals
 
 __all__ = [

@@ -1,13 +1,26 @@
-"""Ranks compare what must be alike before a step's first communication, and stop if it is not."""
+"""Before ranks communicate they wait for each other, and compare what must be equal.
+
+A rank that prepares its data for an hour holds all others up. In a collective they would give up on
+it after minutes; in `meet` they wait as long as it lives. The heartbeats find out if it is dead.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_hdp.runtime.timeline import MEETING, Timeline
+
+_LOOK_S = 0.05
+_MOST_S = 1.0  # between looks, once it takes long
+_numbers = itertools.count()
 
 
 class DisagreementError(RuntimeError):
@@ -53,6 +66,24 @@ def require_agreement(facts: Mapping[str, int], device: torch.device) -> None:
         + "\nexpected one value each: start every rank with the same data, flags, cost model and "
         "version of megatron_hdp"
     )
+
+
+def meet(timeline: Timeline) -> None:
+    """Returns once every rank of the job has called it as often as this one.
+
+    Args:
+        timeline: where the wait is noted.
+    """
+    if dist.get_world_size() == 1:
+        return
+    store = distributed_c10d._get_default_store()
+    key = f"megatron_hdp/meeting/{next(_numbers)}"
+    num_here, pause_s = store.add(key, 1), _LOOK_S
+    with timeline.noted(MEETING):
+        while num_here < dist.get_world_size():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_S)
+            num_here = store.add(key, 0)
 
 
 def _signed(value: int) -> int:

@@ -1,4 +1,4 @@
-"""Keys of its own for each attempt of a job that torchrun restarts.
+"""What a rank says to torchrun: why it failed, and which attempt of the job it belongs to.
 
 torchrun's agent keeps one store for all attempts, so that a new attempt would read addresses that
 ranks of the previous one left there. Its count of restarts cannot tell attempts apart: each node
@@ -7,10 +7,12 @@ counts for itself.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 _POLL_S = 0.02
 
@@ -33,6 +35,12 @@ def store_of_attempt(store: dist.Store, rank: int, world_size: int) -> dist.Stor
         name = uuid.uuid4().hex
         _answer_all(store, name, world_size)
     return dist.PrefixStore(f"attempt/{name}", store)
+
+
+def tell_torchrun(error: Exception) -> None:
+    """Writes `error` with its traceback to the file that torchrun named, if it did."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
 
 
 def _answer_all(store: dist.Store, name: str, world_size: int) -> None:

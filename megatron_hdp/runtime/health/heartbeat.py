@@ -25,15 +25,15 @@ from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of
 from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, MEETING, START, WAITS, Timeline
 
-# In heartbeats:
-_SILENCE = 3  # what a living rank may miss while another one waits too long for it
-_LONGER = 10  # while a rank waits that was asked to end: perhaps its launcher has lost another one
-_LONGEST = 60  # while a rank waits at all: what loads a library lets no heartbeat through
-_PATIENCE = 10  # for how long a rank waits before it wants to know who lives
-_GRACE = 2  # how long a rank may go on after another has failed: it may be about to say the same
-_EXPLANATION = 8  # how long failed communication may remain without an explanation
+# In heartbeats. A rank is taken for dead when it has missed so many:
+_MISSED_BY_THE_DEAD = 3  # while another rank waits too long for it
+_MISSED_WHEN_ASKED_TO_END = 10  # while one waits that its launcher asked to end
+_MISSED_WHILE_WAITING = 60  # while one waits at all: loading a library lets no heartbeat through
+_BEATS_BEFORE_LOOKING = 10  # how long a rank waits before it asks who lives
+_BEATS_AFTER_A_FAILURE = 2  # how long a rank may continue after another has failed
+_BEATS_TO_EXPLAIN = 8  # how long failed communication may remain without an explanation
 _BEATS_PER_SECOND = 1000  # what the job's store shall have to take from all ranks together
-_LINE = 200  # characters of an error's message
+_MOST_CHARACTERS = 200  # of an error's message
 _UNHURRIED = frozenset({START, CHECKPOINT})
 
 
@@ -42,7 +42,7 @@ class RankFailure(RuntimeError):
 
 
 class Heartbeat:
-    """Publishes what this rank does and ends the process when the job cannot go on.
+    """Publishes what this rank does and ends the process when the job cannot continue.
 
     A context manager around a rank's work in a joined job, for the thread that enters it:
 
@@ -179,7 +179,7 @@ class Heartbeat:
     def _leave(self) -> None:
         self._stop.set()
         self._device.stop()
-        self._others.stop(2 * _SILENCE * self._interval_s)
+        self._others.stop(2 * _MISSED_BY_THE_DEAD * self._interval_s)
 
     def _sample(self) -> Status:
         frame = sys._current_frames()[self._watched]
@@ -218,7 +218,7 @@ class Heartbeat:
 
     def _reason_to_end(self, status: Status) -> str | None:
         """Why this process must end although its main thread has not failed, or None."""
-        grace_s, now = _GRACE * self._interval_s, time.monotonic()
+        grace_s, now = _BEATS_AFTER_A_FAILURE * self._interval_s, time.monotonic()
         failure = self._others.failure or self._others.trouble()
         if failure is not None:
             return failure if now - self._others.failed_at > grace_s else None
@@ -239,12 +239,12 @@ class Heartbeat:
     def _suspicious_silence(self, status: Status, is_stuck: bool) -> int | None:
         """Heartbeats that a rank must have missed to be taken for dead; None: nobody looks."""
         if is_stuck:
-            return _SILENCE
+            return _MISSED_BY_THE_DEAD
         if status.waits and self._asked_to_end():
             has_something_to_save = self._steps_begun > 0
-            return _LONGER if has_something_to_save else _SILENCE
-        is_long = status.waits and status.still_s >= _PATIENCE * self._interval_s
-        return _LONGEST if is_long else None
+            return _MISSED_WHEN_ASKED_TO_END if has_something_to_save else _MISSED_BY_THE_DEAD
+        is_long = status.waits and status.still_s >= _BEATS_BEFORE_LOOKING * self._interval_s
+        return _MISSED_WHILE_WAITING if is_long else None
 
     def _limit_s(self) -> float:
         if any(kind == MEETING for kind, _, _ in self._timeline.current()):
@@ -258,7 +258,7 @@ class Heartbeat:
         self._communication_failed = True
         self._others.status = self._sample()
         self._others.want_everyone(True)
-        deadline = time.monotonic() + _EXPLANATION * self._interval_s
+        deadline = time.monotonic() + _BEATS_TO_EXPLAIN * self._interval_s
         reason = None
         while reason is None and time.monotonic() < deadline:
             time.sleep(self._interval_s / 10)
@@ -269,7 +269,7 @@ class Heartbeat:
         self._tell(reason)
         return reason
 
-    def _missing(self, silence: int = _SILENCE) -> str | None:
+    def _missing(self, silence: int = _MISSED_BY_THE_DEAD) -> str | None:
         """Names ranks that died, stopped or left, the one that holds the store among them."""
         silence_s = silence * self._interval_s
         everyone = self._others.everyone()
@@ -278,12 +278,12 @@ class Heartbeat:
 
     def _stalled(self, patience_s: float) -> str | None:
         """Names ranks that stand still, once those that are silent would be known."""
-        if self._others.listened_s() < (_SILENCE + 1) * self._interval_s:
+        if self._others.listened_s() < (_MISSED_BY_THE_DEAD + 1) * self._interval_s:
             return None
         return stalled_ranks(self._others.everyone(), patience_s)
 
     def _tell(self, text: str) -> None:
-        self._others.tell(text, _SILENCE * self._interval_s)
+        self._others.tell(text, _MISSED_BY_THE_DEAD * self._interval_s)
 
 
 def is_communication_error(error: BaseException | None) -> bool:
@@ -309,7 +309,7 @@ def _call(frame: FrameType) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:_LINE]
+    return (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
 
 
 def _end_process(text: str) -> None:

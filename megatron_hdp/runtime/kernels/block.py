@@ -1,8 +1,8 @@
 """Attention kernels: one block of queries against one block of keys, packed sequences, with LSE.
 
-A kernel is whatever satisfies `AttentionKernel`. The ring merges the blocks' outputs by their
-log-sum-exp and calls `backward` with the *merged* output and LSE, which makes each block's gradient
-exact by itself. Those for GPUs are in `flash` and `matmul`.
+A kernel satisfies `AttentionKernel`. The ring merges the blocks' outputs by their log-sum-exp and
+calls `backward` with the *merged* output and LSE, which makes each block's gradient exact by
+itself. Those for GPUs are in `flash` and `matmul`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ActivationOffload:
         layers: the layers in the order in which they run.
         device: where they run.
         parameters: gives the tensors that stay: views of them are saved, too.
-        pool: host memory; by default its own, page-locked for a GPU.
+        pool: host memory; by default its own, pinned for a GPU.
         timeline: where copies are noted.
         num_parts: forwards of one micro-batch, each through its part of the layers.
 

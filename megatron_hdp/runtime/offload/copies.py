@@ -89,7 +89,7 @@ class _StreamCopy:
 
 
 class StreamCopyEngine:
-    """A CUDA stream for each direction, on the GPU's copy engines; host tensors are page-locked.
+    """A CUDA stream for each direction, on the GPU's copy engines; host tensors are pinned.
 
     Streams wait for each other by events only; the CPU never waits.
 

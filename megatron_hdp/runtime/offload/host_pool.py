@@ -38,8 +38,8 @@ class HostPool:
 
     Args:
         slab_bytes: least size of what is asked of the system; a power of two, because PyTorch
-            rounds page-locked memory up to one.
-        pin: page-locked memory, which a GPU's copy engines can reach by themselves.
+            rounds pinned memory up to one.
+        pin: pinned memory, which a GPU's copy engines can reach by themselves.
 
     Attributes:
         num_late: slabs that `take` had to ask for although memory had been reserved.

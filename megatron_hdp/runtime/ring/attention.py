@@ -48,7 +48,7 @@ class RingAttention:
         if window is not None and window >= max(layout.longest_in_ring, layout.longest):
             window = None  # it hides nothing
         how = layout, comm, self.kernel, scale, window
-        # members of a ring decide alike, whatever lies beside their slices
+        # members of a ring decide the same, with any sequences beside their slices
         if window is not None and (window < layout.longest_in_ring or not layout.ring_slices):
             return WindowedAttention.apply(q, k, v, sink, *how)
         return _RingAttention.apply(q, k, v, sink, *how)

@@ -13,8 +13,8 @@ from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.data.steps import LostSource, read_step
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.step import open_split, split_specs
+from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import loaders_spec
-from megatron_hdp.megatron.step.remains import Remains
 from tests.support import gradients
 from tests.support.rank_steps import rank_steps
 from tests.support.ranks import RankError
@@ -110,7 +110,7 @@ def remains_of(steps, ids=()):
     corpus = SimpleNamespace(
         names=("pages", "chat"), sources=(None, None), words_for=lambda sources, rows: "document"
     )
-    remains, found = Remains(corpus, 50_000, corrupt_limit=0), []
+    remains, found = LeftOutOfSteps(corpus, 50_000, corrupt_limit=0), []
     with redirect_stdout(said):
         for of_ranks in steps:
             amounts = remains.of(of_ranks[rank])

@@ -181,9 +181,9 @@ def test_what_cuda_has_read_is_not_changed_but_told(monkeypatch):
     ],
 )
 def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, registers, monkeypatch):
-    from megatron_hdp.runtime.cuda import command_line
+    from megatron_hdp.runtime.cuda import device
 
-    monkeypatch.setattr(command_line, "compute_capability", lambda: HOPPER)
+    monkeypatch.setattr(device, "compute_capability", lambda: HOPPER)
     assert run_of(line.split()) == Run(
         capability=HOPPER if hdp else None,
         hybrid_data_parallel=hdp,
@@ -211,8 +211,8 @@ def test_words_for_doctor():
 _HOOK = f"""
 import os, sys
 from megatron_hdp.runtime import cuda
-from megatron_hdp.runtime.cuda import command_line
-cuda.compute_capability = command_line.compute_capability = lambda: (9, 0)
+from megatron_hdp.runtime.cuda import device
+cuda.compute_capability = device.compute_capability = lambda: (9, 0)
 def find_spec(name, path=None, target=None):
     if name.split(".")[0] in ("torch", "megatron"):
         print(*(os.environ.get(name) for name in {(QUEUES, MODULES, MEMORY)}))

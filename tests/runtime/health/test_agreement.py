@@ -1,10 +1,19 @@
-"""Ranks that disagree stop with a message that says who holds what; they never hang."""
+"""Ranks wait for each other, and stop with a message that says who holds what if they disagree."""
+
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from megatron_hdp.runtime.health.agreement import DisagreementError, fingerprint, require_agreement
+from megatron_hdp.runtime.health.agreement import (
+    DisagreementError,
+    fingerprint,
+    meet,
+    require_agreement,
+)
+from megatron_hdp.runtime.timeline import MEETING, Timeline
 
 BIG = 2**64 - 1
 
@@ -35,3 +44,29 @@ def test_fingerprint_tells_parts_apart():
     assert fingerprint("ab", "c") != fingerprint("a", "bc")
     assert fingerprint(1, 2.5, None) == fingerprint(1, 2.5, None)
     assert 0 <= fingerprint(b"x") < 2**64
+
+
+def meetings():
+    """Body of a rank: whether it came out of the first of two meetings after the last one came."""
+    timeline, store = Timeline(), distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        store.add("the last one comes", 1)
+    meet(timeline)
+    was_there = store.add("the last one comes", 0)
+    meet(timeline)
+    assert not any(kind == MEETING for kind, _, _ in timeline.current())
+    return was_there
+
+
+def test_all_wait_for_the_last(run_ranks):
+    assert run_ranks(3, meetings) == [1, 1, 1]
+
+
+def alone():
+    """Body of a rank."""
+    meet(Timeline())
+
+
+def test_alone_nobody_is_waited_for(run_ranks):
+    run_ranks(1, alone)

@@ -1,11 +1,11 @@
-"""A step that takes longer than a communicator waits is told, once, with what to do about it."""
+"""A step longer than communicators wait is warned of, once, with the remedy."""
 
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 
-from megatron_hdp.megatron.step import patience
+from megatron_hdp.megatron.step import preparation
 from megatron_hdp.planner import CostModel
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -14,25 +14,25 @@ from tests.support.gradients import tiny_arguments, write_corpus
 @pytest.fixture
 def said(monkeypatch):
     lines = []
-    monkeypatch.setattr(patience, "say", lines.append)
+    monkeypatch.setattr(preparation, "say", lines.append)
     return lines
 
 
 def test_short_steps_are_not_told(said):
-    one = patience.Patience(10)
+    one = preparation.LongStepWarning(10)
     one.check(0.0, "is planned to take")
     one.check(299.9, "took")
     assert not said
 
 
 def test_a_long_step_is_told_once(said):
-    one = patience.Patience(10)
+    one = preparation.LongStepWarning(10)
     one.check(900.0, "is planned to take")
     one.check(900.0, "took")
     (line,) = said
     assert "a step is planned to take 900 s" in line
     assert "found --distributed-timeout-minutes 10, expected at least 31" in line
-    again = patience.Patience(31)
+    again = preparation.LongStepWarning(31)
     again.check(900.0, "took")
     assert len(said) == 1, "what is expected is enough"
 
@@ -40,7 +40,7 @@ def test_a_long_step_is_told_once(said):
 def trained(arguments):
     """Body of a rank: what it was told."""
     lines = []
-    with mock.patch.object(patience, "say", lines.append):
+    with mock.patch.object(preparation, "say", lines.append):
         pretrain(arguments)
     return lines
 
