@@ -49,7 +49,9 @@ def errors_of_row(table, name, runs):
     """Body of a rank: the largest error of each run of a row, on the first rank."""
     row = table[name]
     case = getattr(row, "case", row)
-    with case.around():
+    # compiling Megatron's fused functions would be half of the work: slow rows do
+    compiled = table is CASES and name not in QUICK
+    with case.around(), torch._dynamo.config.patch(disable=not compiled):
         return errors_of_kind(runs, *case.patches, *getattr(row, "planted", ()))
 
 

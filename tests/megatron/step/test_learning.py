@@ -33,6 +33,10 @@ LAYOUTS = {
     "virtual": VIRTUAL,
     "tensor": {"tensor_model_parallel_size": 2},
 }
+PLAIN_AND_VIRTUAL = [
+    pytest.param(2, {}, id="plain"),
+    pytest.param(4, VIRTUAL, id="virtual", marks=pytest.mark.slow),
+]
 FORWARD_STEP = HdpExecutor._forward_step
 
 
@@ -157,7 +161,7 @@ def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
     assert "costs is dropped: it began with another cost model" in log
 
 
-@pytest.mark.parametrize("ranks, layout", [(2, {}), (4, VIRTUAL)], ids=["plain", "virtual"])
+@pytest.mark.parametrize("ranks, layout", PLAIN_AND_VIRTUAL)
 def test_what_is_learnt_changes_no_gradient(run_ranks, prefix, ranks, layout):
     stays = run(prefix, hdp_online=False, hdp_strategy="static", **layout)
     (expected, _), *_ = run_ranks(ranks, trained_without_a_clock, stays, (1.0, 0.3))
@@ -238,7 +242,7 @@ def test_a_plan_of_the_users_own_is_refused(run_ranks, tmp_path):
         run_ranks(1, pretrain, mixed_arguments(folder, path, hdp_online=True))
 
 
-@pytest.mark.parametrize("ranks, layout", [(2, {}), (4, VIRTUAL)], ids=["plain", "virtual"])
+@pytest.mark.parametrize("ranks, layout", PLAIN_AND_VIRTUAL)
 def test_speeds_of_a_file(run_ranks, prefix, tmp_path, ranks, layout):
     path = tmp_path / "speeds.txt"
     path.write_text("1\n0.25\n")
