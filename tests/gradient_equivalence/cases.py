@@ -5,96 +5,21 @@ equal those of one rank that saw the whole batch (`test_gradients.py`); with off
 bits of a step without. A new feature is a row. `QUICK` says which rows the default suite runs.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
-from megatron_hdp.planner import Plan
+from tests.gradient_equivalence.case import (
+    LENGTHS,
+    PUBLISHED,
+    Case,
+    Published,
+    Settings,
+    mixed,
+    on_the_fly,
+)
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
-from tests.support.drawn import first_rows
-from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
-from tests.support.random_plans import random_plan
-from tests.support.sources import data_file, mixed_arguments, write_sources
-
-Settings = dict[str, Any]
-LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
-ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
-
-
-def tiny(folder: Path, case: "Case") -> TrainingArguments:
-    """The tiny GPT over one corpus."""
-    prefix = write_corpus(folder, case.lengths, corrupt=case.corrupt)
-    return tiny_arguments(prefix, **(ROOM | case.settings))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row."""
-
-    ranks: int
-    settings: Settings
-    """What differs from the tiny GPT of `tests.support.gradients` with the capacity of `ROOM`."""
-    strategies: tuple[str, ...] = ("auto",)
-    """Whose own plans run."""
-    plans: int = 1
-    """Plans that no strategy would make: rings of every size, counts that differ."""
-    lengths: tuple[int, ...] = LENGTHS
-    corrupt: tuple[int, ...] = ()
-    """Documents with a token outside the vocabulary."""
-    arguments_of: Callable[[Path, "Case"], TrainingArguments] = tiny
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Within it models are built and steps run."""
-    patches: tuple[tuple[str, Any], ...] = ()
-    """What is replaced during steps, and must change nothing."""
-
-    @property
-    def hdp_ranks(self) -> int:
-        """Ranks of the HDP dimension."""
-        return (
-            self.ranks
-            // self.settings.get("tensor_model_parallel_size", 1)
-            // self.settings.get("pipeline_model_parallel_size", 1)
-        )
-
-    def runs(self, folder: Path) -> list[tuple[TrainingArguments, Plan | None]]:
-        """Arguments and plans of the steps; a plan of None is the strategy's."""
-        arguments = self.arguments_of(folder, self)
-        runs: list[tuple[TrainingArguments, Plan | None]] = [
-            (replace(arguments, hdp_strategy=one), None) for one in self.strategies
-        ]
-        return runs + [(arguments, plan) for plan in plans_of(arguments, self)]
-
-
-def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Plan]:
-    """Plans of a case's batch, those first under which ranks run unequally many micro-batches."""
-    lengths = np.array(case.lengths)[first_rows(len(case.lengths), arguments.seed)]
-    found: list[Plan] = []
-    rest: list[Plan] = []
-    for seed in range(case.hdp_ranks, case.hdp_ranks + 40):
-        if len(found) >= case.plans:
-            break
-        plan = random_plan(
-            lengths,
-            ranks=case.hdp_ranks,
-            tokens_per_rank=arguments.hdp_tokens_per_rank,
-            slice_multiple=arguments.hdp_slice_multiple,
-            seed=seed,
-            **more,
-        )
-        (found if _is_uneven(plan) else rest).append(plan)
-    return (found + rest)[: case.plans]
-
-
-def _is_uneven(plan: Plan) -> bool:
-    counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
-    return plan.num_ranks == 1 or len(set(counts.tolist())) > 1
-
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = TP2 | {"sequence_parallel": True}
@@ -152,6 +77,8 @@ def _dense() -> dict[str, Case]:
     }
     padded = {"make_vocab_size_divisible_by": 64}
     rows |= {
+        "mqa-tp2-sp": Case(4, joined(MQA, TP2_SP, {"num_query_groups": 2}), ("dp-balance",)),
+        "mha-tp2-sp-pp2": Case(8, joined(MHA, TP2_SP, PP2), ("pp-balance",)),
         "tensor-parallel": Case(4, TP2 | padded, two, 0),
         "overlap-grad-reduce": Case(3, {"overlap_grad_reduce": True}, two, 0),
         "distributed-optimizer": Case(3, SHARDED, two, 0),
@@ -443,41 +370,6 @@ def _fused_loss() -> dict[str, Case]:
     }
 
 
-def mixed(folder: Path, case: Case) -> TrainingArguments:
-    """A mixture of sources, one of masked conversations; `hdp_data` holds more of its file."""
-    settings = dict(case.settings)
-    more = settings.pop("hdp_data", None)
-    path = data_file(write_sources(folder), *([more] if more else []))
-    return mixed_arguments(folder, path, **settings)
-
-
-def on_the_fly(folder: Path, case: Case) -> TrainingArguments:
-    """Beside tokens: text with records that are bad or empty, and conversations."""
-    import json
-
-    import pytest
-
-    pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
-    prefix = write_corpus(folder, [30, 3, 64, 20])
-    texts = [json.dumps({"text": "abc " * number}) for number in range(1, 20, 3)]
-    (folder / "text.jsonl").write_text("\n".join(["{", *texts, '{"text": ""}']))
-    roles = ("user", "assistant", "user", "assistant")
-    rows = [
-        {"messages": [{"role": role, "content": f"{i} is {role}"} for role in roles[: 2 + i % 3]]}
-        for i in range(6)
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "data.yaml").write_text(
-        "sources:\n"
-        "  tokens: {path: corpus, long-sequence: truncate}\n"
-        "  text: {path: text.jsonl, tokenise: on-the-fly, bad-limit: 0.5}\n"
-        "  chat: {path: chat.jsonl, format: chat, template: chatml, tokenise: on-the-fly}\n"
-        "schedule: [{from: 0, weights: {tokens: 0.3, text: 0.3, chat: 0.4}, max-length: 60}]\n"
-    )
-    settings = {"data_path": (), "hdp_data": folder / "data.yaml", "tokenizer_type": "byte"}
-    return tiny_arguments(prefix, **settings, global_batch_size=14)
-
-
 def _data() -> dict[str, Case]:
     tensor = TP2_SP | {"hdp_tokens_per_rank": 128}
     cut = {"hdp_data": "schedule: [{from: 0, max-length: 24}]"}
@@ -493,80 +385,6 @@ def _data() -> dict[str, Case]:
         name: Case(ranks, more, plans=0, arguments_of=mixed) for name, (ranks, more) in rows.items()
     }
     return cases | {"on-the-fly": Case(2, {}, plans=0, arguments_of=on_the_fly)}
-
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-PUBLISHED = sorted(path.parent.name for path in CONFIGS.glob("*/32k.yaml"))
-SMALL = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "ffn_hidden_size": 24,
-    "num_attention_heads": 4,
-    "vocab_size": None,
-    "seq_length": 200,
-    "max_position_embeddings": 200,
-    "init_method_std": 0.3,
-    "bf16": False,
-    "fp64": True,
-    "use_distributed_optimizer": False,
-    "hdp_offload": "off",
-    "hdp_tokens_per_rank": 128,
-    "hdp_global_batch_tokens": None,
-    "expert_tensor_parallel_size": 1,
-    "tokenizer_type": "byte",
-    "tokenizer_model": None,
-    "split": "1,0,0",
-    "distributed_timeout_minutes": 5,
-    "stall_timeout_seconds": 300.0,
-    "global_batch_size": len(LENGTHS),
-}
-SMALL_HEADS = {"num_query_groups": 2, "kv_channels": 8}
-SMALL_LATENT = {
-    "num_query_groups": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
-}
-SMALL_EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 12, "moe_router_topk": 2}
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published model, with few and small layers of the same kinds."""
-
-    name: str
-
-    def __call__(self, folder: Path, case: Case) -> TrainingArguments:
-        """Its arguments."""
-        common, model = (CONFIGS / "models" / f"{one}.yaml" for one in ("common", self.name))
-        prefix = write_corpus(folder, case.lengths)
-        given = ["--config", str(common), "--config", str(model), "--seq-length", "200"]
-        given += ["--data-path", prefix, "--hdp-tokens-per-rank", "128"]
-        arguments = parse_arguments(given)
-        is_latent = arguments.multi_latent_attention
-        changes = SMALL | (SMALL_LATENT if is_latent else SMALL_HEADS)
-        if arguments.position_embedding_type == "yarn" or is_latent:
-            changes |= {"rotary_base": 300, "yarn_original_max_position_embeddings": 50}
-        if arguments.window_size is not None:
-            changes["window_size"] = "9,0"
-        if arguments.num_experts:
-            changes |= self._experts(arguments, case)
-        return replace(arguments, **changes | case.settings)
-
-    def _experts(self, arguments: TrainingArguments, case: Case) -> Settings:
-        changes: Settings = dict(SMALL_EXPERTS)
-        changes["moe_router_dtype"] = None if arguments.moe_router_dtype is None else "fp64"
-        if arguments.moe_shared_expert_intermediate_size:
-            changes["moe_shared_expert_intermediate_size"] = 12
-        if arguments.moe_router_num_groups:
-            changes |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
-        if arguments.moe_layer_freq != "1":
-            changes["moe_layer_freq"] = "[0]+[1]*3"
-        # tensor ranks have experts of their own: those with a bias are shared by none
-        tensor_ranks = case.settings.get("tensor_model_parallel_size", 1)
-        return changes | {"expert_model_parallel_size": tensor_ranks}
 
 
 def _published() -> dict[str, Case]:
@@ -590,7 +408,7 @@ CASES: dict[str, Case] = {
 
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once; the other rows are slow
-    *("tp2-sp/mqa-qknorm-qkvbias", "tp2-sp-pp2/mha-tied-layernorm", "pp2-v2"),
+    *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2"),
     *("distributed-optimizer-pipeline", "full-recompute", "corrupt", "corrupt-alone"),
     *(SMOKE, "some-layers-v2", "alternating", "both-tensor", "off-by-one"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-kv-no-query-latent", "mla-latent-tp2-sp"),
@@ -635,4 +453,4 @@ def _offload() -> dict[str, Case]:
 
 
 OFFLOAD = _offload()
-QUICK_OFFLOAD = {"full-recompute", "tp2-sp", "pp2-virtual", "experts", "mla-latent", "uneven"}
+QUICK_OFFLOAD = {"full-recompute", "tp2-sp", "pp2-virtual", "experts", "mla-latent"}

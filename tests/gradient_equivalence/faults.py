@@ -18,6 +18,7 @@ from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.latent import _Projection
+from tests.gradient_equivalence.case import Case, mixed
 from tests.gradient_equivalence.cases import (
     ACROSS,
     ALONE,
@@ -32,9 +33,7 @@ from tests.gradient_equivalence.cases import (
     TP2_SP,
     UNEVEN,
     YARN,
-    Case,
     layers,
-    mixed,
     virtual,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.planner import plan
-from tests.gradient_equivalence.cases import (
-    ACROSS,
-    CASES,
-    OFFLOAD,
-    QUICK,
-    QUICK_OFFLOAD,
-    SMOKE,
-    Case,
-    mixed,
-    plans_of,
-)
+from tests.gradient_equivalence.case import Case, mixed, plans_of
+from tests.gradient_equivalence.cases import ACROSS, CASES, OFFLOAD, QUICK, QUICK_OFFLOAD, SMOKE
 from tests.gradient_equivalence.faults import FAILING, FAULTS
 from tests.support.gradients import (
     EXPERTS,
@@ -149,7 +140,7 @@ def check_batch(run_ranks, case):
 SLOW_TO_CHECK = [HealthCheck.too_slow]
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=SLOW_TO_CHECK, derandomize=True)
+@settings(max_examples=2, deadline=None, suppress_health_check=SLOW_TO_CHECK, derandomize=True)
 @given(case=batches())
 def test_gradients_of_a_few_batches(run_ranks, case):
     check_batch(run_ranks, case)

@@ -51,7 +51,7 @@ LAYOUTS = {  # ranks, overrides
     ),
     "offload": (2, {"num_layers": 4, "hdp_offload": "auto"}),
 }
-QUICK = {"tp2-overlap", "pp2", "experts"}
+QUICK = {"tp2-overlap"}  # a pipeline below, experts in the slow ones
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def mixed_plan(arguments, ranks, *, aligned, lockstep_ranks):
     ("ranks", "hdp_ranks", "experts", "overrides"),
     [
         (3, 3, False, {}),
-        (4, 4, True, {"expert_model_parallel_size": 2}),
+        pytest.param(4, 4, True, {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
         (4, 2, False, {"pipeline_model_parallel_size": 2}),
     ],
     ids=["rings", "experts", "stages"],

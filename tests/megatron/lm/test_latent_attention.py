@@ -16,7 +16,7 @@ from megatron_hdp.megatron.lm.model import adapt
 from megatron_hdp.megatron.model import HdpCoreAttention, HdpMlaSelfAttention, building
 from megatron_hdp.options import OptionError
 from megatron_hdp.planner import RingWays
-from tests.gradient_equivalence.cases import Case
+from tests.gradient_equivalence.case import Case
 from tests.megatron.lm.test_options import ON, parsed
 from tests.support.gradients import errors_of, hdp_gradients, largest_error
 from tests.support.mla import MLA, PlainCoreAttention, plain_stock_attention

@@ -13,15 +13,8 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.router import HdpRouter
-from tests.gradient_equivalence.cases import (
-    ACROSS,
-    EXPERT_MODELS,
-    LENGTHS,
-    RECOMPUTE,
-    ROOM,
-    TENSOR,
-    UNEVEN,
-)
+from tests.gradient_equivalence.case import LENGTHS, ROOM
+from tests.gradient_equivalence.cases import ACROSS, EXPERT_MODELS, RECOMPUTE, TENSOR, UNEVEN
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
     VOCABULARY,

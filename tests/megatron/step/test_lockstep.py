@@ -37,7 +37,9 @@ def reports(run_ranks, num, arguments):
     return found[0][0]
 
 
-@pytest.mark.parametrize("stages, chunks", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "stages, chunks", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+)
 def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stages, chunks):
     prefix = write_corpus(tmp_path, LENGTHS)
     settings = {

@@ -17,7 +17,8 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.step import learning, setup
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.pipeline import Pipeline
-from tests.gradient_equivalence.cases import LENGTHS, UNEVEN
+from tests.gradient_equivalence.case import LENGTHS
+from tests.gradient_equivalence.cases import UNEVEN
 from tests.megatron.step import test_offload
 from tests.support.gradients import (
     VOCABULARY,
