@@ -59,10 +59,10 @@ def _run(arguments: argparse.Namespace) -> int:
     files = _find_files(arguments.input, arguments.glob)
     _require_other_output(files, prefix)
 
-    from megatron_hdp.data.prepare import Job, write_pair
+    from megatron_hdp.data.prepare import Decoding, write_pair
     from megatron_hdp.data.tokenizers import available_cpus, build_tokenizer
 
-    job = Job(
+    decoding = Decoding(
         tokenizer=build_tokenizer(arguments.tokenizer),
         key=arguments.json_key or "text",
         append_eod=arguments.append_eod,
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     counts = write_pair(
         files,
         prefix,
-        job,
+        decoding,
         lines=arguments.json_key is not None,
         workers=arguments.workers or available_cpus(),
         name="preprocess",

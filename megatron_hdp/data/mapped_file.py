@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_hdp.data.content import sampled
+from megatron_hdp.data.hashes import sampled
 
 PAGE = 4096
 _HEAD = struct.Struct("<8sIIQ")

@@ -68,6 +68,12 @@ MODELS = {
 """Class and what its configuration has of its own."""
 
 
+def config_of(name):
+    """The configuration of a model of transformers."""
+    kind, settings = MODELS[name]
+    return getattr(transformers, f"{kind}Config")(**(_COMMON | settings))
+
+
 def save_model(name, folder, *, dtype=torch.float32, **how):
     """Saves a model whose every number is random; returns its folder.
 
@@ -77,10 +83,8 @@ def save_model(name, folder, *, dtype=torch.float32, **how):
         dtype: of the weights.
         how: arguments of save_pretrained.
     """
-    kind, settings = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**(_COMMON | settings))
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{MODELS[name][0]}ForCausalLM")(config_of(name)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1))

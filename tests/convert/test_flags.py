@@ -1,10 +1,14 @@
 """What training has changed of a model stands in its configuration, in the words that it has."""
 
+from dataclasses import fields
+
 import pytest
 
-from megatron_hdp.convert.families.flags import update
+from megatron_hdp.convert.families.flags import FREE, WRITTEN_BACK, update
 from megatron_hdp.convert.families.registry import family_of
 from megatron_hdp.convert.families.rope import rope_flags
+from megatron_hdp.megatron.options import TrainingArguments
+from tests.convert.models import MODELS, config_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,6 +64,25 @@ def test_what_a_run_does_not_use_changes_nothing():
         assert update(config, flags_of(config), {**flags_of(config), **unused}) == config
 
 
-def test_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"found --num-query-groups 2, expected 4 as in config"):
-        update(OLD, flags_of(OLD), {**flags_of(OLD), "num_query_groups": 2})
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_family_says_is_kept_or_refused(name):
+    """No flag of a family is lost on the way back: training may change it, or it decides."""
+    config = config_of(name).to_dict() | {"architectures": [f"{MODELS[name][0]}ForCausalLM"]}
+    flags = flags_of(config)
+    changed = {flag: (value, "another") for flag, value in flags.items()}
+    assert update(config, flags, {**flags, **{flag: changed[flag] for flag in FREE & flags.keys()}})
+    deciding = flags.keys() - {*FREE, *WRITTEN_BACK}
+    assert len(deciding) > 10
+    for flag in deciding:
+        with pytest.raises(ValueError, match=f"another model: found --{flag.replace('_', '-')} "):
+            update(config, flags, {**flags, flag: changed[flag]})
+
+
+def test_a_flag_that_a_new_family_brings_decides():
+    flags = {**flags_of(OLD), "never_heard_of": 1}
+    with pytest.raises(ValueError, match="found --never-heard-of 2, expected 1"):
+        update(OLD, flags, {**flags, "never_heard_of": 2})
+
+
+def test_what_may_change_are_flags_of_training():
+    assert {*FREE, *WRITTEN_BACK} <= {item.name for item in fields(TrainingArguments)}

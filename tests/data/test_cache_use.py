@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hdp.data import cache_use
 from megatron_hdp.data.cache_use import alone, hold, note_opened
-from megatron_hdp.data.prepare import ledger
+from megatron_hdp.data.prepare import prepared_files
 from megatron_hdp.data.tables import cache_file, open_table
 from tests.data.prepare.corpora import names, run, texts_of, write_lines
 from tests.data.tables.pairs import everything, write_pair
@@ -95,6 +95,6 @@ def test_a_source_that_is_pruned_while_it_is_opened(tmp_path, monkeypatch):
         return note_opened(path)
 
     before = names(folder)
-    monkeypatch.setattr(ledger, "note_opened", too_late)
+    monkeypatch.setattr(prepared_files, "note_opened", too_late)
     assert run(corpus, folder) == first
     assert pruned and names(folder) == before

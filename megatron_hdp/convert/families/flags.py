@@ -103,14 +103,14 @@ def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any])
         ValueError: the run trained another model.
     """
     updated = dict(config)
-    for flag in ("max_position_embeddings", "norm_epsilon"):
+    for flag in WRITTEN_BACK[:2]:
         if trained.get(flag, flags[flag]) != flags[flag]:
             updated[NAMES[flag]] = trained[flag]
     now = {**flags, **{flag: trained[flag] for flag in rope.FLAGS if flag in trained}}
     if any(now[flag] != flags.get(flag, _UNUSED.get(flag)) for flag in rope.FLAGS if flag in now):
         rope.set_rope(updated, now)
-    for flag in _DECIDE:
-        if flag in flags and flag in trained and flags[flag] != trained[flag]:
+    for flag in sorted(flags.keys() - {*WRITTEN_BACK, *FREE}):
+        if trained.get(flag, flags[flag]) != flags[flag]:
             raise ValueError(
                 f"the checkpoint is of another model: found --{flag.replace('_', '-')} "
                 f"{trained[flag]}, expected {flags[flag]} as in config.json: give --like with the "
@@ -121,16 +121,18 @@ def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any])
 
 _UNUSED = {item.name: item.default for item in fields(TrainingArguments)}
 """What a run says of flags that it does not use."""
-_DECIDE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
-    *("kv_channels", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"),
-    *("swiglu", "normalization", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "rotary_percent", "moe_router_score_function", "moe_layer_freq"),
-    *("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_topk_scaling_factor", "softmax_type", "quick_geglu", "multi_latent_attention"),
-    *("window_size", "window_attn_skip_freq"),
-)
-"""Flags without which it is another model, so that nothing could be written back of them."""
+WRITTEN_BACK = ("max_position_embeddings", "norm_epsilon", *rope.FLAGS)
+"""Flags that a run may change: its values stand in the configuration that it gives."""
+FREE = {
+    *("attention_dropout", "hidden_dropout", "init_method_std", "bf16", "group_query_attention"),
+    *("vocab_size", "make_vocab_size_divisible_by", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "moe_router_dtype"),
+}
+"""Flags of how a model is trained: a run may change them, and no configuration says so.
+
+Every other flag that a family gives decides which model it is: with another value nothing could be
+written back.
+"""
 
 
 def as_yaml(flags: Mapping[str, Any], about: str) -> str:

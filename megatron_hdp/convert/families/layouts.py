@@ -6,15 +6,20 @@ stands in Megatron's tensor. What it changes, it changes back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from megatron_hdp.convert.families.sizes import Sizes
-
+Sizes = Mapping[str, int]
+"""The sizes of a model by one word each, in which tables state the shapes of tensors."""
 Shape = tuple[int, ...]
+
+
+def shape_of(text: str, sizes: Sizes) -> Shape:
+    """The shape that words stand for: ``"query hidden"`` is ``(4096, 4096)``, for example."""
+    return tuple(sizes[word] for word in text.split())
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_hdp.convert.families.layouts import BELOW, Layout
-from megatron_hdp.convert.families.sizes import Sizes, shape_of
+from megatron_hdp.convert.families.layouts import BELOW, Layout, Sizes, shape_of
 
 Config = Mapping[str, Any]
 _ENTRY = "[e]"
@@ -69,7 +68,7 @@ class Family:
     derived: tuple[str, ...] = ()
     """Patterns of tensors that follow from others."""
     left_out: Callable[[Config], tuple[str, ...]] = lambda config: ()
-    """Patterns of tensors that training does not know, and that the model works without."""
+    """Patterns of tensors that are not converted, and that the model works without."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
 from megatron_hdp.data.mixture.draw import Mixture, Together
 from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
-from megatron_hdp.data.mixture.opening import (
+from megatron_hdp.data.mixture.open_corpus import (
     Opening,
     any_documents,
     open_corpus,

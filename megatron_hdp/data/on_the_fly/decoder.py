@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
 from megatron_hdp.data.formats import BadRecord, Record
-from megatron_hdp.data.on_the_fly.records import RecordIndex
+from megatron_hdp.data.on_the_fly.record_index import RecordIndex
 from megatron_hdp.data.prepare import (
     Counts,
-    Job,
+    Decoding,
     batches_of,
     conversations_of,
     rendered,
@@ -76,7 +76,7 @@ class Decoder:
         self,
         spec: SourceSpec,
         index: RecordIndex,
-        job: Job,
+        decoding: Decoding,
         *,
         max_length: int,
         long_sequence: str,
@@ -87,7 +87,7 @@ class Decoder:
         Args:
             spec: of the source; of it the limit of bad records.
             index: its records.
-            job: what becomes of one.
+            decoding: what becomes of one.
             max_length: ``--seq-length``.
             long_sequence: of a longer record, ``truncate`` keeps the beginning, ``error`` refuses
                 it.
@@ -98,11 +98,11 @@ class Decoder:
         """
         self._spec = spec
         self._index = index
-        self._job = job
+        self._recipe = decoding
         self._max_length = max_length
         self._long_sequence = long_sequence
         self._window_bytes = window_bytes
-        self._conversations = conversations_of(job) if job.key is None else None
+        self._conversations = conversations_of(decoding) if decoding.key is None else None
         self._decoding, self._looking = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[int, DecodedRow] = OrderedDict()
         self._kept_bytes = 0
@@ -198,7 +198,7 @@ class Decoder:
         found: dict[int, DecodedRow],
         counts: Counts | None,
     ) -> None:
-        tokens = tokens_of_texts(self._job, batch)
+        tokens = tokens_of_texts(self._recipe, batch)
         ends = np.cumsum(tokens.lengths)
         begins = ends - tokens.lengths
         for row, record, begin, end in zip(
@@ -255,7 +255,7 @@ class Decoder:
     def _note_bad(self, message: str, counts: Counts | None) -> None:
         if counts is None:
             return
-        if not self._job.may_be_bad:
+        if not self._recipe.may_be_bad:
             raise ValueError(message)
         counts.bad += 1
         if len(counts.named) < _MOST_NAMED:

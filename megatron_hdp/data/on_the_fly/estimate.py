@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.on_the_fly.decoder import Decoder
-from megatron_hdp.data.on_the_fly.records import RecordIndex
+from megatron_hdp.data.on_the_fly.record_index import RecordIndex
 from megatron_hdp.files import locked, write_atomically
 
 VERSION = 1

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.content import sampled
 from megatron_hdp.data.formats import Format, Lines, Table
+from megatron_hdp.data.hashes import sampled
 from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
 from megatron_hdp.files import new_file
 

@@ -4,12 +4,12 @@ Design: `docs/design/text.md`.
 """
 
 from megatron_hdp.data.prepare.cache import Prepared, prepare, require_few_bad
-from megatron_hdp.data.prepare.contents import recipe_of
+from megatron_hdp.data.prepare.cache_key import recipe_of
 from megatron_hdp.data.prepare.decoding import (
-    Job,
+    Decoding,
     batches_of,
     conversations_of,
-    job_of,
+    decoding_of,
     rendered,
     text_key,
     tokens_of_texts,
@@ -20,11 +20,11 @@ from megatron_hdp.data.prepare.tokenising import progress_bar, write_pair
 
 __all__ = [
     "Counts",
-    "Job",
+    "Decoding",
     "Prepared",
     "batches_of",
     "conversations_of",
-    "job_of",
+    "decoding_of",
     "prepare",
     "progress_bar",
     "recipe_of",

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hdp.data.formats import files_of, kind_of
-from megatron_hdp.data.prepare.contents import (
+from megatron_hdp.data.prepare.cache_key import (
     Content,
     contents_of,
     key_of,
     recipe_of,
     require_unchanged,
 )
-from megatron_hdp.data.prepare.decoding import Job, job_of, text_key
-from megatron_hdp.data.prepare.ledger import Ledger, known_contents
+from megatron_hdp.data.prepare.decoding import Decoding, decoding_of, text_key
+from megatron_hdp.data.prepare.prepared_files import PreparedFiles, known_contents
+from megatron_hdp.data.prepare.shard_run import MOST_NAMED
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.stored import LOCK, MANIFEST, SUFFIXES
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
-from megatron_hdp.data.prepare.work import MOST_NAMED
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.files import locked
 
@@ -94,18 +94,18 @@ def prepare(
     with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
         contents = contents_of(files, known_contents(folder, name), tell)
     key = key_of(recipe, contents, text_key(spec, kind))
-    ledger = Ledger(folder, f"{name}-{key}", SUFFIXES[kind])
+    target = PreparedFiles(folder, f"{name}-{key}", SUFFIXES[kind])
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
-    if (counts := ledger.prepared()) is None:
-        with locked(ledger.path(LOCK), f"source {spec.name}", say, patience_s=patience_s):
-            counts = ledger.prepared()
+    if (counts := target.counts()) is None:
+        with locked(target.path(LOCK), f"source {spec.name}", say, patience_s=patience_s):
+            counts = target.counts()
             if counts is None:
-                job = job_of(spec, kind, tokenizer)
-                counts = _make(spec, ledger, job, contents, workers, shard_bytes, say)
-                ledger.finish(about, counts, contents)
+                decoding = decoding_of(spec, kind, tokenizer)
+                counts = _make(spec, target, decoding, contents, workers, shard_bytes, say)
+                target.finish(about, counts, contents)
     require_few_bad(spec, counts)
     return Prepared(
-        ledger.prefix, str(ledger.path(MANIFEST)), counts.documents, counts.tokens, counts.bad
+        target.prefix, str(target.path(MANIFEST)), counts.documents, counts.tokens, counts.bad
     )
 
 
@@ -126,19 +126,21 @@ def require_few_bad(spec: SourceSpec, counts: Counts) -> None:
 
 def _make(
     spec: SourceSpec,
-    ledger: Ledger,
-    job: Job,
+    target: PreparedFiles,
+    decoding: Decoding,
     contents: Sequence[Content],
     workers: int,
     shard_bytes: int | None,
     say: Say,
 ) -> Counts:
     """Run the shards that are not finished, and put all of them together."""
-    ledger.begin(contents)
+    target.begin(contents)
     total = sum(one.size for one in contents)
     files = [one.path for one in contents]
-    shards = cut(files, job.key, lines=False, shard_bytes=shard_bytes or shard_bytes_for(total))
-    finished = _run(spec, ledger, job, shards, workers, say)
+    shards = cut(
+        files, decoding.key, lines=False, shard_bytes=shard_bytes or shard_bytes_for(total)
+    )
+    finished = _run(spec, target, decoding, shards, workers, say)
     require_unchanged(contents)
     result = Counts()
     for shard in shards:
@@ -149,16 +151,21 @@ def _make(
             f"source {spec.name} ({spec.path}): none of {len(files):,} files has a token "
             f"({result.empty:,} empty documents), expected text: change path, glob or key"
         )
-    join(job, [ledger.shard_prefix(shard) for shard in shards], ledger.prefix)
-    say(_summary(spec, result, ledger.prefix))
+    join(decoding, [target.shard_prefix(shard) for shard in shards], target.prefix)
+    say(_summary(spec, result, target.prefix))
     return result
 
 
 def _run(
-    spec: SourceSpec, ledger: Ledger, job: Job, shards: Sequence[Shard], workers: int, say: Say
+    spec: SourceSpec,
+    target: PreparedFiles,
+    decoding: Decoding,
+    shards: Sequence[Shard],
+    workers: int,
+    say: Say,
 ) -> dict[int, Counts]:
     """Return what became of each shard, by index; those that are not finished are run."""
-    finished = {shard.index: counts for shard in shards if (counts := ledger.finished(shard))}
+    finished = {shard.index: counts for shard in shards if (counts := target.finished(shard))}
     missing = [shard for shard in shards if shard.index not in finished]
     total, left = (sum(shard.num_bytes for shard in some) for some in (shards, missing))
     how = f"{len(shards):,} shards"
@@ -166,14 +173,14 @@ def _run(
         how = f"{len(missing):,} of {how}, the others were finished before"
     say(f"source {spec.name}: prepares {total:,} bytes with {workers} workers, {how}")
     with progress_bar(spec.name, total, done=total - left) as tell:
-        tasks = [(shard, ledger.shard_prefix(shard)) for shard in missing]
+        tasks = [(shard, target.shard_prefix(shard)) for shard in missing]
         try:
-            with closing(run_tasks(job, tasks, workers, tell)) as results:
+            with closing(run_tasks(decoding, tasks, workers, tell)) as results:
                 for shard, counts in results:
-                    ledger.note(shard, counts)
+                    target.note(shard, counts)
                     finished[shard.index] = counts
         finally:
-            ledger.clear()  # of workers that were ended
+            target.clear()  # of workers that were ended
     return finished
 
 

@@ -21,7 +21,7 @@ _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Decoding:
     """What becomes of every record of a source."""
 
     tokenizer: Tokenizer
@@ -42,13 +42,13 @@ def text_key(spec: SourceSpec, kind: str) -> str | None:
     return spec.key if kind == "text" else None
 
 
-def job_of(spec: SourceSpec, kind: str, tokenizer: str) -> Job:
+def decoding_of(spec: SourceSpec, kind: str, tokenizer: str) -> Decoding:
     """Return what becomes of a source's records.
 
     Raises:
         ValueError, ImportError: the tokenizer cannot be loaded.
     """
-    return Job(
+    return Decoding(
         tokenizer=build_tokenizer(tokenizer),
         key=text_key(spec, kind),
         append_eod=spec.append_eod,
@@ -73,20 +73,20 @@ def batches_of(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def tokens_of_texts(job: Job, batch: Sequence[Record]) -> TokenBatch:
-    """Return the tokens of texts, with the end of each where the job wants it.
+def tokens_of_texts(decoding: Decoding, batch: Sequence[Record]) -> TokenBatch:
+    """Return the tokens of texts, with the end of each where the source wants it.
 
     A text without a token has no end either: its length is 0.
     """
-    found = job.tokenizer.tokenize_batch([record.value for record in batch])  # type: ignore[misc]
-    if not job.append_eod:
+    found = decoding.tokenizer.tokenize_batch([record.value for record in batch])  # type: ignore[misc]
+    if not decoding.append_eod:
         return found
     lengths = found.lengths[found.lengths > 0]
-    ids = _with_ends(found.ids, lengths, job.tokenizer.eod)
+    ids = _with_ends(found.ids, lengths, decoding.tokenizer.eod)
     return TokenBatch(ids, found.lengths + (found.lengths > 0))
 
 
-def conversations_of(job: Job) -> Conversations:
+def conversations_of(decoding: Decoding) -> Conversations:
     """Return what makes tokens of rows.
 
     Raises:
@@ -94,7 +94,9 @@ def conversations_of(job: Job) -> Conversations:
     """
     from megatron_hdp.data.chat import Conversations
 
-    return Conversations(job.tokenizer, job.template, job.train_on, job.append_eod)
+    return Conversations(
+        decoding.tokenizer, decoding.template, decoding.train_on, decoding.append_eod
+    )
 
 
 def rendered(conversations: Conversations, record: Record) -> list[ChatTokens] | BadRecord:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from megatron_hdp.data.content import hash_of_bytes
 from megatron_hdp.data.formats import Piece, pieces_of
+from megatron_hdp.data.hashes import hash_of_bytes
 
 _MOST_BYTES, _LEAST_BYTES = 2**26, 2**20
 _SHARDS_WANTED = 64

@@ -6,24 +6,24 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from megatron_hdp.data.prepare.crew import Crew, Task
-from megatron_hdp.data.prepare.decoding import Job
+from megatron_hdp.data.prepare.decoding import Decoding
+from megatron_hdp.data.prepare.shard_run import MOST_NAMED, Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
-from megatron_hdp.data.prepare.work import MOST_NAMED, Tell, run_shard
+from megatron_hdp.data.prepare.workers import Task, Workers
 from megatron_hdp.data.token_writer import concatenate_pairs, move_pair
 
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0
 
 
 def write_pair(
-    files: Sequence[str], prefix: str, job: Job, *, lines: bool, workers: int, name: str
+    files: Sequence[str], prefix: str, decoding: Decoding, *, lines: bool, workers: int, name: str
 ) -> Counts:
     """Write the documents of files, in order, as one pair: all of it or nothing.
 
     Args:
         files: what to read.
         prefix: of the pair.
-        job: what to do with a document.
+        decoding: what to do with a document.
         lines: whether what is no table by its name holds JSON lines.
         workers: processes; this one alone if 1, or if there is little to do.
         name: of the progress bar.
@@ -32,11 +32,11 @@ def write_pair(
         What became of the documents; where none has a token, nothing is written.
 
     Raises:
-        ValueError, OSError, ImportError: as of `Crew.run`.
+        ValueError, OSError, ImportError: as of `Workers.run`.
     """
     total = sum(map(os.path.getsize, files))
     shard_bytes = shard_bytes_for(total) if workers > 1 else max(total, 1)
-    shards = cut(files, job.key, lines=lines, shard_bytes=shard_bytes)
+    shards = cut(files, decoding.key, lines=lines, shard_bytes=shard_bytes)
     folder = f"{prefix}.tmp{os.getpid()}"
     counts = Counts()
     try:
@@ -44,52 +44,52 @@ def write_pair(
         tasks = [(shard, os.path.join(folder, f"{shard.index:06d}")) for shard in shards]
         with progress_bar(name, total) as tell:
             several = workers > 1 and len(tasks) > 1
-            with closing(run_tasks(job, tasks, workers if several else 0, tell)) as results:
+            with closing(run_tasks(decoding, tasks, workers if several else 0, tell)) as results:
                 found = sorted(results, key=lambda result: result[0].index)
             for _, one in found:
                 counts.add(one, MOST_NAMED)
         if counts.documents:
-            join(job, [one for _, one in tasks], prefix)
+            join(decoding, [one for _, one in tasks], prefix)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return counts
 
 
 def run_tasks(
-    job: Job, tasks: Sequence[Task], workers: int, tell: Tell
+    decoding: Decoding, tasks: Sequence[Task], workers: int, tell: Tell
 ) -> Generator[tuple[Shard, Counts], None, None]:
     """Run shards and yield each with its counts once it is finished; 0 workers: in this process.
 
     Raises:
-        ValueError, OSError, ImportError: as of `Crew.run`.
+        ValueError, OSError, ImportError: as of `Workers.run`.
     """
     if workers == 0:
         for shard, prefix in tasks:
-            yield shard, run_shard(job, shard, prefix, tell)
+            yield shard, run_shard(decoding, shard, prefix, tell)
     elif tasks:
-        with Crew(job, min(workers, len(tasks))) as crew:
-            yield from crew.run(tasks, tell)
+        with Workers(decoding, min(workers, len(tasks))) as pool:
+            yield from pool.run(tasks, tell)
 
 
-def join(job: Job, prefixes: Sequence[str], target: str) -> None:
+def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
     """Put finished shards together, in their order, as one pair.
 
     Raises:
         OSError: the disk is full, for one.
     """
-    if job.key is None:
-        _join_spans(job, prefixes, target)
+    if decoding.key is None:
+        _join_spans(decoding, prefixes, target)
     if len(prefixes) == 1:
         move_pair(prefixes[0], target)
     else:
-        concatenate_pairs(prefixes, target, durable=job.durable)
+        concatenate_pairs(prefixes, target, durable=decoding.durable)
 
 
-def _join_spans(job: Job, prefixes: Sequence[str], target: str) -> None:
+def _join_spans(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
     from megatron_hdp.data.spans import concatenate_spans
 
     paths = [prefix + ".spans" for prefix in prefixes]
-    concatenate_spans(paths, target + ".spans", durable=job.durable)
+    concatenate_spans(paths, target + ".spans", durable=decoding.durable)
 
 
 @contextmanager

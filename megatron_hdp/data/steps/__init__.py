@@ -16,9 +16,8 @@ from megatron_hdp.data.steps.planning import StepPlanner, plan_by
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed
 from megatron_hdp.data.steps.rank_step import LostSource, RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
-from megatron_hdp.data.steps.share import RankShare, StepShares
+from megatron_hdp.data.steps.share import RankShare, StepShares, work_of
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
-from megatron_hdp.data.steps.work import work_of
 
 __all__ = [
     "FEWEST_TOKENS",

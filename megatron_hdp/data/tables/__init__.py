@@ -3,10 +3,10 @@
 Design: `docs/design/tables.md`.
 """
 
+from megatron_hdp.data.tables.columns import TableFacts
 from megatron_hdp.data.tables.cutting import LONG_SEQUENCE_POLICIES
-from megatron_hdp.data.tables.facts import TableFacts
 from megatron_hdp.data.tables.folder import TableCacheError
-from megatron_hdp.data.tables.opening import count_documents, open_source, open_table
+from megatron_hdp.data.tables.open_table import count_documents, open_source, open_table
 from megatron_hdp.data.tables.splits import split_documents
 from megatron_hdp.data.tables.stored import stored_tables
 from megatron_hdp.data.tables.table import SequenceTable

@@ -17,8 +17,8 @@ from megatron_hdp.data.tables.cache_file import (
     TableWriter,
     read_table,
 )
+from megatron_hdp.data.tables.columns import column_types, fill
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.filling import column_types, fill
 from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
 from megatron_hdp.data.tables.identity import IndexIdentity
 from megatron_hdp.data.tables.stored import LOCK, TABLE, TIMES, table_name

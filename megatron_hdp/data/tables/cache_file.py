@@ -23,8 +23,7 @@ import numpy as np
 
 from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
-from megatron_hdp.data.tables.facts import TableFacts
-from megatron_hdp.data.tables.filling import Column, Columns
+from megatron_hdp.data.tables.columns import Column, Columns, TableFacts
 from megatron_hdp.data.tables.folder import unusable
 from megatron_hdp.files import put_in_place
 

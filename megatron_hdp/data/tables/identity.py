@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_hdp.data.content import sampled
+from megatron_hdp.data.hashes import sampled
 from megatron_hdp.data.index_file import TokenFileError
 from megatron_hdp.data.tables.cutting import Cutting
 

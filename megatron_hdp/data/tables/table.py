@@ -7,9 +7,8 @@ import numpy.typing as npt
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents
+from megatron_hdp.data.tables.columns import Columns, TableFacts, fill_private
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.facts import TableFacts
-from megatron_hdp.data.tables.filling import Columns, fill_private
 
 _PIECE = 1 << 18  # documents cut at once
 

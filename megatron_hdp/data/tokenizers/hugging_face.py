@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.content import hash_of_bytes
+from megatron_hdp.data.hashes import hash_of_bytes
 from megatron_hdp.data.tokenizers.hugging_face_folder import (
     backend_of,
     folder_identity,

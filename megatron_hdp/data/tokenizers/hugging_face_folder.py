@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data.content import hash_of_files
+from megatron_hdp.data.hashes import hash_of_files
 from megatron_hdp.data.tokenizers.interface import import_extra
 
 _FILES = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles
-from megatron_hdp.data.prepare import job_of
+from megatron_hdp.data.prepare import decoding_of
 from megatron_hdp.data.spec import SourceSpec
 from tests.data.prepare.corpora import EOD, as_bytes, texts_of, write_lines
 
@@ -18,9 +18,14 @@ def decoder_of(path, folder, *, max_length=10_000, window_bytes=2**20, policy="t
     spec = SourceSpec(name="web", path=str(path), **keys)
     files = SourceFiles.of(spec)
     index = RecordIndex.open("web", files, Path(folder), lambda _: None)
-    job = job_of(spec, files.kind, "byte")
+    decoding = decoding_of(spec, files.kind, "byte")
     return Decoder(
-        spec, index, job, max_length=max_length, long_sequence=policy, window_bytes=window_bytes
+        spec,
+        index,
+        decoding,
+        max_length=max_length,
+        long_sequence=policy,
+        window_bytes=window_bytes,
     )
 
 

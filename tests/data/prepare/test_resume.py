@@ -32,13 +32,13 @@ print(sum("prepares" in line for line in said))
 """
 PROGRAM = """
 import sys, time
-from megatron_hdp.data.prepare import tokenising, work
+from megatron_hdp.data.prepare import shard_run, tokenising
 from tests.data.prepare.corpora import run
 
-slow = work.run_shard
-def run_shard(job, shard, prefix, tell):
+slow = shard_run.run_shard
+def run_shard(decoding, shard, prefix, tell):
     time.sleep(0.02)
-    return slow(job, shard, prefix, tell)
+    return slow(decoding, shard, prefix, tell)
 tokenising.run_shard = run_shard
 if __name__ == "__main__":
     run(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]))
@@ -116,7 +116,7 @@ def test_a_failure_at_the_end_keeps_the_shards(corpus, tmp_path, monkeypatch, st
     def fail(*arguments, **more):
         raise OSError(28, "No space left on device", str(tmp_path / "cache"))
 
-    target = cache if step == "join" else cache.Ledger
+    target = cache if step == "join" else cache.PreparedFiles
     monkeypatch.setattr(target, step, fail)
     with pytest.raises(OSError, match="No space left"):
         run(corpus, tmp_path / "cache")

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps import Reader, StepShares, pieces_of, read_micro_batch
-from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.data.steps import Reader, StepShares, pieces_of, read_micro_batch, work_of
+from megatron_hdp.planner import LLAMA_7B, CostModel, plan
 from megatron_hdp.planner.lockstep import PADDING, slots
+from tests.support import machine
 from tests.support.random_plans import random_plan
 
 unhurried = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
@@ -169,3 +170,17 @@ def test_the_shares_of_thousands_of_ranks_are_cut_in_little_time():
     assert len(found) == num_ranks
     assert sum(len(one.ids) for one in found) >= len(step)
     assert took_s < 20
+
+
+BASE = replace(LLAMA_7B, block_s=1e-4, b_experts=1e-6, attention_b=1e-7, g=0.3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_share_has_its_part_of_the_plan(ranks, seed):
+    lengths = np.random.default_rng(seed).integers(1, 8192 * min(ranks, 4), 60)
+    made = random_plan(lengths, ranks=ranks, tokens_per_rank=8192, seed=seed)
+    shares = StepShares(step_of(lengths), made).of(range(ranks))
+    found = np.array([work_of(share, BASE) for share in shares])
+    assert found == pytest.approx(machine.work_of(made, BASE), rel=1e-9)
+    assert ranks == 1 or len(made.local_sequences) > 0

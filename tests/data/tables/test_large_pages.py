@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hdp.data.tables import cache_file
 from megatron_hdp.data.tables.cache_file import TableOrigin, TableWriter
-from megatron_hdp.data.tables.facts import TableFacts
+from megatron_hdp.data.tables.columns import TableFacts
 
 LARGE_PAGE = 2 * 1024 * 1024
 NUM_ROWS = 1_500_000  # 6 and 12 MB: 2 and 5 large pages, and some more

@@ -17,8 +17,8 @@ from megatron_hdp.data.tables import (
     split_documents,
 )
 from megatron_hdp.data.tables.cache_file import TableWriter
+from megatron_hdp.data.tables.columns import column_types
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.filling import column_types
 from megatron_hdp.runtime.health import fingerprint
 from tests.data.tables.pairs import everything, write_index, write_pair
 

@@ -1,17 +1,17 @@
-"""Families with multi-latent attention: DeepSeek-V3, and Kimi-K2, which is one by its files."""
+"""DeepSeek-V3 with its multi-latent attention, and Kimi-K2, which is one by its files."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_hdp.convert.families import rows
-from megatron_hdp.convert.families.flags import plain_flags
-from megatron_hdp.convert.families.sparse import (
+from megatron_hdp.convert.families.experts import (
     FIRST_DENSE,
     expert_sizes,
-    further_tokens,
+    mtp_layers,
     sigmoid_flags,
 )
+from megatron_hdp.convert.families.flags import plain_flags
 from megatron_hdp.convert.families.table import Config, Family, Layers, Row
 
 
@@ -119,5 +119,5 @@ DEEPSEEK = Family(
         "scoring_func": ("sigmoid",),
         "moe_layer_freq": (1,),
     },
-    left_out=further_tokens,
+    left_out=mtp_layers,
 )

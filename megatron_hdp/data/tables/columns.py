@@ -1,5 +1,6 @@
-"""The columns of a table of sequences: their types, and their values piece by piece."""
+"""The columns of a table of sequences: their types, their values piece by piece, their facts."""
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -9,14 +10,56 @@ import numpy.typing as npt
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents, TokenFileError
 from megatron_hdp.data.tables.cutting import Rows, Survey
-from megatron_hdp.data.tables.facts import TableFacts
-from megatron_hdp.data.tables.fingerprints import Fingerprint
 
 Column = Int64Array | npt.NDArray[np.uint32]
 Put = Callable[[str, int, Column], None]
 """Takes the name of a column, a row, and the values from that row on."""
 
 _MOST_UINT32 = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFacts:
+    """Counted once, when the table is made."""
+
+    num_sequences: int
+    """Rows of the table, at least 1."""
+    num_tokens: int
+    """Tokens of all sequences."""
+    longest: int
+    """Tokens of the longest sequence."""
+    corpus: int
+    """64-bit fingerprint of the sequences' lengths, in their order."""
+    first_document: int
+    """Number of the first document that the table was made from."""
+    num_documents: int
+    """How many it was made from, empty ones included."""
+    num_empty: int
+    """Documents without a token, left out."""
+    num_truncated: int
+    """Documents cut to the context length."""
+    num_split: int
+    """Documents cut into several sequences."""
+
+
+class Fingerprint:
+    """Of one long value that comes part by part.
+
+    It equals ``runtime.health.fingerprint`` of the whole value, which checkpoints hold.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Begin a value of ``num_bytes`` bytes, all parts together."""
+        self._digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=8)
+
+    def update(self, part: bytes | memoryview) -> None:
+        """Add the next part."""
+        self._digest.update(part)
+
+    @property
+    def value(self) -> int:
+        """The fingerprint of the parts so far."""
+        return int.from_bytes(self._digest.digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hdp.data.prepare import Job
-from megatron_hdp.data.prepare.crew import Crew
+from megatron_hdp.data.prepare import Decoding
 from megatron_hdp.data.prepare.shards import cut
+from megatron_hdp.data.prepare.workers import Workers
 from megatron_hdp.data.tokenizers import ByteTokenizer
 from tests.data.prepare.corpora import texts_of, write_lines
 
 REPOSITORY = Path(__file__).parents[3]
-JOB = Job(tokenizer=ByteTokenizer(), key="text")
+DECODING = Decoding(tokenizer=ByteTokenizer(), key="text")
 
 
 class Odd(ByteTokenizer):
@@ -48,7 +48,7 @@ class Odd(ByteTokenizer):
 
 
 def workers_of(process):
-    return [child for child in process.children() if "prepare.crew" in " ".join(child.cmdline())]
+    return [child for child in process.children() if "prepare.workers" in " ".join(child.cmdline())]
 
 
 def tasks_of(tmp_path, num=40):
@@ -57,11 +57,11 @@ def tasks_of(tmp_path, num=40):
     return [(shard, str(tmp_path / f"{shard.index}")) for shard in shards]
 
 
-def run(tmp_path, job=JOB, workers=2):
+def run(tmp_path, decoding=DECODING, workers=2):
     told = []
-    with Crew(job, workers) as crew:
+    with Workers(decoding, workers) as pool:
         found = dict(
-            (shard.index, counts) for shard, counts in crew.run(tasks_of(tmp_path), told.append)
+            (shard.index, counts) for shard, counts in pool.run(tasks_of(tmp_path), told.append)
         )
     return found, sum(told)
 
@@ -84,7 +84,7 @@ def test_all_shards_are_run_and_progress_is_told(tmp_path):
 )
 def test_what_goes_wrong_is_told(tmp_path, action, kind, expected):
     with pytest.raises(kind, match=expected):
-        run(tmp_path, replace(JOB, tokenizer=Odd(action)))
+        run(tmp_path, replace(DECODING, tokenizer=Odd(action)))
     assert workers_of(psutil.Process()) == []
 
 
@@ -92,33 +92,34 @@ def test_workers_are_lean_and_share_the_cpus(tmp_path, monkeypatch):
     import torch  # as in a rank
 
     assert torch.zeros(1).item() == 0
-    monkeypatch.setattr("megatron_hdp.data.prepare.crew.available_cpus", lambda: 8)
+    monkeypatch.setattr("megatron_hdp.data.prepare.workers.available_cpus", lambda: 8)
     for variable in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
-    job = replace(JOB, tokenizer=Odd("say"))
+    decoding = replace(DECODING, tokenizer=Odd("say"))
     with pytest.raises(ValueError) as caught:
-        run(tmp_path, job, workers=2)
+        run(tmp_path, decoding, workers=2)
     report = {"torch": False, "parallel": "true", "threads": "4", "blas": "1", "main": None}
     assert eval(str(caught.value)) == report
-    monkeypatch.setattr("megatron_hdp.data.prepare.crew.available_cpus", lambda: 1)
+    monkeypatch.setattr("megatron_hdp.data.prepare.workers.available_cpus", lambda: 1)
     with pytest.raises(ValueError, match="'parallel': 'false', 'threads': '1'"):
-        run(tmp_path, job, workers=1)
+        run(tmp_path, decoding, workers=1)
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     with pytest.raises(ValueError, match="'threads': '3'"):
-        run(tmp_path, job, workers=1)
+        run(tmp_path, decoding, workers=1)
 
 
 def test_workers_end_when_the_caller_stops_listening(tmp_path):
-    with Crew(JOB, 2) as crew:
-        next(crew.run(tasks_of(tmp_path), lambda count: None))
+    with Workers(DECODING, 2) as pool:
+        next(pool.run(tasks_of(tmp_path), lambda count: None))
         assert len(workers_of(psutil.Process())) == 2
     assert workers_of(psutil.Process()) == []
 
 
 def test_workers_end_with_their_parent(tmp_path):
     program = (
-        "import time; from megatron_hdp.data.prepare.crew import Crew; "
-        "from tests.data.prepare.test_crew import JOB; crew = Crew(JOB, 2).__enter__(); "
+        "import time; from megatron_hdp.data.prepare.workers import Workers; "
+        "from tests.data.prepare.test_workers import DECODING; "
+        "pool = Workers(DECODING, 2).__enter__(); "
         "print('ready', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.content import sampled
 from megatron_hdp.data.formats import CompressedLines, Format, files_of, format_of, kind_of
+from megatron_hdp.data.hashes import sampled
 from megatron_hdp.data.prepare import text_key
 from megatron_hdp.data.spec import SourceSpec
 

@@ -24,8 +24,8 @@ from megatron_hdp.data.formats import (
     read,
     record_of_line,
 )
-from megatron_hdp.data.on_the_fly.files import SourceFiles
 from megatron_hdp.data.on_the_fly.places import Places, places_path, read_places, write_places
+from megatron_hdp.data.on_the_fly.source_files import SourceFiles
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.data.tokenizers import available_cpus
 from megatron_hdp.files import locked

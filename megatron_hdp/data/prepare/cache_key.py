@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data.content import hash_of_bytes, hash_of_file
 from megatron_hdp.data.formats import format_of
+from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
+from megatron_hdp.data.prepare.shard_run import Tell
 from megatron_hdp.data.prepare.stored import KEY_DIGITS
-from megatron_hdp.data.prepare.work import Tell
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import build_tokenizer, tokenizer_identity
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_hdp.data.formats import BadRecord, Record, read
 from megatron_hdp.data.prepare.decoding import (
-    Job,
+    Decoding,
     batches_of,
     conversations_of,
     rendered,
@@ -19,7 +19,7 @@ Tell = Callable[[int], object]
 """Is told how many more bytes of the files have been read."""
 
 
-def run_shard(job: Job, shard: Shard, prefix: str, tell: Tell) -> Counts:
+def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Counts:
     """Write a shard as ``PREFIX.bin/.idx``, of conversations with ``PREFIX.spans``, or nothing.
 
     Raises:
@@ -28,12 +28,12 @@ def run_shard(job: Job, shard: Shard, prefix: str, tell: Tell) -> Counts:
     """
     counts = Counts()
     try:
-        with TokenWriter(prefix, job.tokenizer.vocab_size, durable=job.durable) as writer:
-            records = _good(_records(job, shard), counts, job.may_be_bad, tell)
-            if job.key is None:
-                _write_conversations(job, records, writer, prefix, counts, tell)
+        with TokenWriter(prefix, decoding.tokenizer.vocab_size, durable=decoding.durable) as writer:
+            records = _good(_records(decoding, shard), counts, decoding.may_be_bad, tell)
+            if decoding.key is None:
+                _write_conversations(decoding, records, writer, prefix, counts, tell)
             else:
-                _write_texts(job, records, writer, counts, tell)
+                _write_texts(decoding, records, writer, counts, tell)
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
@@ -42,9 +42,9 @@ def run_shard(job: Job, shard: Shard, prefix: str, tell: Tell) -> Counts:
     return counts
 
 
-def _records(job: Job, shard: Shard) -> Iterator[Record | BadRecord]:
+def _records(decoding: Decoding, shard: Shard) -> Iterator[Record | BadRecord]:
     for piece in shard.pieces:
-        yield from read(piece, job.key)
+        yield from read(piece, decoding.key)
 
 
 def _good(
@@ -67,10 +67,10 @@ def _count_bad(counts: Counts, may_be_bad: bool, message: str) -> None:
 
 
 def _write_texts(
-    job: Job, records: Iterator[Record], writer: TokenWriter, counts: Counts, tell: Tell
+    decoding: Decoding, records: Iterator[Record], writer: TokenWriter, counts: Counts, tell: Tell
 ) -> None:
     for batch in batches_of(records):
-        found = tokens_of_texts(job, batch)
+        found = tokens_of_texts(decoding, batch)
         lengths = found.lengths[found.lengths > 0]
         counts.empty += len(found.lengths) - len(lengths)
         writer.add_batch(found.ids, lengths)
@@ -78,7 +78,7 @@ def _write_texts(
 
 
 def _write_conversations(
-    job: Job,
+    decoding: Decoding,
     records: Iterator[Record],
     writer: TokenWriter,
     prefix: str,
@@ -87,13 +87,13 @@ def _write_conversations(
 ) -> None:
     from megatron_hdp.data.spans import SpansWriter
 
-    conversations = conversations_of(job)
-    with SpansWriter(prefix + ".spans", durable=job.durable) as spans:
+    conversations = conversations_of(decoding)
+    with SpansWriter(prefix + ".spans", durable=decoding.durable) as spans:
         for record in records:
             tell(record.num_bytes)
             documents = rendered(conversations, record)
             if isinstance(documents, BadRecord):
-                _count_bad(counts, job.may_be_bad, documents.message)
+                _count_bad(counts, decoding.may_be_bad, documents.message)
                 continue
             for one in documents:
                 writer.add(one.ids)

@@ -16,7 +16,7 @@ from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource
 from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles, open_estimate
-from megatron_hdp.data.prepare import Prepared, job_of, prepare, recipe_of
+from megatron_hdp.data.prepare import Prepared, decoding_of, prepare, recipe_of
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable, count_documents, open_source, split_documents
@@ -126,7 +126,7 @@ def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSo
     decoder = Decoder(
         source,
         index,
-        job_of(source, files.kind, tokenizer),
+        decoding_of(source, files.kind, tokenizer),
         max_length=opening.max_length,
         long_sequence=long_sequence,
     )

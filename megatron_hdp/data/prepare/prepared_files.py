@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from megatron_hdp.data.cache_use import note_opened
-from megatron_hdp.data.prepare.contents import Content
+from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
 from megatron_hdp.data.prepare.stored import MAIN, MANIFEST, WORK
 from megatron_hdp.files import write_atomically
@@ -23,7 +23,7 @@ from megatron_hdp.files import write_atomically
 _FILES = "files"
 
 
-class Ledger:
+class PreparedFiles:
     """Of one source, its files and what is done with them."""
 
     def __init__(self, folder: Path, name: str, suffixes: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         """A file of the source."""
         return Path(self.prefix + suffix)
 
-    def prepared(self) -> Counts | None:
+    def counts(self) -> Counts | None:
         """What became of the documents, if all is finished; it is noted as opened now."""
         manifest = _read(self.path(MANIFEST))
         if manifest is None or manifest.get("sizes") != self._sizes():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_hdp.data.tables.fingerprints import Fingerprint
+from megatron_hdp.data.tables.columns import Fingerprint
 from megatron_hdp.runtime.health import fingerprint
 
 

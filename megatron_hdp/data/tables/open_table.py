@@ -9,8 +9,8 @@ import numpy as np
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.tables.cache import TableCache
+from megatron_hdp.data.tables.columns import fill_private
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.filling import fill_private
 from megatron_hdp.data.tables.table import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.files import Say

@@ -16,15 +16,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_hdp.data.prepare.decoding import Job
+from megatron_hdp.data.prepare.decoding import Decoding
+from megatron_hdp.data.prepare.shard_run import Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard
-from megatron_hdp.data.prepare.work import Tell, run_shard
 from megatron_hdp.data.tokenizers import available_cpus
 from megatron_hdp.processes import end_with_parent
 
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from megatron_hdp.data.prepare.crew import serve; serve({descriptor}, {parent})"
+    "from megatron_hdp.data.prepare.workers import serve; serve({descriptor}, {parent})"
 )
 _LOOK_S = 1.0
 _TOLD_BYTES = 2**19
@@ -34,23 +34,23 @@ Task = tuple[Shard, str]
 """A shard and the prefix to write it to."""
 
 
-class Crew:
+class Workers:
     """A context manager with processes that run shards; all of them have ended when it ends."""
 
-    def __init__(self, job: Job, workers: int) -> None:
+    def __init__(self, decoding: Decoding, workers: int) -> None:
         """Set what they do and how many they are."""
-        self._job = job
+        self._decoding = decoding
         self._num_workers = workers
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
         """Start them."""
-        job = pickle.dumps(self._job)
+        decoding = pickle.dumps(self._decoding)
         try:
             for _ in range(self._num_workers):
                 self._workers.append(_Worker(threads=max(1, available_cpus() // self._num_workers)))
             for worker in self._workers:
-                worker.give(job)
+                worker.give(decoding)
         except BaseException:
             self._end()
             raise
@@ -121,8 +121,8 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
 
-    def give(self, job: bytes) -> None:
-        self._send(job)
+    def give(self, decoding: bytes) -> None:
+        self._send(decoding)
 
     def start(self, task: Task) -> None:
         self.shard = task[0]
@@ -182,18 +182,20 @@ def serve(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     connection = Connection(descriptor)
     try:
-        job = pickle.loads(connection.recv_bytes())
+        decoding = pickle.loads(connection.recv_bytes())
         while True:
             shard, prefix = pickle.loads(connection.recv_bytes())
-            connection.send(_answer(job, shard, prefix, connection))
+            connection.send(_answer(decoding, shard, prefix, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent needs no more
         return
 
 
-def _answer(job: Job, shard: Shard, prefix: str, connection: Connection) -> tuple[str, Any]:
+def _answer(
+    decoding: Decoding, shard: Shard, prefix: str, connection: Connection
+) -> tuple[str, Any]:
     progress = _Progress(connection)
     try:
-        counts = run_shard(job, shard, prefix, progress.tell)
+        counts = run_shard(decoding, shard, prefix, progress.tell)
         progress.send()
     except (BrokenPipeError, ConnectionResetError):
         raise
