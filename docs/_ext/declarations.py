@@ -215,29 +215,37 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(list(value) if value == () else value)
 
 
+def sources() -> str:
+    """Keys of a source in a file of ``--hdp-data``."""
+    from megatron_hdp.data.spec import SourceSpec
+
+    return _spec_table(SourceSpec, without=("name",))
+
+
 def loaders() -> str:
     """Keys of ``loaders`` in a file of ``--hdp-data``."""
     from megatron_hdp.data.spec import LoadersSpec
 
-    defaults = {item.name: item.default for item in dataclasses.fields(LoadersSpec)}
-    rows = [
-        (code(name.replace("_", "-")), meaning, code(defaults[name]))
-        for name, meaning in meanings(LoadersSpec).items()
-    ]
-    return table(("key", "meaning", "unless given"), rows)
+    return _spec_table(LoadersSpec)
 
 
 def primitives() -> str:
     """Keys of ``primitives`` in a file of ``--hdp-data``."""
     from megatron_hdp.data.spec import PrimitivesSpec
 
-    defaults = {item.name: item.default for item in dataclasses.fields(PrimitivesSpec)}
-    rows = [
-        (code(name.replace("_", "-")), meaning, "built in" if unless is None else code(unless))
-        for name, meaning in meanings(PrimitivesSpec).items()
-        for unless in [defaults[name]]
-    ]
-    return table(("key", "meaning", "unless given"), rows)
+    return _spec_table(PrimitivesSpec, if_none="built in")
+
+
+def _spec_table(spec: type, without: Iterable[str] = (), if_none: str = "") -> str:
+    defaults = {item.name: item.default for item in dataclasses.fields(spec)}
+    rows = []
+    for name, meaning in meanings(spec).items():
+        default = defaults[name]
+        unless = if_none if default is None else code(str(default).lower())
+        unless = "required" if default is dataclasses.MISSING else unless
+        rows.append((code(name.replace("_", "-")), meaning, unless))
+    hidden = [code(name) for name in without]
+    return table(("key", "meaning", "unless given"), [row for row in rows if row[0] not in hidden])
 
 
 def exit_codes() -> str:
@@ -259,6 +267,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-record": step_record,
     "machine": machine,
     "cost-model": cost_model,
+    "sources": sources,
     "loaders": loaders,
     "primitives": primitives,
     "exit-codes": exit_codes,

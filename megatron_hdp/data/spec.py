@@ -22,14 +22,14 @@ class SourceSpec:
     path: str
     """A ``.bin/.idx`` prefix, a file, a folder, or a pattern of names with ``*``."""
     glob: str | None = None
-    """Names to take from a folder, such as ``*.txt``."""
+    """Names to take from a folder, such as ``*.txt``; if not given, all."""
     format: str = "auto"
-    """``tokens`` (a ``.bin/.idx`` pair), ``text`` or ``chat``; ``auto`` tells the first two by the
-    files' names."""
+    """``tokens`` (a ``.bin/.idx`` pair), ``text`` or ``chat``; ``auto`` distinguishes the first two
+    by the files' names."""
     key: str = "text"
     """Key or column of the text; conversations are found by the names that are usual for them."""
     tokenizer: str | None = None
-    """``byte``, ``hf:PATH`` or ``tiktoken:NAME``; None: the run's."""
+    """``byte``, ``hf:PATH`` or ``tiktoken:NAME``; if not given, the run's."""
     append_eod: bool = True
     """Whether a text ends with the tokenizer's end-of-document token."""
     tokenise: str = "ahead"
@@ -37,20 +37,20 @@ class SourceSpec:
     ``on-the-fly``, as they are drawn."""
     template: str | None = None
     """Of conversations: ``chatml``, ``megatron:FORMAT`` (of ``--sft-tokenizer-prompt-format``) or a
-    file that holds a Jinja template; None: the tokenizer's own, else ChatML."""
+    file that holds a Jinja template; if not given, the tokenizer's own, else ChatML."""
     train_on: str = "assistant"
-    """Of conversations: whose turns carry loss."""
+    """Of conversations, the turns that carry loss: ``assistant``, ``last`` or ``all``."""
     max_epochs: int | None = None
-    """The source ends after this many passes; None: never."""
+    """The source ends after this many passes; if not given, never."""
     long_sequence: str | None = None
-    """What happens to a longer document (``error``, ``truncate``, ``split``); None: as
-    ``--hdp-long-sequence`` says, ``truncate`` where text is tokenised on the fly."""
+    """What happens to a longer document: ``error``, ``truncate`` or ``split``; if not given, as
+    ``--hdp-long-sequence``, and ``truncate`` where text is tokenised on the fly."""
     bad_limit: float = 0.0
-    """Greatest share of bad documents; beyond it preparing the source is an error, or where text is
-    tokenised on the fly the run ends."""
+    """Greatest share of bad documents; above it preparing the source fails, or, where text is
+    tokenised on the fly, the run ends."""
     on_failure: str = "error"
-    """What happens when the data plane finds that the source does not answer or cannot be read: the
-    run ends with ``error``, or it goes on without the source (``go-on-without``)."""
+    """What happens when the data plane cannot read the source any more: the run ends (``error``) or
+    continues without it (``go-on-without``)."""
 
     @property
     def may_fail(self) -> bool:
@@ -73,13 +73,13 @@ class PrimitivesSpec:
     balance: str | None = None
     """The plan of a step, from its lengths."""
     distribute: str | None = None
-    """Which HDP rank runs each of the plan's ranks."""
+    """The HDP rank that runs each of the plan's ranks."""
     broadcast_at: str | None = None
     """Along which axes one rank reads tokens for the others."""
     plan: str | None = None
     """A whole step: what it draws and how it is planned."""
     losses_behind: int = 4
-    """``mix`` for a step knows the losses up to so many steps before; at least 2, so that it can be
+    """``mix`` for a step knows the losses up to this many steps before; at least 2, so that it is
     decided while the step before runs, and one more for each step that is decided ahead."""
 
 
@@ -90,14 +90,14 @@ class LoadersSpec:
     backend: str = "local"
     """``local``: each rank, in its own process; ``ray``: the data plane beside the job."""
     steps_ahead: int = 2
-    """Steps that the data plane makes before they are asked for."""
+    """Steps that the data plane prepares before a rank needs them."""
     min: int = 1
     """Loaders of a source, at least."""
     max: int = 4
     """Loaders of a source, at most."""
     memory_mb: int = 8192
-    """Of all loaders of a node: no more are added beyond it."""
+    """Memory of all loaders of a node; above it no loader is added."""
     shadows: int = 0
-    """Loaders of a source that stand by, opened, for one that dies."""
+    """Standby loaders of a source, which replace one that dies."""
     timeout_s: int = 120
-    """A source that has not answered for so long has failed; so has Ray that is not up by then."""
+    """A source that has not answered for this long has failed; so has Ray if it is not up then."""
