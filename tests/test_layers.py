@@ -442,13 +442,17 @@ def _importers(texts: Mapping[str, str]) -> dict[str, set[str]]:
     return importers
 
 
+# The users of subcommands and of families of models, which have a file each, however short.
+_WITH_A_FILE_EACH = ({"megatron_hdp.cli.main"}, {"megatron_hdp.convert.families.registry"})
+
+
 def crumbs(texts: Mapping[str, str]) -> list[str]:
     """Return the short modules that one other module uses: they belong into it."""
     return sorted(
         f"{module} ({texts[module].count(chr(10))} lines) belongs into {min(users)}"
         for module, users in _importers(texts).items()
         if len(users) == 1 and texts[module].count("\n") < MIN_LINES
-        if users != {"megatron_hdp.cli.main"}  # each subcommand has a file
+        if users not in _WITH_A_FILE_EACH
     )
 
 
