@@ -72,6 +72,20 @@ def sync(path: Path) -> None:
         os.close(file)
 
 
+def note_opened(file: int | Path) -> bool:
+    """Set a file's time of access, by which caches that nobody opens are found; is it there?
+
+    It is set by hand, because not every file system keeps it; the time of change stays.
+    """
+    try:
+        status = os.stat(file)
+    except FileNotFoundError:
+        return False
+    with suppress(OSError):  # another user's, whose time of access the kernel keeps where it may
+        os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))
+    return True
+
+
 @contextmanager
 def locked(path: Path, what: str, say: Say, *, patience_s: float) -> Iterator[Say]:
     """Hold the lock of a file within the block; it is released however the process ends.

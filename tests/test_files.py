@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp import files
-from megatron_hdp.files import is_named, locked, new_file, sync, write_atomically, write_synced
+from megatron_hdp.files import (
+    is_named,
+    locked,
+    new_file,
+    note_opened,
+    sync,
+    write_atomically,
+    write_synced,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 KILLED = """
@@ -99,6 +107,18 @@ def test_in_place(tmp_path, monkeypatch):
     sync(tmp_path / "a")
     sync(tmp_path)
     assert (tmp_path / "a").read_bytes() == b"text" and len(synced) == 3
+
+
+def test_the_time_of_access_is_set_and_no_other(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    os.utime(path, (1000, 2000))
+    assert note_opened(path)
+    assert path.stat().st_atime > 3000 and path.stat().st_mtime == 2000
+    os.utime(path, (1000, 2000))
+    with path.open("rb") as file:
+        assert note_opened(file.fileno()) and path.stat().st_atime > 3000
+    assert not note_opened(tmp_path / "missing")
 
 
 class Clock:

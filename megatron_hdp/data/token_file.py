@@ -7,9 +7,9 @@ import weakref
 import numpy as np
 
 from megatron_hdp.arrays import ByteArray, Int64Array
-from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.document_index import read_document_index
 from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
+from megatron_hdp.files import note_opened
 
 _NUM_SAMPLES = 48
 _SAMPLE_BYTES = 4096
@@ -48,9 +48,9 @@ class TokenReader:
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
 
-    def hold(self) -> None:
-        """Hold the ``.bin``, which is of a cache, for as long as this object lives."""
-        hold(self._file)
+    def note_opened(self) -> None:
+        """Note that the ``.bin``, which is of a cache, was opened now."""
+        note_opened(self._file)
 
     def read(self, begin: int, count: int) -> Int64Array:
         """Return ``count`` tokens from the one at place ``begin`` on, as ``int64``.

@@ -195,7 +195,7 @@ def _opened(
         say=opening.say,
     )
     if kind_of(source) != "tokens":
-        reader.hold()
+        reader.note_opened()
     spans_path = f"{prefix}.spans"  # also of a pair that was prepared elsewhere
     spans = Spans(spans_path) if os.path.exists(spans_path) else None
     first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec)

@@ -15,7 +15,6 @@ from megatron_hdp.data.prepare.decoding import (
     tokens_of_texts,
 )
 from megatron_hdp.data.prepare.shards import Counts
-from megatron_hdp.data.prepare.stored import stored_sources
 from megatron_hdp.data.prepare.tokenising import progress_bar, write_pair
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "recipe_of",
     "rendered",
     "require_few_bad",
-    "stored_sources",
     "text_key",
     "tokens_of_texts",
     "write_pair",

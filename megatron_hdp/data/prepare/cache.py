@@ -22,10 +22,15 @@ from megatron_hdp.data.prepare.cache_key import (
     require_unchanged,
 )
 from megatron_hdp.data.prepare.decoding import Decoding, decoding_of, text_key
-from megatron_hdp.data.prepare.prepared_files import PreparedFiles, known_contents
+from megatron_hdp.data.prepare.prepared_files import (
+    LOCK,
+    MANIFEST,
+    SUFFIXES,
+    PreparedFiles,
+    known_contents,
+)
 from megatron_hdp.data.prepare.shard_run import MOST_NAMED
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
-from megatron_hdp.data.prepare.stored import LOCK, MANIFEST, SUFFIXES
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.files import locked

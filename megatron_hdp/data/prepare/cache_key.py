@@ -11,12 +11,12 @@ import orjson
 from megatron_hdp.data.formats import format_of
 from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
 from megatron_hdp.data.prepare.shard_run import Tell
-from megatron_hdp.data.prepare.stored import KEY_DIGITS
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import build_tokenizer, tokenizer_identity
 
 FORMAT_VERSION = 1
 """Of what is prepared: a change that makes other tokens of the same files makes it another."""
+_KEY_DIGITS = 16
 _THREADS = 4
 
 
@@ -100,4 +100,4 @@ def key_of(recipe: Mapping[str, Any], contents: Iterable[Content], text_key: str
     """Return what the files and what is done with them come to, in 16 digits."""
     parts = [(format_of(one.path, text_key, lines=False).name, one.hash) for one in contents]
     raw = orjson.dumps({**recipe, "files": parts}, option=orjson.OPT_SORT_KEYS)
-    return hash_of_bytes(raw)[:KEY_DIGITS]
+    return hash_of_bytes(raw)[:_KEY_DIGITS]

@@ -14,11 +14,14 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data.cache_use import note_opened
 from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
-from megatron_hdp.data.prepare.stored import MAIN, MANIFEST, WORK
-from megatron_hdp.files import write_atomically
+from megatron_hdp.files import note_opened, write_atomically
+
+MAIN, MANIFEST, LOCK, WORK = ".bin", ".json", ".lock", ".work"
+"""Suffixes: of the tokens, which are the main file, and of what lies beside them."""
+SUFFIXES = {"text": (MAIN, ".idx"), "chat": (MAIN, ".idx", ".spans")}
+"""Those of what is made, by the kind of the source."""
 
 _FILES = "files"
 

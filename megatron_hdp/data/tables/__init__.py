@@ -8,7 +8,6 @@ from megatron_hdp.data.tables.cutting import LONG_SEQUENCE_POLICIES
 from megatron_hdp.data.tables.folder import TableCacheError
 from megatron_hdp.data.tables.open_table import count_documents, open_source, open_table
 from megatron_hdp.data.tables.splits import split_documents
-from megatron_hdp.data.tables.stored import stored_tables
 from megatron_hdp.data.tables.table import SequenceTable
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "open_source",
     "open_table",
     "split_documents",
-    "stored_tables",
 ]

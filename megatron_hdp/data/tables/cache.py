@@ -21,7 +21,6 @@ from megatron_hdp.data.tables.columns import column_types, fill
 from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
 from megatron_hdp.data.tables.identity import IndexIdentity
-from megatron_hdp.data.tables.stored import LOCK, TABLE, TIMES, table_name
 from megatron_hdp.files import Say, locked, write_atomically
 
 _NOTE_EVERY_S = 1.0
@@ -48,8 +47,8 @@ class TableCache:
         self._say = say
         self._identity = IndexIdentity.of(index.path)
         key = self._identity.key(cutting, VERSION)
-        self._path = folder / f"{table_name(key)}{TABLE}"
-        self._times_path = self._path.with_suffix(TIMES)
+        self._path = folder / f"sequences-{key}.table"
+        self._times_path = self._path.with_suffix(".times")
         self._what = f"table of sequences of {index.path}"
 
     def open(self) -> CachedTable:
@@ -79,7 +78,7 @@ class TableCache:
     @contextmanager
     def _locked(self) -> Iterator[Say]:
         """Hold the lock of the table; an error of the block itself is none of the lock."""
-        lock, what = self._path.with_suffix(LOCK), self._what
+        lock, what = self._path.with_suffix(".lock"), self._what
         with ExitStack() as stack:
             try:
                 note = stack.enter_context(locked(lock, what, self._say, patience_s=_PATIENCE_S))

@@ -10,7 +10,6 @@ keep as one page in memory and map by one fault. ``MADV_HUGEPAGE`` asks for the 
 is read again from the disk.
 """
 
-import errno
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -21,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hdp.data.cache_use import hold
 from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
 from megatron_hdp.data.tables.columns import Column, Columns, TableFacts
 from megatron_hdp.data.tables.folder import unusable
-from megatron_hdp.files import put_in_place
+from megatron_hdp.files import note_opened, put_in_place
 
 VERSION = 2
 
@@ -147,7 +145,7 @@ class _Waiting:
 
 
 def read_table(path: Path) -> CachedTable:
-    """Map the table in a file, which is held until the last of its columns is let go of.
+    """Map the table in a file, whose opening is noted.
 
     Raises:
         FileNotFoundError: there is none.
@@ -155,8 +153,7 @@ def read_table(path: Path) -> CachedTable:
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not hold(file):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        note_opened(file)
         about, mapped = _KIND.map(file, lambda about: _parsed(about)[-1])
     finally:
         os.close(file)

@@ -76,6 +76,14 @@ def test_a_second_opening_neither_builds_nor_compares(corpus, unbuilt, unread):
     assert len(corpus.tables) == 1 and corpus.said == []
 
 
+def test_opening_is_noted(corpus):
+    for _ in range(2):
+        corpus.open()
+        (path,) = corpus.tables
+        assert path.stat().st_atime > 3000
+        os.utime(path, (1000, path.stat().st_mtime))
+
+
 def test_what_is_cut_otherwise_is_another_table(corpus):
     cuts = [
         {},
