@@ -53,12 +53,12 @@ def test_preparing_goes_on_while_the_caller_works():
 
     def prepare(key):
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(120)
         return key
 
     ahead = OneAhead(prepare)
     ahead.expect(1)
-    assert entered.wait(10)  # in the background: nobody has asked for it yet
+    assert entered.wait(120)  # in the background: nobody has asked for it yet
     leave.set()
     assert ahead.get(1) == 1
     ahead.close()

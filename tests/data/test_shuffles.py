@@ -94,12 +94,14 @@ def rests_during(action):
     return num_rests
 
 
+@pytest.mark.slow
 def test_other_threads_run_during_a_large_draw():
     numbers = np.random.default_rng(0).permutation(1_000_000).tolist()
     held = rests_during(lambda: sorted(numbers))  # does not let others run
     assert 3 * max(held, 7) < rests_during(lambda: Feistel(10**9, 1).rows(0, 0, 20_000_000))
 
 
+@pytest.mark.slow
 def test_a_step_is_drawn_in_milliseconds():
     """A bound that a busy machine keeps; what was measured: docs/benchmarks.md."""
     times = []

@@ -218,7 +218,7 @@ def _by_depth(
 def padding_micro_batch(
     rank: int, num_tokens: int = FEWEST_TOKENS, num_further: int = 0
 ) -> RankMicroBatch:
-    """Return padding without loss: what a rank runs at a position where the plan gives nothing."""
+    """Return padding without loss: what a rank runs in a slot for which the plan has nothing."""
     return RankMicroBatch(
         tokens=np.zeros(num_tokens, dtype=np.int64),
         labels=np.zeros(num_tokens, dtype=np.int64),

@@ -42,7 +42,7 @@ class PlanSettings:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a micro-batch must stand at one position in the lists of all its ranks."""
+        """Whether a micro-batch must have the same slot in the lists of all its ranks."""
         return self.num_stages > 1 or self.lockstep_ranks > 1
 
 

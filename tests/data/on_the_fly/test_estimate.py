@@ -110,7 +110,7 @@ def test_of_several_at_a_time_one_decodes(folder, decoded):
     spec = read_data_file(folder / "data.yaml").training
 
     def open_one():
-        begin.wait(30)
+        begin.wait(240)
         return open_corpus(spec, OPENING).sources[0].estimate
 
     with ThreadPoolExecutor(4) as pool:

@@ -54,7 +54,7 @@ def marks(folder):
     return len(list(Path(folder).glob("*.work/0*.json")))
 
 
-def wait_for(condition, deadline_s=60.0):
+def wait_for(condition, deadline_s=240.0):
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -78,7 +78,7 @@ def test_a_killed_run_is_continued(corpus, tmp_path, workers):
     process.kill()
     process.wait()
     assert len(below) == workers
-    psutil.wait_procs(below, timeout=10)
+    psutil.wait_procs(below, timeout=120)
     assert not any(child.is_running() for child in below)
     finished = marks(folder)
     assert not list(folder.glob("*.idx"))
@@ -168,8 +168,8 @@ def test_an_interrupt_ends_the_workers(corpus, tmp_path):
     wait_for(lambda: marks(tmp_path / "cache") >= 2)
     below = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=30)
-    psutil.wait_procs(below, timeout=10)
+    process.wait(timeout=240)
+    psutil.wait_procs(below, timeout=120)
     assert len(below) == 2 and not any(child.is_running() for child in below)
     assert not list((tmp_path / "cache").glob("*.idx"))
     assert run(corpus, tmp_path / "cache").documents == 400
@@ -182,7 +182,7 @@ def test_processes_at_the_same_time_make_it_once(tmp_path):
         subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
+    printed = [process.communicate(timeout=240)[0] for process in processes]
     assert sorted(map(int, printed)) == [0, 0, 1]
     assert len(documents(run(corpus, tmp_path / "cache").prefix)) == 300
     assert len(names(tmp_path / "cache")) == 4

@@ -132,4 +132,4 @@ def test_workers_end_with_their_parent(tmp_path):
     process.wait()
     process.stdout.close()
     assert len(below) == 2
-    assert psutil.wait_procs(below, timeout=10)[1] == []
+    assert psutil.wait_procs(below, timeout=120)[1] == []

@@ -14,7 +14,7 @@ from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
 
 # A busy machine is no failure.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 class CountingFile:

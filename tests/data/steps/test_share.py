@@ -150,6 +150,7 @@ def test_a_share_knows_its_bytes():
     assert share.num_bytes == sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
 
 
+@pytest.mark.slow
 def test_the_shares_of_thousands_of_ranks_are_cut_in_little_time():
     """4,096 ranks and 60,000 sequences; generous for a machine with other work."""
     num_ranks = 4096

@@ -30,7 +30,10 @@ def main():
     def logged(self, progress):
         with open(said["log"], "a") as log:
             log.write("built\n")
-        time.sleep(0.1)  # so that the others come before it is done
+        # so that the others come before it is done: surely where it shows that there is no lock
+        time.sleep(0.1)
+        while said.get("unlocked") and Path(said["log"]).read_text().count("built\n") < 2:
+            time.sleep(0.005)
         build(self, progress)
 
     def stalled(self, name, first, values):

@@ -45,11 +45,11 @@ def start(stack, said):
     return process
 
 
-def test_eight_processes_build_once(said):
+def test_processes_at_once_build_once(said):
     with ExitStack() as stack:
-        openers = [start(stack, said) for _ in range(8)]
+        openers = [start(stack, said) for _ in range(4)]
         Path(said["start"]).touch()
-        found = {opener.communicate(timeout=60)[0] for opener in openers}
+        found = {opener.communicate(timeout=240)[0] for opener in openers}
     assert len(found) == 1 and len(found.pop()) == 65
     assert Path(said["log"]).read_text() == "built\n"
 
@@ -60,7 +60,7 @@ def test_processes_without_a_lock_build_more_than_once(said):
         openers = [start(stack, said | {"unlocked": True}) for _ in range(3)]
         Path(said["start"]).touch()
         for opener in openers:
-            opener.communicate(timeout=60)
+            opener.communicate(timeout=240)
     assert Path(said["log"]).read_text().count("built\n") > 1
 
 
@@ -82,11 +82,11 @@ def test_whoever_waits_builds_when_the_builder_is_killed(said, monkeypatch):
         assert builder.stdout.readline() == "stalled\n"
         waiter = threading.Thread(target=wait)
         waiter.start()
-        assert is_waiting.wait(30)
+        assert is_waiting.wait(240)
         assert not list(folder.glob("*.table"))
         (left,) = folder.glob("*.table.*")
         os.kill(builder.pid, signal.SIGKILL)
-        waiter.join(30)
+        waiter.join(240)
     assert f"waiting for process {builder.pid} on " in lines[0]
     assert not left.exists()
     assert everything(tables[0]) == everything(open_table(said["prefix"], max_length=9))

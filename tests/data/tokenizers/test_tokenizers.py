@@ -263,8 +263,13 @@ FOLDERS = {
 CHAT = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-@pytest.mark.parametrize("template", ["none", "settings", "file", "several"])
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        *((name, "none") for name in FOLDERS),
+        *(("byte level", template) for template in ("settings", "file", "several")),
+    ],
+)
 def test_what_chat_templates_need_is_the_librarys(hugging_face_folder, name, template):
     FOLDERS[name](hugging_face_folder)
     change(hugging_face_folder, tokenizer_class="PreTrainedTokenizerFast", bos_token="f")
