@@ -61,7 +61,7 @@ def test_it_is_made_once(corpus, tmp_path, monkeypatch):
     assert len(said) == 2 and "prepares" in said[0] and "180 documents" in said[1]
     monkeypatch.setattr(cache, "run_tasks", lambda *rest: pytest.fail("it was made again"))
     monkeypatch.setattr(
-        room.contents, "hash_of_file", lambda path: pytest.fail(f"{path} was read again")
+        room.cache_key, "hash_of_file", lambda path: pytest.fail(f"{path} was read again")
     )
     assert run(corpus, tmp_path / "cache", said=said) == first
     assert len(said) == 2
@@ -90,7 +90,7 @@ def test_whatever_changes_tokens_is_another_pair(corpus, tmp_path, change):
 def test_another_tokenizer_or_version_is_another_pair(corpus, tmp_path, monkeypatch, what):
     first = run(corpus, tmp_path / "cache")
     other = {"tokenizer_identity": lambda name: "another", "FORMAT_VERSION": 0}[what]
-    monkeypatch.setattr(room.contents, what, other)
+    monkeypatch.setattr(room.cache_key, what, other)
     assert run(corpus, tmp_path / "cache").prefix != first.prefix
 
 
