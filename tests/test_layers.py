@@ -40,7 +40,6 @@ ROOMS: dict[str, set[str]] = {
     "data/on_the_fly": {
         *{"data", "data/tokenizers", "data/formats", "data/chat", "data/prepare"},
     },
-    "data/caches": {"data", "data/tables", "data/prepare"},
     "data/mixture": {
         *{"planner", "data", "data/tokenizers", "data/tables"},
         *{"data/prepare", "data/on_the_fly", "data/formats", "data/chat"},
@@ -127,7 +126,7 @@ FACES = {
     *{"megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
     *{"simulator/execution", "simulator/charts", "simulator/report"},
-    *{"data/on_the_fly", "data/caches", "data/mixture", "data/steps", "data_plane/wire"},
+    *{"data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"},
     "cli/checking",
 }
 

@@ -95,7 +95,6 @@ COMMANDS = {
     ),
     "megatron-hdp data prepare mix.yaml": COMMAND,
     "megatron-hdp data describe mix.yaml": COMMAND,
-    "megatron-hdp data prune hdp-cache --dry-run": COMMAND,
     "megatron-hdp data top": Elsewhere(
         "tests/cli/data_commands/test_top.py::test_a_plane_that_runs_is_shown"
     ),

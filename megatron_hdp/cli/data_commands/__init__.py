@@ -1,1 +1,1 @@
-"""What data holds and what a run will draw of it: describe, plan, prepare, prune and top."""
+"""What data holds and what a run will draw of it: describe, plan, prepare and top."""

@@ -15,12 +15,11 @@ _CACHE = (
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand and those below it."""
-    parser = subparsers.add_parser("data", help="describe, plan, prepare, prune, watch data")
+    parser = subparsers.add_parser("data", help="describe, plan, prepare, watch data")
     below = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     _add_describe(below)
     _add_plan(below)
     _add_prepare(below)
-    _add_prune(below)
     _add_top(below)
 
 
@@ -102,24 +101,6 @@ def _add_prepare(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_text(parser)
 
 
-def _add_prune(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "prune", "remove caches that nobody opens any more", _prune)
-    add = parser.add_argument
-    add(
-        "folder",
-        metavar="FOLDER",
-        help="of caches: the --data-cache-path of runs, or hdp-cache beside their data",
-    )
-    add(
-        "--older-than",
-        type=whole(1, 36_500),
-        default=30,
-        metavar="DAYS",
-        help="remove what was not opened for so many days (default: 30)",
-    )
-    add("--dry-run", action="store_true", help="remove nothing, say what would be removed")
-
-
 def _add_top(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = _added(below, "top", "watch the data planes that run on this host", _top)
     add = parser.add_argument
@@ -168,12 +149,6 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli.data_commands.plan import run
-
-    return run(arguments)
-
-
-def _prune(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.prune import run
 
     return run(arguments)
 
