@@ -22,17 +22,18 @@ def activate() -> None:
     have the flag, what CUDA and PyTorch's allocator read when they start is set first.
 
     Raises:
-        PluginError: Megatron-LM is not found, or is no release that the plugin knows; or a setting
-            of CUDA's is wrong. Nothing is changed.
+        PluginError: Megatron-LM is not found, or is a release that the plugin does not support; or
+            a setting of CUDA's is wrong. Nothing is changed.
     """
     _prepare_cuda()
     from megatron_hdp.megatron.lm import patches
     from megatron_hdp.megatron.lm.patching import PatchError
 
     try:
-        patches.activate(_make_outputs)
+        note = patches.activate(_make_outputs)
     except PatchError as error:
         raise PluginError(str(error)) from error
+    _print([note] if note else [])
 
 
 def deactivate() -> None:
@@ -76,8 +77,13 @@ def _prepare_cuda() -> None:
         doubts = cuda.prepare(cuda.run_of(sys.argv[1:]))
     except ValueError as error:
         raise PluginError(str(error)) from error
-    for doubt in doubts if os.environ.get("RANK", "0") == "0" else ():
-        print(f"megatron_hdp: {doubt}", flush=True)
+    _print(doubts)
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Prints on the first rank."""
+    for line in lines if os.environ.get("RANK", "0") == "0" else ():
+        print(f"megatron_hdp: {line}", flush=True)
 
 
 def _make_outputs(*of_the_run: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hdp.megatron.lm.releases import installed_version, release_of
 from tests.support import fake_megatron_lm
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,26 @@ def test_another_megatron_lm_is_refused_whole(tmp_path):
     assert done.returncode == 2
     assert "megatron.training.arguments:validate_args: expected the parameters" in done.stderr
     assert "nothing was patched" in done.stderr and "Traceback" not in done.stderr
+
+
+OTHER_VERSION = """
+import megatron.core.package_info as info
+info.__version__ = "{}"
+from megatron_hdp.plugin import PluginError, activate
+try:
+    activate()
+except PluginError as error:
+    print(error)
+"""
+
+
+def test_a_version_that_was_not_tested_is_a_note(tmp_path):
+    release = release_of(installed_version())
+    done = run_python(fake_megatron_lm.write(tmp_path), "-c", OTHER_VERSION.format(f"{release}.99"))
+    note = f"megatron_hdp: megatron-core {release}.99 was not tested, only {release}"
+    assert done.stdout.startswith(note), done.stderr
+    done = run_python(tmp_path, "-c", OTHER_VERSION.format("0.99.0"))
+    assert "found megatron-core 0.99.0, expected a version of 0.16" in done.stdout, done.stderr
 
 
 def test_without_a_checkout_it_says_so(tmp_path):

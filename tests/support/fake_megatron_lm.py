@@ -6,7 +6,7 @@ Its functions take what the patches' records say that those of the installed rel
 from pathlib import Path
 
 from megatron_hdp.megatron.lm.patches import PATCHES
-from megatron_hdp.megatron.lm.releases import installed_release
+from megatron_hdp.megatron.lm.releases import installed_version, release_of
 
 TRAINING = "megatron.training.training"
 BUILDER = "megatron.training.models.dist_utils:unimodal_build_distributed_models"
@@ -16,7 +16,7 @@ WARM_UP = "megatron.training.initialize:_warmup_jit_function"
 def parameters(target: str, num_required: int) -> str:
     """A function's parameters as source, all but the first ones with the default None."""
     (record,) = (one for one in PATCHES.patches if one.target == target)
-    names = record.parameters[installed_release()]
+    names = record.parameters[release_of(installed_version())]
     assert names is not None
     return ", ".join([*names[:num_required], *(f"{name}=None" for name in names[num_required:])])
 
@@ -76,7 +76,7 @@ def training_log({parameters(TRAINING + ":training_log", 11)}):
     return report_memory_flag
 """,
 }
-if BUILDER in [patch.target for patch in PATCHES.of(installed_release())]:
+if BUILDER in [patch.target for patch in PATCHES.of(installed_version())]:
     FILES["models/dist_utils.py"] = f"""
 def unimodal_build_distributed_models({parameters(BUILDER, 3)}):
     return [build_model_func()]

@@ -21,6 +21,7 @@ from megatron_hdp.data.tokenizers import Tokenizer
 
 PREFIX = "megatron:"
 _RELEASES = ("0.16", "0.17", "0.18", "0.19")
+_DEFAULT_RELEASE = "0.19"
 _LAST_THAT_ENDS_DOCUMENTS = "0.16"
 _FIRST_WITHOUT_IDENTITY_MASKS = "0.18"
 
@@ -80,7 +81,7 @@ class MegatronFormat:
 
         Args:
             name: ``FORMAT`` or ``FORMAT@RELEASE``, such as ``identity@0.17``; without a release
-                masks are the latest's, and ``append_eod`` alone decides about the end.
+                masks are those of 0.19, and ``append_eod`` alone decides about the end.
             tokenizer: of the model.
             append_eod: end conversations with the end-of-document token, if the release does.
 
@@ -88,7 +89,7 @@ class MegatronFormat:
             ValueError: no such format, release, or template of the tokenizer.
         """
         name, _, release = name.partition("@")
-        found = re.fullmatch(r"(\d+\.\d+)(\.\w+)?", release or _RELEASES[-1])
+        found = re.fullmatch(r"(\d+\.\d+)(\.\w+)?", release or _DEFAULT_RELEASE)
         if name not in _FORMATS or found is None or found[1] not in _RELEASES:
             raise ValueError(
                 f"template megatron:{name}{release and '@' + release}: expected one of "

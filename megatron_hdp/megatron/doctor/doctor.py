@@ -251,15 +251,16 @@ def _diagnose() -> Diagnosis:
         kernel, refused, problem = _attention(shim_applies)
         problems += [problem] if problem else []
     seams = tuple(SeamCheck(seam, check_seam(seam)) for seam in SEAMS)
-    found = patches = None
+    found = patches = note = None
     if _importable("megatron.core"):
         from megatron_hdp.megatron.cpu.gpu_gaps import GAPS
         from megatron_hdp.megatron.lm.diagnosis import check_patches
+        from megatron_hdp.megatron.lm.releases import installed_version, untested
 
-        found, patches = checkout.find(), check_patches()
+        found, patches, note = checkout.find(), check_patches(), untested(installed_version())
         gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
-    advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches))
+    advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches), note)
     return Diagnosis(
         versions=_versions(),
         device=device,

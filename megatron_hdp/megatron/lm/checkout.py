@@ -45,7 +45,7 @@ def find() -> Checkout | None:
     spec = importlib.util.find_spec("megatron.training")
     if spec is None or not spec.submodule_search_locations:
         return None
-    from megatron_hdp.megatron.lm.releases import installed_release
+    from megatron_hdp.megatron.lm.releases import installed_version
 
     folder = Path(next(iter(spec.submodule_search_locations))).resolve().parents[1]
-    return Checkout(str(folder), installed_release(), folder == Path.cwd().resolve())
+    return Checkout(str(folder), installed_version(), folder == Path.cwd().resolve())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_hdp.megatron.cpu import shim as cpu_shim
 from megatron_hdp.megatron.lm.patches import PATCHES
-from megatron_hdp.megatron.lm.releases import installed_release
+from megatron_hdp.megatron.lm.releases import installed_version
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ def check_patches() -> tuple[PatchCheck, ...] | None:
     if shim:
         cpu_shim.apply()  # without a GPU Megatron's training modules import under it only
     try:
-        return _compare(installed_release())
+        return _compare(installed_version())
     finally:
         if shim:
             cpu_shim.revert()
 
 
-def _compare(release: str) -> tuple[PatchCheck, ...]:
-    patches = PATCHES.of(release) or PATCHES.patches
-    whole = PATCHES.problem_of_all(release)
-    return tuple(PatchCheck(p.target, p.why, whole or p.problem(release)) for p in patches)
+def _compare(version: str) -> tuple[PatchCheck, ...]:
+    patches = PATCHES.of(version) or PATCHES.patches
+    whole = PATCHES.problem_of_all(version)
+    return tuple(PatchCheck(p.target, p.why, whole or p.problem(version)) for p in patches)

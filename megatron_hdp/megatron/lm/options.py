@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.megatron.lm.releases import installed_release
+from megatron_hdp.megatron.lm.releases import installed_version, release_of
 from megatron_hdp.megatron.model import fused_kernel_can_count, fused_kernel_is_there
 from megatron_hdp.megatron.options import (
     MoeOptions,
@@ -253,7 +253,7 @@ def _check_latent_attention(args: argparse.Namespace) -> None:
     if args.transformer_impl != "transformer_engine":
         raise OptionError(
             f"--multi-latent-attention with --transformer-impl {args.transformer_impl}: expected "
-            f"transformer_engine, as the local attention of Megatron {installed_release()} takes "
+            f"transformer_engine, as the local attention of Megatron {installed_version()} takes "
             "no heads of two sizes and its model cannot be built: install TransformerEngine, or "
             "train with megatron-hdp's own command, which needs none"
         )
@@ -373,8 +373,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         found = getattr(args, name, None)
         values[name] = None if found is None else str(found)
     if getattr(args, "sft", False):  # releases mask some formats differently
-        release = ".".join(installed_release().split(".")[:2])
-        values["sft_tokenizer_prompt_format"] += f"@{release}"
+        values["sft_tokenizer_prompt_format"] += f"@{release_of(installed_version())}"
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
     return TrainingArguments(**values)

@@ -7,28 +7,31 @@ from typing import Any
 from megatron_hdp.megatron.cpu import shim as cpu_shim
 from megatron_hdp.megatron.lm import releases, replacements
 from megatron_hdp.megatron.lm.patching import Patch, PatchSet
-from megatron_hdp.megatron.lm.releases import ANY, RELEASES, everywhere, installed_release
+from megatron_hdp.megatron.lm.releases import ANY, TESTED, everywhere, installed_version
 
 _TRAINING = "megatron.training.training"
 
 
-def activate(make_outputs: Any) -> None:
+def activate(make_outputs: Any) -> str | None:
     """Puts all patches in; on a machine without a GPU the CPU shim too. A second call does nothing.
 
     Args:
         make_outputs: makes what a run writes besides Megatron's logs, see `LmRun`.
 
+    Returns:
+        A note if this version of Megatron was not tested.
+
     Raises:
         PatchError: Megatron-LM is not found, or not as expected; nothing is changed.
     """
     if PATCHES.is_applied:
-        return
+        return None
     replacements.use_outputs(make_outputs)
     shim = cpu_shim.needed() and not cpu_shim.is_active()
     if shim:
         cpu_shim.apply()  # before Megatron's training modules are imported
     try:
-        PATCHES.apply(installed_release())
+        return PATCHES.apply(installed_version())
     except BaseException:
         if shim:
             cpu_shim.revert()
@@ -156,5 +159,5 @@ PATCHES = PatchSet(
             replacements.log_validation_sets,
         ),
     ],
-    RELEASES,
+    TESTED,
 )

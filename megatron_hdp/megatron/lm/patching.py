@@ -1,7 +1,7 @@
 """Declared replacements of Megatron's functions: checked together, applied together, taken back.
 
-A patch names its target, why it is needed, and for each release that it was written for the
-signature that it found there. Nothing is replaced unless every patch of the release fits.
+A patch names its target, why it is needed, and the parameters that the target has in each release
+it was written for. Nothing is replaced unless every patch of the release fits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_hdp.megatron.lm.releases import release_of, releases_of, untested
 
 Function = Callable[..., Any]
 
@@ -71,8 +73,8 @@ class Patch:
             raise PatchError(f"{self.target}: expected it to exist, found {error}") from error
         return owner
 
-    def problem(self, release: str) -> str | None:
-        """What keeps this patch from being applied to a release that needs it; None if nothing."""
+    def problem(self, version: str) -> str | None:
+        """What keeps this patch from being applied to a version that needs it; None if nothing."""
         try:
             owner = self.owner()
         except PatchError as error:
@@ -83,7 +85,7 @@ class Patch:
         function = _function_of(found)
         if not callable(function):
             return f"{self.target}: expected a function, found {found!r}"
-        expected = self.parameters[release]
+        expected = self.parameters[release_of(version)]
         parameters = tuple(inspect.signature(function).parameters)
         if expected is not None and parameters != expected:
             return (
@@ -114,12 +116,12 @@ class PatchSet:
 
     Attributes:
         patches: all of them, whatever the release.
-        releases: the releases of megatron-core that they were written for.
+        tested: the versions of megatron-core with which they were run.
     """
 
-    def __init__(self, patches: Sequence[Patch], releases: Sequence[str]) -> None:
+    def __init__(self, patches: Sequence[Patch], tested: Sequence[str]) -> None:
         self.patches = tuple(patches)
-        self.releases = tuple(releases)
+        self.tested = tuple(tested)
         self._changes: list[_Change] = []
 
     @property
@@ -127,39 +129,46 @@ class PatchSet:
         """True between `apply` and `revert`."""
         return bool(self._changes)
 
-    def of(self, release: str) -> list[Patch]:
-        """The patches that a release needs."""
-        return [patch for patch in self.patches if release in patch.parameters]
+    def of(self, version: str) -> list[Patch]:
+        """The patches that a version needs."""
+        return [patch for patch in self.patches if release_of(version) in patch.parameters]
 
-    def problem_of_all(self, release: str) -> str | None:
-        """What keeps every patch from being applied to a release; None if nothing does."""
-        if release not in self.releases:
-            return f"found megatron-core {release}, expected one of {', '.join(self.releases)}"
-        if missing := sorted({p for patch in self.of(release) if (p := patch.missing_package())}):
+    def problem_of_all(self, version: str) -> str | None:
+        """What keeps every patch from being applied to a version; None if nothing does."""
+        releases = releases_of(self.tested)
+        if release_of(version) not in releases:
+            return (
+                f"found megatron-core {version}, expected a version of {', '.join(releases)}: "
+                f"pip install 'megatron-core~={self.tested[-1]}', or git checkout a tag of theirs"
+            )
+        if missing := sorted({p for patch in self.of(version) if (p := patch.missing_package())}):
             names = " ".join(missing)
             return f"found no package {names}, which Megatron imports there: pip install {names}"
         return None
 
-    def problems(self, release: str) -> list[str]:
-        """What keeps the patches from being applied to a release; empty if nothing does."""
-        if whole := self.problem_of_all(release):
+    def problems(self, version: str) -> list[str]:
+        """What keeps the patches from being applied to a version; empty if nothing does."""
+        if whole := self.problem_of_all(version):
             return [whole]
-        return [text for patch in self.of(release) if (text := patch.problem(release)) is not None]
+        return [text for patch in self.of(version) if (text := patch.problem(version)) is not None]
 
-    def apply(self, release: str) -> None:
+    def apply(self, version: str) -> str | None:
         """Replaces every target, and the copies that modules have imported by value.
 
         A second call does nothing.
 
         Args:
-            release: version of the installed megatron-core.
+            version: of the installed megatron-core.
+
+        Returns:
+            A note if the version was not tested.
 
         Raises:
             PatchError: some patch does not fit, or a copy was missed; nothing is replaced then.
         """
         if self.is_applied:
-            return
-        problems = self.problems(release)
+            return None
+        problems = self.problems(version)
         if problems:
             listed = "\n  ".join(problems)
             raise PatchError(
@@ -168,11 +177,12 @@ class PatchSet:
                 "supported versions names"
             )
         try:
-            for patch in self.of(release):
+            for patch in self.of(version):
                 self._replace(patch)
         except BaseException:
             self._restore()
             raise
+        return untested(version, self.tested)
 
     def revert(self) -> None:
         """Puts every original back; does nothing when nothing is applied.

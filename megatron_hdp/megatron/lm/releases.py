@@ -1,22 +1,55 @@
-"""The Megatron-LM releases that the plugin fits, and what the functions it replaces take there.
+"""The Megatron-LM releases that the plugin supports, and what the functions it replaces take there.
 
-Releases are named as megatron-core names itself: the checkout of tag ``core_v0.19.0`` is 0.19.1.
+A release is a minor version of megatron-core. Of a version with another patch level the parameters
+decide; whether it is among `TESTED` is only a note.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+
 from megatron.core import package_info
 
-_16, _17, _18, _19 = ("0.16.1",), ("0.17.1",), ("0.18.0", "0.18.2"), ("0.19.0", "0.19.1")
-RELEASES = (*_16, *_17, *_18, *_19)
+TESTED = (
+    *("0.16.1", "0.17.1", "0.18.0", "0.18.2"),
+    *("0.19.0", "0.19.1", "0.19.2"),  # the checkout of tag core_v0.19.0 is 0.19.1
+)
+"""Versions of megatron-core with which the plugin was run."""
 
 Parameters = dict[str, tuple[str, ...] | None]
 """For each release that has the function to replace its parameters' names; None: any."""
 
 
-def installed_release() -> str:
-    """What megatron-core names itself, without the commit that a git checkout of it adds."""
+def installed_version() -> str:
+    """The version of megatron-core, without the commit that a git checkout of it adds."""
     return str(package_info.__version__).split("+")[0]
+
+
+def release_of(version: str) -> str:
+    """The release of a version: 0.19 of 0.19.2rc1."""
+    found = re.match(r"\d+\.\d+", version)
+    return found.group() if found else version
+
+
+def releases_of(versions: Iterable[str]) -> tuple[str, ...]:
+    """The releases of versions, each once."""
+    return tuple(dict.fromkeys(map(release_of, versions)))
+
+
+def untested(version: str, tested: Sequence[str] = TESTED) -> str | None:
+    """A note if a version was not tested; None if it was."""
+    if version in tested:
+        return None
+    same = [one for one in tested if release_of(one) == release_of(version)]
+    return (
+        f"megatron-core {version} was not tested, only {', '.join(same or tested)}: whether it "
+        "fits is decided by the parameters of its functions"
+    )
+
+
+RELEASES = releases_of(TESTED)
+_16, _17, _18, _19 = ((release,) for release in RELEASES)
 
 
 def everywhere(*parameters: str) -> Parameters:

@@ -161,3 +161,11 @@ def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "  MISFIT  m:f" in text and "  - 1 patches do not fit this Megatron-LM" in text
+
+
+def test_a_version_that_was_not_tested_is_a_note(capsys, monkeypatch):
+    from megatron_hdp.megatron.lm import releases
+
+    monkeypatch.setattr(releases, "installed_version", lambda: "0.18.1")
+    assert main(["doctor"]) == 0
+    assert "  - megatron-core 0.18.1 was not tested, only 0.18.0, 0.18.2" in capsys.readouterr().out

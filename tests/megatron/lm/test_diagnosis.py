@@ -16,7 +16,7 @@ from megatron_hdp.megatron.doctor.doctor import _megatron_lm_lines
 from megatron_hdp.megatron.lm.checkout import Checkout, current_folder_first, find
 from megatron_hdp.megatron.lm.diagnosis import check_patches
 from megatron_hdp.megatron.lm.patches import PATCHES
-from megatron_hdp.megatron.lm.releases import installed_release
+from megatron_hdp.megatron.lm.releases import installed_version
 from tests.support import fake_megatron_lm
 
 ROOT = Path(__file__).parents[3]
@@ -66,11 +66,11 @@ def test_every_patch_is_listed_with_its_reason(tmp_path, changed, misfit):
     done = doctor(fake_megatron_lm.write(tmp_path, **changed), "--json")
     assert done.returncode == 0, done.stderr  # our own command can train
     found = json.loads(done.stdout)
-    release = installed_release()
+    release = installed_version()
     assert found["megatron_lm"] == {"folder": str(tmp_path), "release": release, "is_current": True}
     patches = found["patches"]
     assert [patch["target"] for patch in patches] == [
-        patch.target for patch in PATCHES.of(installed_release())
+        patch.target for patch in PATCHES.of(installed_version())
     ]
     assert all(patch["why"] for patch in patches)
     problems = {patch["target"].split(":")[1]: patch["problem"] for patch in patches}
@@ -85,9 +85,9 @@ def test_the_current_folder_goes_before_pythons_path(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(other))
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    assert found_by_doctor() == Checkout(str(other), installed_release(), is_current=False)
+    assert found_by_doctor() == Checkout(str(other), installed_version(), is_current=False)
     monkeypatch.chdir(here)
-    assert found_by_doctor() == Checkout(str(here), installed_release(), is_current=True)
+    assert found_by_doctor() == Checkout(str(here), installed_version(), is_current=True)
     assert sys.path == before
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_hdp.megatron.lm.patching import Function, Patch, PatchError, PatchSet
+from megatron_hdp.megatron.lm.releases import TESTED, everywhere
 
 RELEASE = "1.0"
 
@@ -143,11 +144,28 @@ def test_parameters_that_are_handed_on_may_be_any(library):
     patches.revert()
 
 
-def test_an_unknown_release_keeps_all_out(library):
+@pytest.mark.parametrize("version", ["0.19.2", "0.18.1", "0.16.9", "0.19.3rc1"])
+def test_the_parameters_decide_on_a_version_of_a_known_release(library, version):
+    """A patch level that was not tested is a note."""
+    fits = patch("fake_library:add", parameters=everywhere("x", "y"))
+    patches = PatchSet([fits], TESTED)
+    note = patches.apply(version)
+    assert library.add(1, 2) == 6
+    patches.revert()
+    assert (note is None) == (version in TESTED)
+    assert note is None or f"megatron-core {version} was not tested, only 0." in note
+    changed = patch("fake_library:subtract", parameters=everywhere("x", "z"))
+    with pytest.raises(PatchError, match="fake_library:subtract: expected the parameters .x, z"):
+        PatchSet([fits, changed], TESTED).apply(version)
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.15.3", "1.0.0", "unknown"])
+def test_an_unknown_release_keeps_all_out(library, version):
     original = library.add
-    patches = PatchSet([patch("fake_library:add")], ("1.0", "2.0"))
-    with pytest.raises(PatchError, match="found megatron-core 9.9, expected one of 1.0, 2.0"):
-        patches.apply("9.9")
+    patches = PatchSet([patch("fake_library:add")], TESTED)
+    expected = f"found megatron-core {version}, expected a version of 0.16, .* 0.19: pip install"
+    with pytest.raises(PatchError, match=expected):
+        patches.apply(version)
     assert library.add is original and not patches.is_applied
 
 

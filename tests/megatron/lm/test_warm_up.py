@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm.patches import PATCHES
 from megatron_hdp.megatron.lm.patching import PatchSet
-from megatron_hdp.megatron.lm.releases import RELEASES, installed_release
+from megatron_hdp.megatron.lm.releases import TESTED, installed_version
 from tests.megatron.lm.runs import CHECKOUT, ROOT
 from tests.support import fake_megatron_lm
 from tests.support.largest_tensor import LargestTensor
@@ -41,9 +41,9 @@ def largest_of_warm_up(hybrid_data_parallel):
     from megatron.training import global_vars, initialize
 
     (record,) = (one for one in PATCHES.patches if one.name == "_warmup_jit_function")
-    patches = PatchSet([record], RELEASES)
+    patches = PatchSet([record], TESTED)
     global_vars._GLOBAL_ARGS = SimpleNamespace(hybrid_data_parallel=hybrid_data_parallel, **ARGS)
-    patches.apply(installed_release())
+    patches.apply(installed_version())
     try:
         with FakeTensorMode(), LargestTensor() as largest:
             initialize.set_jit_fusion_options()
