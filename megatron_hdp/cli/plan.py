@@ -20,7 +20,6 @@ STRATEGIES = (
     "static",
     "bytescale",
     "dynamic-cp",
-    "megatron-hybrid-cp",
 )
 
 

@@ -1,4 +1,4 @@
-"""One global batch planned by any strategy, Megatron's own included, and what came of it."""
+"""One global batch planned by any strategy, and what came of it."""
 
 import dataclasses
 import textwrap
@@ -22,13 +22,9 @@ from megatron_hdp.planner import (
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
 
-HYBRID_CP = "megatron-hybrid-cp"
-COMPARED = ("static", "naive", "bytescale", "dynamic-cp", HYBRID_CP, "dp-balance", "pp-balance")
+COMPARED = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance")
 """Strategies in the order of a comparison: baselines first. Ranks that share experts have one more,
 ep-balance."""
-
-MAX_HYBRID_CP_SEQUENCES = 20_000
-"""Up to which a comparison runs Megatron's scheduler: half a minute, growing as the square."""
 
 _MAX_REASON = 300  # characters
 _FLAGS = {
@@ -100,27 +96,13 @@ class Outcome:
 
 
 def plan_with(strategy: str, request: Request) -> Plan:
-    """Plan by a strategy of the planner or by Megatron's scheduler.
+    """Plan by a strategy.
 
     Raises:
         ValueError: this strategy has no plan for the request.
     """
-    if strategy != HYBRID_CP:
-        with told_as(_FLAGS):
-            return plan(request.lengths, strategy=strategy, **request.arguments)
-    if request.pipeline_stages > 1:
-        raise ValueError(
-            f"strategy {HYBRID_CP} knows no pipelines: leave out --pipeline-stages "
-            f"{request.pipeline_stages}"
-        )
-    from megatron_hdp.megatron.hybrid_cp import plan_hybrid_cp
-
-    return plan_hybrid_cp(
-        request.lengths,
-        ranks=request.ranks,
-        tokens_per_rank=request.tokens_per_rank,
-        cost_model=request.cost_model,
-    )
+    with told_as(_FLAGS):
+        return plan(request.lengths, strategy=strategy, **request.arguments)
 
 
 def evaluated(made: Plan, request: Request) -> Outcome:
@@ -147,30 +129,12 @@ def evaluated(made: Plan, request: Request) -> Outcome:
     return Outcome(made.strategy, made, evaluation, bound_s, problem)
 
 
-def outcome_of(
-    strategy: str, request: Request, hybrid_cp_limit: int = MAX_HYBRID_CP_SEQUENCES
-) -> Outcome:
-    """Plan, check and replay; a strategy that cannot gives its reason.
-
-    Megatron's scheduler is not run on more than ``hybrid_cp_limit`` sequences.
-    """
-    if strategy == HYBRID_CP and (reason := too_large(request, hybrid_cp_limit)):
-        return Outcome(strategy, problem=reason)
+def outcome_of(strategy: str, request: Request) -> Outcome:
+    """Plan, check and replay; a strategy that cannot gives its reason."""
     try:
         return evaluated(plan_with(strategy, request), request)
     except ValueError as error:
         return Outcome(strategy, problem=str(error))
-
-
-def too_large(request: Request, limit: int) -> str | None:
-    """Why Megatron's scheduler is not run on so many sequences; None: it is."""
-    number = len(request.lengths)
-    if number <= limit:
-        return None
-    return (
-        f"not run: its scheduler takes minutes for {number:,} sequences (limit {limit:,}); "
-        f"plan with --strategy {HYBRID_CP} to run it"
-    )
 
 
 def compare(request: Request, known: Outcome) -> list[Outcome]:

@@ -31,14 +31,13 @@ from planner_bench.staged import OURS, Staged, measure_staged
 from planner_bench.staged_tables import StagedTables
 from planner_bench.tables import tables
 
-from megatron_hdp.cli.planning import HYBRID_CP, MAX_HYBRID_CP_SEQUENCES
 from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner import STRATEGIES as PLANNER_STRATEGIES
 
-STRATEGIES = ("static", "naive", "bytescale", HYBRID_CP, "auto")
+STRATEGIES = ("static", "naive", "bytescale", "auto")
 """``auto`` is ours: dp-balance, pp-balance with pipeline stages, ep-balance with shared experts."""
 
-STAGED_STRATEGIES = ("static", "bytescale", HYBRID_CP, "dynamic-cp", "auto")
+STAGED_STRATEGIES = ("static", "bytescale", "dynamic-cp", "auto")
 """Of the tables of pipelines; with shared experts pp-balance, too."""
 
 VIRTUAL_STAGES = (1, 4)
@@ -53,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--strategies",
         nargs="+",
-        choices=(*PLANNER_STRATEGIES, HYBRID_CP),
+        choices=PLANNER_STRATEGIES,
         help=f"default: {' '.join(STRATEGIES)}; with --pipelines {' '.join(STAGED_STRATEGIES)}, "
         "with --experts, too, also pp-balance",
     )
@@ -87,13 +86,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--experts", action="store_true", help="the cases with ranks that share experts")
     add("--quick", action="store_true", help="up to 256 ranks, one seed")
-    add(
-        "--hybrid-cp-limit",
-        type=int,
-        default=MAX_HYBRID_CP_SEQUENCES,
-        metavar="SEQUENCES",
-        help="run Megatron's scheduler on up to so many sequences (default: %(default)s)",
-    )
     add("--json", metavar="FILE", help="also write every single result")
     add("--list", action="store_true", help="print the names of the cases")
     arguments = parser.parse_args(argv)
@@ -203,7 +195,7 @@ def _measured(
     arguments: argparse.Namespace, cases: Sequence[Case], batches: _Batches
 ) -> tuple[str, list[Result]]:
     strategies, noise = arguments.strategies, arguments.noise
-    given = strategies, arguments.repeats, arguments.hybrid_cp_limit, noise
+    given = strategies, arguments.repeats, noise
     results = [one for case, seed in _told(batches) for one in measure(case, seed, *given)]
     return tables(cases, strategies, results), results
 
@@ -212,7 +204,7 @@ def _staged(
     arguments: argparse.Namespace, cases: Sequence[Case], batches: _Batches
 ) -> tuple[str, list[Staged]]:
     strategies, chunks = arguments.strategies, arguments.virtual_stages
-    given = strategies, chunks, arguments.repeats, arguments.hybrid_cp_limit
+    given = strategies, chunks, arguments.repeats
     results = [one for case, seed in _told(batches) for one in measure_staged(case, seed, *given)]
     return str(StagedTables(cases, strategies, chunks, results)), results
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_hdp.cli import planning
 from megatron_hdp.cli.main import main
 from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.planning import COMPARED
@@ -144,12 +145,6 @@ def test_a_larger_model_takes_longer(lengths, capsys):
     assert makespans[1] > 4 * makespans[0]
 
 
-def test_megatrons_own_scheduler(lengths, capsys):
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--strategy", "megatron-hybrid-cp") == 0
-    assert "megatron-hybrid-cp" in figures(capsys.readouterr().out)["strategy"]
-
-
 def test_the_output_is_a_valid_plan(lengths, tmp_path):
     output = tmp_path / "plan.json"
     arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
@@ -165,20 +160,27 @@ def test_compare_has_a_row_for_every_strategy(lengths, capsys):
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()[1:]]
     assert rows[0][:4] == ["strategy", "efficiency", "bound/makespan", "makespan"]
-    assert [row[0] for row in rows[1:8]] == list(COMPARED)
-    table = {row[0]: row[1:] for row in rows[1:8]}
-    for strategy in ("static", "naive", "dynamic-cp", "megatron-hybrid-cp", "dp-balance"):
+    assert [row[0] for row in rows[1:7]] == list(COMPARED)
+    table = {row[0]: row[1:] for row in rows[1:7]}
+    for strategy in ("static", "naive", "dynamic-cp", "dp-balance"):
         assert 0 < float(table[strategy][0]) <= float(table[strategy][1]) <= 1
     assert "no plan takes less than" in printed
 
 
-def test_compare_says_why_a_row_is_empty(lengths, capsys):
-    arguments = ("--ranks", 4, "--tokens-per-rank", 4096, "--pipeline-stages", 2)
+def test_compare_says_why_a_row_is_empty(lengths, capsys, monkeypatch):
+    def refuse(strategy, request):
+        if strategy == "naive":
+            raise ValueError("gives up")
+        return plan_with(strategy, request)
+
+    plan_with = planning.plan_with
+    monkeypatch.setattr(planning, "plan_with", refuse)
+    arguments = ("--ranks", 4, "--tokens-per-rank", 4096)
     assert run("--lengths", lengths, *arguments, "--strategy", "static", "--compare") == 0
     printed = capsys.readouterr().out.splitlines()
-    (row,) = [line.split() for line in printed if line.startswith("  megatron-hybrid-cp ")]
+    (row,) = [line.split() for line in printed if line.startswith("  naive ")]
     assert set(row[1:]) == {"-"}
-    assert any(line.startswith("  megatron-hybrid-cp: ") for line in printed)
+    assert any(line == "  naive: gives up" for line in printed)
 
 
 def test_trace_and_page(lengths, tmp_path, capsys):
@@ -300,10 +302,6 @@ ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
             (*ROOMY, "--model", "llama-7b", "--cost-model", "x.json"),
             "found --cost-model x.json and --model llama-7b; expected one of them: drop --model",
         ),
-        (
-            (*ROOMY, "--strategy", "megatron-hybrid-cp", "--pipeline-stages", 2),
-            "knows no pipelines",
-        ),
     ],
 )
 def test_what_cannot_be_planned(lengths, capsys, options, message):
@@ -360,7 +358,7 @@ def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):
 def test_the_flag_offers_the_strategies_there_are():
     from megatron_hdp.planner import STRATEGIES as PLANNED
 
-    assert set(STRATEGIES) == {*PLANNED, "megatron-hybrid-cp"}
+    assert set(STRATEGIES) == set(PLANNED)
 
 
 def test_the_help_names_the_models_there_are():

@@ -20,10 +20,10 @@ def request_of(**changes):
 
 def test_every_strategy_of_the_planner_is_compared():
     of_experts = {"ep-balance"}  # where ranks share experts
-    assert set(COMPARED) == {*STRATEGIES, planning.HYBRID_CP} - {"auto"} - of_experts
+    assert set(COMPARED) == set(STRATEGIES) - {"auto"} - of_experts
 
 
-@pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance", "megatron-hybrid-cp"])
+@pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
 def test_an_outcome_is_a_plan_with_its_times(strategy):
     outcome = outcome_of(strategy, request_of())
     assert (outcome.strategy, outcome.problem) == (strategy, None)
@@ -86,19 +86,6 @@ def test_stages_count():
     )
     assert (alone.pipeline_stages, piped.pipeline_stages) == (1, 2)
     assert piped.makespan_s < alone.makespan_s
-
-
-def test_megatrons_scheduler_knows_no_pipelines():
-    outcome = outcome_of("megatron-hybrid-cp", request_of(pipeline_stages=2))
-    assert outcome.plan is None
-    assert "knows no pipelines: leave out --pipeline-stages 2" in outcome.problem
-
-
-def test_megatrons_scheduler_is_not_run_on_too_many_sequences(monkeypatch):
-    monkeypatch.setattr(planning, "plan_with", None)
-    outcome = outcome_of("megatron-hybrid-cp", request_of(), hybrid_cp_limit=49)
-    assert outcome.plan is None
-    assert "not run: its scheduler takes minutes for 50 sequences (limit 49)" in outcome.problem
 
 
 def test_a_comparison_keeps_what_is_known(monkeypatch):

@@ -51,13 +51,12 @@ def measure(
     seed: int,
     strategies: Sequence[str],
     repeats: int,
-    hybrid_cp_limit: int,
     noise: Sequence[float] = (),
 ) -> Iterator[Result]:
     """Yield the result of each strategy on one batch."""
     request = case.request(seed)
     for strategy in strategies:
-        outcome = outcome_of(strategy, request, hybrid_cp_limit)
+        outcome = outcome_of(strategy, request)
         result = Result(case.name, seed, strategy, outcome.problem, len(request.lengths))
         figures = _figures_of(strategy, request, outcome, repeats)
         if outcome.plan is not None and outcome.evaluation is not None:

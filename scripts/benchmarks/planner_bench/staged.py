@@ -13,7 +13,7 @@ from functools import lru_cache
 from planner_bench.cases import Case
 from planner_bench.measuring import planning_ms_of
 
-from megatron_hdp.cli.planning import HYBRID_CP, Request, plan_with, too_large
+from megatron_hdp.cli.planning import Request, plan_with
 from megatron_hdp.planner import Figures, Plan, PlanError, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.lockstep import planned_for
@@ -69,7 +69,6 @@ def measure_staged(
     strategies: Sequence[str],
     virtual_stages: Sequence[int],
     repeats: int,
-    hybrid_cp_limit: int,
 ) -> Iterator[Staged]:
     """Yield the result of each strategy with each V on one batch."""
     whole = case.request(seed)
@@ -77,7 +76,7 @@ def measure_staged(
         for chunks in virtual_stages:
             result = Staged(case.name, seed, strategy, chunks)
             told = told_of(case, strategy, chunks)
-            planned = _planned(*told, seed, repeats, hybrid_cp_limit)
+            planned = _planned(*told, seed, repeats)
             result = dataclasses.replace(result, problem=planned.problem)
             if planned.plan is not None:
                 request = dataclasses.replace(whole, virtual_stages=chunks)
@@ -142,12 +141,8 @@ class _Planned:
 
 
 @lru_cache(_KEPT_PLANS)
-def _planned(
-    told: Case, strategy: str, chunks: int, seed: int, repeats: int, hybrid_cp_limit: int
-) -> _Planned:
+def _planned(told: Case, strategy: str, chunks: int, seed: int, repeats: int) -> _Planned:
     request = dataclasses.replace(told.request(seed), virtual_stages=chunks)
-    if strategy == HYBRID_CP and (reason := too_large(request, hybrid_cp_limit)):
-        return _Planned(problem=reason)
     try:
         made = plan_with(strategy, request)
     except ValueError as error:

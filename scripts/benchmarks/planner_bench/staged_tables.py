@@ -8,8 +8,6 @@ from planner_bench.cases import Case
 from planner_bench.markdown import NOT_RUN, head, mark, notes, row
 from planner_bench.staged import OURS, Staged, told_of
 
-from megatron_hdp.cli.planning import HYBRID_CP
-
 _WIDTH = 130  # of a page's lines
 
 _PLANS_FOR_V = ("pp-balance", "ep-balance")
@@ -26,7 +24,6 @@ _BLIND_NOTE = (
     "Planned as without stages, then aligned with padding where micro-batches do not stand at one "
     "position on all of their ranks:"
 )
-_HYBRID_CP_NOTE = f"Megatron itself runs *{HYBRID_CP}* without pipelines only."
 _SUMMARY_NOTE = (
     "*Row*: the mean of its batches. Where a strategy has no plan for a batch, its figures leave "
     "that batch out."
@@ -113,7 +110,6 @@ class StagedTables:
                 f"what a plan is judged with; {aware} for it.",
                 *([f"Planned for P stages: {', '.join(pipelined)}."] if pipelined else []),
                 *([f"{_BLIND_NOTE} {', '.join(blind)}."] if blind else []),
-                *([_HYBRID_CP_NOTE] if HYBRID_CP in self._others else []),
                 *(["None is told of shared experts."] if case.expert_parallel_size > 1 else []),
             ]
         )
