@@ -91,6 +91,13 @@ def planned(
     }
 
 
+def wanted(request, names):
+    """What of `names` the selected tests of a module are about, by their parameter ``name``."""
+    items = [item for item in request.session.items if item.module is request.module]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [name for name in names if name in {found.get("name") for found in params}]
+
+
 def drive(folder, plan):
     """Makes the runs one after the other, in one process that imports Megatron once."""
     (folder / "runs.json").write_text(json.dumps(plan))

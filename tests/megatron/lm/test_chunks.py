@@ -1,7 +1,7 @@
 """A step of Megatron's loop over several model chunks: the gradients of one rank with all data.
 
 What Megatron builds and sets at a run's start is built here; its loop is in
-test_virtual_stages.py, with a real checkout.
+test_pipelines.py, with a real checkout.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from tests.convert.models import VOCABULARY, logits_of, save_model
 from tests.convert.test_families import same_tensors
 from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 SEQUENCES, LENGTH = 8, 256
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,39 +13,43 @@ from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
 pytestmark = MARKS
 EXAMPLE = Path(__file__).parents[3] / "configs/primitives/follow_the_loss.py"
 ENDING = dict.fromkeys(LENGTHS, "max-epochs: 1")
+VALIDATED = WEIGHTS + "\nvalidation: {web: 2, chat: 1}"
+
+
+def mixed(folder, name, ranks, capacity, *flags, data="data.yaml", **more):
+    """A run whose data a file of several sources names."""
+    path = folder / data
+    flags = [*HDP, str(capacity), "--metrics-path", str(folder / f"{name}.jsonl"), *flags]
+    return planned(folder, name, ranks, flags, data=["--hdp-data", str(path)], **more)
+
+
+def common_plan(folder):
+    data_file(write_sources(folder), VALIDATED)
+    halves = ["--exit-interval", "2"]
+    return [
+        mixed(folder, "half", 2, 60, *halves, save="halves"),
+        mixed(folder, "whole", 1, 256),
+        mixed(folder, "rest", 1, 256, load="halves"),
+    ]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_sources(tmp_path_factory.mktemp("mixtures"))
-    path = data_file(folder, WEIGHTS + "\nvalidation: {web: 2, chat: 1}")
-    data = ["--hdp-data", str(path)]
-    ends = ["--hdp-data", str(data_file(folder, "", name="ends.yaml", **ENDING))]
-    run = partial(planned, folder, data=data)
-
-    def hdp(capacity, name):
-        return [*HDP, str(capacity), "--metrics-path", str(folder / f"{name}.jsonl")]
-
-    plan = [
-        run("one", 1, hdp(256, "one"), save="begun", data=data),
-        run("half", 2, [*hdp(60, "half"), "--exit-interval", "2"], load="begun", save="halves"),
-        run("ends", 2, hdp(100, "ends"), data=ends, steps=40, save="ended"),
-    ]
-    plan[1]["arguments"] += ["--finetune"]  # from the weights of the first one's end
-    plan += [
-        run("whole", 1, [*hdp(256, "whole"), "--finetune"], load="begun"),
-        run("rest", 1, hdp(256, "rest"), load="halves"),
-    ]
-    shutil.copy(EXAMPLE, folder)
-    more = f"{WEIGHTS}\nprimitives: {{mix: {EXAMPLE.name}:mix, losses-behind: 2}}"
-    follow = partial(run, data=["--hdp-data", str(data_file(folder, more, name="follow.yaml"))])
-    saves = ["--finetune", "--save-interval", "2"]
-    plan += [
-        follow("follows", 1, [*hdp(256, "follows"), *saves], load="begun", save="followed"),
-        follow("goes on", 1, [*hdp(256, "goes on"), "--ckpt-step", "2"], load="followed"),
-    ]
-    drive(folder, [*plan, conversations(folder)])
-    return folder
+def more(runs):
+    """Sources that end, weights that follow the loss, conversations."""
+    shutil.copy(EXAMPLE, runs)
+    data = f"{WEIGHTS}\nprimitives: {{mix: {EXAMPLE.name}:mix, losses-behind: 2}}"
+    data_file(runs, data, name="follow.yaml")
+    data_file(runs, "", name="ends.yaml", **ENDING)
+    drive(
+        runs,
+        [
+            mixed(runs, "ends", 2, 100, data="ends.yaml", steps=40, save="ended"),
+            mixed(runs, "follows", 1, 256, data="follow.yaml", save="followed"),
+            mixed(runs, "goes on", 1, 256, "--ckpt-step", "2", data="follow.yaml", load="followed"),
+            conversations(runs),
+        ],
+    )
+    return runs
 
 
 def conversations(folder):
@@ -68,8 +71,8 @@ def metrics(folder, name):
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_exactly_on_other_ranks(folder):
-    whole, half, rest = (metrics(folder, name) for name in ("whole", "half", "rest"))
+def test_a_run_goes_on_exactly_on_other_ranks(runs):
+    whole, half, rest = (metrics(runs, name) for name in ("whole", "half", "rest"))
     assert [one["step"] for one in whole] == [1, 2, 3, 4]
     assert [one["step"] for one in half + rest] == [1, 2, 3, 4]
     for expected, found in zip(whole, half + rest, strict=True):
@@ -80,9 +83,10 @@ def test_a_run_goes_on_exactly_on_other_ranks(folder):
             assert one == other
 
 
-def test_a_mixture_that_follows_the_loss_goes_on_exactly(folder):
+@pytest.mark.slow
+def test_a_mixture_that_follows_the_loss_goes_on_exactly(more):
     """Losses of before the restart decide what is drawn after it."""
-    plain, whole, rest = (metrics(folder, name) for name in ("whole", "follows", "goes on"))
+    plain, whole, rest = (metrics(more, name) for name in ("whole", "follows", "goes on"))
     drawn = [{name: one["sources"][name]["tokens"] for name in LENGTHS} for one in whole]
     assert drawn[3] != {name: plain[3]["sources"][name]["tokens"] for name in LENGTHS}
     assert [one["step"] for one in rest] == [3, 4]
@@ -90,35 +94,37 @@ def test_a_mixture_that_follows_the_loss_goes_on_exactly(folder):
         assert (found["loss"], found["sources"]) == (expected["loss"], expected["sources"])
 
 
-def test_figures_by_source_reach_megatrons_logs(folder):
-    tags = scalars(folder, "whole")
-    for step, record in enumerate(metrics(folder, "whole"), 1):
+def test_figures_by_source_reach_megatrons_logs(runs):
+    tags = scalars(runs, "whole")
+    for step, record in enumerate(metrics(runs, "whole"), 1):
         for name in LENGTHS:
             for key in ("loss", "share", "tokens"):
                 expected = record["sources"][name][key]
                 found = tags[f"hdp/sources/{name}/{key}"].get(step)
                 assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))
-    losses = metrics(folder, "whole")[1]["validation_sources"]
+    losses = metrics(runs, "whole")[1]["validation_sources"]
     assert set(losses) == {"web", "chat"}
-    log = (folder / "log whole.0").read_text()
+    log = (runs / "log whole.0").read_text()
     assert "loss (share) by source: web " in log
 
 
-def test_a_run_ends_with_its_data(folder):
-    records = metrics(folder, "ends")
+@pytest.mark.slow
+def test_a_run_ends_with_its_data(more):
+    records = metrics(more, "ends")
     assert sum(one["sequences"] for one in records) == sum(map(len, LENGTHS.values()))
-    log = (folder / "log ends.0").read_text()
+    log = (more / "log ends.0").read_text()
     assert "every source of the data has ended: the job ends after iteration 3" in log
     assert log.count("source 'code' ends with this step") == 1
-    latest = folder / "ended" / "latest_checkpointed_iteration.txt"
+    latest = more / "ended" / "latest_checkpointed_iteration.txt"
     assert latest.read_text() == "3"
 
 
-def test_conversations_by_megatrons_flags(folder):
+@pytest.mark.slow
+def test_conversations_by_megatrons_flags(more):
     """Twelve rows, eight a step: an epoch and a half, the loss on the answers alone."""
-    records = metrics(folder, "sft")
+    records = metrics(more, "sft")
     found = [one["sources"]["chat.jsonl"] for one in records]
     assert [one["sequences"] for one in records] == [8, 8, 8]
     assert [one["epoch"] for one in found] == [0, 0, 1]
     assert all(0 < one["loss_tokens"] < one["tokens"] - 3 * 8 for one in found)
-    assert list((folder / "hdp-cache").glob("chat.jsonl-*.spans"))
+    assert list((more / "hdp-cache").glob("chat.jsonl-*.spans"))

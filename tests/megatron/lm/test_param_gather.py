@@ -1,4 +1,4 @@
-"""Who starts to gather parameters, and when; test_features.py runs it on a real checkout."""
+"""Who starts to gather parameters, and when; test_training.py runs it on a real checkout."""
 
 from types import SimpleNamespace
 

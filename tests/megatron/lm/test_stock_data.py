@@ -17,7 +17,7 @@ from tests.support.sources import LENGTHS
 
 ROWS = 12
 STILL = ["--lr", "1e-30", "--min-lr", "0", "--weight-decay", "0"]
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 
 
 def why_no_rows():

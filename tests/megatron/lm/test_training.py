@@ -4,76 +4,117 @@ Needs MEGATRON_LM_PATH and what that checkout's pretrain_gpt.py imports (docs/me
 "What the checkout needs").
 """
 
+import importlib.util
 import json
 from functools import partial
 
 import pytest
 import torch
 
+from megatron_hdp.planner import CostModel
 from tests.megatron.lm.runs import (
     CHECKOUT,
     HDP,
-    LENGTHS,
     MARKS,
     MODEL,
     SCRIPT,
+    TENSOR,
     TRAINING,
     drive,
     planned,
+    require_same,
     scalars,
     weights,
 )
 from tests.megatron.lm.test_patch_files import patched_script
 from tests.support.drawn import first_rows
-from tests.support.gradients import write_corpus
 from tests.support.megatron_formula import formula_of
 
 pytestmark = MARKS
 
 STOCK = "checkpoints stock"
+GPT = """--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
+--attention-dropout 0 --hidden-dropout 0"""
+SHARDED = [
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "5000",
+    "--dist-ckpt-optim-fully-reshardable",
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
+PIPELINES = ["--pipeline-model-parallel-size", "2"]
+SOON = ["--stall-timeout-seconds", "3"]
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All runs of this file, made by one process that imports Megatron once."""
-    folder = tmp_path_factory.mktemp("megatron-lm")
-    write_corpus(folder, LENGTHS)
-    pipelines = [*HDP, "160", "--pipeline-model-parallel-size", "2"]
-    # Megatron pads the vocabulary to a multiple of both, here to 384 as without tensor parallelism
-    tensor = [*HDP, "256", "--tensor-model-parallel-size", "2"]
-    tensor += ["--make-vocab-size-divisible-by", "64"]
-    run = partial(planned, folder)
-    plan = [
+def common_plan(folder):
+    run, finetuned = partial(planned, folder), [*HDP, "256", "--finetune"]
+    halves = partial(run, ranks=1, save="halves")
+    return [
         run("stock", 1, [], plugin=False, save=STOCK),
         run("off", 1, [], save="checkpoints off"),
-        run("one", 1, [*HDP, "256", "--finetune"], load=STOCK),
-        run("two", 2, [*HDP, "160", "--finetune"], load=STOCK, save="whole"),
-        run("pipelines", 4, [*pipelines, "--finetune"], load=STOCK),
-        run("tensor", 2, [*tensor, "--finetune"], load=STOCK),
-        run(
-            "first half",
-            2,
-            [*HDP, "160", "--finetune", "--exit-interval", "2"],
-            load=STOCK,
-            save="halves",
-        ),
-        run(
-            "patched",
-            1,
-            [*HDP, "256", "--finetune"],
-            plugin=False,
-            script=patched_script(SCRIPT, folder),
-            load=STOCK,
-        ),
-        run("second half", 2, [*HDP, "160"], load="halves", save="halves"),
-        run("older", 1, [*HDP, "256", "--finetune"], load=STOCK, save="older", older=True),
-        run("older, resumed", 1, [*HDP, "256", "--ckpt-step", "2"], load="older"),
+        run("one", 1, finetuned, load=STOCK, save="whole"),
+        run("pipelines", 4, [*HDP, "160", *PIPELINES, "--finetune"], load=STOCK),
+        halves("first half", extra=[*finetuned, "--exit-interval", "2"], load=STOCK),
+        halves("second half", extra=[*HDP, "256"], load="halves"),
         own_command(folder),
         run("help", 1, ["--help"], command=True),
         run("refused", 1, [*HDP, "160", "--context-parallel-size", "2"], command=True, exits=[2]),
     ]
-    drive(folder, plan)
-    return folder
+
+
+@pytest.fixture(scope="module")
+def more(runs):
+    """More layouts, the patched script, an older release, and what users switch on."""
+    cost = CostModel(
+        a=1e-6, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1e3, num_layers=3
+    )
+    (runs / "cost.json").write_bytes(cost.to_json())
+    run, script = partial(planned, runs), patched_script(SCRIPT, runs)
+    finetuned, two = [*HDP, "256", "--finetune"], [*HDP, "160", "--finetune"]
+    metrics = ["--metrics-path", str(runs / "metrics.jsonl")]
+    pictures = ["--hdp-trace", str(runs / "trace"), "--hdp-trace-steps", "2-3"]
+    pictures += ["--hdp-plot-plan", str(runs / "plan.png"), "--hdp-plot-step", "2"]
+    sharded = [*HDP, "160", *SHARDED, *metrics]
+    wandb = ["--wandb-project", "tests", "--wandb-exp-name", "bf16", "--wandb-save-dir"]
+    wandb = [*wandb, str(runs / "wandb")] if HAS_WANDB else []
+    offload = ["--hdp-offload", "auto", "--hdp-cost-model", str(runs / "cost.json")]
+    half = ["--use-distributed-optimizer", "--bf16", "--async-save"]
+    resumed, gpt = ["--ckpt-step", "2"], partial(run, model=GPT)
+    plain_tensor = [flag for flag in TENSOR if flag != "--sequence-parallel"]
+    drive(
+        runs,
+        [
+            run("two", 2, two, load=STOCK),
+            # Megatron pads the vocabulary to a multiple of both, here to 384 as without TP
+            run("tensor", 2, [*finetuned, *plain_tensor], load=STOCK),
+            run("patched", 1, finetuned, plugin=False, script=script, load=STOCK),
+            run("older", 1, finetuned, load=STOCK, save="older", older=True),
+            run("older, resumed", 1, [*HDP, "256", *resumed], load="older"),
+            run("sharded", 2, [*sharded, *pictures, "--finetune"], load=STOCK, save="sharded"),
+            run("sharded again", 2, [*sharded, *resumed], load="sharded", save="sharded again"),
+            run("tensor, resumed", 2, [*HDP, "256", *TENSOR, *resumed], load="whole"),
+            run("bf16 one", 1, [*HDP, "256", "--bf16", *wandb]),
+            run("bf16 two", 2, [*HDP, "160", *half], save="bf16"),
+            gpt("gpt", 1, [*HDP, "256", "--async-save"], save="gpt"),
+            gpt("gpt stages", 4, [*HDP, "100", *PIPELINES, *offload, *resumed], load="gpt"),
+            run("nan", 2, [*HDP, "160"], save="nan", nan_after=16, exits=[16, 16]),
+            run("nan again", 2, [*HDP, "160"], load="nan", nan_after=16, exits=[16, 16]),
+            run("dead", 2, [*HDP, "160", *SOON], fault="1:3:kill", exits=[3, -9]),
+            run("stopped", 2, [*HDP, "160", *SOON], fault="1:3:stop", exits=[3, None]),
+            gpt("other seed", 1, [*HDP, "256", "--seed", "8"], load="gpt", exits=[1]),
+            gpt("without", 1, [], load="gpt", exits=[1]),
+        ],
+    )
+    return runs
 
 
 def own_command(folder):
@@ -81,12 +122,12 @@ def own_command(folder):
     steps = TRAINING[TRAINING.index("--lr ") : TRAINING.index("--split")].split()
     return {
         "name": "own",
-        "ranks": 2,
+        "ranks": 1,
         "own": True,
         "arguments": [
             *MODEL.split(),
             *steps,
-            *[*HDP, "160", "--global-batch-size", "8", "--train-iters", "4", "--finetune"],
+            *[*HDP, "256", "--global-batch-size", "8", "--train-iters", "4", "--finetune"],
             *["--make-vocab-size-divisible-by", "384", "--split", "90,10,0"],
             *["--load", str(folder / STOCK), "--data-path", str(folder / "corpus")],
             *["--metrics-path", str(folder / "own.jsonl")],
@@ -105,39 +146,48 @@ def test_without_the_flag_all_is_stock_bit_for_bit(runs):
     assert not any(tag.startswith("hdp/") for tag in of_off)
 
 
-@pytest.mark.parametrize("name", ["two", "pipelines", "tensor"])
-def test_any_number_of_ranks_gives_the_losses_of_one(runs, name):
-    one, other = scalars(runs, "one"), scalars(runs, name)
-    assert max(one["lm loss"]) == 4
-    for tag in ("lm loss", "grad-norm", "lm loss validation"):
-        assert list(other[tag]) == list(one[tag])
-        for step, value in one[tag].items():
-            assert other[tag][step] == pytest.approx(value, rel=2e-6)
+def test_stages_have_the_losses_of_one_rank(runs):
+    require_losses_of_one(runs, "pipelines")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two", "tensor", "sharded", "tensor, resumed"])
+def test_any_layout_has_the_losses_of_one_rank(more, name):
+    """Optimizers, recomputation and sequence parallelism change nothing."""
+    require_losses_of_one(more, name, (3, 4) if "resumed" in name else (1, 2, 3, 4))
+
+
+def require_losses_of_one(folder, name, steps=(1, 2, 3, 4)):
+    one, other = scalars(folder, "one"), scalars(folder, name)
+    require_same(other, one, rel=2e-6, steps=steps)
+    validated = {step: one["lm loss validation"][step] for step in (2, 4) if step in steps}
+    assert other["lm loss validation"] == pytest.approx(validated, rel=2e-6)
 
 
 def test_saved_and_resumed_equals_uninterrupted(runs):
     whole, halves = weights(runs, "whole"), weights(runs, "halves")
     assert whole.keys() == halves.keys()
     assert all(torch.equal(whole[key], halves[key]) for key in whole)
-    loss = scalars(runs, "two")["lm loss"]
+    loss = scalars(runs, "one")["lm loss"]
     assert scalars(runs, "first half")["lm loss"] == {1: loss[1], 2: loss[2]}
     assert scalars(runs, "second half")["lm loss"] == {3: loss[3], 4: loss[4]}
-    text = (runs / "log second half.1").read_text()
+    text = (runs / "log second half.0").read_text()
     assert "consumed samples:           24" in text and "consumed samples:           32" in text
 
 
-def test_a_run_of_an_older_release_keeps_its_order(runs):
-    older, resumed = scalars(runs, "older"), scalars(runs, "older, resumed")
-    assert older["lm loss"][3] != pytest.approx(scalars(runs, "one")["lm loss"][3], rel=1e-4)
+@pytest.mark.slow
+def test_a_run_of_an_older_release_keeps_its_order(more):
+    older, resumed = scalars(more, "older"), scalars(more, "older, resumed")
+    assert older["lm loss"][3] != pytest.approx(scalars(more, "one")["lm loss"][3], rel=1e-4)
     for tag in ("lm loss", "lm loss validation"):
         assert resumed[tag] == {step: older[tag][step] for step in resumed[tag]}
     assert sorted(resumed["lm loss"]) == [3, 4] and list(resumed["lm loss validation"]) == [4]
-    log = (runs / "log older, resumed.0").read_text()
+    log = (more / "log older, resumed.0").read_text()
     assert log.count("began with version 1 of the order of the data") == 1
 
 
 def test_the_projects_own_command_gives_the_same_losses(runs):
-    loss, grad_norm = (scalars(runs, "two")[tag] for tag in ("lm loss", "grad-norm"))
+    loss, grad_norm = (scalars(runs, "one")[tag] for tag in ("lm loss", "grad-norm"))
     lines = [json.loads(line) for line in (runs / "own.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
@@ -145,14 +195,15 @@ def test_the_projects_own_command_gives_the_same_losses(runs):
         assert line["grad_norm"] == pytest.approx(grad_norm[line["step"]], rel=1e-5)
 
 
-def test_a_patched_checkout_is_the_same_run(runs):
-    one, patched = scalars(runs, "one"), scalars(runs, "patched")
+@pytest.mark.slow
+def test_a_patched_checkout_is_the_same_run(more):
+    one, patched = scalars(more, "one"), scalars(more, "patched")
     for tag in ("lm loss", "grad-norm", "lm loss validation", "hdp/ring-bytes"):
         assert patched[tag] == one[tag]
 
 
 def test_its_writers_get_the_figures_of_hdp(runs):
-    found = scalars(runs, "two")
+    found = scalars(runs, "pipelines")
     assert found["hdp/sequences"] == {step: 8.0 for step in (1, 2, 3, 4)}
     assert found["hdp/tokens"] == scalars(runs, "one")["hdp/tokens"]
     assert 0 < found["hdp/planned-efficiency"][1] <= 1
@@ -196,3 +247,77 @@ def test_a_refusal_is_one_message(runs):
         "megatron_hdp: error: --context-parallel-size (found 2) does not go with "
     )
     assert "Traceback" not in shown
+
+
+@pytest.mark.slow
+def test_the_distributed_optimizer_resumes_bit_for_bit(more):
+    whole, again = weights(more, "sharded"), weights(more, "sharded again")
+    assert whole.keys() == again.keys()
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in whole) == 9  # of weights
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    loss = scalars(more, "sharded")["lm loss"]
+    assert scalars(more, "sharded again")["lm loss"] == {3: loss[3], 4: loss[4]}
+
+
+@pytest.mark.slow
+def test_bf16(more):
+    require_same(scalars(more, "bf16 two"), scalars(more, "bf16 one"), rel=1e-2)
+    assert weights(more, "bf16")  # it was saved asynchronously
+
+
+@pytest.mark.slow
+def test_a_tied_model_continues_on_stages_with_offload(more):
+    stages = scalars(more, "gpt stages")
+    require_same(stages, scalars(more, "gpt"), rel=2e-6, steps=(3, 4))
+    assert max(stages["hdp/offloaded-bytes"].values()) > 0
+
+
+@pytest.mark.slow
+def test_our_writers_write(more):
+    lines = [json.loads(line) for line in (more / "metrics.jsonl").read_text().splitlines()]
+    loss = scalars(more, "sharded")["lm loss"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # the last two by the resumed run
+    assert [line["loss"] for line in lines] == pytest.approx([loss[step] for step in (1, 2, 3, 4)])
+    validated = scalars(more, "sharded")["lm loss validation"]
+    assert [line["validation_loss"] for line in lines] == pytest.approx(
+        [None, validated[2], None, validated[4]]
+    )
+    tokens = [line["tokens"] for line in lines]
+    assert [line["consumed_tokens"] for line in lines] == [sum(tokens[: i + 1]) for i in range(4)]
+    events = json.loads((more / "trace" / "steps-2-3.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"step 2", "step 3", "gradient sync", "optimizer step"} <= names
+    assert (more / "plan.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_WANDB, reason="needs wandb: pip install wandb")
+def test_wandb_gets_the_figures_of_hdp(more):
+    (record,) = (more / "wandb").glob("wandb/offline-run-*/*.wandb")
+    assert record.read_bytes().count(b"hdp/planned-efficiency") >= 4
+
+
+@pytest.mark.slow
+def test_the_rerun_machine_runs_the_same_step_again(more):
+    text = (more / "log nan.0").read_text()
+    true = [line for line in text.splitlines() if line.startswith("instead of ")]
+    assert len(true) == 2 and true[0] == true[1]
+    assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
+    again = (more / "log nan again.0").read_text()
+    assert true[0] in again and "Got rescheduled on the same GPU" in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dead", "stopped"])
+def test_a_rank_that_does_not_answer_ends_the_job(more, name):
+    text = (more / f"log {name}.0").read_text()
+    assert "error on rank 0: " in text and "rank 1 (host" in text and "died or was stopped" in text
+    assert "of step 3" in text
+
+
+@pytest.mark.slow
+def test_another_order_of_the_data_is_refused(more):
+    text = (more / "log other seed.0").read_text()
+    assert "--seed: found 8, expected 7. Give the flags of that run, or add --finetune" in text
+    text = (more / "log without.0").read_text()
+    assert "found a run without --hybrid-data-parallel, expected one with it" in text
