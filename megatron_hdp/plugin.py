@@ -1,6 +1,6 @@
-"""Puts HDP into a stock Megatron-LM checkout and takes it out again.
+"""Adds HDP to a stock Megatron-LM checkout, and removes it again.
 
-Without ``--hybrid-data-parallel`` an activated plugin adds flags and nothing else.
+Without ``--hybrid-data-parallel`` an active plugin adds flags and changes nothing else.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class PluginError(ValueError):
-    """The plugin cannot be put in: no script, no Megatron-LM, or an unknown release."""
+    """The plugin cannot be activated: no script, no Megatron-LM, or an unknown release."""
 
 
 def activate() -> None:
-    """Adds ``--hybrid-data-parallel`` to the Megatron-LM that Python finds; twice is once.
+    """Adds ``--hybrid-data-parallel`` to the Megatron-LM that Python finds.
 
-    On a machine without a GPU Megatron is made to run on the CPU, too. If the process's arguments
-    have the flag, what CUDA and PyTorch's allocator read when they start is set first.
+    A second call does nothing. On a machine without a GPU Megatron runs on the CPU. If the
+    process's arguments have the flag, it first sets what CUDA and PyTorch's allocator read.
 
     Raises:
         PluginError: Megatron-LM is not found, or is a release that the plugin does not support; or
@@ -52,7 +52,7 @@ def run(script: str, arguments: Sequence[str]) -> None:
 
     Args:
         script: path of the checkout's ``pretrain_gpt.py``, or of one like it.
-        arguments: what the script finds behind its name in ``sys.argv``.
+        arguments: the script's, as it finds them in ``sys.argv``.
 
     Raises:
         PluginError: there is no such script, or see `activate`.
@@ -61,7 +61,7 @@ def run(script: str, arguments: Sequence[str]) -> None:
     if not path.is_file():
         raise PluginError(
             f"{script}: no such file, expected the pretrain_gpt.py of a Megatron-LM checkout: give "
-            "its path, or start in its folder"
+            "its path, or run in its folder"
         )
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(path.resolve()))

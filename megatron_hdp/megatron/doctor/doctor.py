@@ -1,4 +1,4 @@
-"""``megatron-hdp doctor``: what is installed, where HDP joins Megatron, and what stands in the way.
+"""``megatron-hdp doctor``: what is installed, where HDP joins Megatron, and what is wrong.
 
 A probe never fails: what it does not find becomes a problem with one line of advice. So this module
 imports torch and Megatron only inside its probes.
@@ -31,7 +31,7 @@ from megatron_hdp.megatron.lm import checkout
 from megatron_hdp.runtime.cuda import compute_capability, describe
 
 if TYPE_CHECKING:
-    from megatron_hdp.megatron.lm.diagnosis import PatchCheck
+    from megatron_hdp.megatron.lm.patches import PatchCheck
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class SeamCheck:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that doctor has found; `problems` is empty when training can run."""
+    """All that doctor found; `problems` is empty when training can run."""
 
     versions: dict[str, str | None]
     device: str
     before_cuda: dict[str, str]
-    """What is set, or will be, before CUDA starts, and why."""
+    """The settings that CUDA reads when it starts, and why."""
     cpu_shim_applies: bool
     cpu_shim_redirects: dict[str, str]
     gpu_gaps: dict[str, str]
     """What a run on a GPU defines because Megatron does not."""
     attention_kernel: str | None
     attention_refused: dict[str, str]
-    """Kernels that would have been preferred, and why they are not taken."""
+    """Preferred kernels that cannot be used, and why."""
     seams: tuple[SeamCheck, ...]
     megatron_lm: checkout.Checkout | None
     """That a run finds."""
@@ -75,7 +75,7 @@ class Diagnosis:
     """Those of the plugin for that Megatron-LM; None where there is none."""
     optional_packages: tuple[PackageCheck, ...]
     advice: tuple[str, ...]
-    """What to do about things that are not as they could be; training runs without."""
+    """What could be better, and what to do about it; training runs as it is."""
     problems: tuple[str, ...]
     """What keeps training from running, and what to do."""
 
@@ -149,7 +149,7 @@ SEAMS = (
     ),
     Seam(
         "megatron.core.distributed.finalize_model_grads:_update_router_expert_bias",
-        "moves the bias of experts by these counts, summed over all ranks of a stage",
+        "moves the expert bias by these counts, summed over all ranks of a stage",
     ),
     Seam(
         "megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
@@ -162,7 +162,7 @@ SEAMS = (
     ),
     Seam(
         "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        "a subclass tells its router which micro-batch runs",
+        "a subclass hands its router the micro-batch that runs",
     ),
     Seam(
         "megatron.core.model_parallel_config:ModelParallelConfig.finalize_model_grads_func",
@@ -189,7 +189,7 @@ SEAMS = (
     Seam(
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "overridden on the instance while a checkpoint is loaded into torch's Adam",
+        "overridden on the instance while torch's Adam loads a checkpoint",
         parameter="tensors",
     ),
     Seam(
@@ -254,7 +254,7 @@ def _diagnose() -> Diagnosis:
     found = patches = note = None
     if _importable("megatron.core"):
         from megatron_hdp.megatron.cpu.gpu_gaps import GAPS
-        from megatron_hdp.megatron.lm.diagnosis import check_patches
+        from megatron_hdp.megatron.lm.patches import check_patches
         from megatron_hdp.megatron.lm.releases import installed_version, untested
 
         found, patches, note = checkout.find(), check_patches(), untested(installed_version())
@@ -323,7 +323,7 @@ def _importable(module: str) -> bool:
 
 
 def _advice(module: str) -> str:
-    return f"{module} does not import: `python -c 'import {module}'` says why; install or repair it"
+    return f"{module} does not import: `python -c 'import {module}'` shows why; reinstall it"
 
 
 def _compiled_problems() -> list[str]:
@@ -375,8 +375,8 @@ def _patch_advice(patches: tuple[PatchCheck, ...] | None) -> str | None:
         return None
     return (
         f"{misfits} patches do not fit this Megatron-LM, so `python -m megatron_hdp run` refuses "
-        "it: install what is missing there, or git checkout a release that the README's table of "
-        "supported versions names"
+        "it: install what is missing, or git checkout a release that the README's table of "
+        "supported versions lists"
     )
 
 
@@ -396,17 +396,17 @@ def _text(diagnosis: Diagnosis) -> str:
         lines.append(f"{'':10}{check.seam.why}")
     lines += ["", *_megatron_lm_lines(diagnosis.megatron_lm, diagnosis.patches or ())]
     if diagnosis.cpu_shim_applies:
-        lines += ["", "without a GPU a run redirects, until it ends:"]
+        lines += ["", "without a GPU, a run redirects until it ends:"]
         lines += [f"  {what}: {how}" for what, how in diagnosis.cpu_shim_redirects.items()]
     else:
-        lines += ["", "the CPU shim does not apply here; a run fills in, until it ends:"]
+        lines += ["", "the CPU shim does not apply here; a run defines until it ends:"]
         lines += [f"  {what}: {how}" for what, how in diagnosis.gpu_gaps.items()]
     lines += ["", "optional packages:"]
     for item in diagnosis.optional_packages:
         found = item.found or f"not found: {item.package.without_it}"
         lines.append(f"  {item.package.name:20}{found}")
         if item.found is None:
-            lines.append(f"{'':22}to have it: {item.package.remedy}")
+            lines.append(f"{'':22}to get it: {item.package.remedy}")
     if diagnosis.advice:
         lines += ["", "advice:", *(f"  - {line}" for line in diagnosis.advice)]
     lines.append("")
@@ -423,18 +423,18 @@ def _megatron_lm_lines(
 ) -> list[str]:
     if found is None:
         return [
-            "no Megatron-LM here for `python -m megatron_hdp run`: start in its checkout, or put "
-            "that on PYTHONPATH"
+            "no Megatron-LM here for `python -m megatron_hdp run`: run in its checkout, or put it "
+            "on PYTHONPATH"
         ]
     where = (
-        "the current folder: a run of its pretrain_gpt.py finds it, from any folder"
+        "the current folder: its pretrain_gpt.py uses it, from any folder"
         if found.is_current
-        else "on Python's path: a run finds it unless its script stands beside another one"
+        else "on Python's path: a run uses it unless its script's folder has another one"
     )
     lines = [
         f"{'Megatron-LM':18} {found.folder} ({found.release})",
         f"{'':18} {where}",
-        "patches that `python -m megatron_hdp run` puts into this Megatron-LM:",
+        "functions of this Megatron-LM that `python -m megatron_hdp run` replaces:",
     ]
     for check in patches:
         lines.append(f"  {'MISFIT' if check.problem else 'ok':8}{check.target}")

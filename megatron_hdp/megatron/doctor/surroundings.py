@@ -1,6 +1,6 @@
-"""What a machine has besides Megatron, what is switched off without it, and how to get it.
+"""Optional packages, network and GPUs of a machine: what is missing, its effect, the remedy.
 
-Nothing here keeps training from running but a network interface that does not exist.
+Only a network interface that does not exist keeps training from running.
 """
 
 from __future__ import annotations
@@ -115,10 +115,9 @@ def version_of(distribution: str) -> str | None:
 
 
 def apex_advice() -> str | None:
-    """What to do about a package apex that is not NVIDIA's, or not whole; None if nothing.
+    """What to do about an ``apex`` that is not NVIDIA's or lacks its extensions; None if nothing.
 
-    Megatron asks for ``apex`` by name, so PyPI's project of that name, or NVIDIA's without its
-    CUDA extensions, is found and then fails to be what it is taken for.
+    Megatron imports ``apex`` by name, so it also finds PyPI's project of that name.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -127,11 +126,11 @@ def apex_advice() -> str | None:
     if not any((folder / "optimizers").is_dir() for folder in folders):
         return (
             f"apex {version_of('apex') or '(no version)'} is not NVIDIA's but PyPI's project of "
-            "that name, of no use here: pip uninstall apex"
+            "that name: pip uninstall apex"
         )
     if importlib.util.find_spec("amp_C") is None:
         return (
-            "NVIDIA apex is installed without its CUDA extensions, so that its optimizer and norms "
+            "NVIDIA apex is installed without its CUDA extensions, so its optimizer and norms "
             "do not work: build it again with them, or pip uninstall apex"
         )
     return None
@@ -156,15 +155,15 @@ def network_problems() -> list[str]:
 
 def _no_interface(variable: str, names: list[str], present: list[str]) -> str:
     return (
-        f"{variable} names {', '.join(names)}, which this machine has not: unset it, or export "
-        f"{variable} with one of {', '.join(present)}"
+        f"{variable} names {', '.join(names)}, which this machine does not have: unset it, or "
+        f"export {variable} with one of {', '.join(present)}"
     )
 
 
 def network_advice() -> str | None:
-    """What to do in a job of several nodes whose hosts' names mean no address that others reach.
+    """What to do if the host's name resolves to an address that other nodes cannot reach.
 
-    By its host's name a rank tells those of other nodes its address. None if nothing is to be done.
+    A rank sends its address by its host's name. None if nothing is to be done.
     """
     num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if num_nodes == "1" or os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -177,8 +176,8 @@ def network_advice() -> str | None:
     if address != "nothing" and not address.startswith("127."):
         return None
     return (
-        f"the name of this host, {host}, means {address}: export "
-        "GLOO_SOCKET_IFNAME with the interface that they share"
+        f"this host's name, {host}, resolves to {address}, which other nodes cannot reach: export "
+        "GLOO_SOCKET_IFNAME with the interface that the nodes share"
     )
 
 
@@ -193,5 +192,5 @@ def gpu_advice(found: int) -> str | None:
         return None
     return (
         f"torch sees {found} GPUs, Slurm gave {given}: install a torch built for this machine's "
-        "CUDA driver, and see that CUDA_VISIBLE_DEVICES hides none"
+        "CUDA driver, and check that CUDA_VISIBLE_DEVICES hides none"
     )

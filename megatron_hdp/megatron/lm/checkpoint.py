@@ -1,4 +1,4 @@
-"""What HDP adds to Megatron-LM's checkpoints: order of the data, torch's Adam, writers that end.
+"""HDP's part of Megatron-LM's checkpoints: order of the data, torch's Adam, writers that end.
 
 Megatron saves its arguments in every checkpoint and compares some of them when it loads one. The
 order of the data and the tokens consumed so far lie among them.
@@ -101,14 +101,14 @@ def count_tokens(args: argparse.Namespace, num_tokens: int) -> int:
 
 
 def restore_tokens(args: argparse.Namespace, saved: argparse.Namespace) -> None:
-    """Goes on counting where the run that saved the checkpoint had got to."""
+    """Resumes the count of tokens of the run that saved the checkpoint."""
     setattr(args, _TOKENS, getattr(saved, _TOKENS, 0))
 
 
 def continue_order(
     args: argparse.Namespace, arguments: TrainingArguments | None, saved: argparse.Namespace
 ) -> None:
-    """Goes on in the order of the data that a checkpoint's run began with, or refuses to.
+    """Resumes the order of the data that a checkpoint's run began with, or refuses to.
 
     Args:
         args: Megatron's.
@@ -125,23 +125,23 @@ def continue_order(
     if arguments is None or before is None:
         found, expected = ("with", "without") if before is None else ("without", "with")
         raise OptionError(
-            f"{source}: found a run {found} --hybrid-data-parallel, expected one {expected} it as "
-            "the checkpoint was saved by: the order of the data is another, so sequences would be "
-            "repeated and skipped. Add --finetune to start at step 0 from its weights alone"
+            f"{source}: found a run {found} --hybrid-data-parallel, expected one {expected} it, "
+            "like the run that saved the checkpoint: the order of the data differs, so sequences "
+            "would repeat and be skipped. Add --finetune to start at step 0 from its weights alone"
         )
     try:
-        goes_on = data_order(arguments).continuing(DataOrder.from_record(before), source)
+        resumed = data_order(arguments).continuing(DataOrder.from_record(before), source)
     except ValueError as error:
         raise OptionError(str(error)) from None
-    for line in goes_on.announcements():
+    for line in resumed.announcements():
         say(line)
-    remember(goes_on.order, args)
+    remember(resumed.order, args)
     samples = saved.consumed_train_samples
     records = getattr(saved, _POSITIONS, {})
     for split in {"train", *records}:
         position = position_of_run(
             records.get(split),
-            goes_on,
+            resumed,
             samples // saved.global_batch_size,
             samples,
             getattr(saved, _TOKENS, 0),

@@ -1,4 +1,4 @@
-"""Makes the model that Megatron-LM has built one that HDP can run.
+"""Adapts the model that Megatron-LM has built to HDP.
 
 Classes change, parameters do not: weights, their names and what checkpoints hold stay Megatron's.
 """
@@ -26,7 +26,7 @@ from megatron_hdp.megatron.model import (
     let_biases_be_added,
 )
 
-# TransformerEngine's is known by its name: it may not be installed
+# names, because TransformerEngine may not be installed
 _CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
 
 
@@ -41,12 +41,12 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         The model.
 
     Raises:
-        ValueError: it is not the GPT that HDP knows.
+        ValueError: HDP does not support this model.
     """
     if type(model) is not GPTModel:
         raise ValueError(
-            f"hybrid data parallelism knows megatron.core's GPTModel, the script's model provider "
-            f"made {type(model).__name__}: use pretrain_gpt.py"
+            f"the script's model provider: found a {type(model).__name__}, expected "
+            "megatron.core's GPTModel: use pretrain_gpt.py"
         )
     for layer in (*model.decoder.layers, *further_layers(model)):
         _adapt_attention(layer.self_attention, layer.layer_number)
@@ -70,7 +70,7 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
         The model of the first.
 
     Raises:
-        ValueError: they are not the GPT that HDP knows, or their DDP does what it does not.
+        ValueError: HDP does not support the model or its DDP.
     """
     models = [get_attr_wrapped_model(one, "decoder", return_model_obj=True) for one in chunks]
     for chunk, model in zip(chunks, models, strict=True):
@@ -79,7 +79,7 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
         if getattr(chunk.ddp_config, "overlap_param_gather", False):
             raise ValueError(
                 "found overlap_param_gather in the model's DistributedDataParallelConfig, expected "
-                "none: parameters must be there before the first micro-batch"
+                "none, because parameters must be whole before the first micro-batch: turn it off"
             )
         config = get_model_config(chunk)
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
@@ -93,8 +93,8 @@ def _adapt_attention(attention: Any, layer_number: int) -> None:
         or type(attention.core_attention).__name__ not in _CORE_ATTENTIONS
     ):
         raise ValueError(
-            f"hybrid data parallelism knows SelfAttention or MLASelfAttention with "
-            f"{' or '.join(_CORE_ATTENTIONS)}, layer {layer_number} has {found}"
+            f"layer {layer_number}: found {found}, expected SelfAttention or MLASelfAttention with "
+            f"{' or '.join(_CORE_ATTENTIONS)}: use Megatron's own layer specification"
         )
     is_latent = isinstance(attention, MLASelfAttention)
     core_attention = HdpCoreAttention(

@@ -1,8 +1,4 @@
-"""HDP's flags in Megatron-LM's own parser, and what they do not go together with.
-
-`REFUSED` names, by the attributes of Megatron's parsed arguments, what a run under HDP must leave
-alone.
-"""
+"""HDP's flags in Megatron-LM's own parser, and the flags of Megatron that HDP does not support."""
 
 from __future__ import annotations
 
@@ -34,23 +30,19 @@ LEFT_OUT = (
     "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
     "vocab_size",  # Megatron pads its tokenizer's
 )
-_PATHS = (
-    *("hdp_cost_model", "hdp_data", "hdp_plot_plan", "hdp_rank_speeds", "hdp_trace"),
-    "metrics_path",
-)
 _STALL = "stall_timeout_seconds"
 
 _OWN_RINGS = "HDP forms its own rings"
 _DOCUMENTS = "HDP trains on whole documents"
-_SHAPES = "it wants one activation shape, and under HDP every micro-batch has its own"
-_GPT = "HDP trains a GPT with rotary positions, or none"
-_EXPERTS = "HDP knows experts of the hidden size, with weights of their own, chosen at every step"
-_FURTHER = "HDP's layers of further tokens have weights of their own, and the model learns of them"
-_STREAM = "HDP's rings and offload follow one stream beside their own"
-_ROUTING = "its effect depends on which tokens are in a micro-batch, so on the plan"
-_FSDP = "HDP's gradients go through Megatron's DDP and distributed optimizer"
-_SCHEDULE = "it steers Megatron's schedule, and under HDP a step runs its plan"
-_PRETRAINS = "HDP trains all weights on the next token's cross entropy"
+_SHAPES = "it needs one activation shape, but under HDP every micro-batch has its own"
+_GPT = "HDP trains GPT models with rotary position embeddings or none"
+_EXPERTS = "HDP trains experts of the hidden size, with their own weights, chosen at every step"
+_MTP = "HDP's MTP layers have their own weights, and the model learns from their loss"
+_STREAM = "HDP's rings and offload wait for one compute stream only"
+_ROUTING = "its effect depends on which tokens share a micro-batch, so on the plan"
+_FSDP = "HDP reduces gradients with Megatron's DDP and distributed optimizer"
+_SCHEDULE = "it changes Megatron's schedule, but under HDP a step follows its plan"
+_PRETRAINS = "HDP trains all weights on the cross entropy of the next token"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, _OWN_RINGS),
@@ -67,7 +59,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "distrib_optim_fully_reshardable_mem_efficient": (
         False,
-        "it saves shifted states where gradients have more than one bucket",
+        "it saves shifted optimizer states when gradients have more than one bucket",
     ),
     "moe_shared_expert_overlap": (False, _STREAM),
     "moe_expert_capacity_factor": (None, _ROUTING),
@@ -77,21 +69,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "moe_enable_routing_replay": (False, _EXPERTS),
     "moe_use_upcycling": (False, _EXPERTS),
     "moe_latent_size": (None, _EXPERTS),
-    "moe_use_legacy_grouped_gemm": (False, "HDP knows experts with weights of their own"),
+    "moe_use_legacy_grouped_gemm": (False, "HDP needs experts with their own weights"),
     "overlap_moe_expert_parallel_comm": (False, _SHAPES),
     "cuda_graph_impl": ("none", _SHAPES),
     "enable_cuda_graph": (False, _SHAPES),
     "external_cuda_graph": (False, _SHAPES),
-    "optimizer_cuda_graph": (False, "nothing is captured in CUDA graphs"),
+    "optimizer_cuda_graph": (False, "HDP captures no CUDA graphs"),
     "moe_paged_stash": (False, _SCHEDULE),
     "moe_expert_rank_capacity_factor": (None, _SCHEDULE),
     "tp_comm_overlap": (False, _SHAPES),
     "fine_grained_activation_offloading": (False, "use --hdp-offload"),
     "cpu_offloading_num_layers": (0, "use --hdp-offload"),
-    "mtp_use_repeated_layer": (False, _FURTHER),
-    "mtp_detach_heads": (False, _FURTHER),
+    "mtp_use_repeated_layer": (False, _MTP),
+    "mtp_detach_heads": (False, _MTP),
     "cache_mla_latents": (False, "it serves inference"),
-    "mla_down_proj_fusion": (False, "HDP knows projections with weights of their own"),
+    "mla_down_proj_fusion": (False, "HDP needs projections with their own weights"),
     "experimental_attention_variant": (None, _GPT),
     "hybrid_override_pattern": (None, _GPT),
     "hybrid_layer_pattern": (None, _GPT),
@@ -115,21 +107,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mock_data": (False, _DOCUMENTS),
     "fim_data": (False, _DOCUMENTS),
     "full_validation": (False, "give --eval-iters"),
-    "reset_position_ids": (False, "positions are each document's own already"),
-    "reset_attention_mask": (False, "attention is each document's own already"),
-    "eod_mask_loss": (False, "all tokens of a document but the last predict their next one"),
-    "dataloader_inter_document_masking": (False, "attention is each document's own already"),
+    "reset_position_ids": (False, "each document has its own positions already"),
+    "reset_attention_mask": (False, "each document has its own attention already"),
+    "eod_mask_loss": (False, "every token of a document but the last predicts the next"),
+    "dataloader_inter_document_masking": (False, "each document has its own attention already"),
     "iterations_to_skip": ([], "HDP draws a step's sequences when it trains on them"),
-    "phase_transition_iterations": (None, "phases stand in the file of --hdp-data"),
+    "phase_transition_iterations": (None, "give phases in the file of --hdp-data"),
     "decrease_batch_size_if_needed": (
         False,
         "which sequences form a step must not depend on the number of ranks",
     ),
-    "save_wgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
-    "save_dgrads_interval": (None, "gradients are reduced once, in the way that training needs"),
+    "save_wgrads_interval": (None, "HDP reduces gradients once, at the end of a step"),
+    "save_dgrads_interval": (None, "HDP reduces gradients once, at the end of a step"),
 }
-"""Attribute of Megatron's arguments, if the release has it: the only value that HDP takes, or a
-tuple of those, and why."""
+"""By attribute of Megatron's arguments, if the release has it: the only value that HDP supports, or
+a tuple of those, and why."""
 
 _ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
 
@@ -162,8 +154,8 @@ def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
     """
     if getattr(args, "hybrid_data_parallel", False) or "--hybrid-data-parallel" in command_line:
         raise OptionError(
-            "--yaml-cfg does not go with --hybrid-data-parallel: Megatron then ignores every flag "
-            "and checks none; give all arguments as flags"
+            "--yaml-cfg does not go with --hybrid-data-parallel: with it Megatron ignores all "
+            "flags and checks none: give all arguments as flags"
         )
     args.hybrid_data_parallel = False
 
@@ -205,26 +197,26 @@ def check(args: argparse.Namespace) -> None:
         _check_grouped_gemm(args.transformer_impl)
     if "moe" in (getattr(args, "recompute_modules", None) or ()):
         raise OptionError(
-            "--recompute-modules moe does not go with --hybrid-data-parallel: a router would run "
-            "again apart from its layer, where it knows no micro-batch; use --recompute-modules "
+            "--recompute-modules moe does not go with --hybrid-data-parallel: Megatron would run "
+            "the router again outside its layer, without its micro-batch: use --recompute-modules "
             "moe_act, mlp or shared_experts, or --recompute-granularity full"
         )
 
 
 def _check_positions(args: argparse.Namespace) -> None:
-    """Refuses scalings that Megatron-LM has flags for and does not hand on to the model."""
+    """Refuses scalings for which Megatron-LM has flags that it does not hand to the model."""
     if getattr(args, "position_embedding_type", None) == "yarn" and not hasattr(
         args, "yarn_beta_fast"
     ):
         raise OptionError(
-            "--position-embedding-type yarn: this Megatron-LM builds no GPT with it, as it sets "
-            "none of YaRN's values: take 0.19 or newer, or megatron_hdp's own command"
+            "--position-embedding-type yarn: found a Megatron-LM that does not hand YaRN's values "
+            "to the model, expected 0.19 or newer: update it, or use the standalone trainer"
         )
     factor = getattr(args, "rope_scaling_factor", 8.0)
     if getattr(args, "use_rope_scaling", False) and factor != 8.0:
         raise OptionError(
-            f"--rope-scaling-factor: found {factor}, expected 8, which Megatron-LM's script takes "
-            "whatever this flag says: leave it out, or take megatron_hdp's own command"
+            f"--rope-scaling-factor: found {factor}, expected 8, which Megatron-LM's script "
+            "always uses: leave the flag out, or use the standalone trainer"
         )
 
 
@@ -232,8 +224,8 @@ def _check_growth(args: argparse.Namespace) -> None:
     """Refuses a growing batch where Megatron-LM reads the flag and does not grow it."""
     if getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"):
         raise OptionError(
-            f"--rampup-batch-size: found {args.rampup_batch_size}, expected none, as Megatron-LM "
-            "from 0.18 on reads it and keeps one size: give --step-batch-size-schedule"
+            f"--rampup-batch-size: found {args.rampup_batch_size}, expected none: Megatron-LM "
+            "ignores it from 0.18 on: give --step-batch-size-schedule"
         )
 
 
@@ -243,8 +235,8 @@ def _check_attention(backend: Any) -> None:
     if found in ("unfused", "local"):
         raise OptionError(
             f"--attention-backend {found} does not go with --hybrid-data-parallel, which needs "
-            "auto, fused or flash: HDP's rings run by --hdp-attention, and TransformerEngine's "
-            "unfused kernels know no rings; --hdp-attention torch needs no TransformerEngine"
+            "auto, fused or flash: TransformerEngine's unfused kernels do not support rings. "
+            "--hdp-attention chooses HDP's kernel; its torch needs no TransformerEngine"
         )
 
 
@@ -253,23 +245,22 @@ def _check_latent_attention(args: argparse.Namespace) -> None:
     if args.transformer_impl != "transformer_engine":
         raise OptionError(
             f"--multi-latent-attention with --transformer-impl {args.transformer_impl}: expected "
-            f"transformer_engine, as the local attention of Megatron {installed_version()} takes "
-            "no heads of two sizes and its model cannot be built: install TransformerEngine, or "
-            "train with megatron-hdp's own command, which needs none"
+            f"transformer_engine, because the local attention of Megatron {installed_version()} "
+            "does not support heads of two sizes: install TransformerEngine, or use the "
+            "standalone trainer, which does not need it"
         )
     if "mla_up_proj" in (getattr(args, "recompute_modules", None) or ()):
         raise OptionError(
             "--recompute-modules mla_up_proj does not go with --hybrid-data-parallel, whose rings "
-            "take the latent of multi-latent attention themselves: leave it out, or recompute "
-            "whole layers"
+            "send the latent of multi-latent attention: leave it out, or recompute whole layers"
         )
 
 
 def _check_grouped_gemm(transformer_impl: str) -> None:
-    """Refuses it where Megatron would take no grouped kernel, or one that HDP does not know.
+    """Refuses it where Megatron would use no grouped kernel, or one that HDP does not support.
 
-    Without TransformerEngine's, Megatron 0.16 wants another package at the model's construction,
-    later releases run experts one by one and do not say so.
+    Without TransformerEngine's, Megatron 0.16 needs another package to build the model; later
+    releases run experts one by one without a message.
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
 
@@ -280,37 +271,35 @@ def _check_grouped_gemm(transformer_impl: str) -> None:
         found = "no TransformerEngine that has it"
     if found is not None:
         raise OptionError(
-            f"--moe-grouped-gemm: found {found}, expected TransformerEngine's grouped kernel, the "
-            "one that HDP knows: pip install 'megatron-hdp[gpu]' and --transformer-impl "
-            "transformer_engine, or leave the flag out; experts then run one by one, with the same "
-            "result"
+            f"--moe-grouped-gemm: found {found}, expected TransformerEngine's grouped kernel: pip "
+            "install 'megatron-hdp[gpu]' and --transformer-impl transformer_engine, or leave the "
+            "flag out, so that experts run one by one with the same result"
         )
 
 
 def _check_interleaved_schedule(args: argparse.Namespace) -> None:
-    """Refuses what Megatron's schedule of virtual stages can do, and between pipelines may not."""
+    """Refuses settings of virtual stages with which pipelines would wait for each other."""
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     if group not in (None, stages):
         raise OptionError(
             f"--microbatch-group-size-per-virtual-pipeline-stage: found {group}, expected "
-            f"{stages}, the pipeline stages: under HDP pipelines of different counts share rings, "
-            "and with other groups they may wait for each other for ever: leave it out"
+            f"{stages}, the pipeline stages: with other groups, pipelines that share rings may "
+            "wait for each other for ever: leave it out"
         )
     if not args.overlap_p2p_comm:
         raise OptionError(
-            "--no-overlap-p2p-communication with virtual stages: found it, expected none, as HDP's "
-            "own exchange between stages is the overlapped one: leave it out"
+            "--no-overlap-p2p-communication with virtual stages: found it, expected none, because "
+            "HDP's own exchange between stages is overlapped: leave it out"
         )
     if args.overlap_p2p_comm_warmup_flush:
         raise OptionError(
-            "--overlap-p2p-communication-warmup-flush: found it, expected none, as HDP's own "
-            "exchange between stages takes messages in the order of the schedule without it: leave "
-            "it out"
+            "--overlap-p2p-communication-warmup-flush: found it, expected none, because HDP's own "
+            "exchange between stages follows the schedule without it: leave it out"
         )
 
 
 def check_derived(args: argparse.Namespace) -> None:
-    """Checks what depends on what Megatron has derived, by the rules of HDP's own command.
+    """Checks what depends on what Megatron has derived, by the rules of the standalone trainer.
 
     Args:
         args: Megatron's, validated, of a run under HDP.
@@ -328,10 +317,9 @@ def check_derived(args: argparse.Namespace) -> None:
         _check_interleaved_schedule(args)
     if getattr(args, "apply_rope_fusion", False) and not fused_kernel_can_count(arguments):
         raise OptionError(
-            f"found --hdp-tokens-per-rank {arguments.hdp_tokens_per_rank}, with which a "
-            "micro-batch may have 2^31 values of queries, keys and values on a rank; expected "
-            "fewer, as TransformerEngine's kernel of rotary positions counts in 32 bits: add "
-            "--no-rope-fusion"
+            f"found --hdp-tokens-per-rank {arguments.hdp_tokens_per_rank}, with which a rank's "
+            "micro-batch may have 2^31 values of queries, keys and values; expected fewer, because "
+            "TransformerEngine's rotary kernel counts in 32 bits: add --no-rope-fusion"
         )
     if args.num_experts is None:
         return
@@ -342,7 +330,7 @@ def check_derived(args: argparse.Namespace) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Sets what HDP wants of Megatron's own flags; of what a user chose, only fusions.
+    """Sets Megatron's own flags as HDP needs them; of the user's choices only fusions.
 
     ``args.hdp_validation_sets`` becomes the names that validation sets were given, None without
     ``--multiple-validation-sets``.
@@ -354,20 +342,21 @@ def settle(args: argparse.Namespace) -> None:
     if getattr(args, "multiple_validation_sets", False):
         args.hdp_validation_sets = list(getattr(args, "validation_set_names", None) or [])
         args.validation_set_names = None
-    args.multiple_validation_sets = False  # one evaluation, whose losses are told by source
+    args.multiple_validation_sets = False  # one evaluation, whose losses are logged by source
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """What HDP's classes read, from Megatron's arguments once they are validated."""
+    """The arguments of HDP's classes, from Megatron's once they are validated."""
     values: dict[str, Any] = {}
+    ours = {item.name for item in fields(HdpOptions)}
     for item in fields(TrainingArguments):
-        if item.name in LEFT_OUT or not hasattr(args, item.name) or "Path" in str(item.type):
+        is_megatrons_path = "Path" in str(item.type) and item.name not in ours
+        if item.name in LEFT_OUT or is_megatrons_path or not hasattr(args, item.name):
             continue
         value = getattr(args, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     if values.get("rampup_batch_size"):
         values["rampup_batch_size"] = tuple(map(int, values["rampup_batch_size"]))
-    values |= {name: getattr(args, name) for name in _PATHS}
     values["moe_layer_freq"] = str(getattr(args, "moe_layer_freq", 1))
     for name in ("window_size", "window_attn_skip_freq"):
         found = getattr(args, name, None)

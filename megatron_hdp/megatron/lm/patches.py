@@ -1,7 +1,9 @@
-"""Which functions of Megatron-LM the plugin replaces, and the switch that puts it in."""
+"""Which functions of Megatron-LM the plugin replaces, its switch, and a check that changes none."""
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.megatron.cpu import shim as cpu_shim
@@ -52,6 +54,36 @@ def deactivate() -> None:
         gpu_gaps.revert()
 
 
+@dataclass(frozen=True)
+class PatchCheck:
+    """A patch of the plugin, and what keeps it from being applied (None: it fits)."""
+
+    target: str
+    why: str
+    problem: str | None
+
+
+def check_patches() -> tuple[PatchCheck, ...] | None:
+    """Compares every patch with the Megatron-LM that Python finds, and applies none.
+
+    Returns:
+        None if there is no ``megatron.training``.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        return None
+    shim = cpu_shim.needed() and not cpu_shim.is_active()
+    if shim:
+        cpu_shim.apply()  # without a GPU Megatron's training modules import under it only
+    try:
+        version = installed_version()
+        patches = PATCHES.of(version) or PATCHES.patches
+        whole = PATCHES.problem_of_all(version)
+        return tuple(PatchCheck(p.target, p.why, whole or p.problem(version)) for p in patches)
+    finally:
+        if shim:
+            cpu_shim.revert()
+
+
 PATCHES = PatchSet(
     [
         Patch(
@@ -68,19 +100,19 @@ PATCHES = PatchSet(
         ),
         Patch(
             "megatron.training.yaml_arguments:load_yaml",
-            "arguments from a file are not checked, and go without HDP",
+            "Megatron does not check arguments from a file, so HDP refuses them",
             everywhere("yaml_path"),
             replacements.load_yaml,
         ),
         Patch(
             f"{_TRAINING}:pretrain",
-            "ranks learn from heartbeats that another one has died or stands still",
+            "heartbeats report a rank that died or hangs to the others",
             ANY,
             replacements.surround,
         ),
         Patch(
             "megatron.training.initialize:_warmup_jit_function",
-            "fused functions are compiled where they are called, not for a whole context's tokens",
+            "fused functions compile when they are called, not for a whole context's tokens",
             releases.WARM_UP,
             replacements.skip_warm_up,
         ),
@@ -98,20 +130,20 @@ PATCHES = PatchSet(
         ),
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "PyTorch's norms, where there are no others, with sequence parallelism too",
+            "PyTorch's norms work with sequence parallelism, where there are no others",
             releases.TORCH_NORM,
             replacements.mark_norm,
         ),
         Patch(
             f"{_TRAINING}:get_megatron_optimizer",
-            "its step is timed, and its whole states are gathered at their places",
+            "its step is timed, and its checkpoints gather whole states correctly",
             ANY,
             replacements.prepare_optimizer,
             owner_only=True,
         ),
         Patch(
             "megatron.training.checkpointing:save_checkpoint",
-            "heartbeats allow it the time that it takes, and its writers end with their rank",
+            "heartbeats wait for it, and its writers end with their rank",
             ANY,
             replacements.save,
         ),
@@ -123,7 +155,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             "megatron.training.checkpointing:check_checkpoint_args",
-            "a resumed run goes on in the order of the data that it began with",
+            "a resumed run keeps the order of the data that it began with",
             ANY,
             replacements.compare_order,
         ),
@@ -135,7 +167,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             f"{_TRAINING}:get_forward_backward_func",
-            "a step runs its plan; the function itself stays what it is elsewhere",
+            "a step follows its plan; elsewhere the function stays as it is",
             releases.SCHEDULE,
             replacements.schedule,
             owner_only=True,
@@ -154,7 +186,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             f"{_TRAINING}:evaluate_and_print_results",
-            "the loss of each validation set is logged, where sets are told apart",
+            "the loss of each validation set is logged",
             releases.EVALUATION,
             replacements.log_validation_sets,
         ),

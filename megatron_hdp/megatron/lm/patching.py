@@ -56,7 +56,7 @@ class Patch:
             package = str(error.name).split(".")[0]
             return None if package == self.module.split(".")[0] else package
         except ImportError:
-            pass  # `problem` tells it
+            pass  # `problem` reports it
         return None
 
     def owner(self) -> Any:
@@ -143,7 +143,7 @@ class PatchSet:
             )
         if missing := sorted({p for patch in self.of(version) if (p := patch.missing_package())}):
             names = " ".join(missing)
-            return f"found no package {names}, which Megatron imports there: pip install {names}"
+            return f"found no package {names}, which Megatron imports: pip install {names}"
         return None
 
     def problems(self, version: str) -> list[str]:
@@ -172,9 +172,9 @@ class PatchSet:
         if problems:
             listed = "\n  ".join(problems)
             raise PatchError(
-                f"nothing was patched, as this Megatron is not the one that was expected:\n  "
+                f"nothing was patched, because this Megatron does not fit:\n  "
                 f"{listed}\nInstall what is missing, or a release that the README's table of "
-                "supported versions names"
+                "supported versions lists"
             )
         try:
             for patch in self.of(version):

@@ -1,8 +1,7 @@
-"""What functions of Megatron-LM do instead under HDP: each function here makes one of them.
+"""The replacements of Megatron-LM's functions under HDP: each function here makes one.
 
-It gets the original and returns the replacement (`patching.Patch.make`). Every replacement asks
-first whether this run has ``--hybrid-data-parallel``; without it, it calls the original and does
-nothing else, but for the flags themselves.
+It gets the original and returns the replacement (`patching.Patch.make`). Without
+``--hybrid-data-parallel`` a replacement only calls the original, except for the flags themselves.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from megatron_hdp.megatron.lm.patching import Function
 from megatron_hdp.processes import launcher
 
 _job: Any = None
-"""The `LmJob` of this process while ``pretrain()`` runs."""
+"""The `PretrainJob` of this process while ``pretrain()`` runs."""
 _run: Any = None
 """The `LmRun` of this process, from the moment that Megatron builds its data iterators."""
 _make_outputs: Any = None
 
 
 def use_outputs(make_outputs: Any) -> None:
-    """Says what makes that which a run writes besides Megatron's logs, see `LmRun`."""
+    """Sets what makes a run's outputs besides Megatron's logs, see `LmRun`."""
     global _make_outputs
     _make_outputs = make_outputs
 
 
 def add_flags(original: Function) -> Function:
-    """The parser with HDP's flags, too."""
+    """Adds HDP's flags to the parser."""
 
     def add_megatron_arguments(parser: Any) -> Any:
         return options.add_flags(original(parser))
@@ -40,7 +39,7 @@ def add_flags(original: Function) -> Function:
 
 
 def load_yaml(original: Function) -> Function:
-    """Arguments from a file, refused together with the flag."""
+    """Refuses arguments from a file together with the flag."""
 
     def load_yaml(yaml_path: str) -> Any:
         args = original(yaml_path)
@@ -67,14 +66,14 @@ def validate(original: Function) -> Function:
 
 
 def surround(original: Function) -> Function:
-    """``pretrain()`` within the process's `LmJob`."""
+    """``pretrain()`` within the process's `PretrainJob`."""
 
     def pretrain(*positional: Any, **named: Any) -> Any:
         global _job, _run
-        from megatron_hdp.megatron.lm.job import LmJob
+        from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 
         try:
-            with LmJob() as _job:
+            with PretrainJob() as _job:
                 return original(*positional, **named)
         finally:
             if _run is not None:
@@ -85,10 +84,9 @@ def surround(original: Function) -> Function:
 
 
 def skip_warm_up(original: Function) -> Function:
-    """Nothing: Megatron would make activations of ``--seq-length`` tokens on every rank.
+    """Skips the warm-up, which would make activations of ``--seq-length`` tokens on every rank.
 
-    It compiles fused functions for those and for gradients that are recorded within them, which no
-    micro-batch of a run has.
+    It compiles fused functions for shapes that no micro-batch of a run has.
     """
 
     def _warmup_jit_function(*positional: Any, **named: Any) -> None:
@@ -99,7 +97,7 @@ def skip_warm_up(original: Function) -> Function:
 
 
 def adapt_model(original: Function) -> Function:
-    """For functions whose first parameter is a function that makes a stage of the model."""
+    """Adapts the model that the original's first argument, a function, makes for a stage."""
     signature = inspect.signature(original)
     first = next(iter(signature.parameters))
 
@@ -129,7 +127,7 @@ def adapt_model(original: Function) -> Function:
 
 
 def mark_norm(original: Function) -> Function:
-    """PyTorch's norms marked for sequence parallelism, where Megatron refuses them."""
+    """Marks PyTorch's norms for sequence parallelism, where Megatron refuses them."""
 
     def __new__(cls: type, config: Any, *positional: Any, **named: Any) -> Any:
         if not config.sequence_parallel or not _hdp_is_on():
@@ -142,7 +140,7 @@ def mark_norm(original: Function) -> Function:
 
 
 def prepare_optimizer(original: Function) -> Function:
-    """The optimizer, its steps timed and its checkpoints right."""
+    """Times the optimizer's steps and corrects its checkpoints."""
 
     def get_megatron_optimizer(*positional: Any, **named: Any) -> Any:
         optimizer = original(*positional, **named)
@@ -167,7 +165,7 @@ def _timed(step: Function) -> Function:
 
 
 def save(original: Function) -> Function:
-    """Saving, noted for the heartbeats, by writers that end with this process."""
+    """Saves by writers that end with this process, with a note for the heartbeats."""
 
     def save_checkpoint(*positional: Any, **named: Any) -> Any:
         if _run is None:
@@ -181,7 +179,7 @@ def save(original: Function) -> Function:
 
 
 def load(original: Function) -> Function:
-    """Loading, with torch's Adam made restorable."""
+    """Loads, with torch's Adam made restorable."""
     signature = inspect.signature(original)
 
     def load_checkpoint(*positional: Any, **named: Any) -> Any:
@@ -197,7 +195,7 @@ def load(original: Function) -> Function:
 
 
 def compare_order(original: Function) -> Function:
-    """Megatron's comparison of saved arguments, and that of the order of the data."""
+    """Compares the order of the data as well as Megatron's saved arguments."""
 
     def check_checkpoint_args(checkpoint_args: Any, *positional: Any, **named: Any) -> Any:
         from megatron.training.global_vars import get_args
@@ -222,7 +220,7 @@ def _hdp_is_on() -> bool:
 
 
 def build_iterators(original: Function) -> Function:
-    """Iterators that only name their split; the run's `LmRun` begins here, at the first call.
+    """Returns iterators that only name their split; the first call begins the run's `LmRun`.
 
     Megatron calls once for each model chunk of a rank.
     """
@@ -244,7 +242,7 @@ def build_iterators(original: Function) -> Function:
 
 
 def schedule(original: Function) -> Function:
-    """`LmRun.forward_backward` in the place of Megatron's schedules."""
+    """Returns `LmRun.forward_backward` instead of Megatron's schedules."""
 
     def get_forward_backward_func(*positional: Any, **named: Any) -> Any:
         if _run is None:
@@ -255,7 +253,7 @@ def schedule(original: Function) -> Function:
 
 
 def count_flops(original: Function) -> Function:
-    """Operations of a step's sequences, each at its own length."""
+    """Counts the operations of a step's sequences, each at its own length."""
 
     def num_floating_point_operations(args: Any, batch_size: int, *sums: Any, **named: Any) -> Any:
         if _run is None:
@@ -266,7 +264,7 @@ def count_flops(original: Function) -> Function:
 
 
 def log(original: Function) -> Function:
-    """Megatron's log of a step, and HDP's figures for its writers."""
+    """Logs a step as Megatron does, and hands HDP's figures to its writers."""
     signature = inspect.signature(original)
 
     def training_log(*positional: Any, **named: Any) -> Any:
@@ -290,7 +288,7 @@ def log(original: Function) -> Function:
 
 
 def log_validation_sets(original: Function) -> Function:
-    """Megatron's evaluation, and after its log the loss of each validation set."""
+    """Evaluates as Megatron does, and logs the loss of each validation set after it."""
     signature = inspect.signature(original)
 
     def evaluate_and_print_results(*positional: Any, **named: Any) -> Any:

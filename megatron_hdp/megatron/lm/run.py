@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.utils import get_model_config
 
 from megatron_hdp.data.mixture import SPLITS, Corpus, Position
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.lm import checkpoint, options
-from megatron_hdp.megatron.lm.job import LmJob
 from megatron_hdp.megatron.lm.log import LmLog
-from megatron_hdp.megatron.lm.moe import RouterLosses
-from megatron_hdp.megatron.lm.param_gather import start_param_gather
+from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
+from megatron_hdp.megatron.lm.router_losses import RouterLosses
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
@@ -81,7 +81,11 @@ class LmRun:
     """What one process keeps from its first step to its last."""
 
     def __init__(
-        self, args: argparse.Namespace, vocab_size: int, job: LmJob, make_outputs: OutputsMaker
+        self,
+        args: argparse.Namespace,
+        vocab_size: int,
+        job: PretrainJob,
+        make_outputs: OutputsMaker,
     ) -> None:
         """Opens the data.
 
@@ -153,7 +157,10 @@ class LmRun:
             sum and the tokens, each divided by the ranks over which Megatron adds them up.
         """
         if collect_non_loss_data:
-            raise ValueError("HDP collects no data but the loss: leave process_non_loss_data_func")
+            raise ValueError(
+                "found a process_non_loss_data_func, expected none, because HDP collects the loss "
+                "alone: leave it out"
+            )
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         split = first.iterable.name
         start_param_gather(model)
@@ -183,11 +190,11 @@ class LmRun:
         return [{"lm loss": sums / ranks}]
 
     def prepare_log(self) -> None:
-        """Call before Megatron logs a step: hands over what its log looks for."""
+        """Call before Megatron logs a step: hands the routers' losses to its log."""
         report = self.log.latest
         if self._router_losses is not None and report is not None and self.args.num_experts:
-            further = self.arguments.mtp_num_layers or 0
-            self._router_losses.log(report.tokens, self.args.num_layers + further)
+            num_layers = self.args.num_layers + (self.arguments.mtp_num_layers or 0)
+            self._router_losses.log(report.tokens, num_layers)
 
     def end_step(self, step: int, grad_norm: float | None, learning_rate: float) -> None:
         """Call when Megatron has logged a step, before another one begins.
@@ -245,7 +252,7 @@ class LmRun:
         self._began_at = time.perf_counter()
 
     def _name_validation_sets(self) -> ValidationSets | None:
-        """The sets that are told apart; None without ``--multiple-validation-sets``."""
+        """The validation sets; None without ``--multiple-validation-sets``."""
         names = self.args.hdp_validation_sets
         if names is None or "valid" not in self.specs:
             return None
@@ -304,7 +311,7 @@ class LmRun:
         if saved is not None and (saved.sequences == count or split == "train"):
             return saved
         names = self._corpus(split).names
-        if len(names) == 1:  # releases before mixtures counted samples alone
+        if len(names) == 1:  # older releases counted only samples
             steps = count // self.args.global_batch_size
             return Position.of_one_source(names[0], count, steps=steps)
         if split == "train":
@@ -318,7 +325,7 @@ class LmRun:
         return split in self.specs and has_documents(self.arguments, self.specs[split])
 
     def _of_split(self, split: str, chunks: list[Any]) -> HdpSteps:
-        """The split's steps; the first call builds what needs the model, on all ranks alike."""
+        """The split's steps; the first call builds what needs the model, on every rank."""
         if self._executor is None or self._cost_model is None:
             with torch.enable_grad():  # kernels are tried, though the first step may evaluate
                 self._executor = build_executor(self.arguments, chunks, self._job.timeline)
@@ -373,10 +380,36 @@ class LmRun:
 
 
 class _Split:
-    """Stands where Megatron expects an iterator over data."""
+    """A placeholder for Megatron's iterator over data."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __next__(self) -> Any:
-        raise TypeError("under hybrid data parallelism Megatron's loop draws no data by itself")
+        raise TypeError("under hybrid data parallelism Megatron's loop must not draw data itself")
+
+
+def start_param_gather(chunks: Sequence[Any]) -> None:
+    """Starts to gather what the distributed optimizer has updated, with ``--overlap-param-gather``.
+
+    Megatron starts each bucket's gathering when the forward pass has got to the one before. Ranks
+    whose first micro-batches are in different rings would wait for each other: one in a ring for
+    the other's slice, that one for a bucket that the first has not got to. So all start here, where
+    no rank waits for a ring yet; the forward pass waits for each bucket where it needs it.
+    Megatron's schedule of virtual stages, which would start those of the next chunk, starts none.
+
+    Args:
+        chunks: Megatron's DDP around each model chunk; its hooks are off where its parameters are
+            whole already. Without it (``--skip-train``) nothing is gathered.
+    """
+    get_model_config(chunks[0]).param_sync_func = None
+    for chunk in chunks:
+        if (
+            not getattr(chunk, "use_forward_hook", False)
+            or not chunk.remove_forward_pre_hook_handles
+        ):
+            continue
+        chunk.ddp_config.align_param_gather = True  # its hooks start no bucket
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched:
+                group.start_param_sync()

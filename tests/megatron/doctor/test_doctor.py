@@ -132,7 +132,7 @@ def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (place,) = [i for i, line in enumerate(lines) if "not found: no such plots" in line]
-    assert lines[place + 1].strip() == "to have it: pip x"
+    assert lines[place + 1].strip() == "to get it: pip x"
 
 
 @on_cpu
@@ -152,12 +152,13 @@ def test_an_interface_that_is_not_there_is_a_problem(capsys, monkeypatch):
 
 
 def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
-    from megatron_hdp.megatron.lm import checkout, diagnosis
+    from megatron_hdp.megatron.lm import checkout
+    from megatron_hdp.megatron.lm import patches as lm_patches
 
     found = checkout.Checkout(Path("/there"), "core_v0.16.1", is_current=True)
     monkeypatch.setattr(checkout, "find", lambda: found)
-    checks = (diagnosis.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
-    monkeypatch.setattr(diagnosis, "check_patches", lambda: checks)
+    checks = (lm_patches.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
+    monkeypatch.setattr(lm_patches, "check_patches", lambda: checks)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "  MISFIT  m:f" in text and "  - 1 patches do not fit this Megatron-LM" in text

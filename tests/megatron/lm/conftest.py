@@ -24,14 +24,17 @@ def _common(request, tmp_path_factory):
     modules = {item.module for item in request.session.items if hasattr(item.module, "common_plan")}
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "failed").exists():
+            pytest.fail("another worker made these runs and failed")
         if not (folder / "done").exists():
+            (folder / "failed").touch()
             plan = []
             for module in sorted(modules, key=lambda one: one.__name__):
                 (folder / name_of(module)).mkdir(exist_ok=True)
                 write_corpus(folder / name_of(module), LENGTHS)
                 plan += module.common_plan(folder / name_of(module))
             drive(folder, plan)
-            (folder / "done").touch()
+            (folder / "failed").rename(folder / "done")
     return folder
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_hdp.planner import CostModel
+
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 SCRIPT = Path(CHECKOUT, "pretrain_gpt.py")
 ROOT = Path(__file__).parents[3]
@@ -40,6 +42,12 @@ TENSOR = [
     "--make-vocab-size-divisible-by",
     "64",
 ]
+SHARDED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
+OVERLAPPED += ["--ddp-bucket-size", "5000"]
+RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+RECOMPUTED += ["--recompute-num-layers", "1"]
+STAGES = ["--pipeline-model-parallel-size", "2"]
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
 
 
@@ -121,6 +129,31 @@ def drive(folder, plan):
     logs = {one["name"]: one["log"] for one in plan}
     tails = [f"{name}: {Path(log + '.0').read_text()[-3000:]}" for name, log in logs.items()]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr[-3000:], *tails])
+
+
+def offloading(folder, num_layers):
+    """Flags of a run that offloads, by a cost model in its folder."""
+    cost = CostModel(
+        a=1e-6, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1e3, num_layers=num_layers
+    )
+    (folder / "cost.json").write_bytes(cost.to_json())
+    return ["--hdp-offload", "auto", "--hdp-cost-model", str(folder / "cost.json")]
+
+
+def pictures(folder, steps, step):
+    """Flags of a run that writes a trace of `steps` and the plan of `step`."""
+    flags = ["--hdp-trace", str(folder / "trace"), "--hdp-trace-steps", steps]
+    return [*flags, "--hdp-plot-plan", str(folder / "plan.png"), "--hdp-plot-step", step]
+
+
+def require_rerun(folder):
+    """The rerun machine ran the step of run ``nan`` again, and so did ``nan again``, resumed."""
+    text = (folder / "log nan.0").read_text()
+    true = [line for line in text.splitlines() if line.startswith("instead of ")]
+    assert len(true) == 2 and true[0] == true[1]
+    assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
+    again = (folder / "log nan again.0").read_text()
+    assert true[0] in again and "Got rescheduled on the same GPU" in again
 
 
 def scalars(folder, name):

@@ -14,10 +14,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunStateMachi
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.cpu import shim
-from megatron_hdp.megatron.lm.diagnosis import check_patches
 from megatron_hdp.megatron.lm.log import operations
 from megatron_hdp.megatron.lm.model import adapt
-from megatron_hdp.megatron.lm.patches import PATCHES
+from megatron_hdp.megatron.lm.patches import PATCHES, check_patches
 from megatron_hdp.megatron.lm.releases import RELEASES, installed_version, release_of
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel, FusedLossOutputLayer
@@ -106,8 +105,8 @@ def _adapt_on_a_rank(fused_loss):
     assert (type(model) is FusedLossModel) == fused_loss
     assert (type(model.output_layer) is FusedLossOutputLayer) == fused_loss
     for stranger, message in (
-        (torch.nn.Linear(2, 2), "model provider made Linear"),
-        (_with_other_attention(model), "layer 2 has SelfAttention with Linear"),
+        (torch.nn.Linear(2, 2), "found a Linear, expected megatron.core's GPTModel"),
+        (_with_other_attention(model), "layer 2: found SelfAttention with Linear, expected"),
     ):
         with pytest.raises(ValueError, match=message):
             adapt(stranger, fused_loss=fused_loss)

@@ -120,7 +120,7 @@ def test_a_package_that_megatron_lacks_is_named_once(library, tmp_path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     needy = [patch("fake_needy:add"), patch("fake_needy:subtract")]
     patches = PatchSet([patch("fake_library:add"), *needy], (RELEASE,))
-    expected = "found no package fake_six, which Megatron imports there: pip install fake_six"
+    expected = "found no package fake_six, which Megatron imports: pip install fake_six"
     assert patches.problems(RELEASE) == [expected]
     with pytest.raises(PatchError, match=expected):
         patches.apply(RELEASE)

@@ -11,14 +11,20 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_hdp.planner import CostModel
 from tests.megatron.lm.runs import (
     HDP,
     MARKS,
     MODEL,
+    OVERLAPPED,
+    RECOMPUTED,
+    SHARDED,
+    STAGES,
     TENSOR,
     drive,
+    offloading,
+    pictures,
     planned,
+    require_rerun,
     require_same,
     require_same_states,
     scalars,
@@ -33,16 +39,10 @@ pytestmark = MARKS
 EIGHT = MODEL.replace("--num-layers 2", "--num-layers 8")
 TIED = GPT.replace("--num-layers 6", "--num-layers 8")
 FOUR_WITH_EXPERTS = EXPERTS.replace("--num-layers 2", "--num-layers 4")
-SHARDED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
-OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
-OVERLAPPED += ["--ddp-bucket-size", "5000"]
-RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-RECOMPUTED += ["--recompute-num-layers", "1"]
 PIPELINE, GROUPS = (
     "--pipeline-model-parallel-size",
     "--microbatch-group-size-per-virtual-pipeline-stage",
 )
-STAGES = [PIPELINE, "2"]
 VIRTUAL = ["--num-virtual-stages-per-pipeline-rank", "2"]
 CHUNKS = [*STAGES, *VIRTUAL]
 SMALL_CHUNKS = [*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"]
@@ -88,15 +88,13 @@ def resumed(folder, name, how, source, step, more=()):
 @pytest.fixture(scope="module")
 def more(runs, request):
     """The layouts that were selected besides."""
-    pictures = ["--hdp-trace", str(runs / "trace"), "--hdp-trace-steps", "5-6"]
-    pictures += ["--hdp-plot-plan", str(runs / "plan.png"), "--hdp-plot-step", "5"]
     plan = [
         resumed(runs, name, FROM_ONE[name], "one", 2)
         for name in wanted(request, FROM_ONE)
         if name != "virtual"
     ]
     for name in wanted(request, FROM_VIRTUAL):
-        shown = pictures if name == "larger" else []
+        shown = pictures(runs, "5-6", "5") if name == "larger" else []
         plan.append(resumed(runs, name, FROM_VIRTUAL[name], "virtual", 4, shown))
     if plan:
         drive(runs, plan)
@@ -152,13 +150,8 @@ def test_traces_show_every_pass_through_a_chunk(more, name):
 @pytest.fixture(scope="module")
 def others(runs):
     """What users switch on besides, with virtual stages."""
-    cost = CostModel(
-        a=1e-6, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1e3, num_layers=4
-    )
-    (runs / "cost.json").write_bytes(cost.to_json())
-    offload = ["--hdp-offload", "auto", "--hdp-cost-model", str(runs / "cost.json")]
     virtual = [*HDP, "160", *OVERLAPPED, *CHUNKS]
-    tied = [*HDP, "100", *CHUNKS, *RECOMPUTED, *offload, "--ckpt-step", "2"]
+    tied = [*HDP, "100", *CHUNKS, *RECOMPUTED, *offloading(runs, 4), "--ckpt-step", "2"]
     half = [*virtual, "--bf16", "--finetune", "--async-save"]
     across = [*HDP, "160", "--finetune", *OVERLAPPED, *SMALL_CHUNKS]
     across += ["--expert-model-parallel-size", "2"]
@@ -206,12 +199,7 @@ def test_what_users_switch_on_has_the_losses_of_one_rank(others, found, expected
 
 @pytest.mark.slow
 def test_the_rerun_machine_runs_the_same_step_again(others):
-    text = (others / "log nan.0").read_text()
-    true = [line for line in text.splitlines() if line.startswith("instead of ")]
-    assert len(true) == 2 and true[0] == true[1]
-    assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
-    again = (others / "log nan again.0").read_text()
-    assert true[0] in again and "Got rescheduled on the same GPU" in again
+    require_rerun(others)
 
 
 @pytest.mark.slow

@@ -11,17 +11,22 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_hdp.planner import CostModel
 from tests.megatron.lm.runs import (
     CHECKOUT,
     HDP,
     MARKS,
     MODEL,
+    OVERLAPPED,
+    RECOMPUTED,
     SCRIPT,
+    STAGES,
     TENSOR,
     TRAINING,
     drive,
+    offloading,
+    pictures,
     planned,
+    require_rerun,
     require_same,
     scalars,
     weights,
@@ -36,21 +41,6 @@ STOCK = "checkpoints stock"
 GPT = """--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
 --attention-dropout 0 --hidden-dropout 0"""
-SHARDED = [
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--ddp-bucket-size",
-    "5000",
-    "--dist-ckpt-optim-fully-reshardable",
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
-PIPELINES = ["--pipeline-model-parallel-size", "2"]
 SOON = ["--stall-timeout-seconds", "3"]
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
@@ -62,7 +52,7 @@ def common_plan(folder):
         run("stock", 1, [], plugin=False, save=STOCK),
         run("off", 1, [], save="checkpoints off"),
         run("one", 1, finetuned, load=STOCK, save="whole"),
-        run("pipelines", 4, [*HDP, "160", *PIPELINES, "--finetune"], load=STOCK),
+        run("pipelines", 4, [*HDP, "160", *STAGES, "--finetune"], load=STOCK),
         halves("first half", extra=[*finetuned, "--exit-interval", "2"], load=STOCK),
         halves("second half", extra=[*HDP, "256"], load="halves"),
         own_command(folder),
@@ -74,20 +64,15 @@ def common_plan(folder):
 @pytest.fixture(scope="module")
 def more(runs):
     """More layouts, the patched script, an older release, and what users switch on."""
-    cost = CostModel(
-        a=1e-6, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1e3, num_layers=3
-    )
-    (runs / "cost.json").write_bytes(cost.to_json())
     run, script = partial(planned, runs), patched_script(SCRIPT, runs)
     finetuned, two = [*HDP, "256", "--finetune"], [*HDP, "160", "--finetune"]
     metrics = ["--metrics-path", str(runs / "metrics.jsonl")]
-    pictures = ["--hdp-trace", str(runs / "trace"), "--hdp-trace-steps", "2-3"]
-    pictures += ["--hdp-plot-plan", str(runs / "plan.png"), "--hdp-plot-step", "2"]
-    sharded = [*HDP, "160", *SHARDED, *metrics]
+    sharded = [*HDP, "160", *OVERLAPPED, *RECOMPUTED, *metrics]
+    shown = [*sharded, *pictures(runs, "2-3", "2"), "--finetune"]
     wandb = ["--wandb-project", "tests", "--wandb-exp-name", "bf16", "--wandb-save-dir"]
     wandb = [*wandb, str(runs / "wandb")] if HAS_WANDB else []
-    offload = ["--hdp-offload", "auto", "--hdp-cost-model", str(runs / "cost.json")]
     half = ["--use-distributed-optimizer", "--bf16", "--async-save"]
+    offloaded = [*HDP, "100", *STAGES, *offloading(runs, 3), "--ckpt-step", "2"]
     resumed, gpt = ["--ckpt-step", "2"], partial(run, model=GPT)
     plain_tensor = [flag for flag in TENSOR if flag != "--sequence-parallel"]
     drive(
@@ -99,13 +84,13 @@ def more(runs):
             run("patched", 1, finetuned, plugin=False, script=script, load=STOCK),
             run("older", 1, finetuned, load=STOCK, save="older", older=True),
             run("older, resumed", 1, [*HDP, "256", *resumed], load="older"),
-            run("sharded", 2, [*sharded, *pictures, "--finetune"], load=STOCK, save="sharded"),
+            run("sharded", 2, shown, load=STOCK, save="sharded"),
             run("sharded again", 2, [*sharded, *resumed], load="sharded", save="sharded again"),
             run("tensor, resumed", 2, [*HDP, "256", *TENSOR, *resumed], load="whole"),
             run("bf16 one", 1, [*HDP, "256", "--bf16", *wandb]),
             run("bf16 two", 2, [*HDP, "160", *half], save="bf16"),
             gpt("gpt", 1, [*HDP, "256", "--async-save"], save="gpt"),
-            gpt("gpt stages", 4, [*HDP, "100", *PIPELINES, *offload, *resumed], load="gpt"),
+            gpt("gpt stages", 4, offloaded, load="gpt"),
             run("nan", 2, [*HDP, "160"], save="nan", nan_after=16, exits=[16, 16]),
             run("nan again", 2, [*HDP, "160"], load="nan", nan_after=16, exits=[16, 16]),
             run("dead", 2, [*HDP, "160", *SOON], fault="1:3:kill", exits=[3, -9]),
@@ -299,12 +284,7 @@ def test_wandb_gets_the_figures_of_hdp(more):
 
 @pytest.mark.slow
 def test_the_rerun_machine_runs_the_same_step_again(more):
-    text = (more / "log nan.0").read_text()
-    true = [line for line in text.splitlines() if line.startswith("instead of ")]
-    assert len(true) == 2 and true[0] == true[1]
-    assert "unexpected result is reproducible within the tolerance (nan = nan)" in text
-    again = (more / "log nan again.0").read_text()
-    assert true[0] in again and "Got rescheduled on the same GPU" in again
+    require_rerun(more)
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ def test_a_long_context_makes_no_activations_before_the_first_step(tmp_path):
     assert found_in(fake_megatron_lm.write(tmp_path)) == [TOKENS * FFN, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
 def test_nor_does_it_in_a_checkout():

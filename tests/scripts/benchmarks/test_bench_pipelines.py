@@ -37,7 +37,7 @@ def test_each_v_is_judged_as_itself_against_its_own_bound(bench):
     request = case.request(1)
     total_s = compute_s(request.lengths, request.cost_model).sum() / 16
     full_s = compute_s(np.array([1024]), request.cost_model)[0] + request.cost_model.g
-    results = list(bench.staged.measure_staged(case, 1, ["auto"], [1, 4], 1, 0))
+    results = list(bench.staged.measure_staged(case, 1, ["auto"], [1, 4], 1))
     for chunks, one in zip((1, 4), results, strict=True):
         made = plan(
             request.lengths,

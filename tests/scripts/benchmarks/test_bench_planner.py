@@ -69,7 +69,7 @@ def test_a_case_is_one_batch_a_seed(bench):
 
 def test_stages_are_measured_against_their_target(bench):
     case = bench.Case("github", 8, 1024, "0.95", pipeline_stages=2)
-    (result,) = bench.measure(case, 0, ["static"], 2, 0)
+    (result,) = bench.measure(case, 0, ["static"], 2)
     assert result.bound_share != pytest.approx(result.lower_bound_s / result.makespan_s)
     assert result.greater_share == max(result.bound_share, result.proven_share)
     text = bench.tables([case], ["static"], [result])
@@ -105,7 +105,7 @@ def test_latencies_are_those_of_the_models_layers(bench):
 def test_noise_loses_what_the_slowest_member_takes_longer(bench):
     case = bench.Case("github", 8, 1024, "")
     quiet, loud = (
-        {one.strategy: one for one in bench.measure(case, 0, ["static", "auto"], 1, 0, noise)}
+        {one.strategy: one for one in bench.measure(case, 0, ["static", "auto"], 1, noise)}
         for noise in ((), (0, 5, 10))
     )
     for strategy in ("static", "auto"):
@@ -167,7 +167,7 @@ def test_cases_of_experts_are_judged_in_lockstep(bench):
     request = case.request(0)
     costs = request.cost_model
     assert request.expert_parallel_size == 32 and costs.b == costs.b_experts
-    apart, ours = bench.measure(case, 0, ["dp-balance", "auto"], 1, 0)
+    apart, ours = bench.measure(case, 0, ["dp-balance", "auto"], 1)
     assert apart.bound_share < 0.9 < 0.96 < ours.bound_share <= 1
     assert ours.proven_share == ours.bound_share
     with pytest.raises(SystemExit):

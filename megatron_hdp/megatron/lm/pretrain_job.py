@@ -1,4 +1,4 @@
-"""What surrounds Megatron-LM's ``pretrain()`` under HDP: heartbeats, and an end by them."""
+"""Heartbeats around Megatron-LM's ``pretrain()``, which end a job whose ranks fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 _SHARE = 0.9  # of Megatron's time-out, so that heartbeats come before its communicators end
 
 
-class LmJob:
+class PretrainJob:
     """One call of ``pretrain()`` in this process; a context manager around it.
 
-    Until `begin` nothing happens. From then on a rank that dies, fails or stands still ends the
-    job: every other rank's process prints who is to blame and ends with `BLAMES_ANOTHER`.
+    From `begin` on a rank that dies, fails or hangs ends the job: every other rank's process
+    prints who is to blame and ends with `BLAMES_ANOTHER`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LmJob:
         """Around the saving of a checkpoint, which may take its time."""
         return self.timeline.noted(CHECKPOINT)
 
-    def __enter__(self) -> LmJob:
+    def __enter__(self) -> PretrainJob:
         return self
 
     def __exit__(

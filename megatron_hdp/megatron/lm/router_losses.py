@@ -1,4 +1,4 @@
-"""Hands the losses of HDP's routers to Megatron-LM's log of them, as means over tokens."""
+"""Hands the losses of HDP's routers to Megatron-LM's log, as means over tokens."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RouterLosses:
 
         Args:
             num_tokens: of the global batch, padding not counted.
-            num_layers: of the whole model, those of further tokens included.
+            num_layers: of the whole model, MTP layers included.
         """
-        # Megatron divides by the number of micro-batches that it takes a step to have
+        # Megatron divides by its own number of micro-batches of a step
         scale = get_num_microbatches() / max(num_tokens, 1)
         for router in self._routers:
             for name, value in sorted(router.losses.items()):

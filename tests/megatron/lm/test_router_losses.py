@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_hdp.megatron.lm.moe import RouterLosses
+from megatron_hdp.megatron.lm.router_losses import RouterLosses
 from megatron_hdp.megatron.model import HdpRouter
 
 
