@@ -298,52 +298,34 @@ def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
         options.check_derived(args)
 
 
+LAYERS, CHUNKS, GROUPS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage",
+)
+
+
 @pytest.mark.parametrize(
-    "more",
+    "megatrons",
     [
-        {},
-        {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8},
-        {"moe_layer_freq": 2, "add_bias_linear": True},
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        EXPERTS,
+        EXPERTS | {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8},
+        EXPERTS | {"moe_layer_freq": 2, "add_bias_linear": True},
+        EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        VIRTUAL | {GROUPS: None},
+        VIRTUAL | {GROUPS: 2},
+        VIRTUAL | {CHUNKS: None, LAYERS: 2, GROUPS: None},
+        VIRTUAL | {CHUNKS: None, LAYERS: 2, GROUPS: 2},
+        VIRTUAL | {CHUNKS: None, "decoder_first_pipeline_num_layers": 2},
+        VIRTUAL | {"account_for_embedding_in_pipeline_split": True, "num_layers": 15},
+        VIRTUAL | {"pipeline_model_parallel_layout": "Et|ttt|ttt|tL"},
+        VIRTUAL | {CHUNKS: 1, "overlap_p2p_comm": False},  # no virtual stages
     ],
 )
-def test_experts_go_together_with_hdp(more):
-    options.check_derived(parsed(*ON, **EXPERTS | more))
-
-
-@pytest.mark.parametrize("group", [None, 2])
-@pytest.mark.parametrize(
-    "layers_or_chunks",
-    ["num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"],
-)
-def test_virtual_stages_go_together_with_hdp(layers_or_chunks, group):
-    changed = {
-        "num_virtual_stages_per_pipeline_rank": None,
-        layers_or_chunks: 2,
-        "microbatch_group_size_per_vp_stage": group,
-    }
-    args = parsed(*ON, **VIRTUAL | changed)
+def test_experts_and_stages_go_together_with_hdp(megatrons):
+    args = parsed(*ON, **megatrons)
     options.check(args)
     options.check_derived(args)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": None},
-        {"account_for_embedding_in_pipeline_split": True, "num_layers": 15},
-        {"pipeline_model_parallel_layout": "Et|ttt|ttt|tL"},
-    ],
-)
-def test_stages_of_unequal_layers_go_together_with_hdp(flags):
-    args = parsed(*ON, **VIRTUAL | flags)
-    options.check(args)
-    options.check_derived(args)
-
-
-def test_what_steers_virtual_stages_is_nobodys_business_without_them():
-    plain = {"num_virtual_stages_per_pipeline_rank": 1, "overlap_p2p_comm": False}
-    options.check_derived(parsed(*ON, **VIRTUAL | plain))
 
 
 def test_without_hdp_nothing_is_touched():
