@@ -204,7 +204,7 @@ def _has_ended(record: bytes) -> bool:
     if machine != _machine():
         return False
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

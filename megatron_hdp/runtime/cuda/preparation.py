@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from megatron_hdp.runtime.cuda import allocator, connections, module_loading
+from megatron_hdp.runtime.cuda import allocator
 from megatron_hdp.runtime.cuda.device import EAGER, Capability, Run, Setting, loading_mode
+from megatron_hdp.runtime.cuda.start import Connections, ModuleLoading
 
 
 def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -29,15 +30,15 @@ def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> lis
     """
     lines = []
     mode = loading_mode() if run.capability is not None else None
-    for module in (connections, module_loading):
-        want, name = module.wanted(run), module.VARIABLE
+    for setting in (Connections, ModuleLoading):
+        want, name = setting.wanted(run), setting.variable
         if want is None:
             continue
         if name in environment:
-            lines.append(module.doubt(want, environment))
+            lines.append(setting.doubt(want, environment))
         elif mode is None:
             environment[name] = want.value
-        elif not (module is module_loading and mode == EAGER):
+        elif not (setting is ModuleLoading and mode == EAGER):
             lines.append(_too_late(name, want))
     lines.append(_prepare_allocator(run, environment))
     return [line for line in lines if line is not None]
@@ -57,10 +58,10 @@ def describe(
         return dict.fromkeys(labels, "no matter without a GPU")
     run = Run(capability=capability, hybrid_data_parallel=True)
     lines = []
-    for module in (connections, module_loading):
-        want = module.wanted(run)
+    for setting in (Connections, ModuleLoading):
+        want = setting.wanted(run)
         assert want is not None
-        lines.append(_words(environment.get(module.VARIABLE), module.values(run), want.why))
+        lines.append(_words(environment.get(setting.variable), setting.values(run), want.why))
     want, name = allocator.wanted(run), allocator.found_in(environment)
     assert want is not None
     obstacle = allocator.obstacle(run, environment)

@@ -17,7 +17,7 @@ def _compilations() -> Answer:
     from torch._dynamo.utils import counters
     from torch.utils.checkpoint import checkpoint
 
-    from megatron_hdp.runtime.compilation import MAX_VARIANTS, allow_variants
+    from megatron_hdp.megatron.step.setup import MAX_VARIANTS, allow_variants
 
     allow_variants()
     torch._dynamo.reset()

@@ -11,16 +11,15 @@ import pytest
 from megatron_hdp.runtime.cuda import (
     Run,
     allocator,
-    connections,
     describe,
-    module_loading,
     preparation,
     prepare,
     run_of,
 )
+from megatron_hdp.runtime.cuda.start import Connections, ModuleLoading
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-QUEUES, MODULES, MEMORY = connections.VARIABLE, module_loading.VARIABLE, allocator.VARIABLE
+QUEUES, MODULES, MEMORY = Connections.variable, ModuleLoading.variable, allocator.VARIABLE
 HDP = {MODULES: "EAGER", MEMORY: "expandable_segments:True"}
 RUN = Run(capability=HOPPER, hybrid_data_parallel=True)
 

@@ -9,7 +9,12 @@ import torch
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hdp.runtime.compilation import MAX_VARIANTS, allow_variants
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.step import setup
+from megatron_hdp.megatron.step.setup import MAX_VARIANTS, allow_variants
+from megatron_hdp.runtime.timeline import Timeline
+from tests.support.gradients import VOCABULARY, tiny_arguments, write_corpus
 
 HIDDEN, WIDE = 4, 8
 BIAS = torch.zeros(HIDDEN)
@@ -113,3 +118,18 @@ def test_the_limit_holds_in_the_threads_of_the_backward_pass(limit):
     thread.start()
     thread.join()
     assert [DYNAMO.recompile_limit, *found] == [MAX_VARIANTS] * 2
+
+
+def limits_of_a_run(arguments):
+    """PyTorch's limit of variants before the executor is built and after."""
+    parallel.initialise(arguments)
+    gpt = building.build_gpt(arguments, VOCABULARY)
+    before = torch._dynamo.config.recompile_limit
+    setup.build_executor(arguments, [gpt], Timeline())
+    return before, torch._dynamo.config.recompile_limit
+
+
+def test_compiled_functions_have_room_for_their_variants(run_ranks, tmp_path):
+    arguments = tiny_arguments(write_corpus(tmp_path, [64]))
+    before, after = run_ranks(1, limits_of_a_run, arguments)[0]
+    assert before < after == MAX_VARIANTS
