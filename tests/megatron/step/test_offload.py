@@ -132,6 +132,7 @@ def with_ratio(executor, ratio):
     executor.offload.micro_batch = run
 
 
+@pytest.mark.slow
 def test_the_memory_model_predicts_the_peak_within_5_percent(run_ranks, tmp_path):
     """Its coefficients are from small micro-batches without offload."""
     prefix = write_corpus(tmp_path, [2048])
