@@ -170,7 +170,7 @@ class Continuation:
             if one.version < LATEST_ORDER and name not in self.added:
                 words.append(
                     f"the checkpoint's run began with version {one.version} of the order of the "
-                    f"data (now {LATEST_ORDER}): it goes on in that one, so nothing is repeated or "
+                    f"data (now {LATEST_ORDER}): it resumes in that one, so nothing is repeated or "
                     "skipped"
                 )
                 break
@@ -178,8 +178,8 @@ class Continuation:
             words.append(f"sources that are new to this run: {_list(self.added)}")
         if self.removed:
             words.append(
-                f"sources that this run draws from no more: {_list(self.removed)}; their positions "
-                "are kept"
+                f"sources that this run no longer draws from: {_list(self.removed)}; their "
+                "positions are kept"
             )
         return words
 

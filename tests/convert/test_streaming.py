@@ -157,7 +157,7 @@ def test_a_killed_one_goes_on(tmp_path, way, capsys):
         assert killed_at(os, "rename", 1, *convert, target, *rest)  # all but the last step is done
         assert not target.exists()
         assert num_calls(*where, *convert, target, *rest) == 0
-        assert "going on with what lies in" in capsys.readouterr().out
+        assert "resuming with" in capsys.readouterr().out
     assert content(target) == {
         name: text.replace(b"/whole/", b"/target/")
         for name, text in content(tmp_path / "whole").items()

@@ -68,7 +68,7 @@ def test_sources_come_and_go():
     assert found.announcements() == ["sources that are new to this run: 'code'"]
     left = continued(ONE, TWO)
     assert left.order == replace(ONE, absent={"code": CODE})
-    assert "draws from no more: 'code'; their positions are kept" in left.announcements()[0]
+    assert "no longer draws from: 'code'; their positions are kept" in left.announcements()[0]
     # one that comes back goes on in its order, whatever key it would get as a new one
     new = replace(CODE, key=77)
     back = continued(order(web=WEB, code=new), left.order)

@@ -91,12 +91,12 @@ def test_sources_come_and_go_on_resume(run_ranks, folder):
     goes_on = replace(began, hdp_data=other, load=folder / "saved", train_iters=5)
     (found, log), *_ = run_ranks(2, trained, goes_on)
     assert "sources that are new to this run: 'chat'" in log
-    assert "draws from no more: 'web'; their positions are kept" in log
+    assert "no longer draws from: 'web'; their positions are kept" in log
     assert [one.step for one in found] == [4, 5]
     assert set(found[0].sources) == {"chat", "code"}
     # the one that left comes back to where it was
     (found, log), *_ = run_ranks(1, trained, replace(goes_on, hdp_data=two, train_iters=6))
-    assert "draws from no more: 'chat'" in log and "new to this run" not in log
+    assert "no longer draws from: 'chat'" in log and "new to this run" not in log
 
 
 def test_what_must_not_change_is_refused_by_name(run_ranks, folder):

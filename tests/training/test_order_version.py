@@ -16,7 +16,7 @@ from tests.support.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 64, 3] * 2
 STEPS = 6
-ANNOUNCED = "began with version 1 of the order of the data (now 2): it goes on in that one"
+ANNOUNCED = "began with version 1 of the order of the data (now 2): it resumes in that one"
 
 
 def curve(arguments):

@@ -1,6 +1,6 @@
 """Where a conversion writes: a folder that takes its name when all of it is there.
 
-    DIR.partial/            what is finished so far; the next run goes on with it
+    DIR.partial/            what is finished so far; the next run resumes with it
         files/              becomes DIR
         made-from.txt       what it is made from; another source begins anew
         lock                held by the process that writes
@@ -72,8 +72,8 @@ def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Itera
                 raise
             raise ValueError(
                 f"{target.parent}: found {shutil.disk_usage(partial).free:,} bytes free, expected "
-                "room for what is left: make room and give the same command again, it goes on with "
-                f"what lies in {partial}"
+                "room for what is left: make room and give the same command again, it resumes with "
+                f"the files in {partial}"
             ) from error
         require_new(target)
         _sync_all(partial / _FILES)
@@ -100,7 +100,7 @@ def _begin(partial: Path, made_from: str, say: Callable[[str], None]) -> None:
     path, files = partial / _MADE_FROM, partial / _FILES
     before = path.read_text() if path.exists() else None
     if before == made_from and files.is_dir():  # or it became the target
-        say(f"going on with what lies in {partial}")
+        say(f"resuming with the finished files in {partial}")
         return
     others = [one for one in partial.iterdir() if one.name != _LOCK]
     if before is None and (set(others) - {files} or (files.is_dir() and any(files.iterdir()))):
@@ -109,7 +109,7 @@ def _begin(partial: Path, made_from: str, say: Callable[[str], None]) -> None:
             "such a folder to hold what an earlier run of this command has finished: move it away"
         )
     if before not in (None, made_from):
-        say(f"{partial} holds what was made from something else: beginning anew")
+        say(f"{partial} holds files made from another source: starting over")
     for one in sorted(others, key=lambda path: path.name == _MADE_FROM):
         shutil.rmtree(one) if one.is_dir() else one.unlink()
     files.mkdir()

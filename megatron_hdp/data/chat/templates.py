@@ -1,14 +1,13 @@
 """A chat template: Jinja in a sandbox, with the names that Hugging Face's templates expect."""
 
 import datetime
-import importlib
 import json
 from collections.abc import Mapping
 from functools import cache
-from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron_hdp.data.chat.rows import BadConversationError, Message
+from megatron_hdp.data.extras import import_extra
 
 CHATML = r"""
 {%- if tools -%}
@@ -60,7 +59,7 @@ class ChatTemplate:
         self.knows_thinking = _NO_THINKING in source
         self.eos_token = special_tokens.get("eos_token", "")
         self._special_tokens = dict(special_tokens)
-        self._jinja = import_jinja()
+        self._jinja = import_extra("jinja2", "a chat template")
         try:
             self._template = _environment().from_string(source)
         except self._jinja.TemplateSyntaxError as error:
@@ -104,27 +103,10 @@ class ChatTemplate:
             raise BadConversationError(f"the chat template refuses it: {error}") from error
 
 
-def import_jinja() -> ModuleType:
-    """Return jinja2.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message names the extra.
-    """
-    try:
-        return importlib.import_module("jinja2")
-    except ModuleNotFoundError as error:
-        if error.name != "jinja2":
-            raise
-        raise ModuleNotFoundError(
-            "chat templates need jinja2, which is not installed: pip install 'megatron-hdp[data]'",
-            name="jinja2",
-        ) from error
-
-
 @cache
 def _environment() -> Any:
     """Make the environment that templates of Hugging Face tokenizers are written for."""
-    import_jinja()
+    import_extra("jinja2", "a chat template")
     from jinja2 import nodes, sandbox
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.formats.extra import pyarrow_module
+from megatron_hdp.data.extras import pyarrow_module
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 from megatron_hdp.data.formats.texts import require_text
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_hdp.data.formats.extra import pyarrow_module
+from megatron_hdp.data.extras import pyarrow_module
 from megatron_hdp.data.formats.records import Piece
 from megatron_hdp.data.formats.tables import (
     BUFFER_BYTES,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hdp.data.formats.extra import pyarrow_module
+from megatron_hdp.data.extras import pyarrow_module
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 
 ROWS_AT_ONCE = 128  # documents may be long

@@ -130,14 +130,7 @@ class _Reader:
         return node
 
     def _source(self, name: str, node: yaml.Node) -> SourceSpec:
-        known = {one.name.replace("_", "-"): one.name for one in fields(SourceSpec)}
-        del known["name"]
-        kinds = typing.get_type_hints(SourceSpec)
-        values: dict[str, Any] = {"name": name}
-        for key, value in self._pairs(node, known, f"key of source '{name}'"):
-            field_name = known[key]
-            what = f"source '{name}': {key}"
-            values[field_name] = self._value(value, what, field_name, kinds[field_name])
+        values = self._values(node, SourceSpec, f"source '{name}'") | {"name": name}
         if "path" not in values:
             self._refuse(node, f"source '{name}': found no 'path', expected the path of its data")
         if values.get("tokenise") == "on-the-fly" and values.get("long_sequence") == "split":
@@ -154,16 +147,7 @@ class _Reader:
         return SourceSpec(**values)
 
     def _loaders(self, node: yaml.Node) -> LoadersSpec:
-        known = {one.name.replace("_", "-"): one.name for one in fields(LoadersSpec)}
-        kinds = typing.get_type_hints(LoadersSpec)
-        values: dict[str, Any] = {}
-        for key, value in self._pairs(node, known, "key of loaders"):
-            name = known[key]
-            if name == "shadows":
-                values[name] = self._whole(value, "loaders: shadows", least=0)
-            else:
-                values[name] = self._value(value, f"loaders: {key}", name, kinds[name])
-        found = LoadersSpec(**values)
+        found = LoadersSpec(**self._values(node, LoadersSpec, "loaders"))
         if found.min > found.max:
             self._refuse(
                 node, f"loaders: found min {found.min} and max {found.max}, expected min <= max"
@@ -189,6 +173,15 @@ class _Reader:
             values[known[key]] = f"{module}:{function}"
         return PrimitivesSpec(**values)
 
+    def _values(self, node: yaml.Node, spec: type, where: str) -> dict[str, Any]:
+        """Read the keys of a declaration; its name, if it has one, is none of them."""
+        kinds = typing.get_type_hints(spec)
+        known = {name.replace("_", "-"): name for name in kinds if name != "name"}
+        return {
+            known[key]: self._value(value, f"{where}: {key}", known[key], kinds[known[key]])
+            for key, value in self._pairs(node, known, f"key of {where}")
+        }
+
     def _value(self, node: yaml.Node, what: str, name: str, kind: Any) -> Any:
         if name in _CHOICES:
             return self._choice(node, what, _CHOICES[name])
@@ -200,7 +193,7 @@ class _Reader:
         if kind is float:
             return self._number(node, what, most=1.0)
         if kind in (int, int | None):
-            return self._whole(node, what)
+            return self._whole(node, what, least=0 if name == "shadows" else 1)
         return self._text(node, what)
 
     def _schedule(self, node: yaml.Node, names: Collection[str]) -> Schedule:

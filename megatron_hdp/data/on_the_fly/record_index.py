@@ -185,7 +185,7 @@ def _make(name: str, files: SourceFiles, targets: dict[int, Path], say: Say) -> 
     total = sum(int(files.sizes[number]) for number in targets)
     if not targets:
         return
-    say(f"source {name}: looks for the records of {len(targets):,} files, {total:,} bytes")
+    say(f"source {name}: finding the records of {len(targets):,} files, {total:,} bytes")
     with (
         progress_bar(f"{name}: records", total, delay_s=1.0) as tell,
         ThreadPoolExecutor(min(_MOST_THREADS, available_cpus())) as pool,

@@ -39,6 +39,6 @@ def unusable(folder: Path, error: OSError, num_bytes: int = 0) -> TableCacheErro
             "make room, or name a folder on another disk"
         )
     return TableCacheError(
-        f"--data-cache-path {folder}: found what cannot be used ({found}), expected a folder to "
-        "keep tables of sequences in: change its permissions or name another one"
+        f"--data-cache-path {folder}: found a folder that cannot be used ({found}), expected a "
+        "folder to keep tables of sequences in: change its permissions or name another one"
     )

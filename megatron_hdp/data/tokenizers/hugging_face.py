@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.hashes import hash_of_bytes
 from megatron_hdp.data.tokenizers.hugging_face_folder import (
     backend_of,
@@ -18,7 +19,7 @@ from megatron_hdp.data.tokenizers.hugging_face_folder import (
     template_of,
     whole_backend,
 )
-from megatron_hdp.data.tokenizers.interface import TokenBatch, batch_of, import_extra, texts_of
+from megatron_hdp.data.tokenizers.interface import TokenBatch, batch_of, texts_of
 from megatron_hdp.data.tokenizers.remembered_words import (
     RememberedWords,
     ascii_pattern,
@@ -63,7 +64,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _tokenizer(self) -> Any:
         """The library's own object."""
-        transformers = import_extra("transformers", f"hf:{self._path}")
+        transformers = import_extra("transformers", f"tokenizer hf:{self._path}", "tokenizers")
         try:
             return transformers.AutoTokenizer.from_pretrained(self._path)
         except Exception as error:  # Rust has no other class for what a file lacks

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.hashes import hash_of_files
-from megatron_hdp.data.tokenizers.interface import import_extra
 
 _FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
@@ -70,7 +70,7 @@ def whole_backend(folder: str) -> tuple[Any, dict[str, Any]] | None:
     plain = {token["content"] for token in added.values() if _PLAIN.items() <= token.items()}
     if any(not key.endswith("_token") for key in others) or not plain.issuperset(map(str, named)):
         return None
-    tokenizers = import_extra("tokenizers", f"hf:{folder}")
+    tokenizers = import_extra("tokenizers", f"tokenizer hf:{folder}", "tokenizers")
     try:
         return tokenizers.Tokenizer.from_file(file), config
     except Exception as error:  # the library raises no other class

@@ -1,10 +1,8 @@
 """What preprocessing, training and conversations need of a tokenizer, and what makes one."""
 
-import importlib
 import os
 from collections.abc import Sequence
 from itertools import chain
-from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -83,21 +81,3 @@ def batch_of(ids: Sequence[Sequence[int]]) -> TokenBatch:
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
     return TokenBatch(flat, lengths)
-
-
-def import_extra(module: str, specification: str) -> ModuleType:
-    """Import a library that a tokenizer needs.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; names the extra.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise ModuleNotFoundError(
-            f"tokenizer {specification} needs {module}, which is not installed: "
-            "pip install 'megatron-hdp[tokenizers]'",
-            name=module,
-        ) from error

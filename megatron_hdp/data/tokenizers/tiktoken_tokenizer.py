@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.tokenizers.interface import (
     TokenBatch,
     available_cpus,
     batch_of,
-    import_extra,
     texts_of,
 )
 
@@ -20,7 +20,7 @@ class TiktokenTokenizer:
     """An encoding of the ``tiktoken`` library, by name."""
 
     def __init__(self, name: str) -> None:
-        tiktoken = import_extra("tiktoken", f"tiktoken:{name}")
+        tiktoken = import_extra("tiktoken", f"tokenizer tiktoken:{name}", "tokenizers")
         if name not in tiktoken.list_encoding_names():
             raise ValueError(
                 f"tokenizer tiktoken:{name} is unknown: expected one of "

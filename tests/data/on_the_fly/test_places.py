@@ -84,12 +84,12 @@ def test_places_are_found_once(tmp_path):
     path = write_lines(tmp_path / "in" / "x.jsonl", texts_of(30))
     said = []
     index = index_of(path, tmp_path / "cache", said)
-    assert said == [f"source web: looks for the records of 1 files, {path.stat().st_size:,} bytes"]
+    assert said == [f"source web: finding the records of 1 files, {path.stat().st_size:,} bytes"]
     assert values(index_of(path, tmp_path / "cache", said)) == values(index)
     assert len(said) == 1
     write_lines(tmp_path / "in" / "y.jsonl", texts_of(3))
     assert len(index_of(tmp_path / "in", tmp_path / "cache", said)) == 33
-    assert said[1].startswith("source web: looks for the records of 1 files")
+    assert said[1].startswith("source web: finding the records of 1 files")
 
 
 @pytest.mark.parametrize("damage", ["head", "column", "short", "version"])

@@ -12,10 +12,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_hdp.data.tables import cache, open_table
+from megatron_hdp.data.tables import cache
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.cache_file import TableWriter
-from tests.data.tables.pairs import everything
+from tests.data.tables.pairs import everything, open_table
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_hdp.data.tables import open_source
+
 
 def write_index(path, documents, dtype_code=8, pointers=None):
     """Write an ``.idx``; ``documents`` lists the lengths of each one's sequences."""
@@ -35,3 +37,8 @@ def everything(table):
     rows = np.arange(len(table))
     columns = (table.documents, table.starts, table.begins, table.lengths, table.num_labels)
     return table.facts, [column(rows).tolist() for column in columns]
+
+
+def open_table(prefix, **options):
+    """The sequences alone."""
+    return open_source(prefix, **options)[0]

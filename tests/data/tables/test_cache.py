@@ -15,11 +15,11 @@ import pytest
 from megatron_hdp import files
 from megatron_hdp.data import TokenFileError, mapped_file
 from megatron_hdp.data.index_file import IndexFile
-from megatron_hdp.data.tables import TableCacheError, cache, cache_file, open_table
+from megatron_hdp.data.tables import TableCacheError, cache, cache_file
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.cache_file import TableWriter
 from megatron_hdp.data.tables.identity import IndexIdentity
-from tests.data.tables.pairs import everything, write_index, write_pair
+from tests.data.tables.pairs import everything, open_table, write_index, write_pair
 
 DOCUMENTS = [[3], [5, 4], [], [8], [9], [1]]
 MANY = 40_000  # documents: so many that samples of their .idx leave most of it out

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp import files
-from megatron_hdp.data.tables import open_table
-from tests.data.tables.pairs import everything, write_pair
+from tests.data.tables.pairs import everything, open_table, write_pair
 
 ROOT = Path(__file__).parents[3]
 

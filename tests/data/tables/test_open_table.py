@@ -13,14 +13,13 @@ from megatron_hdp.data.tables import (
     SequenceTable,
     count_documents,
     open_source,
-    open_table,
     split_documents,
 )
 from megatron_hdp.data.tables.cache_file import TableWriter
 from megatron_hdp.data.tables.columns import column_types
 from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.runtime.health import fingerprint
-from tests.data.tables.pairs import everything, write_index, write_pair
+from tests.data.tables.pairs import everything, open_table, write_index, write_pair
 
 # A busy machine is no failure.
 unhurried = settings(

@@ -69,24 +69,3 @@ def open_source(
         table = SequenceTable(*fill_private(index.documents(), survey))
         token_type, num_bytes = index.dtype, checks.num_bytes
     return table, TokenReader(prefix, token_type, num_bytes)
-
-
-def open_table(
-    prefix: str | os.PathLike[str],
-    *,
-    max_length: int,
-    long_sequence: str = "error",
-    documents: range | slice | None = None,
-    cache_folder: Path | None = None,
-    say: Say = _to_stderr,
-) -> SequenceTable:
-    """Open the sequences alone; see `open_source`, also for errors."""
-    table, _ = open_source(
-        prefix,
-        max_length=max_length,
-        long_sequence=long_sequence,
-        documents=documents,
-        cache_folder=cache_folder,
-        say=say,
-    )
-    return table

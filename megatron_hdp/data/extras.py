@@ -1,0 +1,33 @@
+"""Packages that only some data need: imported for them, or the error names the extra to install."""
+
+import importlib
+from typing import Any
+
+
+def import_extra(module: str, needed_by: str, extra: str = "data") -> Any:
+    """Return a module of such a package.
+
+    Args:
+        module: its full name.
+        needed_by: what needs it, for the message.
+        extra: of megatron-hdp, which has the package.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"{needed_by} needs {package}, which is not installed: "
+            f"pip install 'megatron-hdp[{extra}]'",
+            name=package,
+        ) from error
+
+
+def pyarrow_module(path: str, name: str = "pyarrow") -> Any:
+    """Return pyarrow, or a module of it, to read a file with."""
+    return import_extra(name, path)
