@@ -12,6 +12,7 @@ from megatron_hdp.options.declaration import (
     markdown_table,
     no_effect,
     option,
+    require_multiple,
 )
 from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
 from megatron_hdp.options.parser import OptionParser, add_options, from_namespace
@@ -29,6 +30,7 @@ __all__ = [
     "markdown_table",
     "no_effect",
     "option",
+    "require_multiple",
     "trace_steps",
     "yaml_to_argv",
 ]

@@ -63,6 +63,19 @@ def no_effect(flag: str, needed: str) -> OptionError:
     return OptionError(f"{flag} has no effect without {needed}: add {needed} or remove {flag}")
 
 
+def require_multiple(options: Any, name: str, of: str, remedy: str = "change one of them") -> None:
+    """Refuse a field whose value, unless it is None, is not a multiple of another field's.
+
+    Raises:
+        OptionError: it is not.
+    """
+    found, divisor = getattr(options, name) or 0, getattr(options, of) or 1
+    if found % divisor:
+        raise OptionError(
+            f"{flag_of(name)} {found} is not a multiple of {flag_of(of)} {divisor}: {remedy}"
+        )
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a field: ``num_layers`` -> ``--num-layers``."""
     return "--" + name.replace("_", "-")

@@ -243,3 +243,31 @@ def code_of_the_command(run):
         mock.patch("megatron_hdp.training.loop.pretrain", side_effect=NonFiniteError("x")),
     ):
         return pretrain_gpt.main([])
+
+
+def words_of_a_poisoned_part(run):
+    """Body of a rank: the error of a run whose last model chunk has a NaN weight.
+
+    The loss is not looked at.
+    """
+    build = job.build_chunks
+
+    def build_poisoned(*args):
+        chunks = build(*args)
+        with torch.no_grad():
+            chunks[-1].module.decoder.layers[0].mlp.linear_fc1.weight[0] = float("nan")
+        return chunks
+
+    with (
+        mock.patch.object(loop, "_require_finite_loss"),
+        mock.patch.object(job, "build_chunks", build_poisoned),
+        pytest.raises(NonFiniteError) as caught,
+    ):
+        loop.pretrain(run)
+    return str(caught.value)
+
+
+def test_a_gradient_is_named_with_its_part_of_the_model(run_ranks, prefix, tmp_path):
+    chunks = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    run = arguments(prefix, tmp_path, num_layers=4, hdp_tokens_per_rank=100, **chunks)
+    assert "part 0: " in run_ranks(4, words_of_a_poisoned_part, run)[0]

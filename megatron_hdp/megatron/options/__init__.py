@@ -18,17 +18,21 @@ from megatron_hdp.megatron.options.checks import (
     check_mtp,
     virtual_stage_choices,
 )
-from megatron_hdp.megatron.options.expert_layers import (
+from megatron_hdp.megatron.options.groups import ParallelOptions
+from megatron_hdp.megatron.options.layer_patterns import (
+    check_windows,
     expert_layers,
     expert_layers_of_chunk,
     layer_frequency,
+    layer_windows,
+    pattern_of,
+    window_settings,
+    zeros_and_ones,
 )
-from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.model_options import MlaOptions, MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
-from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
 from megatron_hdp.megatron.options.position_checks import (
     check_positions,
     layers_without_positions,
@@ -36,7 +40,6 @@ from megatron_hdp.megatron.options.position_checks import (
     position_record,
 )
 from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
-from megatron_hdp.megatron.options.windows import check_windows, layer_windows, window_settings
 
 __all__ = [
     "GROUPS",

@@ -13,7 +13,7 @@ from megatron_hdp.megatron.options.arguments import (
     planned_layers,
     stage_split,
 )
-from megatron_hdp.options import OptionError, flag_of, no_effect
+from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 from megatron_hdp.planner.stages import StageSplit
 
 DATA_FLAGS = (
@@ -34,11 +34,7 @@ def check_model(args: TrainingArguments) -> None:
     """Checks the model's shape, derived defaults filled in."""
     heads, groups = args.num_attention_heads or 1, args.num_query_groups or 1
     tensor_ranks = args.tensor_model_parallel_size
-    if heads % groups:
-        raise OptionError(
-            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}: "
-            "change one of them"
-        )
+    require_multiple(args, "num_attention_heads", "num_query_groups")
     if heads % tensor_ranks or groups % tensor_ranks:
         raise OptionError(
             f"--num-attention-heads {heads} and --num-query-groups {groups} must be multiples of "

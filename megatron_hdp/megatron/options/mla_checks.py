@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.megatron.options.model_options import MlaOptions
-from megatron_hdp.options import OptionError, flag_of, no_effect
+from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 
 
 def check_mla(args: TrainingArguments) -> None:
@@ -79,8 +79,5 @@ def _check_tensor_ranks(args: TrainingArguments) -> None:
             f"{args.qk_pos_emb_head_dim} = {latent} is not a multiple of "
             f"--tensor-model-parallel-size {ranks}: use fewer tensor-parallel ranks"
         )
-    if (args.q_lora_rank or 0) % ranks:
-        raise OptionError(
-            f"--q-lora-rank {args.q_lora_rank} is not a multiple of --tensor-model-parallel-size "
-            f"{ranks}: use fewer tensor-parallel ranks"
-        )
+    fewer = "use fewer tensor-parallel ranks"
+    require_multiple(args, "q_lora_rank", "tensor_model_parallel_size", fewer)

@@ -3,9 +3,9 @@
 from dataclasses import fields
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments, expert_domain_size
-from megatron_hdp.megatron.options.expert_layers import expert_layers
+from megatron_hdp.megatron.options.layer_patterns import expert_layers
 from megatron_hdp.megatron.options.model_options import MoeOptions
-from megatron_hdp.options import OptionError, flag_of, no_effect
+from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 
 
 def check_moe(args: TrainingArguments) -> None:
@@ -92,14 +92,10 @@ def _check_layers(args: TrainingArguments) -> None:
             f"--moe-layer-freq {args.moe_layer_freq}: found no layer with experts, expected at "
             "least one: leave --num-experts out"
         )
-    shared, tensor_ranks = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    shared = args.moe_shared_expert_intermediate_size
     if shared is None and args.moe_shared_expert_gate:
         raise no_effect("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")
-    if (shared or 0) % tensor_ranks:
-        raise OptionError(
-            f"--moe-shared-expert-intermediate-size {shared} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor_ranks}: change one of them"
-        )
+    require_multiple(args, "moe_shared_expert_intermediate_size", "tensor_model_parallel_size")
     if not args.add_bias_linear:
         return
     if shared is not None:
@@ -125,16 +121,8 @@ def _check_ranks(args: TrainingArguments) -> None:
             "--sequence-parallel: Megatron's experts need different tokens on each tensor-parallel "
             "rank"
         )
-    if (args.num_experts or 0) % expert_ranks:
-        raise OptionError(
-            f"--num-experts {args.num_experts} is not a multiple of --expert-model-parallel-size "
-            f"{expert_ranks}: change one of them"
-        )
-    if (args.moe_ffn_hidden_size or 0) % expert_tensor_ranks:
-        raise OptionError(
-            f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} is not a multiple of "
-            f"--expert-tensor-parallel-size {expert_tensor_ranks}: change one of them"
-        )
+    require_multiple(args, "num_experts", "expert_model_parallel_size")
+    require_multiple(args, "moe_ffn_hidden_size", "expert_tensor_parallel_size")
     if expert_ranks == 1 and expert_tensor_ranks != tensor_ranks:
         raise OptionError(
             f"--expert-tensor-parallel-size {expert_tensor_ranks} differs from "

@@ -13,10 +13,10 @@ from megatron_hdp.megatron.options.checks import (
     check_run,
     check_schedule,
 )
+from megatron_hdp.megatron.options.layer_patterns import check_windows
 from megatron_hdp.megatron.options.mla_checks import check_mla
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.position_checks import check_positions
-from megatron_hdp.megatron.options.windows import check_windows
 from megatron_hdp.options import (
     OptionError,
     OptionParser,

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.megatron.options.layer_patterns import pattern_of, zeros_and_ones
 from megatron_hdp.megatron.options.model_options import PositionOptions
-from megatron_hdp.megatron.options.patterns import pattern_of, zeros_and_ones
 from megatron_hdp.options import OptionError, flag_of, no_effect
 
 _YARN = {

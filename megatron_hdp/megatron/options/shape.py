@@ -11,7 +11,7 @@ from megatron_hdp.megatron.options.arguments import (
     with_derived_defaults,
 )
 from megatron_hdp.megatron.options.checks import check_model
-from megatron_hdp.megatron.options.expert_layers import expert_layers
+from megatron_hdp.megatron.options.layer_patterns import check_windows, expert_layers, layer_windows
 from megatron_hdp.megatron.options.model_options import (
     MlaOptions,
     ModelOptions,
@@ -20,7 +20,6 @@ from megatron_hdp.megatron.options.model_options import (
 )
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
-from megatron_hdp.megatron.options.windows import check_windows, layer_windows
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Router
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
