@@ -25,9 +25,9 @@ from megatron_hdp.megatron.step import (
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT, CHECKPOINT, OPTIMIZER, START, Timeline
-from megatron_hdp.training.job import Job, build_job
 from megatron_hdp.training.metrics import StepMetrics, log_line
 from megatron_hdp.training.step_outputs import StepOutputs
+from megatron_hdp.training.training_job import TrainingJob, build_training_job
 
 
 def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
@@ -54,7 +54,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             _require_same_arguments(arguments)
             parallel.initialise(arguments)
             parallel.set_seeds(arguments.seed)
-            job = build_job(arguments, timeline)
+            job = build_training_job(arguments, timeline)
             ending.enter_context(closing(job.checkpoints))
             progress = job.load()
         records = _train(job, progress, heartbeat, signals)
@@ -65,7 +65,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
 
 
 def _train(
-    job: Job, progress: Progress, heartbeat: Heartbeat, signals: StopSignals
+    job: TrainingJob, progress: Progress, heartbeat: Heartbeat, signals: StopSignals
 ) -> list[StepMetrics]:
     """Runs the steps that are left, or until a signal; returns their metrics."""
     arguments = job.arguments
@@ -104,7 +104,9 @@ def _require_same_arguments(arguments: TrainingArguments) -> None:
     require_agreement(facts, parallel.compute_device())
 
 
-def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[StepMetrics, Progress]:
+def _train_step(
+    job: TrainingJob, outputs: StepOutputs, progress: Progress
+) -> tuple[StepMetrics, Progress]:
     step = progress.iteration + 1
     outputs.begin_step(step)
     started = time.perf_counter()
@@ -133,7 +135,7 @@ def _train_step(job: Job, outputs: StepOutputs, progress: Progress) -> tuple[Ste
     return metrics, Progress(step, report.position_after, metrics.consumed_tokens)
 
 
-def _validate(job: Job, step: int) -> EvaluationLoss | None:
+def _validate(job: TrainingJob, step: int) -> EvaluationLoss | None:
     """Mean loss over `eval_iters` validation batches, on the steps that are due."""
     arguments = job.arguments
     if job.validation is None or step % arguments.eval_interval:
@@ -157,7 +159,7 @@ def _require_finite_loss(report: StepReport, what: str) -> None:
         raise _non_finite(f"the loss of {what} is {report.loss}", report.non_finite)
 
 
-def _require_finite_gradients(job: Job, report: StepReport, step: int) -> None:
+def _require_finite_gradients(job: TrainingJob, report: StepReport, step: int) -> None:
     """Raises on every rank if a gradient is NaN or infinite, before the optimizer sees it."""
     with job.timeline.noted(AGREEMENT):
         parameters = non_finite_parameters(job.chunks)
@@ -180,14 +182,14 @@ def _non_finite(what: str, where: Sequence[str]) -> NonFiniteError:
     )
 
 
-def _is_done(job: Job, progress: Progress) -> bool:
+def _is_done(job: TrainingJob, progress: Progress) -> bool:
     """Whether no step follows."""
     if progress.iteration >= job.arguments.train_iters:
         return True
     return job.training.is_over(progress.position)
 
 
-def _save_if_due(job: Job, progress: Progress, stop: signal.Signals | None) -> None:
+def _save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | None) -> None:
     arguments, iteration = job.arguments, progress.iteration
     if stop is not None:
         place = "without --save, nothing is saved" if arguments.save is None else "saving first"

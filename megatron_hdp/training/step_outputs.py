@@ -15,9 +15,9 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
 from megatron_hdp.training.flops import ModelFlops
-from megatron_hdp.training.job import Steps
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
 from megatron_hdp.training.tracer import StepTracer
+from megatron_hdp.training.training_job import Steps
 
 
 class StepOutputs:

@@ -15,7 +15,7 @@ from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.checksums import SUMS
 from megatron_hdp.megatron.checkpoint.state import TrainingState
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.training.job import build_job
+from megatron_hdp.training.training_job import build_training_job
 from tests.support.gradients import write_corpus
 from tests.training.test_checkpoint import LENGTHS, curve, run
 
@@ -57,7 +57,7 @@ def fuzz(arguments, scratch, with_checksums, seed):
     parallel.initialise(arguments)
     parallel.set_seeds(arguments.seed)
     with redirect_stdout(io.StringIO()):
-        job = build_job(arguments, Timeline())
+        job = build_training_job(arguments, Timeline())
         draw, whole, outcomes = random.Random(seed), arguments.load, []
 
         def load(folder):

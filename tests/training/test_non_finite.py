@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
 from megatron_hdp.megatron.step.non_finite import NonFiniteError
-from megatron_hdp.training import job, loop
+from megatron_hdp.training import loop, training_job
 from tests.support.gradients import tiny_arguments
 
 POISON = 200  # a token of one document alone
@@ -54,7 +54,7 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
     `value` takes the place of the poison's embedding, or of every one on `poisoned_rank` alone;
     `poison_gradient`, called with the model, plants what it likes.
     """
-    models, build = [], job.build_chunks
+    models, build = [], training_job.build_chunks
     weights = []
 
     def build_poisoned(*args):
@@ -81,9 +81,9 @@ def outcome(run, poisoned_rank, value, poison_gradient=None):
         return train_step(*args)
 
     with (
-        mock.patch.object(job, "build_chunks", build_poisoned),
+        mock.patch.object(training_job, "build_chunks", build_poisoned),
         mock.patch.object(loop, "_train_step", copy_and_train),
-        mock.patch.object(job.Checkpoints, "save") as save,
+        mock.patch.object(training_job.Checkpoints, "save") as save,
     ):
         try:
             loop.pretrain(run)
@@ -250,7 +250,7 @@ def words_of_a_poisoned_part(run):
 
     The loss is not looked at.
     """
-    build = job.build_chunks
+    build = training_job.build_chunks
 
     def build_poisoned(*args):
         chunks = build(*args)
@@ -260,7 +260,7 @@ def words_of_a_poisoned_part(run):
 
     with (
         mock.patch.object(loop, "_require_finite_loss"),
-        mock.patch.object(job, "build_chunks", build_poisoned),
+        mock.patch.object(training_job, "build_chunks", build_poisoned),
         pytest.raises(NonFiniteError) as caught,
     ):
         loop.pretrain(run)

@@ -20,7 +20,7 @@ from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.model import building as hdp_model
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
 from megatron_hdp.megatron.model.rotary import OwnPositionRotaryEmbedding
-from megatron_hdp.training import job, loop
+from megatron_hdp.training import loop, training_job
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.ranks import RankError
 
@@ -259,7 +259,7 @@ def our_run(arguments):
         models.extend(chunks)
         return chunks
 
-    with mock.patch.object(job, "build_chunks", build_and_keep):
+    with mock.patch.object(training_job, "build_chunks", build_and_keep):
         losses = [metrics.loss for metrics in loop.pretrain(arguments)]
     (model,) = models
     return losses, weights_of(model), model

@@ -1,4 +1,4 @@
-"""Everything that a run holds, built from its arguments.
+"""A training job in this process: model, optimizer, steps, checkpoints, built from its arguments.
 
 The steps are all in which a run under hybrid data parallelism differs from stock Megatron-Core's.
 """
@@ -67,7 +67,7 @@ class Steps(Protocol):
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """One run in this process."""
 
     arguments: TrainingArguments
@@ -107,7 +107,7 @@ class Job:
             self.plane.close()
 
 
-def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
+def build_training_job(arguments: TrainingArguments, timeline: Timeline) -> TrainingJob:
     """The job, once `parallel.initialise` has run; every rank must call this.
 
     Args:
@@ -124,7 +124,7 @@ def build_job(arguments: TrainingArguments, timeline: Timeline) -> Job:
     else:
         training, validation = _stock_steps(arguments, chunks[0], tokenizer)
     state = TrainingState(arguments, training.order, chunks, optimizer, scheduler)
-    return Job(
+    return TrainingJob(
         arguments=arguments,
         timeline=timeline,
         chunks=chunks,
