@@ -88,7 +88,7 @@ def _train(
             _save_if_due(job, progress, stop)
         if stop is None and progress.iteration < arguments.train_iters:
             parallel.say(
-                "every source of the data has ended: the job stops after iteration "
+                "every source of the data has ended: the job ends after iteration "
                 f"{progress.iteration} of {arguments.train_iters}"
             )
     return records
