@@ -30,6 +30,7 @@ from megatron_hdp.data_plane.names import (
     planner_of,
     spare_of,
 )
+from megatron_hdp.data_plane.node_files import write_own
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import (
     Answer,
@@ -79,12 +80,8 @@ class Planner:
             if self._setups.get(setup.split) == setup:
                 return
             path = self._folder / f"setup-{setup.split}.json"
-            unnamed = path.with_suffix(".new")
-            with os.fdopen(os.open(unnamed, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-                file.truncate()
-                file.write(orjson.dumps(plain))
             self._open(setup)
-            unnamed.replace(path)
+            write_own(path, orjson.dumps(plain))
 
     def setups(self) -> dict[str, Any]:
         """Return the splits' setups as plain values."""

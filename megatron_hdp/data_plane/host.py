@@ -24,9 +24,8 @@ from ray.exceptions import RayError
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
 from megatron_hdp.data_plane.cluster.connect import connect
 from megatron_hdp.data_plane.cluster.ray_node import WARNINGS, ray_node
-from megatron_hdp.data_plane.life import begin_life, tell_loss
 from megatron_hdp.data_plane.names import CONTROL, END_SIGNAL, NAMESPACE, constructor_of
-from megatron_hdp.data_plane.status import write_status
+from megatron_hdp.data_plane.node_files import mark_alive, mark_lost, write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
 
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     signal.signal(END_SIGNAL, lambda number, frame: sys.exit(ExitCode.DONE))
     folder = Path(options.folder)
-    begin_life(folder)
+    mark_alive(folder)
     try:
         with ExitStack() as stack:
             node = None
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.enter_context(_connected(options.address, node, options.timeout))
             _Host(options).run(node)
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        tell_loss(folder, str(error))
+        mark_lost(folder, str(error))
         print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILED
     return ExitCode.DONE
@@ -68,7 +67,7 @@ class _Host:
             self._plane, self._node, self._folder, Path(options.shared), options.timeout
         )
         self._waited_for: dict[tuple[int, str, str], int] = {}
-        self._trouble = ""  # what was said last, so that it is said once
+        self._trouble = ""  # logged last, so that it is logged once
         self._failed: set[tuple[str, str]] = set()
         self._supervisor: Supervisor | None = None
         self._planner: Any = None
@@ -98,7 +97,7 @@ class _Host:
                 self._supervisor.look(self._nodes, self._behind())
                 call = self._planner.figures.options(concurrency_group=CONTROL)
                 found["planner"] = ray.get(call.remote(), timeout=_ANSWER_S)
-                self._tell_what_failed(found["planner"]["failed"])
+                self._log_failures(found["planner"]["failed"])
                 found["sources"] = self._supervisor.figures()
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)
@@ -109,7 +108,7 @@ class _Host:
                 print(f"data plane: node {self._node}: {trouble}", file=sys.stderr, flush=True)
             self._trouble = trouble
 
-    def _tell_what_failed(self, failed: Mapping[str, Mapping[str, str]]) -> None:
+    def _log_failures(self, failed: Mapping[str, Mapping[str, str]]) -> None:
         """Log once, by split, each source that the planner goes on without."""
         for split, sources in failed.items():
             for source, why in sources.items():

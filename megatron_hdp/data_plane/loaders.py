@@ -12,7 +12,7 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps import RankStep, Reader
-from megatron_hdp.data_plane.life import why_lost
+from megatron_hdp.data_plane.node_files import why_lost
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, header_of, unpack

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_hdp.data_plane.cluster.job_folder import folders_of_living_jobs
 from megatron_hdp.data_plane.names import PREFIX
-from megatron_hdp.data_plane.status import read_status
+from megatron_hdp.data_plane.node_files import read_status
 
 _MB = 1e6
 

@@ -21,11 +21,11 @@ import pytest
 
 from megatron_hdp.data_plane import starting
 from megatron_hdp.data_plane.cluster import ray_node as cluster
+from megatron_hdp.data_plane.node_files import write_status
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import Journal, LoadingService, Wanted
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import PlanePlace, node_of_plane
-from megatron_hdp.data_plane.status import write_status
 from tests.support.plane import running_plane, setup_of
 from tests.support.sources import data_file, write_sources
 

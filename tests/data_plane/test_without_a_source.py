@@ -12,6 +12,7 @@ from tests.support.plane import running_plane
 from tests.support.sources import write_notes, write_sources
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+pytestmark = pytest.mark.slow  # roles/test_failures.py asks the same without Ray
 
 GO_ON = "on-failure: go-on-without"
 
@@ -62,7 +63,6 @@ def test_a_file_that_changes(tmp_path):
     assert not fine[0][0].totals.without and fine[0][0].totals.amounts.source_tokens[0] > 0
 
 
-@pytest.mark.slow
 def test_loaders_that_hang(tmp_path):
     """The planner asks them how long rows are, and a constructor for tokens."""
     with running_plane(written(tmp_path), timeout_s=30.0, min=2) as plane:

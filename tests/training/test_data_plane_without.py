@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hdp.data_plane.status import read_status
+from megatron_hdp.data_plane.node_files import read_status
 from tests.support.plane import processes_of
 from tests.support.processes import started
 from tests.support.sources import WEIGHTS, data_file, write_sources

@@ -23,10 +23,10 @@ from megatron_hdp.data.mixture import BatchSize, Opening, open_corpus, read_data
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import PlanSettings, RankStep, Reader, StepPlanner
 from megatron_hdp.data_plane.hooks import VARIABLE
+from megatron_hdp.data_plane.node_files import read_status
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import PlanePlace, node_of_plane
-from megatron_hdp.data_plane.status import read_status
 from megatron_hdp.planner import CostModel
 
 VOCABULARY = 50_000

@@ -22,7 +22,7 @@ from plane_bench.hooks import STATE_MB
 
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import Reader
-from megatron_hdp.data_plane.status import read_status
+from megatron_hdp.data_plane.node_files import read_status
 
 _MB = 2**20
 _GOAL = 4.0

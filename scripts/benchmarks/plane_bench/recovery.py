@@ -28,7 +28,7 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
-from megatron_hdp.data_plane.status import read_status
+from megatron_hdp.data_plane.node_files import read_status
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from megatron_hdp.cli.main import main
 from megatron_hdp.data_plane import watching
 from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.data_plane.names import PREFIX
-from megatron_hdp.data_plane.status import write_status
+from megatron_hdp.data_plane.node_files import write_status
 from megatron_hdp.exit_codes import ExitCode
 
 

@@ -5,7 +5,7 @@ import stat
 import threading
 import time
 
-from megatron_hdp.data_plane.status import read_status, write_status
+from megatron_hdp.data_plane.node_files import read_status, write_status
 
 
 def test_there_is_none_before_the_first(tmp_path):

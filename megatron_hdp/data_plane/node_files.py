@@ -1,0 +1,67 @@
+"""What a node's part of the data plane tells others in files of its folder: alive, lost, status.
+
+Ranks must not wait for a part that never comes back; anybody of its user may read what it is doing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_hdp.files import write_atomically
+
+_ALIVE, _LOST, _STATUS = "alive", "lost", "status.json"
+write_own = partial(write_atomically, durable=False, mode=0o600)
+"""Write a file of a plane, which its user alone may read; it need not outlast the machine."""
+
+
+def mark_alive(folder: Path) -> None:
+    """Mark the node's part as alive until this process ends, however it does."""
+    unnamed = folder / f"{_ALIVE}.new"
+    file = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)  # never closed: the kernel releases it
+    unnamed.rename(folder / _ALIVE)
+
+
+def mark_lost(folder: Path, why: str) -> None:
+    """Tell the node's ranks, before this process ends, why it does."""
+    write_own(folder / _LOST, why.encode())
+
+
+def why_lost(folder: Path) -> str | None:
+    """Return why the node's part has ended for good; None while it lives or is being started."""
+    with suppress(OSError):
+        return (folder / _LOST).read_text()
+    try:
+        file = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None if folder.exists() else "its folder is gone"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(file)
+    return "its process, megatron_hdp.data_plane.host, has ended or was killed"
+
+
+def write_status(folder: Path, found: Mapping[str, Any]) -> None:
+    """Replace a node's status."""
+    write_own(folder / _STATUS, orjson.dumps({**found, "time": time.time()}))
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """Return a node's status; None where there is none yet."""
+    try:
+        found: dict[str, Any] = orjson.loads((folder / _STATUS).read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
