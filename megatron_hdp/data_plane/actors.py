@@ -262,7 +262,7 @@ class _Others(Asker):
                 return found
             if time.monotonic() > deadline:
                 raise DataPlaneLost(
-                    f"the data plane has no loaders after {self.timeout_s:.0f} s: its log says why"
+                    f"the data plane has no loaders after {self.timeout_s:.0f} s: see its log"
                 )
             time.sleep(_PAUSE_S)  # the planner was started just now and knows of none yet
 

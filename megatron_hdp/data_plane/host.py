@@ -109,12 +109,12 @@ class _Host:
             self._trouble = trouble
 
     def _log_failures(self, failed: Mapping[str, Mapping[str, str]]) -> None:
-        """Log once, by split, each source that the planner goes on without."""
+        """Log once, by split, each source that the planner continues without."""
         for split, sources in failed.items():
             for source, why in sources.items():
                 if (split, source) not in self._failed:
                     self._failed.add((split, source))
-                    line = f"data plane: {split} goes on without source '{source}': {why}"
+                    line = f"data plane: {split} continues without source '{source}': {why}"
                     print(line, file=sys.stderr, flush=True)
 
     def _behind(self) -> dict[str, set[str]]:
@@ -153,10 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--plane", required=True, help="its name, the same on all nodes")
     add("--folder", required=True, help="of this node, for this user alone")
-    add("--shared", required=True, help="another one, in shared memory")
+    add("--shared", required=True, help="a second one, in shared memory")
     add("--node", type=int, required=True)
     add("--nodes", type=int, required=True)
-    add("--address", help="of the head that the plane starts; without it RAY_ADDRESS names one")
+    add("--address", help="of the Ray head that the plane starts (default: join RAY_ADDRESS)")
     add("--spares", type=int, default=0, help="loaders to start before sources are known")
     add("--timeout", type=float, required=True, help="seconds within which all must answer")
     return parser

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.slurm import cluster
@@ -244,16 +245,30 @@ def test_what_the_doctor_refuses_does_not_start(job, tmp_path):
     assert requeued(tmp_path) == [] and not (tmp_path / "trains").exists()
 
 
+def catches(process, number):
+    """Whether a process has a handler of a signal."""
+    (mask,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def all_catch(pid, number):
+    """Whether the job script and the script of its node have their traps."""
+    job = psutil.Process(pid)
+    with suppress(OSError, psutil.Error):
+        on_the_node = [one for one in job.children(True) if "warned=1" in " ".join(one.cmdline())]
+        return catches(job, number) and any(catches(one, signal.SIGUSR1) for one in on_the_node)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, as the script itself does")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("early", [False, True], ids=["while-it-trains", "before-ranks-listen"])
 def test_a_warning_reaches_the_ranks_and_queues_again(job, tmp_path, number, early):
     process = job(TRAIN_S="60", DOCTOR="0")
     there = tmp_path / ("runs/megatron-hdp/logs/9/start-0/node-0-here.log" if early else "trains")
-    deadline = time.monotonic() + 30
-    while not there.exists():
-        assert time.monotonic() < deadline
+    while not (there.exists() and all_catch(process.pid, number)):
+        assert process.poll() is None
         time.sleep(0.02)
-    time.sleep(0.3)  # the node's script has started torchrun
     process.send_signal(number)
     code, text = outcome(process)
     assert code == 0 and "SIGUSR1 received: the job ends after iteration 7" in text, text

@@ -61,7 +61,7 @@ def test_a_source_that_hangs(tmp_path):
         ranks[0].wait_for("the run goes on without it", START_S)
         until(lambda: "chat" in failed(place))
         assert f"no tokens within {TIMEOUT_S} s: " in failed(place)["chat"]
-        line = "data plane: train goes on without source 'chat': no tokens within"
+        line = "data plane: train continues without source 'chat': no tokens within"
         until(lambda: line in (place / "log").read_text())
         assert (place / "log").read_text().count(line) == 1
         ranks[0].process.terminate()

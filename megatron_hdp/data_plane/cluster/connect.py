@@ -50,8 +50,8 @@ def connect(
                 raise _no_cluster(why) from None
             if process.poll() is not None:
                 raise RuntimeError(
-                    f"Ray on this node has ended with {process.returncode} before it was up, and "
-                    "has written why to the log"
+                    f"Ray on this node ended with {process.returncode} before it was up: "
+                    "see its output in the log"
                 ) from None
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -63,7 +63,7 @@ def connect(
 def _require_cluster(address: str) -> None:
     """Ray itself would ask for minutes, and say nothing, where nobody listens."""
     if "://" in address:
-        raise _no_cluster("it is that of a client's server, not HOST:PORT of a head")
+        raise _no_cluster("it is the address of a Ray client server, not HOST:PORT of a head")
     if not address.rpartition(":")[2].isdigit():
         return  # "auto", or none: Ray looks for one on this host
     deadline = time.monotonic() + _LISTENS_S
@@ -76,8 +76,8 @@ def _require_cluster(address: str) -> None:
 def _no_cluster(why: str) -> ConnectionError:
     found = os.environ.get("RAY_ADDRESS", "")
     return ConnectionError(
-        f"RAY_ADDRESS={found!r}: found no cluster there that takes this process ({why}), expected "
-        "one that runs on this node, too: start it, give its token where it wants one "
+        f"RAY_ADDRESS={found!r}: found no cluster there that accepts this process ({why}), "
+        "expected one that runs on this node, too: start it, give its token if it asks for one "
         "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN), or unset RAY_ADDRESS"
     )
 

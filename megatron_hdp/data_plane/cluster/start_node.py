@@ -1,10 +1,10 @@
-"""``python start_node.py start ...``: ``ray start`` without servers that nobody asks, and patient.
+"""``python start_node.py start ...``: ``ray start`` without unused servers, and patient.
 
 A head would also run Ray's client server, where grpcio is installed, and its web server, even with
-the dashboard off: about 60 MB each, and seconds of every start. Nothing here talks to them.
+the dashboard off: about 60 MB each, and seconds of every start. Nothing here uses them.
 
-Its raylet may take as long to be up as Ray's own variable `_WAIT` says, which ``ray start`` does
-not heed: after 30 s it would end all that it started.
+The raylet gets as long to come up as Ray's own variable `_WAIT` says. ``ray start`` ignores it:
+after 30 s it would end all that it started.
 """
 
 import os
@@ -39,9 +39,9 @@ def _patient(get_node: Any) -> Any:
             except RuntimeError as error:  # it is not there yet
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"Ray on this node is not up after {os.environ.get(_WAIT, '30')} s, "
-                        f"expected it to be ({error}): look at what else the machine does, and at "
-                        f"the logs of Ray; a data plane waits for timeout-s of its loaders"
+                        f"Ray on this node is not up after {os.environ.get(_WAIT, '30')} s "
+                        f"({error}): look at the machine's load and at Ray's logs, or raise "
+                        f"timeout-s of loaders"
                     ) from None
             time.sleep(_PAUSE_S)
 

@@ -139,8 +139,8 @@ class ConstructingService(Generic[T]):
                 failure = future.exception(timeout_s)
             except TimeoutError:
                 raise TimeoutError(
-                    f"step {position.steps + 1} is not made after {timeout_s:g} s: the log of the "
-                    "data plane says what it waits for"
+                    f"step {position.steps + 1} is not ready after {timeout_s:g} s: see the log of "
+                    "the data plane for what it waits for"
                 ) from None
             except CancelledError:
                 raise RuntimeError("the constructor ends, nothing more is made") from None

@@ -221,9 +221,9 @@ class PlanningService:
             self._remember(position, entry)
         elif dict(known.fingerprints) != dict(totals.fingerprints):
             raise ValueError(
-                f"step {position.steps + 1} is not what it was when it was first decided (found "
-                f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data have "
-                "changed under the run; put back what they were"
+                f"step {position.steps + 1} differs from when it was first decided (found "
+                f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data "
+                "changed during the run: restore them"
             )
         return _Decided(totals, self._planner.shares(planned))
 
@@ -234,7 +234,9 @@ class PlanningService:
             if not without:
                 raise
             failed = "; ".join(f"source '{name}': {why}" for name, why in without.items())
-            raise ValueError(f"{error}. The run goes on without what failed: {failed}") from None
+            raise ValueError(
+                f"{error}. The run continues without the sources that failed: {failed}"
+            ) from None
 
     def _remember(self, position: Position, entry: Entry) -> None:
         self._before[position.key()] = entry

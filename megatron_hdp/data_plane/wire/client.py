@@ -157,8 +157,8 @@ class NodeClient:
         if ", expected " in reason:  # it knows the remedy
             return DataPlaneLost(f"{found}: {reason}")
         return DataPlaneLost(
-            f"{found} ({reason}), expected one: look for why it ended or stands still in its log, "
-            "and start the job again; it goes on from its checkpoint"
+            f"{found} ({reason}), expected one: its log tells why it ended or stalls; "
+            "start the job again; it resumes from its checkpoint"
         )
 
 

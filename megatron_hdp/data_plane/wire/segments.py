@@ -252,8 +252,8 @@ def _open_folder(path: Path) -> int:
         raise
     except OSError as error:
         raise ValueError(
-            f"{path}: found what is no folder of this user ({error.strerror}), expected one that "
-            "holds steps: remove it, or name another one"
+            f"{path}: found no folder of this user ({error.strerror}), expected one that holds "
+            "steps: remove it, or name another one"
         ) from None
     try:
         _require_private(path, os.fstat(folder))

@@ -43,7 +43,7 @@ def test_a_node_that_is_being_started_is_waited_for(asked):
 
 
 def test_a_node_that_does_not_come_up_is_told(asked):
-    with pytest.raises(RuntimeError, match=r"has ended with 7 before it was up"):
+    with pytest.raises(RuntimeError, match="ended with 7 before"):
         connect.connect("127.0.0.1:5", Node(7), 60.0)
     with pytest.raises(RuntimeError, match=r"does not answer after 0 s \(no node yet\)"):
         connect.connect("127.0.0.1:5", Node(None), 0.0)
@@ -51,7 +51,7 @@ def test_a_node_that_does_not_come_up_is_told(asked):
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [("127.0.0.1:{}", "nobody listens there"), ("ray://127.0.0.1:{}", "a client's server")],
+    [("127.0.0.1:{}", "nobody listens there"), ("ray://127.0.0.1:{}", "Ray client server")],
 )
 def test_a_cluster_that_is_not_there_is_told_at_once(asked, monkeypatch, address, why):
     address = address.format(free_port())
@@ -65,6 +65,6 @@ def test_a_cluster_that_is_not_there_is_told_at_once(asked, monkeypatch, address
 
 def test_a_cluster_that_refuses_is_asked_once(asked, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(ConnectionError, match="takes this process.*no node yet.*RAY_AUTH_TOKEN"):
+    with pytest.raises(ConnectionError, match="no node yet.*RAY_AUTH_TOKEN"):
         connect.connect(None, None, 600.0)
     assert asked == [{"address": "auto"}]

@@ -160,9 +160,9 @@ def test_links_pipes_and_folders_are_not_attached(folder, tmp_path):
     with pytest.raises(ValueError, match="pipe: found no regular file"):
         folder.attach("pipe")
     (tmp_path / "way").symlink_to(folder.path)
-    with pytest.raises(ValueError, match="way: found what is no folder of this user"):
+    with pytest.raises(ValueError, match="way: found no folder of this user"):
         SegmentFolder(tmp_path / "way")
-    with pytest.raises(ValueError, match="secret: found what is no folder"):
+    with pytest.raises(ValueError, match="secret: found no folder"):
         SegmentFolder.make("secret", tmp_path)
     with pytest.raises(ValueError, match="found that it cannot be made .*name another parent"):
         SegmentFolder.make("steps", tmp_path / "missing")

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -37,17 +39,34 @@ def test_a_command_is_followed_to_its_end():
     assert done.code == 7 and sorted(done.lines) == ["one", "two"] and not done.timed_out
 
 
-def test_a_command_ends_at_its_deadline_with_what_it_started(tmp_path):
-    """Planted: a child that would write a file later."""
-    late = f"import time; time.sleep(3); open({str(tmp_path / 'late')!r}, 'w')"
+def test_a_command_ends_at_its_deadline_with_what_it_started(monkeypatch):
+    """Planted: a child that would outlive it. The deadline comes once the child runs."""
     code = (
-        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {late!r}]); "
-        "print('started', flush=True); time.sleep(60)"
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print(child.pid, flush=True); time.sleep(600)"
     )
-    done = run(code, deadline_s=2.0)
-    assert done.timed_out and done.lines == ["started"] and done.seconds < 10
-    time.sleep(2.5)
-    assert not (tmp_path / "late").exists()
+    found, wait = [], subprocess.Popen.wait
+
+    def wait_until_told(process, timeout=None):
+        if timeout is None:
+            return wait(process)
+        told.wait()
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    told = threading.Event()
+    monkeypatch.setattr(running.subprocess.Popen, "wait", wait_until_told)
+    done = running.run(
+        [sys.executable, "-c", code],
+        deadline_s=60.0,
+        say=lambda line: (found.append(int(line)), told.set()),
+        environment=os.environ,
+        folder=ROOT,
+    )
+    assert done.timed_out and done.lines == [str(one) for one in found]
+    (child,) = found
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)  # a killed process takes a moment; pytest's own limit ends the test
 
 
 def test_requirements_come_from_pyproject():
