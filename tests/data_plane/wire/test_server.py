@@ -4,7 +4,6 @@ import os
 import socket
 import struct
 import threading
-import time
 
 import orjson
 import pytest
@@ -104,7 +103,7 @@ def test_a_dead_socket_is_replaced_and_a_living_server_is_not(path, echo):
         NodeServer(path.parent / ("x" * 108), echo)
 
 
-def test_closing_ends_every_thread_within_a_second(path, echo):
+def test_closing_ends_every_thread(path, echo):
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     server = NodeServer(path, echo)
     connections = [socket.socket(socket.AF_UNIX) for _ in range(20)]
@@ -115,9 +114,7 @@ def test_closing_ends_every_thread_within_a_second(path, echo):
         elif i % 3 == 1:
             connection.sendall(framed(b'{"request": "wait"}'))
     until(lambda: len(server.clients) == 20 and len(echo.asked) == 7)
-    begun = time.monotonic()
     server.close()
-    assert time.monotonic() - begun < 1.5  # a busy machine is no failure
     until(lambda: len(echo.gone_ones) == 20 and threading.active_count() == threads)
     for connection in connections:
         connection.close()
@@ -136,9 +133,7 @@ def test_a_handler_that_does_not_end_is_named(path, caplog):
     with raw(path) as connection:
         connection.sendall(framed(b'{"request": "get"}'))
         until(lambda: stuck.asked)
-        begun = time.monotonic()
         server.close()
-        assert time.monotonic() - begun < 5.0
     assert f"process {os.getpid()}: its request still runs" in caplog.text
     stuck.may_answer.set()
     until(lambda: stuck.gone_ones)
