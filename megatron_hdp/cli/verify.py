@@ -1,4 +1,4 @@
-"""``megatron-hdp verify``: which checkpoints of a folder are good, and which one to go on from."""
+"""``megatron-hdp verify``: which checkpoints of a folder are good, and which one to resume from."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "verify",
-        help="check a folder of checkpoints, and say which one to go on from",
+        help="check a folder of checkpoints, and name the one to resume from",
         description="Reads every file of every checkpoint. Exit code 0: all are good, and the "
         "tracker file names the latest; 1: not so.",
     )
@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def latest_good(findings: Sequence["Verdict"], named: int | None) -> int | None:
-    """Return the iteration to go on from, None if there is none.
+    """Return the iteration to resume from, None if there is none.
 
     What is later than the one that the tracker names was given up, unless nothing else is good.
 

@@ -63,7 +63,7 @@ COMMANDS = {
         "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
     ),
     "cd Megatron-LM; megatron-hdp doctor": Elsewhere(
-        "tests/megatron/lm/test_diagnosis.py::test_every_patch_is_listed_with_its_reason"
+        "tests/megatron/lm/test_checkout.py::test_every_patch_is_listed_with_its_reason_and_what_does_not_fit"
     ),
     "megatron-hdp preprocess --input corpus.jsonl --tokenizer byte --output-prefix data/corpus": (
         COMMAND
@@ -160,7 +160,7 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 -m megatron_hdp run pretrain_gpt.py --hybrid-data-parallel "
     "--hdp-tokens-per-rank 8192 --global-batch-size 512 --attention-dropout 0 "
     "--data-path data/corpus ...": Elsewhere(
-        "tests/megatron/lm/test_training.py::test_any_number_of_ranks_gives_the_losses_of_one",
+        "tests/megatron/lm/test_training.py::test_stages_have_the_losses_of_one_rank",
         needs=IN_A_CHECKOUT,
     ),
     "git apply --unidiff-zero .../patches/megatron-lm/core_v0.19.0.patch": Elsewhere(
@@ -170,7 +170,7 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 pretrain_gpt.py --hybrid-data-parallel "
     "--hdp-tokens-per-rank 8192 ...": Elsewhere(
         "tests/megatron/lm/test_training.py::test_a_patched_checkout_is_the_same_run",
-        needs=IN_A_CHECKOUT,
+        needs=f"{IN_A_CHECKOUT} slow",
     ),
     "python scripts/dev/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
         "tests/scripts/dev/test_plot_trace.py::test_a_picture"

@@ -95,7 +95,7 @@ def test_every_command_has_its_section(page):
     )
     names = set(subcommands.choices) - {"data"} | {"data describe", "data plan", "data prepare"}
     assert [name for name in names if f"### megatron-hdp {name}\n" not in page] == []
-    assert rows(page, "--gpus N`") and rows(page, "--start-ray HOST:PORT`")
+    assert rows(page, "--gpus N`")
 
 
 def test_a_field_without_its_meaning_is_found():

@@ -34,7 +34,7 @@ SHOWN_BY = {
     "a rank gets slow, with [`--hdp-online`](online.md)": (
         "tests/megatron/step/test_learning.py::test_a_slow_rank_is_found_and_its_work_moves",
     ),
-    "a rank stands still, or all ranks wait for each other": (
+    "a rank hangs, or all ranks wait for each other": (
         f"{SURVIVAL}test_a_rank_that_stands_still_is_named_and_ends_too",
         "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",
     ),
@@ -64,8 +64,8 @@ SHOWN_BY = {
         "tests/data/prepare/test_resume.py::test_a_killed_run_is_continued",
     ),
     "two jobs tokenise the same source": (
-        "tests/data/prepare/test_lock.py::test_processes_at_the_same_time_make_it_once",
-        "tests/data/prepare/test_lock.py::test_waiting_is_said_and_ends",
+        "tests/data/prepare/test_resume.py::test_processes_at_the_same_time_make_it_once",
+        "tests/test_files.py::test_who_waits_says_so_and_gives_up",
     ),
     "the disk is full while a source is tokenised": (
         "tests/data/prepare/test_resume.py::test_a_full_disk",

@@ -47,7 +47,7 @@ def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
         type=_weights,
         default=None,
         metavar="W,W,...",
-        help="relative time of each of the P x V parts in the model's order (default: all alike)",
+        help="relative time of each of the P x V parts in the model's order (default: all equal)",
     )
     add(
         "--model",

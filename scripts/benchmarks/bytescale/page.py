@@ -121,20 +121,18 @@ def _letters() -> str:
 
 
 def _reasons(reasons: Sequence[Figures]) -> str:
+    """How many cells of each kind each change explains; the JSON has them one by one."""
     columns = [*VARIANTS, ORDER, RAMP]
+    kinds = sorted({(one["strategy"], one["cell"].split()[1]) for one in reasons}, reverse=True)
     rows = []
-    for one in reasons:
-        tried = [
-            f"**{one['tried'][letter]:.2f}**"
-            if letter in one["near"]
-            else f"{one['tried'][letter]:.2f}"
-            if letter in one["tried"]
-            else ""
-            for letter in columns
+    for strategy, data in kinds:
+        mine = [
+            one for one in reasons if (one["strategy"], one["cell"].split()[1]) == (strategy, data)
         ]
-        paper, mine = f"{one['paper']:.2f}", f"{one['found']:.2f}"
-        rows.append((one["cell"], one["strategy"], paper, mine, *tried, f"{one['common_s']:.0f}"))
-    return _table(("cell", "algorithm", "paper", "simulated", *columns, "common, s"), rows)
+        near = [sum(letter in one["near"] for one in mine) for letter in columns]
+        common = sorted(one["common_s"] for one in mine)
+        rows.append((strategy, data, len(mine), *near, f"{common[0]:.0f} to {common[-1]:.0f}"))
+    return _table(("algorithm", "data", "cells", *columns, "common, s"), rows)
 
 
 def _sensitivity(sets: Sequence[Figures]) -> str:
