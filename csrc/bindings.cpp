@@ -1,11 +1,13 @@
 // Translates between numpy and the planner; decides nothing.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -107,51 +109,85 @@ py::dict to_dict(hdp::Answer& answer) {
   return result;
 }
 
-hdp::Problem to_problem(const py::array& lengths, int64_t num_ranks, int64_t tokens_per_rank,
-                        int64_t slice_multiple, int64_t max_length, double a, double b, double g,
-                        double kv_bytes_per_token, double intra_node_bytes_per_s,
-                        double inter_node_bytes_per_s, int64_t ranks_per_node,
-                        double activation_bytes_per_token, double host_bytes_per_s,
-                        int64_t num_layers, double attention_b, double block_s,
-                        double intra_node_hop_s, double inter_node_hop_s, double merge_b,
-                        int64_t window_tokens, double window_share, double halo_s,
-                        const py::array& attention_lengths, const py::array& attention_seconds,
-                        const py::array& rank_speeds, int64_t pipeline_stages, int64_t model_chunks,
-                        const py::array& row_weights, bool offload, int64_t effort,
-                        double b_experts, int64_t expert_ranks) {
+// Values by name: one that is missing, or that nobody takes, is an error.
+class Fields {
+ public:
+  Fields(const char* of, const py::dict& given) : of_(of), left_(given.attr("copy")()) {}
+
+  py::object take(const char* name) {
+    if (left_.contains(name)) return left_.attr("pop")(name);
+    throw std::invalid_argument(std::string(of_) + " lacks " + name);
+  }
+
+  template <typename T>
+  void take(const char* name, T& field) {
+    const py::object value = take(name);
+    try {
+      field = py::cast<T>(value);
+    } catch (const py::cast_error&) {
+      throw std::invalid_argument(std::string(name) + " is " +
+                                  py::repr(value).cast<std::string>() + "; expected " +
+                                  (std::is_integral_v<T> ? "an integer" : "a number"));
+    }
+  }
+
+  // Call it when all fields are taken.
+  void end() const {
+    if (left_.empty()) return;
+    const auto name = py::str(py::list(left_)[0]).cast<std::string>();
+    throw std::invalid_argument(std::string(of_) + " has the unknown field " + name);
+  }
+
+ private:
+  const char* of_;
+  py::dict left_;
+};
+
+hdp::CostModel to_cost_model(const py::dict& given) {
+  hdp::CostModel cost;
+  Fields fields("the cost model", given);
+  fields.take("a", cost.a);
+  fields.take("linear_s_per_token", cost.linear_s_per_token);
+  fields.take("g", cost.g);
+  fields.take("kv_bytes_per_token", cost.kv_bytes_per_token);
+  fields.take("intra_node_bytes_per_s", cost.intra_node_bytes_per_s);
+  fields.take("inter_node_bytes_per_s", cost.inter_node_bytes_per_s);
+  fields.take("ranks_per_node", cost.ranks_per_node);
+  fields.take("activation_bytes_per_token", cost.activation_bytes_per_token);
+  fields.take("host_bytes_per_s", cost.host_bytes_per_s);
+  fields.take("num_layers", cost.num_layers);
+  fields.take("attention_b", cost.attention_b);
+  fields.take("block_all_layers_s", cost.block_all_layers_s);
+  fields.take("intra_node_hop_all_layers_s", cost.intra_node_hop_all_layers_s);
+  fields.take("inter_node_hop_all_layers_s", cost.inter_node_hop_all_layers_s);
+  fields.take("merge_b", cost.merge_b);
+  fields.take("b_experts", cost.b_experts);
+  fields.take("window_tokens", cost.window_tokens);
+  fields.take("window_share", cost.window_share);
+  fields.take("halo_s", cost.halo_s);
+  const py::object lengths = fields.take("attention_lengths");
+  cost.attention = to_table(lengths, fields.take("attention_seconds"));
+  fields.end();
+  return cost;
+}
+
+hdp::Problem to_problem(const py::kwargs& given) {
   hdp::Problem problem;
-  problem.lengths = to_lengths("lengths", lengths);
-  problem.num_ranks = num_ranks;
-  problem.tokens_per_rank = tokens_per_rank;
-  problem.slice_multiple = slice_multiple;
-  problem.max_length = max_length;
-  problem.pipeline_stages = pipeline_stages;
-  problem.model_chunks = model_chunks;
-  problem.row_weights = to_numbers("row_weights", row_weights);
-  problem.offload = offload;
-  problem.effort = effort;
-  problem.speeds = to_numbers("rank_speeds", rank_speeds);
-  problem.cost = {a,
-                  b,
-                  g,
-                  kv_bytes_per_token,
-                  intra_node_bytes_per_s,
-                  inter_node_bytes_per_s,
-                  ranks_per_node,
-                  activation_bytes_per_token,
-                  host_bytes_per_s,
-                  num_layers,
-                  to_table(attention_lengths, attention_seconds),
-                  attention_b,
-                  block_s,
-                  intra_node_hop_s,
-                  inter_node_hop_s,
-                  merge_b,
-                  b_experts,
-                  window_tokens,
-                  window_share,
-                  halo_s};
-  problem.expert_ranks = expert_ranks;
+  Fields fields("the problem", given);
+  problem.lengths = to_lengths("lengths", fields.take("lengths"));
+  fields.take("num_ranks", problem.num_ranks);
+  fields.take("tokens_per_rank", problem.tokens_per_rank);
+  fields.take("slice_multiple", problem.slice_multiple);
+  fields.take("max_length", problem.max_length);
+  fields.take("pipeline_stages", problem.pipeline_stages);
+  fields.take("model_chunks", problem.model_chunks);
+  problem.row_weights = to_numbers("row_weights", fields.take("row_weights"));
+  fields.take("offload", problem.offload);
+  fields.take("effort", problem.effort);
+  fields.take("expert_ranks", problem.expert_ranks);
+  problem.speeds = to_numbers("rank_speeds", fields.take("rank_speeds"));
+  problem.cost = to_cost_model(py::cast<py::dict>(fields.take("cost_model")));
+  fields.end();
   return problem;
 }
 
@@ -168,18 +204,8 @@ py::dict plan(const hdp::Problem& problem, const std::string& strategy) {
 
 PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
   module.doc() = "The C++ planner.";
-  py::class_<hdp::Problem>(module, "Problem")
-      .def(py::init(&to_problem), py::arg("lengths"), py::kw_only(), py::arg("num_ranks"),
-           py::arg("tokens_per_rank"), py::arg("slice_multiple"), py::arg("max_length"),
-           py::arg("a"), py::arg("b"), py::arg("g"), py::arg("kv_bytes_per_token"),
-           py::arg("intra_node_bytes_per_s"), py::arg("inter_node_bytes_per_s"),
-           py::arg("ranks_per_node"), py::arg("activation_bytes_per_token"),
-           py::arg("host_bytes_per_s"), py::arg("num_layers"), py::arg("attention_b"),
-           py::arg("block_s"), py::arg("intra_node_hop_s"), py::arg("inter_node_hop_s"),
-           py::arg("merge_b"), py::arg("window_tokens"), py::arg("window_share"),
-           py::arg("halo_s"), py::arg("attention_lengths"), py::arg("attention_seconds"),
-           py::arg("rank_speeds"), py::arg("pipeline_stages"), py::arg("model_chunks"),
-           py::arg("row_weights"), py::arg("offload"), py::arg("effort"), py::arg("b_experts"), py::arg("expert_ranks"));
+  module.attr("STRATEGIES") = py::tuple(py::cast(hdp::strategies()));
+  py::class_<hdp::Problem>(module, "Problem").def(py::init(&to_problem));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
              py::call_guard<py::gil_scoped_release>());

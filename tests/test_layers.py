@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hdp.strategies import STRATEGIES
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "megatron_hdp"
 CSRC = REPOSITORY / "csrc"
@@ -21,6 +23,8 @@ MIN_LINES = 45
 ROOMS: dict[str, set[str]] = {
     "options": set(),
     "exit_codes": set(),
+    "nearest": set(),
+    "strategies": set(),
     "arrays": set(),
     "files": set(),
     "compiled": set(),
@@ -60,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime/health": {"runtime"},
     "runtime/kernels": {"runtime"},
     "runtime/offload": {"runtime"},
-    "runtime/ring": {"runtime", "runtime/kernels"},
+    "runtime/ring": {"planner", "runtime", "runtime/kernels"},
     "runtime/attention": {"runtime", "runtime/kernels", "runtime/ring"},
     "runtime/loss": {"runtime", "runtime/ring"},
     "megatron/options": {"planner"},
@@ -102,7 +106,17 @@ ROOMS: dict[str, set[str]] = {
         *{"profile", "convert"},
     },
 }
-BELOW_ALL = {"options", "exit_codes", "arrays", "files", "compiled", "processes", "__init__"}
+BELOW_ALL = {
+    "nearest",
+    "strategies",
+    "options",
+    "exit_codes",
+    "arrays",
+    "files",
+    "compiled",
+    "processes",
+    "__init__",
+}
 TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "convert", "cli"}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
@@ -131,9 +145,11 @@ FACES = {
 }
 
 # The same for the C++ planner: each room may include those before it.
+OF_STRATEGIES = [strategy.name.replace("-", "_") for strategy in STRATEGIES]
 CPP_ROOMS = (
     *("base", "bounds", "schedule", "baselines", "rings"),
-    *("dp_balance", "pp_balance", "ep_balance", ""),
+    *(name for name in OF_STRATEGIES if (PLANNER / name).is_dir()),
+    "",
 )
 
 

@@ -24,23 +24,48 @@ Scheduled judged(const Problem& problem, Plan plan) {
   return {std::move(plan), schedule};
 }
 
+template <Plan (*strategy)(const Problem&)>
+Scheduled judged_plan(const Problem& problem) {
+  return judged(problem, strategy(problem));
+}
+
+Scheduled judged_dp_balance(const Problem& problem) {
+  Scheduled made = dp_balance(problem);
+  return problem.expert_ranks == 1 ? made : judged(problem, std::move(made.plan));
+}
+
+struct Strategy {
+  const char* name;
+  Scheduled (*plan)(const Problem&);
+};
+
+// Every strategy; megatron_hdp/strategies.py says of each what it is.
+constexpr Strategy kStrategies[] = {
+    {"static", judged_plan<static_mesh>},
+    {"naive", judged_plan<naive>},
+    {"bytescale", judged_plan<bytescale>},
+    {"dynamic-cp", judged_plan<dynamic_cp>},
+    {"dp-balance", judged_dp_balance},
+    {"pp-balance", judged_plan<pp_balance>},
+    {"ep-balance", judged_plan<ep_balance>},
+};
+
 Scheduled run(const Problem& problem, const std::string& strategy) {
-  if (strategy == "static") return judged(problem, static_mesh(problem));
-  if (strategy == "naive") return judged(problem, naive(problem));
-  if (strategy == "bytescale") return judged(problem, bytescale(problem));
-  if (strategy == "dynamic-cp") return judged(problem, dynamic_cp(problem));
-  if (strategy == "dp-balance") {
-    Scheduled made = dp_balance(problem);
-    return problem.expert_ranks == 1 ? made : judged(problem, std::move(made.plan));
+  std::string names;
+  for (const Strategy& known : kStrategies) {
+    if (strategy == known.name) return known.plan(problem);
+    names += std::string(names.empty() ? "" : ", ") + known.name;
   }
-  if (strategy == "pp-balance") return judged(problem, pp_balance(problem));
-  if (strategy == "ep-balance") return judged(problem, ep_balance(problem));
-  throw std::invalid_argument("strategy is '" + strategy +
-                              "'; expected static, naive, bytescale, dynamic-cp, dp-balance, "
-                              "pp-balance or ep-balance");
+  throw std::invalid_argument("strategy is '" + strategy + "'; expected one of " + names);
 }
 
 }  // namespace
+
+std::vector<std::string> strategies() {
+  std::vector<std::string> names;
+  for (const Strategy& known : kStrategies) names.emplace_back(known.name);
+  return names;
+}
 
 Answer make_plan(const Problem& problem, const std::string& strategy) {
   check(problem);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "planner/base/types.hpp"
 #include "planner/schedule/schedule.hpp"
@@ -15,8 +16,10 @@ struct Answer {
   double lower_bound_s = 0;
 };
 
-// Strategy is "static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance" or
-// "ep-balance". With problem.expert_ranks > 1 the schedule is that of lockstep.
+// The names of all strategies.
+std::vector<std::string> strategies();
+
+// Plans by one of them. With problem.expert_ranks > 1 the schedule is that of lockstep.
 // Throws std::invalid_argument for a problem that has no plan, an unknown strategy, and a plan that
 // pipeline stages could block.
 Answer make_plan(const Problem& problem, const std::string& strategy);

@@ -19,7 +19,7 @@ using Points = std::vector<hdp::AttentionPoint>;
 
 hdp::CostModel model(Points points, double b) {
   hdp::CostModel cost;
-  cost.b = b;
+  cost.linear_s_per_token = b;
   cost.attention = hdp::AttentionTable(std::move(points));
   return cost;
 }

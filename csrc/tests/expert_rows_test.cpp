@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/ep_balance/cells.hpp"
-#include "planner/ep_balance/filling.hpp"
+#include "planner/ep_balance/rank_groups.hpp"
+#include "planner/ep_balance/slot_filler.hpp"
 #include "planner/ep_balance/micro_batches.hpp"
 #include "planner/ep_balance/rows.hpp"
 #include "tests/checking.hpp"
@@ -19,7 +19,7 @@ hdp::Problem problem(int64_t capacity) {
   result.num_ranks = kSize;
   result.expert_ranks = kSize;
   result.tokens_per_rank = capacity;
-  result.cost.b = 1;
+  result.cost.linear_s_per_token = 1;
   result.cost.ranks_per_node = kSize;
   return result;
 }
@@ -37,7 +37,7 @@ hdp::Items items(const hdp::Problem& dense, int64_t count, int64_t longest) {
   return result;
 }
 
-// What the first cell of a height takes, found by trying one sequence after the other.
+// What the first group of a height takes, found by trying one sequence after the other.
 hdp::Places tried(const hdp::Items& items, double work_s, int64_t tokens, double enough_s) {
   hdp::Places places;
   for (std::size_t place = 0; place < items.size() && work_s > enough_s && tokens > 0; ++place) {
@@ -54,16 +54,16 @@ void test_search_finds_what_trying_finds() {
   for (const double a : {0.0, 0.01, 1.0}) {
     hdp::Problem dense = problem(500);
     dense.cost.a = a;
-    dense.cost.kv_bytes_per_token = 0;  // one cell of all ranks
+    dense.cost.kv_bytes_per_token = 0;  // one group of all ranks
     const hdp::Items all = items(dense, 300, 400);
-    hdp::Filling filling(dense, all);
-    filling.start();
+    hdp::SlotFiller filler(dense, all);
+    filler.start();
     for (const double part : {2.0, 1.0, 0.6, 0.3}) {
       const double height_s = part * all[0].dense_s / kSize + 1;
       hdp::Draft draft;
-      filling.draft({height_s, false}, draft);
+      filler.draft({height_s, false}, draft);
       const std::size_t first = draft.places.at(0);
-      CHECK(draft.cells.size() == 1);
+      CHECK(draft.groups.size() == 1);
       const double work_s = height_s * kSize;
       const hdp::Item& opening = all[first];
       hdp::Items others = all;
@@ -80,16 +80,16 @@ void test_search_finds_what_trying_finds() {
 void test_drafts_take_nothing() {
   const hdp::Problem dense = problem(50);
   const hdp::Items all = items(dense, 100, 50);
-  hdp::Filling filling(dense, all);
-  filling.start();
-  const hdp::Aim half{filling.aim().height_s / 2, false};
+  hdp::SlotFiller filler(dense, all);
+  filler.start();
+  const hdp::Target half{filler.target().height_s / 2, false};
   hdp::Draft draft;
-  filling.draft(half, draft);
+  filler.draft(half, draft);
   const hdp::Places places = draft.places;
-  filling.draft(half, draft);
+  filler.draft(half, draft);
   CHECK(!places.empty() && places == draft.places);
-  filling.take(places[0]);
-  filling.draft(half, draft);
+  filler.take(places[0]);
+  filler.draft(half, draft);
   CHECK(std::count(draft.places.begin(), draft.places.end(), places[0]) == 0);
 }
 
@@ -101,22 +101,22 @@ void test_more_is_sharded_where_that_loses_less() {
     hdp::Row row;
     for (std::size_t place = 0; place < all.size(); ++place) row.places.push_back(place);
     row.owners.resize(all.size());
-    hdp::Cell cell;
-    cell.num_ranks = kSize;
-    cell.end = all.size();
-    hdp::Sharing sharing(dense, all);
-    sharing.share(row, cell, 0);
+    hdp::RankGroup group;
+    group.num_ranks = kSize;
+    group.end = all.size();
+    hdp::GroupSharing sharing(dense, all);
+    sharing.share(row, group, 0);
     double all_s = 0;
     for (const hdp::Item& item : all) all_s += item.dense_s;
-    CHECK(std::abs(cell.dense_s - all_s) < 1e-9 * all_s);
-    CHECK(cell.seconds * kSize <= 1.01 * all_s);
+    CHECK(std::abs(group.dense_s - all_s) < 1e-9 * all_s);
+    CHECK(group.seconds * kSize <= 1.01 * all_s);
     CHECK(row.owners[0] == hdp::kSharded);
     // the longest alone on a rank is enough where others take as long
-    sharing.share(row, cell, all_s);
-    CHECK(row.owners[0] >= 0 && cell.seconds >= all[0].dense_s);
-    const double whole_s = cell.seconds;
-    sharing.share(row, cell, 0.99 * whole_s);
-    CHECK(row.owners[0] == hdp::kSharded && cell.seconds <= 0.99 * whole_s);
+    sharing.share(row, group, all_s);
+    CHECK(row.owners[0] >= 0 && group.seconds >= all[0].dense_s);
+    const double whole_s = group.seconds;
+    sharing.share(row, group, 0.99 * whole_s);
+    CHECK(row.owners[0] == hdp::kSharded && group.seconds <= 0.99 * whole_s);
   }
 }
 

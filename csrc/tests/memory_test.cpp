@@ -17,7 +17,7 @@ hdp::Problem problem(int64_t capacity, int64_t multiple, int64_t layers, double 
   result.tokens_per_rank = capacity;
   result.slice_multiple = multiple;
   result.offload = true;
-  result.cost.b = 1;
+  result.cost.linear_s_per_token = 1;
   result.cost.activation_bytes_per_token = 1;
   result.cost.host_bytes_per_s = host;
   result.cost.num_layers = layers;

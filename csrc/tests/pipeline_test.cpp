@@ -36,7 +36,7 @@ hdp::Problem problem(std::vector<int64_t> lengths, int64_t num_ranks, int64_t st
   for (const int64_t length : result.lengths) {
     result.max_length = std::max(result.max_length, length);
   }
-  result.cost.b = 1;
+  result.cost.linear_s_per_token = 1;
   return result;
 }
 
@@ -95,11 +95,11 @@ void test_rounds_count_blocks() {
     return result;
   };
   CHECK(degrees(20) == std::vector<int64_t>({3, 5}));  // 40 / 3 s and 60 / 5 s
-  some.cost.block_s = 3;
+  some.cost.block_all_layers_s = 3;
   // 60 / 4 + 4 x 3 = 60 / 5 + 5 x 3: a fifth rank saves nothing
   CHECK(degrees(20) == std::vector<int64_t>({4, 3}));
   // blocks of any degree cost more than they save: as few ranks as memory allows
-  some.cost.block_s = 20;
+  some.cost.block_all_layers_s = 20;
   CHECK(degrees(20) == std::vector<int64_t>({3, 2}));
 }
 

@@ -168,14 +168,14 @@ void test_cost_model() {
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 51);  // 1 + floor(2400 x 0.5 / 24)
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 7) == 7);
   // two hops of 64 and 128 s, 7 s more each; 64 and 128 s of attention a step
-  cost.intra_node_hop_s = 7;
+  cost.intra_node_hop_all_layers_s = 7;
   CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, true) - 28) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 4) == 4);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 4) == 1);
-  cost.inter_node_hop_s = 39900;
+  cost.inter_node_hop_all_layers_s = 39900;
   // 6 (39900 + 38400 / 7) < 1920000 / 7, 7 (39900 + 38400 / 8) > 1920000 / 8
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 7);
-  cost.block_s = 1;
+  cost.block_all_layers_s = 1;
   cost.g = 2;
   CHECK(hdp::fixed_s(cost, 3) == 5);
   CHECK(hdp::parts_within(cost, 9, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4

@@ -51,7 +51,8 @@ hdp::AttentionTable random_table(Numbers& numbers) {
 hdp::CostModel random_cost_model(Numbers& numbers) {
   hdp::CostModel cost;
   cost.a = numbers.one_in(3) ? 0 : 1e-6 * static_cast<double>(numbers.between(1, 1000));
-  cost.b = numbers.one_in(4) ? 0 : 1e-3 * static_cast<double>(numbers.between(1, 1000));
+  const auto linear = static_cast<double>(numbers.between(1, 1000));
+  cost.linear_s_per_token = numbers.one_in(4) ? 0 : 1e-3 * linear;
   cost.g = numbers.one_in(2) ? 0 : static_cast<double>(numbers.between(1, 10));
   cost.kv_bytes_per_token = static_cast<double>(numbers.between(0, 3));
   cost.inter_node_bytes_per_s = 1e-2 * static_cast<double>(numbers.between(1, 100000));
@@ -191,7 +192,7 @@ void test_stress() {
     if (seed % 2 == 0) {
       hdp::Problem shared = random_problem(seed, seed % 8 == 0);
       shared.expert_ranks = std::gcd(shared.num_ranks, int64_t{12});
-      shared.cost.b_experts = shared.cost.b / 2;
+      shared.cost.b_experts = shared.cost.linear_s_per_token / 2;
       stress("ep-balance", seed, shared);
     }
   }

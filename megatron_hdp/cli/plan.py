@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING
 from megatron_hdp.cli.shared.numbers import whole
 from megatron_hdp.cli.shared.ranks import add_ranks, cost_model_of
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.strategies import AUTO, CHOICES, HELP
 
 if TYPE_CHECKING:
     from megatron_hdp.cli.planning import Outcome, Request
-
-STRATEGIES = (
-    "auto",
-    "dp-balance",
-    "pp-balance",
-    "ep-balance",
-    "naive",
-    "static",
-    "bytescale",
-    "dynamic-cp",
-)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -85,12 +75,9 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--strategy",
-        choices=STRATEGIES,
-        default="auto",
-        help="auto is dp-balance, pp-balance with pipeline stages, or ep-balance with "
-        "--expert-parallel-size; static is a fixed DP x CP "
-        "mesh, naive and bytescale are the paper's algorithms 1 and 2, dynamic-cp is Megatron-LM's "
-        "dynamic context parallelism (default: auto)",
+        choices=CHOICES,
+        default=AUTO,
+        help=f"{HELP} (default: {AUTO})",
     )
     add(
         "--offload",
@@ -132,8 +119,8 @@ def _run(arguments: argparse.Namespace) -> int:
     cost_model, costs_of = cost_model_of(arguments)
     if arguments.expert_share is not None:
         cost_model = with_expert_share(cost_model, arguments.expert_share)
-    request = planning.Request(
-        lengths=batch.lengths,
+    request = planning.request_of(
+        batch.lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
         cost_model=cost_model,

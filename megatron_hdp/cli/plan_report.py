@@ -27,10 +27,10 @@ _SAME = 1e-6  # relative difference of two bounds that are one
 
 def batch_line(request: Request) -> str:
     """Return one line on what is planned for what."""
-    lengths, stages = request.lengths, request.pipeline_stages
+    lengths, stages = request.lengths, request.pipeline.stages
     pipeline = f" and {stages} stages" if stages > 1 else ""
-    if request.virtual_stages > 1:
-        pipeline += f" of {request.virtual_stages} virtual stages each"
+    if request.pipeline.chunks > 1:
+        pipeline += f" of {request.pipeline.chunks} virtual stages each"
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens "
         f"(median {int(np.median(lengths)):,}, longest {lengths.max():,}) "

@@ -1,30 +1,30 @@
 """One global batch planned by any strategy, and what came of it."""
 
-import dataclasses
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Unpack
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import (
-    CostModel,
     Evaluation,
     Figures,
     Plan,
     PlanError,
+    Problem,
     evaluate,
     figures,
-    plan,
-    tight_bound_s,
+    make_plan,
+    tight_bound_of,
     told_as,
 )
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.problem import Arguments
+from megatron_hdp.strategies import STRATEGIES
 
-COMPARED = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance")
-"""Strategies in the order of a comparison: baselines first. Ranks that share experts have one more,
-ep-balance."""
+_OF_EXPERTS = [one.name for one in STRATEGIES if one.for_shared_experts]
+COMPARED = tuple(one.name for one in STRATEGIES if not one.for_shared_experts)
+"""Strategies in the order of a comparison; where ranks share experts, others follow."""
 
 _MAX_REASON = 300  # characters
 _FLAGS = {
@@ -37,32 +37,14 @@ _FLAGS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What to plan: the arguments of ``megatron_hdp.planner.plan`` without the strategy."""
-
-    lengths: Int64Array
-    ranks: int
-    tokens_per_rank: int
-    cost_model: CostModel
-    max_length: int | None = None
-    pipeline_stages: int = 1
-    virtual_stages: int = 1
-    stage_weights: tuple[float, ...] | None = None
-    expert_parallel_size: int = 1
-    offload: str = "off"
-    effort: int = 1
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the planner's functions."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "lengths"]
-        return {name: getattr(self, name) for name in names}
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request(Problem):
+    """What to plan, and how good its plans are."""
 
     @cached_property
     def tight_bound_s(self) -> float:
         """Proven for ranks without stages that share no experts: no plan is faster."""
-        return tight_bound_s(self.lengths, **self.arguments)
+        return tight_bound_of(self)
 
     def figures_of(self, made: Plan) -> Figures:
         """Replay a plan; in lockstep where ranks share experts."""
@@ -73,13 +55,19 @@ class Request:
     def evaluation_of(self, made: Plan) -> Evaluation:
         """The same with the times of every micro-batch, to draw them."""
         if self.expert_parallel_size > 1:
-            pipeline = Pipeline(*self._pipeline)
-            return figures_in_lockstep(made, self.cost_model, self.expert_parallel_size, pipeline)
+            size = self.expert_parallel_size
+            return figures_in_lockstep(made, self.cost_model, size, self.pipeline)
         return evaluate(made, self.cost_model, *self._pipeline)
 
     @property
     def _pipeline(self) -> tuple[int, int, tuple[float, ...]]:
-        return self.pipeline_stages, self.virtual_stages, self.stage_weights or ()
+        return self.pipeline.stages, self.pipeline.chunks, self.pipeline.weights
+
+
+def request_of(lengths: Int64Array, **arguments: Unpack[Arguments]) -> Request:
+    """The request of these arguments of `planner.plan`; errors name the command's flags."""
+    with told_as(_FLAGS):
+        return Request.of(lengths, **arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +90,7 @@ def plan_with(strategy: str, request: Request) -> Plan:
         ValueError: this strategy has no plan for the request.
     """
     with told_as(_FLAGS):
-        return plan(request.lengths, strategy=strategy, **request.arguments)
+        return make_plan(request, strategy)
 
 
 def evaluated(made: Plan, request: Request) -> Outcome:
@@ -114,7 +102,7 @@ def evaluated(made: Plan, request: Request) -> Outcome:
         ValueError: the plan breaks another rule, so that it cannot run.
     """
     problem = None
-    stages = request.pipeline_stages
+    stages = request.pipeline.stages
     try:
         made.validate(pipeline_stages=stages, num_layers=request.cost_model.num_layers)
     except PlanError as error:
@@ -139,5 +127,5 @@ def outcome_of(strategy: str, request: Request) -> Outcome:
 
 def compare(request: Request, known: Outcome) -> list[Outcome]:
     """Return the outcome of every strategy; ``known`` is not planned again."""
-    names = [*COMPARED, *(["ep-balance"] if request.expert_parallel_size > 1 else [])]
+    names = [*COMPARED, *(_OF_EXPERTS if request.expert_parallel_size > 1 else [])]
     return [known if name == known.strategy else outcome_of(name, request) for name in names]

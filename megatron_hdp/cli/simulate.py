@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.shared.numbers import whole
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.strategies import CHOICES
 
 if TYPE_CHECKING:
     from megatron_hdp.simulator.execution import Run
@@ -161,9 +161,9 @@ def _bar(total: int):  # type: ignore[no-untyped-def]
 def _strategies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in STRATEGIES:
+        if name not in CHOICES:
             raise ValueError(
-                f"--strategies {text}: found {name!r}, expected names of {', '.join(STRATEGIES)}, "
+                f"--strategies {text}: found {name!r}, expected names of {', '.join(CHOICES)}, "
                 "with commas between them"
             )
     return names

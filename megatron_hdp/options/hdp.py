@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_hdp import strategies
 from megatron_hdp.options.declaration import OptionError, check_values, flag_of, no_effect, option
 
 _MOST_TOKENS = 2**40  # the planner's limit
@@ -40,14 +41,9 @@ class HdpOptions:
         help="Size of the global batch in tokens, instead of --global-batch-size in sequences.",
     )
     hdp_strategy: str = option(
-        "auto",
-        choices=(
-            *("auto", "static", "naive", "bytescale", "dynamic-cp"),
-            *("dp-balance", "pp-balance", "ep-balance"),
-        ),
-        help="Planning strategy. static: the fixed DP x CP mesh, the baseline. dynamic-cp: "
-        "Megatron-LM's dynamic context parallelism. auto: pp-balance with pipeline stages, "
-        "ep-balance if experts span HDP ranks, else dp-balance.",
+        strategies.AUTO,
+        choices=strategies.CHOICES,
+        help=f"Planning strategy. {strategies.HELP}.",
     )
     hdp_offload: str = option(
         "off",

@@ -1,11 +1,11 @@
 """Declared options as flags of argparse, and back: a mistake is an error that names the remedy."""
 
 import argparse
-import difflib
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from megatron_hdp.nearest import nearest
 from megatron_hdp.options.declaration import (
     OptionError,
     declared,
@@ -34,7 +34,7 @@ class OptionParser(argparse.ArgumentParser):
         for argument in unknown:
             if argument.startswith("-"):
                 flag = argument.split("=")[0]
-                near = nearest(flag, self._option_string_actions)
+                near = nearest(flag, self._option_string_actions, RESEMBLANCE)
                 self.error(f"unknown flag {flag}{did_you_mean(near)}")
         if unknown:
             self.error(f"found {' '.join(unknown)}, expected a flag before it: see --help")
@@ -87,11 +87,6 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
         value = getattr(namespace, item.name)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
-
-
-def nearest(flag: str, known: Iterable[str], cutoff: float = RESEMBLANCE) -> str:
-    """Return the known flag that is most like `flag`, or nothing."""
-    return next(iter(difflib.get_close_matches(flag, list(known), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean(near: str) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import yaml
 
+from megatron_hdp.nearest import nearest
 from megatron_hdp.options.declaration import OptionError, flag_of
-from megatron_hdp.options.parser import RESEMBLANCE, did_you_mean, nearest
+from megatron_hdp.options.parser import RESEMBLANCE, did_you_mean
 from megatron_hdp.options.yaml_nodes import (
     PLAIN_TAGS,
     AsWritten,

@@ -21,44 +21,49 @@ class _Answer(TypedDict):
     num_positions: int
     padding_share: float
 
+class _CostModel(TypedDict):
+    a: float
+    linear_s_per_token: float
+    g: float
+    kv_bytes_per_token: float
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    ranks_per_node: int
+    activation_bytes_per_token: float
+    host_bytes_per_s: float
+    num_layers: int
+    attention_lengths: NDArray[np.int64]
+    attention_seconds: NDArray[np.float64]
+    attention_b: float
+    block_all_layers_s: float
+    intra_node_hop_all_layers_s: float
+    inter_node_hop_all_layers_s: float
+    merge_b: float
+    b_experts: float
+    window_tokens: int
+    window_share: float
+    halo_s: float
+
 class Problem:
     def __init__(
         self,
-        lengths: NDArray[np.int64],
         *,
+        lengths: NDArray[np.int64],
         num_ranks: int,
         tokens_per_rank: int,
         slice_multiple: int,
         max_length: int,
-        a: float,
-        b: float,
-        g: float,
-        kv_bytes_per_token: float,
-        intra_node_bytes_per_s: float,
-        inter_node_bytes_per_s: float,
-        ranks_per_node: int,
-        activation_bytes_per_token: float,
-        host_bytes_per_s: float,
-        num_layers: int,
-        attention_b: float,
-        block_s: float,
-        intra_node_hop_s: float,
-        inter_node_hop_s: float,
-        merge_b: float,
-        window_tokens: int,
-        window_share: float,
-        halo_s: float,
-        attention_lengths: NDArray[np.int64],
-        attention_seconds: NDArray[np.float64],
-        rank_speeds: NDArray[np.float64],
         pipeline_stages: int,
         model_chunks: int,
         row_weights: NDArray[np.float64],
         offload: bool,
         effort: int,
-        b_experts: float,
         expert_ranks: int,
+        rank_speeds: NDArray[np.float64],
+        cost_model: _CostModel,
     ) -> None: ...
+
+STRATEGIES: tuple[str, ...]
 
 def plan(problem: Problem, strategy: str) -> _Answer: ...
 def tight_bound_s(problem: Problem) -> float: ...

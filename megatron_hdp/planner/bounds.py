@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.cost_model import CostModel
@@ -95,6 +96,22 @@ def merge_s(degrees: Float64Array, tokens: Float64Array, cost_model: CostModel) 
     return seconds
 
 
+def sent_bytes(degrees: Float64Array, tokens: ArrayLike, cost_model: CostModel) -> Float64Array:
+    """Bytes that a member of a ring of so many tokens sends: a third of them forward."""
+    sent: Float64Array = (
+        3 * (degrees - 1) / degrees * np.asarray(tokens) * cost_model.kv_bytes_per_token
+    )
+    return sent
+
+
+def links_of(in_one_node: ArrayLike, cost_model: CostModel) -> tuple[Float64Array, Float64Array]:
+    """Bandwidth of a ring's members, and the latency of a hop in one layer."""
+    return (
+        np.where(in_one_node, cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s),
+        np.where(in_one_node, cost_model.intra_node_hop_s, cost_model.inter_node_hop_s),
+    )
+
+
 def exposed_s(
     degrees: Float64Array,
     transfer: Float64Array,
@@ -137,7 +154,7 @@ def own_times_s(
         min(cost_model.intra_node_hop_s, cost_model.inter_node_hop_s),
         cost_model.inter_node_hop_s,
     )
-    transfer = 3 * (degrees - 1) / degrees * length * cost_model.kv_bytes_per_token / bandwidth
+    transfer = sent_bytes(degrees, length, cost_model) / bandwidth
     attention = _attention_of(length, cost_model) / degrees
     compute = attention + cost_model.linear_s_per_token * length / degrees
     compute += merge_s(degrees, length / degrees, cost_model)

@@ -39,14 +39,12 @@ With s the tokens of a sequence and D the ranks that share it:
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -54,6 +52,7 @@ import orjson
 from numpy.typing import ArrayLike
 
 from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.planner.json_fields import read_fields
 
 # Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
 # without attention scores (arXiv 2205.05198, section 4.1).
@@ -318,20 +317,10 @@ class CostModel:
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
         """Reads coefficients from a JSON object whose keys are this class's fields."""
-        try:
-            data = orjson.loads(Path(path).read_bytes())
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"cost model {path}: not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"cost model {path}: found {type(data).__name__}; expected an object")
-        names = {field.name: field for field in dataclasses.fields(cls)}
-        for key in data:
-            if key not in names:
-                nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-                raise ValueError(f"cost model {path}: unknown key {key!r}; nearest is {nearest!r}")
-        for name, field in names.items():
-            if name not in data and field.default is dataclasses.MISSING:
-                raise ValueError(f"cost model {path}: key {name!r} is missing; add it")
+        data = read_fields(cls, path, "cost model")
+        for field in dataclasses.fields(cls):
+            if field.name not in data and field.default is dataclasses.MISSING:
+                raise ValueError(f"cost model {path}: key {field.name!r} is missing; add it")
         try:
             return cls(**data)
         except ValueError as error:

@@ -20,10 +20,12 @@ from megatron_hdp.planner.bounds import (
     exposed_s,
     fixed_s,
     held_tokens,
+    links_of,
     lower_bound_s,
     merge_s,
     pipeline_lower_bound_s,
     pipeline_target_s,
+    sent_bytes,
     speeds_of,
     total_compute_s,
 )
@@ -371,12 +373,8 @@ def work_of(
     owner = owners_of(plan.sequence_offsets, run)
     tokens = _sums(owner, lengths, len(degrees))
     attention = _attention_sums(owner, lengths, len(degrees), cost_model)
-    sent = 3 * (degrees - 1) / degrees * tokens * cost_model.kv_bytes_per_token
-    in_one_node = _in_one_node(plan, run, cost_model.ranks_per_node)
-    bandwidth = np.where(
-        in_one_node, cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s
-    )
-    hop = np.where(in_one_node, cost_model.intra_node_hop_s, cost_model.inter_node_hop_s)
+    sent = sent_bytes(degrees, tokens, cost_model)
+    bandwidth, hop = links_of(_in_one_node(plan, run, cost_model.ranks_per_node), cost_model)
 
     def each(value: Float64Array) -> Float64Array:
         """Of a micro-batch, for each of its members."""

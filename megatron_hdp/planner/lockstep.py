@@ -7,51 +7,33 @@ schedule) take micro-batches in groups of as many as there are stages; padding f
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.problem import Problem
 from megatron_hdp.planner.types import Plan
+from megatron_hdp.strategies import BY_NAME
 
 PADDING = -1
 
-_OF_PIPELINES = ("static", "dynamic-cp", "pp-balance", "ep-balance")
 
+def planned_for(strategy: str, problem: Problem) -> Problem:
+    """The problem that a run's strategy plans; one for simulator and training.
 
-class PlannedFor(TypedDict):
-    """Arguments of ``planner.plan`` of these names."""
-
-    strategy: str
-    pipeline_stages: int
-    virtual_stages: int
-    stage_weights: tuple[float, ...] | None
-    expert_parallel_size: int
-
-
-def planned_for(strategy: str, *, pipeline: Pipeline, lockstep_ranks: int) -> PlannedFor:
-    """What a run's plans are made for; one for check, simulator and training.
-
-    "auto" is ep-balance where ranks run in lockstep, else pp-balance with stages. A strategy that
-    knows nothing of positions plans for one stage: with more the planner would refuse most of its
-    plans, which `slots` aligns; what such a plan promises counts no pipeline's ramp.
+    A strategy that knows nothing of pipelines plans for one stage: with more the planner would
+    refuse most of its plans, which `slots` aligns; what such a plan promises counts no ramp.
 
     Args:
         strategy: as the run names it.
-        pipeline: that each HDP rank of the run is.
-        lockstep_ranks: HDP ranks beside each other that share experts.
+        problem: with the pipeline that each HDP rank of the run is.
     """
-    if strategy == "auto" and (pipeline.stages > 1 or lockstep_ranks > 1):
-        strategy = "ep-balance" if lockstep_ranks > 1 else "pp-balance"
-    planned = pipeline if strategy in _OF_PIPELINES else Pipeline()
-    return {
-        "strategy": strategy,
-        "pipeline_stages": planned.stages,
-        "virtual_stages": planned.chunks,
-        "stage_weights": planned.weights or None,
-        "expert_parallel_size": lockstep_ranks,
-    }
+    known = BY_NAME.get(strategy)
+    if known is None or known.on_pipelines:  # None: "auto", which is one that plans for them
+        return problem
+    return replace(problem, pipeline=Pipeline())
 
 
 def slots(

@@ -5,8 +5,9 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Required, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,96 +19,134 @@ from megatron_hdp.planner.flat_plan import PlanError, frozen
 from megatron_hdp.planner.pipeline import Pipeline
 
 OFFLOAD = ("auto", "off")
+_INTEGERS = ("ranks", "tokens_per_rank", "slice_multiple", "effort", "expert_parallel_size")
 
 
-@dataclass(frozen=True, eq=False)
+class Arguments(TypedDict, total=False):
+    """The arguments of ``plan``, which says what they are; others than `Problem` has."""
+
+    ranks: Required[int]
+    tokens_per_rank: Required[int]
+    max_length: int | None
+    slice_multiple: int
+    cost_model: CostModel | None
+    ranks_per_node: int | None
+    rank_speeds: Sequence[float] | None
+    pipeline_stages: int
+    virtual_stages: int
+    stage_weights: Sequence[float] | None
+    expert_parallel_size: int
+    offload: str
+    effort: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """The checked arguments of ``plan``; its docstring says what they are."""
+    """One global batch and the ranks to plan it for; its fields are arguments of ``plan``.
+
+    Raises:
+        ValueError: names the first field that is out of range.
+    """
 
     lengths: Int64Array
-    num_ranks: int
+    ranks: int
     tokens_per_rank: int
-    slice_multiple: int
-    pipeline: Pipeline
-    expert_parallel_size: int
-    cost_model: CostModel
-    core: Any
-    """The same for the C++ planner."""
+    max_length: int | None = None
+    slice_multiple: int = 1
+    cost_model: CostModel = LLAMA_7B
+    """With the ranks' speeds."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """That each HDP rank is."""
+    expert_parallel_size: int = 1
+    offload: str = "off"
+    effort: int = 1
 
     @classmethod
-    def of(
-        cls,
-        lengths: ArrayLike,
-        *,
-        ranks: int,
-        tokens_per_rank: int,
-        max_length: int | None = None,
-        slice_multiple: int = 1,
-        cost_model: CostModel | None = None,
-        ranks_per_node: int | None = None,
-        rank_speeds: Sequence[float] | None = None,
-        pipeline_stages: int = 1,
-        virtual_stages: int = 1,
-        stage_weights: Sequence[float] | None = None,
-        expert_parallel_size: int = 1,
-        offload: str = "off",
-        effort: int = 1,
-    ) -> Self:
-        """Checks the arguments of ``plan``; ValueError names the first wrong one."""
-        array = _lengths(lengths)
-        changes: dict[str, Any] = {}
-        if ranks_per_node is not None:
-            changes["ranks_per_node"] = _integer("ranks_per_node", ranks_per_node)
-        if rank_speeds is not None:
-            changes["rank_speeds"] = _list("rank_speeds", rank_speeds)
-        if cost_model is not None and not isinstance(cost_model, CostModel):
-            raise ValueError(f"cost_model is {cost_model!r}; expected a CostModel")
-        cost_model = _changed(cost_model or LLAMA_7B, changes)
-        if not isinstance(offload, str) or offload not in OFFLOAD:
-            raise ValueError(f"offload is {offload!r}; expected one of {', '.join(OFFLOAD)}")
-        num_ranks = _integer("ranks", ranks)
-        capacity = _integer("tokens_per_rank", tokens_per_rank)
-        multiple = _integer("slice_multiple", slice_multiple)
-        stages = _integer("pipeline_stages", pipeline_stages)
-        weights = [] if stage_weights is None else _list("stage_weights", stage_weights)
-        pipeline = Pipeline(stages, _integer("virtual_stages", virtual_stages), tuple(weights))
-        longest = int(array.max()) if max_length is None else _integer("max_length", max_length)
-        table = cost_model.attention_table
-        layers = cost_model.num_layers * stages
-        coefficients = {
-            field.name: getattr(cost_model, field.name)
-            for field in dataclasses.fields(cost_model)
-            if field.name not in ("attention_points", "rank_speeds", "halo_bytes")
-        } | {
-            "halo_s": cost_model.halo_s,
-            "b": cost_model.linear_s_per_token,
-            "block_s": 2 * layers * cost_model.block_s,
-            "intra_node_hop_s": layers * cost_model.intra_node_hop_s,
-            "inter_node_hop_s": layers * cost_model.inter_node_hop_s,
-        }
-        expert_ranks = _integer("expert_parallel_size", expert_parallel_size)
-        core = _core.Problem(
-            array,
-            num_ranks=num_ranks,
-            tokens_per_rank=capacity,
-            slice_multiple=multiple,
-            max_length=longest,
-            pipeline_stages=stages,
-            model_chunks=pipeline.chunks,
-            row_weights=pipeline.row_weights,
-            offload=offload == "auto",
-            effort=_integer("effort", effort),
-            expert_ranks=expert_ranks,
-            attention_lengths=table.lengths,
-            attention_seconds=table.seconds,
-            rank_speeds=np.array(cost_model.rank_speeds, dtype=np.float64),
-            **coefficients,
+    def of(cls, lengths: ArrayLike, **arguments: Unpack[Arguments]) -> Self:
+        """The problem that the arguments of ``plan`` describe."""
+        given: dict[str, Any] = dict(arguments)
+        model = _with_ranks(
+            given.pop("cost_model", None),
+            given.pop("ranks_per_node", None),
+            given.pop("rank_speeds", None),
         )
-        return cls(array, num_ranks, capacity, multiple, pipeline, expert_ranks, cost_model, core)
+        stages = _integer("pipeline_stages", given.pop("pipeline_stages", 1))
+        chunks = _integer("virtual_stages", given.pop("virtual_stages", 1))
+        weights = given.pop("stage_weights", None)
+        listed = [] if weights is None else _list("stage_weights", weights)
+        pipeline = Pipeline(stages, chunks, tuple(listed))
+        return cls(lengths=np.asarray(lengths), cost_model=model, pipeline=pipeline, **given)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", _lengths(self.lengths))
+        if not isinstance(self.cost_model, CostModel):
+            raise ValueError(f"cost_model is {self.cost_model!r}; expected a CostModel")
+        if not isinstance(self.offload, str) or self.offload not in OFFLOAD:
+            raise ValueError(f"offload is {self.offload!r}; expected one of {', '.join(OFFLOAD)}")
+        for name in _INTEGERS:
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        if self.max_length is not None:
+            object.__setattr__(self, "max_length", _integer("max_length", self.max_length))
+
+    @cached_property
+    def core(self) -> _core.Problem:
+        """The same for the C++ planner."""
+        cost = self.cost_model
+        table = cost.attention_table
+        layers = cost.num_layers * self.pipeline.stages
+        return _core.Problem(
+            lengths=self.lengths,
+            num_ranks=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            slice_multiple=self.slice_multiple,
+            max_length=self.max_length or int(self.lengths.max()),
+            pipeline_stages=self.pipeline.stages,
+            model_chunks=self.pipeline.chunks,
+            row_weights=self.pipeline.row_weights,
+            offload=self.offload == "auto",
+            effort=self.effort,
+            expert_ranks=self.expert_parallel_size,
+            rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),
+            cost_model={
+                "a": cost.a,
+                "linear_s_per_token": cost.linear_s_per_token,
+                "g": cost.g,
+                "kv_bytes_per_token": cost.kv_bytes_per_token,
+                "intra_node_bytes_per_s": cost.intra_node_bytes_per_s,
+                "inter_node_bytes_per_s": cost.inter_node_bytes_per_s,
+                "ranks_per_node": cost.ranks_per_node,
+                "activation_bytes_per_token": cost.activation_bytes_per_token,
+                "host_bytes_per_s": cost.host_bytes_per_s,
+                "num_layers": cost.num_layers,
+                "attention_lengths": table.lengths,
+                "attention_seconds": table.seconds,
+                "attention_b": cost.attention_b,
+                "block_all_layers_s": 2 * layers * cost.block_s,
+                "intra_node_hop_all_layers_s": layers * cost.intra_node_hop_s,
+                "inter_node_hop_all_layers_s": layers * cost.inter_node_hop_s,
+                "merge_b": cost.merge_b,
+                "b_experts": cost.b_experts,
+                "window_tokens": cost.window_tokens,
+                "window_share": cost.window_share,
+                "halo_s": cost.halo_s,
+            },
+        )
 
 
-def _changed(cost_model: CostModel, changes: dict[str, Any]) -> CostModel:
-    """The cost model itself where nothing changes: it need not be checked again."""
+def _with_ranks(
+    cost_model: CostModel | None, ranks_per_node: int | None, rank_speeds: Sequence[float] | None
+) -> CostModel:
+    """The cost model, LLaMA-7B's if none is given, with what is said of its ranks instead."""
+    changes: dict[str, Any] = {}
+    if ranks_per_node is not None:
+        changes["ranks_per_node"] = _integer("ranks_per_node", ranks_per_node)
+    if rank_speeds is not None:
+        changes["rank_speeds"] = _list("rank_speeds", rank_speeds)
+    if cost_model is None:
+        cost_model = LLAMA_7B
+    elif not isinstance(cost_model, CostModel):
+        raise ValueError(f"cost_model is {cost_model!r}; expected a CostModel")
+    # where nothing changes it need not be checked again
     others = {name: value for name, value in changes.items() if value != getattr(cost_model, name)}
     return dataclasses.replace(cost_model, **others) if others else cost_model
 

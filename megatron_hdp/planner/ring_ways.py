@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from megatron_hdp.planner.bounds import attention_s, exposed_s, merge_s
+from megatron_hdp.planner.bounds import attention_s, exposed_s, links_of, merge_s, sent_bytes
 from megatron_hdp.planner.cost_model import CostModel
 
 _PROJECTIONS_OF_A_HOP = 4  # forward; in backward once more, gradient of the input, of the weights
@@ -70,14 +70,10 @@ class RingWays:
 def _ring_s(cost_model: CostModel, lengths: Sequence[int], ring: Sequence[int]) -> float:
     """What a member waits for traffic and does for each further step."""
     degree = len(ring)
-    degrees, tokens = np.array([float(degree)]), np.array([sum(lengths) / degree])
+    degrees, tokens = np.array([float(degree)]), np.array([float(sum(lengths))])
     in_one_node = len({rank // cost_model.ranks_per_node for rank in ring}) == 1
-    if in_one_node:
-        bandwidth, hop_s = cost_model.intra_node_bytes_per_s, cost_model.intra_node_hop_s
-    else:
-        bandwidth, hop_s = cost_model.inter_node_bytes_per_s, cost_model.inter_node_hop_s
-    transfer = 3 * (degrees - 1) * tokens * cost_model.kv_bytes_per_token / bandwidth
+    bandwidth, hop = links_of(in_one_node, cost_model)
+    transfer = sent_bytes(degrees, tokens, cost_model) / bandwidth
     attention = attention_s(np.array(lengths, dtype=np.int64), cost_model).sum() / degrees
-    hop = np.array([cost_model.num_layers * hop_s])
-    exposed = exposed_s(degrees, transfer, hop, attention)
-    return float((exposed + merge_s(degrees, tokens, cost_model))[0])
+    exposed = exposed_s(degrees, transfer, cost_model.num_layers * hop, attention)
+    return float((exposed + merge_s(degrees, tokens / degrees, cost_model))[0])

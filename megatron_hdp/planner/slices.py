@@ -9,6 +9,11 @@ import numpy as np
 from megatron_hdp.arrays import AnyArray, Int64Array
 
 
+def chunks_of(member: int, degree: int) -> tuple[int, int]:
+    """The head chunk and the tail chunk of a ring's member, of the 2 ``degree`` there are."""
+    return member, 2 * degree - 1 - member
+
+
 def chunk_tokens(length: int, degree: int, slice_multiple: int = 1) -> int:
     """Padded tokens of one of the 2 ``degree`` chunks; of the whole sequence at degree 1."""
     _check(length, degree, slice_multiple)

@@ -17,6 +17,7 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype, without_shared_experts
 from megatron_hdp.megatron.options import TrainingArguments, expert_layers, head_sizes
 from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 from megatron_hdp.runtime.offload import Copy, select_copy_engine
 from megatron_hdp.runtime.ring import TokenLayout
@@ -236,7 +237,6 @@ def _copy(
 def _slice(length: int, degree: int, rank: int) -> Int64Array:
     """Positions of a member's head chunk and tail chunk."""
     chunk = length // (2 * degree)
-    tail = 2 * degree - 1 - rank
     return np.concatenate(
-        [np.arange(rank * chunk, (rank + 1) * chunk), np.arange(tail * chunk, (tail + 1) * chunk)]
+        [np.arange(one * chunk, (one + 1) * chunk) for one in chunks_of(rank, degree)]
     )

@@ -20,7 +20,6 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import build_executor
-from megatron_hdp.planner.memory import MemoryModel
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 32_000
@@ -114,6 +113,32 @@ def run(executor: HdpExecutor, tokens: int, ratio: float) -> None:
     executor.run([micro_batch_of(tokens, ratio)], tokens)
 
 
+@dataclass(frozen=True)
+class MemoryModel:
+    """Peak memory of a rank, by tokens and offload ratio (paper, equation 3)."""
+
+    num_layers: int
+    activation_bytes_per_token: float
+    """What one layer keeps of one token between forward and backward."""
+    workspace_bytes_per_token: float
+    """More at the busiest moment: gradients of activations, the loss."""
+    fixed_bytes: float
+    """Whatever is run: weights, gradients, optimizer state, buffers."""
+
+    def peak_bytes(self, tokens: int, ratio: float) -> float:
+        """Of a micro-batch; two layers never leave the device."""
+        return self.fixed_bytes + tokens * self._bytes_per_token(ratio)
+
+    def most_tokens(self, memory_bytes: float, ratio: float) -> int:
+        """Tokens of the largest micro-batch whose peak is within the memory; 0 if none is."""
+        return max(0, int((memory_bytes - self.fixed_bytes) / self._bytes_per_token(ratio)))
+
+    def _bytes_per_token(self, ratio: float) -> float:
+        kept = min(2, self.num_layers)
+        resident = kept + (1 - ratio) * (self.num_layers - kept)
+        return resident * self.activation_bytes_per_token + self.workspace_bytes_per_token
+
+
 def memory_model(executor: HdpExecutor, sizes: Sizes) -> MemoryModel:
     """Fitted to two small micro-batches; the first run of each also warms the device up."""
     peaks = []
@@ -121,7 +146,9 @@ def memory_model(executor: HdpExecutor, sizes: Sizes) -> MemoryModel:
         run(executor, tokens, 0.0)
         peak = peak_bytes(lambda tokens=tokens: run(executor, tokens, 0.0))
         peaks.append((tokens, float(peak)))
-    return MemoryModel.fit(len(executor.layers), executor.activation_bytes_per_token(), peaks)
+    slope, fixed = np.polyfit(*zip(*peaks, strict=True), 1)
+    layers, of_layer = len(executor.layers), executor.activation_bytes_per_token()
+    return MemoryModel(layers, of_layer, float(slope) - layers * of_layer, float(fixed))
 
 
 def layers_that_fit(model: MemoryModel, tokens: int, memory_bytes: float, sizes: Sizes) -> int:

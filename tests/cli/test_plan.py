@@ -10,7 +10,6 @@ import pytest
 
 from megatron_hdp.cli import planning
 from megatron_hdp.cli.main import main
-from megatron_hdp.cli.plan import STRATEGIES
 from megatron_hdp.cli.planning import COMPARED
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
@@ -353,12 +352,6 @@ def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):
     arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
     assert run(*arguments, "--plot", tmp_path / "plan.txt") == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_the_flag_offers_the_strategies_there_are():
-    from megatron_hdp.planner import STRATEGIES as PLANNED
-
-    assert set(STRATEGIES) == set(PLANNED)
 
 
 def test_the_help_names_the_models_there_are():

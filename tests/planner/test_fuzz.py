@@ -12,7 +12,7 @@ from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES
-from tests.planner.test_binding import ARGUMENTS
+from tests.planner.test_binding import core_of
 
 fuzzily = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -20,13 +20,13 @@ fuzzily = settings(
 
 INTEGERS = ("num_ranks", "tokens_per_rank", "slice_multiple", "max_length", "ranks_per_node")
 INTEGERS += ("num_layers", "pipeline_stages", "effort", "expert_ranks")
-NUMBERS = ("a", "b", "g", "kv_bytes_per_token", "intra_node_bytes_per_s")
+NUMBERS = ("a", "linear_s_per_token", "g", "kv_bytes_per_token", "intra_node_bytes_per_s")
 NUMBERS += ("inter_node_bytes_per_s", "activation_bytes_per_token", "host_bytes_per_s")
 NUMBERS += (
     "attention_b",
-    "block_s",
-    "intra_node_hop_s",
-    "inter_node_hop_s",
+    "block_all_layers_s",
+    "intra_node_hop_all_layers_s",
+    "inter_node_hop_all_layers_s",
     "merge_b",
     "b_experts",
 )
@@ -69,18 +69,19 @@ def test_the_extension_plans_or_shows_the_culprit(
     offload: bool,
 ) -> None:
     assume(integers.get("pipeline_stages", 1) in (1, 0) or integers["pipeline_stages"] > 1024)
-    arguments = ARGUMENTS | integers | numbers | {"offload": offload}
-    arguments["rank_speeds"] = np.array(speeds, dtype=np.float64)
-    arguments.pop("strategy")
-    arguments.pop("lengths")
-    arguments.setdefault("max_length", 300)
-    assume(arguments["num_ranks"] <= 300 or arguments["num_ranks"] > 2**20)
-    core = _core.Problem(np.array(lengths, dtype=np.int64), **arguments)
+    ranks = integers.get("num_ranks", 2)
+    assume(ranks <= 300 or ranks > 2**20)
+    core = core_of(
+        **integers | numbers,
+        offload=offload,
+        lengths=np.array(lengths, dtype=np.int64),
+        rank_speeds=np.array(speeds, dtype=np.float64),
+    )
     try:
         answer = _core.plan(core, strategy)
     except ValueError as error:
         values = [*integers.values(), *numbers.values(), *lengths, *speeds]
-        values += [len(lengths), len(speeds), ARGUMENTS["max_length"]]
+        values += [len(lengths), len(speeds), 20]  # the longest there may be
         assert shows(error, values), error
         return
     assert sorted([*answer["sequences"], *answer["local_sequences"]]) == list(range(len(lengths)))
@@ -137,11 +138,9 @@ def test_wrong_speeds_are_named(speeds: list[Any]) -> None:
     ids=lambda speeds: f"{speeds.dtype}{speeds.shape}",
 )
 def test_the_extension_refuses_speeds_of_another_shape(speeds: np.ndarray[Any, Any]) -> None:
-    arguments = ARGUMENTS | {"rank_speeds": speeds}
-    lengths, strategy = arguments.pop("lengths"), arguments.pop("strategy")
     found = f"{len(speeds)} entries" if speeds.shape == (3,) else f"dtype {speeds.dtype}"
     with pytest.raises(ValueError, match=f"rank.speeds has {found}"):
-        _core.plan(_core.Problem(lengths, **arguments), strategy)
+        _core.plan(core_of(rank_speeds=speeds), "dp-balance")
 
 
 @pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import plan
+from megatron_hdp.planner import Problem, make_plan, plan
 from megatron_hdp.planner.lockstep import PADDING, planned_for, slots
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.strategies import BY_NAME
 from tests.support.random_plans import random_plan
 
 
@@ -75,45 +76,25 @@ def test_the_check_fails_without_alignment():
     assert misplaced > 10
 
 
-@pytest.mark.parametrize(
-    "strategy, stages, lockstep_ranks, expected",
-    [
-        ("auto", 2, 1, "pp-balance"),
-        ("auto", 2, 4, "ep-balance"),
-        ("pp-balance", 2, 4, "pp-balance"),
-        ("auto", 1, 4, "ep-balance"),
-        ("auto", 1, 1, "auto"),
-        ("naive", 2, 4, "naive"),
-    ],
-)
-def test_auto_is_a_strategy_of_agreeing_positions_where_they_must_agree(
-    strategy, stages, lockstep_ranks, expected
-):
-    found = planned_for(strategy, pipeline=Pipeline(stages), lockstep_ranks=lockstep_ranks)
-    assert found == {
-        "strategy": expected,
-        "pipeline_stages": 1 if expected == "naive" else stages,
-        "virtual_stages": 1,
-        "stage_weights": None,
-        "expert_parallel_size": lockstep_ranks,
-    }
+@pytest.mark.parametrize(("strategy", "stages"), [("auto", 2), ("pp-balance", 2), ("naive", 1)])
+def test_a_strategy_that_knows_no_pipelines_plans_for_one_stage(strategy, stages):
+    given = Problem.of([5], ranks=4, tokens_per_rank=20, pipeline_stages=2)
+    assert planned_for(strategy, given).pipeline == Pipeline(stages)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance"]
-)
+@pytest.mark.parametrize("strategy", BY_NAME)
 def test_every_strategy_plans_for_pipelines(strategy):
     rng = np.random.default_rng(0)
     refused = 0
     for _ in range(40):
-        problem = {"ranks": 4, "tokens_per_rank": 20, "max_length": 60}
-        lengths = rng.integers(1, 60, 5)
-        planned = planned_for(strategy, pipeline=Pipeline(2), lockstep_ranks=1)
-        made = plan(lengths, **problem, **planned)
+        problem = Problem.of(
+            rng.integers(1, 60, 5), ranks=4, tokens_per_rank=20, max_length=60, pipeline_stages=2
+        )
+        made = make_plan(planned_for(strategy, problem), strategy)
         check(made, slots(made, aligned=True), aligned=True, lockstep_ranks=1)
         try:
-            plan(lengths, **problem, strategy=strategy, pipeline_stages=2)
+            make_plan(problem, strategy)
         except ValueError as error:
             assert "use strategy pp-balance" in str(error)
             refused += 1
-    assert refused == 0 if strategy in ("static", "dynamic-cp", "pp-balance") else refused > 20
+    assert refused == 0 if BY_NAME[strategy].on_pipelines else refused > 20

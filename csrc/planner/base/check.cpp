@@ -4,6 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
@@ -74,24 +75,33 @@ void check_attention_points(const CostModel& cost) {
 }
 
 void check_cost_model(const CostModel& cost) {
-  check_number("cost model: a", cost.a, true);
-  check_number("cost model: b", cost.b, true);
-  check_number("cost model: g", cost.g, true);
-  check_number("cost model: attention_b", cost.attention_b, true);
-  check_number("cost model: block_s", cost.block_s, true);
-  check_number("cost model: intra_node_hop_s", cost.intra_node_hop_s, true);
-  check_number("cost model: inter_node_hop_s", cost.inter_node_hop_s, true);
-  check_number("cost model: merge_b", cost.merge_b, true);
-  check_number("cost model: b_experts", cost.b_experts, true);
-  check_number("cost model: kv_bytes_per_token", cost.kv_bytes_per_token, true);
-  check_number("cost model: window_share", cost.window_share, true);
-  check_number("cost model: halo_s", cost.halo_s, true);
-  check_number("cost model: intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
-  check_number("cost model: inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);
-  check_range("cost model: ranks_per_node", cost.ranks_per_node, kMostRanks);
-  check_number("cost model: activation_bytes_per_token", cost.activation_bytes_per_token, true);
-  check_number("cost model: host_bytes_per_s", cost.host_bytes_per_s, false);
-  check_range("cost model: num_layers", cost.num_layers, kMostLayers);
+  const std::pair<const char*, double> may_be_zero[] = {
+      {"a", cost.a},
+      {"b + b_experts", cost.linear_s_per_token},
+      {"g", cost.g},
+      {"attention_b", cost.attention_b},
+      {"block_s of all layers", cost.block_all_layers_s},
+      {"intra_node_hop_s of all layers", cost.intra_node_hop_all_layers_s},
+      {"inter_node_hop_s of all layers", cost.inter_node_hop_all_layers_s},
+      {"merge_b", cost.merge_b},
+      {"b_experts", cost.b_experts},
+      {"kv_bytes_per_token", cost.kv_bytes_per_token},
+      {"window_share", cost.window_share},
+      {"halo_s", cost.halo_s},
+      {"activation_bytes_per_token", cost.activation_bytes_per_token},
+  };
+  const std::string of = "cost model: ";
+  for (const auto& [name, value] : may_be_zero) check_number(of + name, value, true);
+  check_number(of + "intra_node_bytes_per_s", cost.intra_node_bytes_per_s, false);
+  check_number(of + "inter_node_bytes_per_s", cost.inter_node_bytes_per_s, false);
+  check_range(of + "ranks_per_node", cost.ranks_per_node, kMostRanks);
+  check_number(of + "host_bytes_per_s", cost.host_bytes_per_s, false);
+  check_range(of + "num_layers", cost.num_layers, kMostLayers);
+  if (cost.window_tokens < 0 || !(cost.window_share <= 1)) {
+    throw std::invalid_argument(of + "window_tokens is " + with_commas(cost.window_tokens) +
+                                " and window_share " + std::to_string(cost.window_share) +
+                                "; expected at least 0 tokens and a share of at most 1");
+  }
   check_attention_points(cost);
 }
 

@@ -34,11 +34,12 @@ double attention_per_token_s(const CostModel& cost, int64_t length) {
 }
 
 double compute_s(const CostModel& cost, int64_t length) {
-  return attention_s(cost, length) + cost.b * static_cast<double>(length);
+  return attention_s(cost, length) + cost.linear_s_per_token * static_cast<double>(length);
 }
 
 double fixed_s(const CostModel& cost, int64_t degree) {
-  return cost.g + static_cast<double>(degree) * cost.block_s + (degree > 1 ? cost.halo_s : 0);
+  const double halo_s = degree > 1 ? cost.halo_s : 0;
+  return cost.g + static_cast<double>(degree) * cost.block_all_layers_s + halo_s;
 }
 
 double merge_s(const CostModel& cost, int64_t degree, double tokens) {
@@ -47,8 +48,8 @@ double merge_s(const CostModel& cost, int64_t degree, double tokens) {
 }
 
 bool width_costs(const CostModel& cost) {
-  return cost.block_s > 0 || cost.merge_b > 0 || cost.intra_node_hop_s > 0 ||
-         cost.inter_node_hop_s > 0;
+  return cost.block_all_layers_s > 0 || cost.merge_b > 0 || cost.intra_node_hop_all_layers_s > 0 ||
+         cost.inter_node_hop_all_layers_s > 0;
 }
 
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node) {
@@ -61,7 +62,8 @@ double exposed_s(const CostModel& cost, int64_t degree, double tokens, double at
                  bool one_node) {
   const auto d = static_cast<double>(degree);
   const double hops = d - 1;
-  const double latency = hops * (one_node ? cost.intra_node_hop_s : cost.inter_node_hop_s);
+  const double latency =
+      hops * (one_node ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s);
   const double third = transfer_s(cost, degree, tokens, one_node) / 3;
   const double hiding = hops / d * attention_s / 3;
   return std::max(0.0, latency + third - hiding) + std::max(0.0, latency + 2 * third - 2 * hiding);
@@ -78,14 +80,14 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_no
 double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds) {
   if (cost.merge_b > 0) {  // compute / D + merge (1 - 1 / D) = (compute - merge) / D + merge
     const double merge = cost.merge_b * static_cast<double>(length);
-    if (compute_s <= merge) return compute_s + cost.block_s <= seconds ? 1 : kNoLimit;
+    if (compute_s <= merge) return compute_s + cost.block_all_layers_s <= seconds ? 1 : kNoLimit;
     if (seconds <= merge) return kNoLimit;
     compute_s -= merge;
     seconds -= merge;
   }
-  if (cost.block_s == 0) return compute_s / seconds;
+  if (cost.block_all_layers_s == 0) return compute_s / seconds;
   // compute / D + D block = t, in the form that does not cancel
-  const double square = seconds * seconds - 4 * cost.block_s * compute_s;
+  const double square = seconds * seconds - 4 * cost.block_all_layers_s * compute_s;
   if (!(square >= 0)) return kNoLimit;
   return 2 * compute_s / (seconds + std::sqrt(square));
 }
@@ -103,9 +105,10 @@ int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t nu
                ? num_ranks
                : std::min(num_ranks, 1 + static_cast<int64_t>(hops));
   };
-  const int64_t across = limit(cost.inter_node_bytes_per_s, cost.inter_node_hop_s);
+  const int64_t across = limit(cost.inter_node_bytes_per_s, cost.inter_node_hop_all_layers_s);
   if (across > cost.ranks_per_node) return across;
-  return std::min(cost.ranks_per_node, limit(cost.intra_node_bytes_per_s, cost.intra_node_hop_s));
+  return std::min(cost.ranks_per_node,
+                  limit(cost.intra_node_bytes_per_s, cost.intra_node_hop_all_layers_s));
 }
 
 namespace {
@@ -136,7 +139,7 @@ int64_t length_within(const CostModel& cost, double seconds) {
   if (!cost.attention.empty()) return length_on_table(cost, seconds);
   // a s^2 + b s = t, in the form that does not cancel and allows a = 0
   double a = cost.a;
-  double b = cost.attention_b + cost.b;
+  double b = cost.attention_b + cost.linear_s_per_token;
   const auto window = static_cast<double>(cost.window_tokens);
   if (cost.window_share > 0 && compute_s(cost, cost.window_tokens) < seconds) {
     // beyond the window (1 - x) a s^2 + (b + 2 x a w) s = t + x a w^2

@@ -14,7 +14,8 @@ double attention_s(const CostModel& cost, int64_t length);
 // The same per token.
 double attention_per_token_s(const CostModel& cost, int64_t length);
 
-// Seconds of a whole sequence on one rank: attention and b s. It never falls with the length.
+// Seconds of a whole sequence on one rank: attention and what is linear. It never falls with the
+// length.
 double compute_s(const CostModel& cost, int64_t length);
 
 // Seconds of a micro-batch of so many ranks whatever it holds: g, and one block a step. The whole

@@ -1,6 +1,7 @@
 // The planner's question (Problem) and its answer (Plan), as plain data.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -9,10 +10,11 @@
 
 namespace hdp {
 
-// Seconds, bytes and tokens of one HDP rank. The formulas that use them are in cost_model.hpp.
+// Seconds, bytes and tokens of one HDP rank; cost_model.hpp has the formulas. A name that Python's
+// CostModel has as well means the same there.
 struct CostModel {
   double a = 0;                       // s per token^2: attention, forward and backward
-  double b = 0;                       // s per token: everything linear but attention
+  double linear_s_per_token = 0;      // everything linear but attention: b + b_experts
   double g = 0;                       // s per micro-batch, whatever it holds
   double kv_bytes_per_token = 0;      // K and V of all layers
   double intra_node_bytes_per_s = 1;  // of one rank, in a ring that stays in one node
@@ -24,15 +26,18 @@ struct CostModel {
   AttentionTable attention{};             // instead of a and attention_b, if not empty
   double attention_b = 0;                 // s per token of attention, forward and backward
   // Over all layers of all stages:
-  double block_s = 0;           // s of a block of attention whatever it holds, both passes
-  double intra_node_hop_s = 0;  // s of a hop of a ring in one node whatever it carries, one pass
-  double inter_node_hop_s = 0;  // the same of a ring that leaves its node
+  double block_all_layers_s = 0;           // of a block of attention whatever it holds, both passes
+  double intra_node_hop_all_layers_s = 0;  // of a hop in one node whatever it carries, one pass
+  double inter_node_hop_all_layers_s = 0;  // the same of a ring that leaves its node
   double merge_b = 0;           // s per token of a member for each further step of its ring
-  double b_experts = 0;         // the part of b that is experts'
+  double b_experts = 0;         // s per token of experts, a part of linear_s_per_token
   int64_t window_tokens = 0;    // that a query sees in layers with a window; 0: none has one
   double window_share = 0;      // the part of a that belongs to these layers
   double halo_s = 0;            // s of a ring for what it sends in them, whatever it holds
 };
+
+// A count or an id as an index of a vector.
+inline std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.
 using SequenceId = int32_t;
@@ -45,8 +50,8 @@ struct Problem {
   int64_t max_length = 1;       // the context length; only the static mesh depends on it
   int64_t pipeline_stages = 1;  // ranks are pipelines of this many stages P
   int64_t model_chunks = 1;     // parts of the model on each stage, V
-  // Share of a micro-batch's time of each part, of sum 1; part c P + s is chunk c of stage s. Empty:
-  // all alike.
+  // Share of a micro-batch's time of each part, of sum 1; part c P + s is chunk c of stage s.
+  // Empty: all are equal.
   std::vector<double> row_weights;
   bool offload = false;         // activations may go to host memory
   int64_t effort = 1;           // scales the number of iterations of local search

@@ -45,8 +45,6 @@ constexpr double kDelta = 0.03;
 constexpr double kBucketPart = 1.0 / 8;
 constexpr double kBucketRanks = 8;
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // A micro-batch that has no ranks yet.
 struct Work {
   int64_t degree = 1;

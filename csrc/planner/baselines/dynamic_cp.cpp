@@ -36,8 +36,6 @@ namespace {
 
 constexpr double kNoPlace = std::numeric_limits<double>::infinity();
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 int64_t length_of(const Problem& problem, SequenceId id) { return problem.lengths[index(id)]; }
 
 // The room that a sequence takes on each rank: enough at every degree from this one up, since a

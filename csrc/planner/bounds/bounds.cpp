@@ -19,7 +19,8 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 // The most that whole sequences of `tokens` > 0 tokens together can take on one rank.
 double most_compute_s(const CostModel& cost, int64_t tokens) {
   if (cost.attention.rises_per_token()) return compute_s(cost, tokens);
-  return static_cast<double>(tokens) * (cost.attention.most_per_token(tokens) + cost.b);
+  return static_cast<double>(tokens) *
+         (cost.attention.most_per_token(tokens) + cost.linear_s_per_token);
 }
 
 class Bound {
@@ -29,7 +30,8 @@ class Bound {
     // a ring of so few ranks may leave its node, where that is faster
     cost_.intra_node_bytes_per_s =
         std::max(cost_.intra_node_bytes_per_s, cost_.inter_node_bytes_per_s);
-    cost_.intra_node_hop_s = std::min(cost_.intra_node_hop_s, cost_.inter_node_hop_s);
+    cost_.intra_node_hop_all_layers_s =
+        std::min(cost_.intra_node_hop_all_layers_s, cost_.inter_node_hop_all_layers_s);
     if (speeds_.empty()) speeds_.assign(static_cast<std::size_t>(problem.num_ranks), 1.0);
     if (!problem.speeds.empty()) std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
   }
@@ -95,7 +97,7 @@ int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespa
   // exposed there: b s / (D v) + X (D - 1) / D <= room  <=>  (b s / v - X) / D <= room - X
   const double all = 3 * s * cost_.kv_bytes_per_token / cost_.inter_node_bytes_per_s;
   if (room > all) {
-    const int64_t exposed = at_least((cost_.b * s / speed - all) / (room - all));
+    const int64_t exposed = at_least((cost_.linear_s_per_token * s / speed - all) / (room - all));
     if (exposed == 0) return 0;
     degree = std::max(degree, exposed);
   }
@@ -154,14 +156,14 @@ double least_fixed_s(const Problem& problem) {
   double blocks = 0;
   for (const int64_t length : problem.lengths) {
     tokens += static_cast<double>(length);
-    if (problem.cost.block_s == 0 && problem.cost.merge_b == 0) continue;
+    if (problem.cost.block_all_layers_s == 0 && problem.cost.merge_b == 0) continue;
     const int64_t least = length <= whole ? 1 : least_degree(problem, length);
     blocks += static_cast<double>(length) * static_cast<double>(least);
   }
   const double capacity = static_cast<double>(problem.tokens_per_rank) /
                           (problem.offload ? resident_share(problem, 1) : 1);
   const double merged = std::max(0.0, blocks - tokens);
-  return (problem.cost.g * tokens + problem.cost.block_s * blocks) / capacity +
+  return (problem.cost.g * tokens + problem.cost.block_all_layers_s * blocks) / capacity +
          problem.cost.merge_b * merged;
 }
 

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "planner/dp_balance/levels.hpp"
 #include "planner/rings/batch.hpp"
 #include "planner/rings/rings.hpp"
 
@@ -16,6 +15,17 @@ namespace hdp {
 // other jobs' bandwidth even where it is hidden: of plans nearly as fast as the fastest the leanest
 // serves.
 constexpr double kNearlyAsFast = 1.002;
+
+// What a draft will take once the short sequences have levelled the ranks, without placing them.
+struct Level {
+  double makespan_s = 0;
+  double excess_s = 0;  // rank-seconds above the level: a measure of how much is in the way
+  int32_t latest_rank = 0;
+  std::vector<std::size_t> singles;  // places of the big sequences of degree 1 on that rank
+};
+
+// The big sequences of degree 1 are given to the ranks that are free first; the others fill up.
+Level estimate(const Batch& batch, const Decisions& decisions, const RingSchedule& schedule);
 
 struct Candidate {
   Candidate(const Batch& batch, Decisions decisions);

@@ -36,13 +36,13 @@ int64_t search_tries(const Batch& batch, const Decisions& decisions) {
 // What blocks and merging of rings take that are just wide enough for memory and for a rank's time.
 double blocks_s(const Batch& batch) {
   const CostModel& cost = batch.problem.cost;
-  if (cost.block_s == 0 && cost.merge_b == 0) return 0;
+  if (cost.block_all_layers_s == 0 && cost.merge_b == 0) return 0;
   double all_s = 0;
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     const double in_time = std::ceil(batch.compute_s(place) / batch.share_s);
     const double degree = std::max(static_cast<double>(batch.least[place]), in_time);
     if (degree == 1) continue;
-    all_s += degree * degree * cost.block_s +
+    all_s += degree * degree * cost.block_all_layers_s +
              (degree - 1) * cost.merge_b * static_cast<double>(batch.length(place));
   }
   return all_s / batch.total_speed;

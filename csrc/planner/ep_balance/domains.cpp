@@ -7,20 +7,18 @@
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
-#include "planner/ep_balance/cells.hpp"
+#include "planner/ep_balance/rank_groups.hpp"
 #include "planner/rings/batch.hpp"
 
 namespace hdp {
 namespace {
-
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
 
 // A domain computes as its ranks together, but each of them receives all that a ring sends.
 CostModel cost_of_domain(const CostModel& rank, int64_t size) {
   const auto ranks = static_cast<double>(size);
   CostModel cost = rank;
   cost.a /= ranks;
-  cost.b /= ranks;
+  cost.linear_s_per_token /= ranks;
   cost.attention_b /= ranks;
   if (!rank.attention.empty()) {
     std::vector<AttentionPoint> points = rank.attention.points();
@@ -29,9 +27,9 @@ CostModel cost_of_domain(const CostModel& rank, int64_t size) {
   }
   cost.g = 0;
   cost.b_experts = 0;
-  cost.block_s *= ranks;
-  cost.intra_node_hop_s *= ranks;
-  cost.inter_node_hop_s *= ranks;
+  cost.block_all_layers_s *= ranks;
+  cost.intra_node_hop_all_layers_s *= ranks;
+  cost.inter_node_hop_all_layers_s *= ranks;
   cost.ranks_per_node = std::max<int64_t>(1, rank.ranks_per_node / size);
   return cost;
 }

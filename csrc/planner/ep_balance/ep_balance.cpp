@@ -17,15 +17,14 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // Of what experts compute nothing depends on who owns a token. Where nothing else is linear, some
-// time a token keeps rows from filling up with what takes none.
+// time a token keeps rows from filler up with what takes none.
 constexpr double kLeastShare = 1e-6;
 
 Problem dense_of(const Problem& problem) {
   Problem dense = without_experts(problem);
-  dense.cost.b = std::max({dense.cost.b, kLeastShare * problem.cost.b, 1e-15});
+  double& linear = dense.cost.linear_s_per_token;
+  linear = std::max({linear, kLeastShare * problem.cost.linear_s_per_token, 1e-15});
   return dense;
 }
 

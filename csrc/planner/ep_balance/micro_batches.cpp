@@ -6,8 +6,6 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // Numbers of micro-batches by position.
 std::vector<int32_t> by_position(const std::vector<int32_t>& positions) {
   if (positions.empty()) return {};
@@ -31,34 +29,35 @@ void MicroBatches::add(int32_t position, const std::vector<int32_t>& ranks,
 }
 
 // A ring, or else a micro-batch of each rank that has sequences.
-void MicroBatches::add(int32_t position, const Row& row, const Cell& cell, const Items& items) {
+void MicroBatches::add(int32_t position, const Row& row, const RankGroup& group,
+                       const Items& items) {
   sequences_.clear();
-  ends_.assign(index(cell.num_ranks) + 1, 0);
-  for (std::size_t i = cell.begin; i < cell.end; ++i) {
+  ends_.assign(index(group.num_ranks) + 1, 0);
+  for (std::size_t i = group.begin; i < group.end; ++i) {
     if (row.owners[i] >= 0) ++ends_[index(row.owners[i]) + 1];
     if (row.owners[i] == kSharded) sequences_.push_back(items[row.places[i]].id);
   }
   std::partial_sum(ends_.begin(), ends_.end(), ends_.begin());
   locals_.resize(index(ends_.back()));
-  for (std::size_t i = cell.begin; i < cell.end; ++i) {
+  for (std::size_t i = group.begin; i < group.end; ++i) {
     if (row.owners[i] < 0) continue;
     locals_[index(ends_[index(row.owners[i])]++)] = items[row.places[i]].id;
   }
   const bool is_ring = !sequences_.empty();
   if (is_ring) {
-    ranks_.resize(index(cell.num_ranks));
-    std::iota(ranks_.begin(), ranks_.end(), cell.first);
+    ranks_.resize(index(group.num_ranks));
+    std::iota(ranks_.begin(), ranks_.end(), group.first);
     add(position, ranks_, sequences_, 0);
     made_.locals.sequences.insert(made_.locals.sequences.end(), locals_.begin(), locals_.end());
   }
   int32_t begin = 0;
-  for (int32_t rank = 0; rank < cell.num_ranks; ++rank) {
+  for (int32_t rank = 0; rank < group.num_ranks; ++rank) {
     const int32_t end = ends_[index(rank)];
     const auto num = index(end - begin);
     if (is_ring) {
-      made_.locals.ranks.insert(made_.locals.ranks.end(), num, cell.first + rank);
+      made_.locals.ranks.insert(made_.locals.ranks.end(), num, group.first + rank);
     } else if (num > 0) {
-      ranks_.assign(1, cell.first + rank);
+      ranks_.assign(1, group.first + rank);
       sequences_.assign(locals_.begin() + begin, locals_.begin() + end);
       add(position, ranks_, sequences_, 0);
     }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "planner/base/types.hpp"
-#include "planner/ep_balance/cells.hpp"
+#include "planner/ep_balance/rank_groups.hpp"
 
 namespace hdp {
 
@@ -15,19 +15,19 @@ class MicroBatches {
   void add(int32_t position, const std::vector<int32_t>& ranks,
            const std::vector<SequenceId>& sequences, double offload_ratio);
 
-  // What the cells have placed.
+  // What the groups have placed.
   void add(int32_t position, const Row& row, const Items& items) {
-    for (const Cell& cell : row.cells) add(position, row, cell, items);
+    for (const RankGroup& group : row.groups) add(position, row, group, items);
   }
 
   // By position, those of a position in the order in which they were made.
   Plan sorted() const;
 
  private:
-  void add(int32_t position, const Row& row, const Cell& cell, const Items& items);
+  void add(int32_t position, const Row& row, const RankGroup& group, const Items& items);
 
   Plan made_;
-  // Of a cell:
+  // Of a group:
   std::vector<int32_t> ranks_;
   std::vector<SequenceId> sequences_;
   std::vector<SequenceId> locals_;  // by rank

@@ -17,27 +17,27 @@ constexpr double kLittleAtLast = 0.02;
 }  // namespace
 
 const Row* Rows::next() {
-  if (filling_.is_empty()) return nullptr;
-  const Aim found = filling_.aim();
+  if (filler_.is_empty()) return nullptr;
+  const Target found = filler_.target();
   if (drafts_.empty()) drafts_.resize(1);
-  filling_.draft(found, drafts_[0]);
+  filler_.draft(found, drafts_[0]);
   share(drafts_[0], best_, 1);
   least_waste_ = wasted(best_);
   if (least_waste_ > (found.is_last ? kLittleAtLast : kLittle)) try_heights(found);
   for (std::size_t i = 0; i < best_.places.size(); ++i) {
-    if (best_.owners[i] != kLeft) filling_.take(best_.places[i]);
+    if (best_.owners[i] != kLeft) filler_.take(best_.places[i]);
   }
   return &best_;
 }
 
 // Other heights may lose less than the greatest; of the most promising ones, what is really lost
 // decides.
-void Rows::try_heights(const Aim& found) {
-  const std::vector<double> heights = filling_.heights(found);
+void Rows::try_heights(const Target& found) {
+  const std::vector<double> heights = filler_.heights(found);
   if (drafts_.size() < heights.size()) drafts_.resize(heights.size());
   order_.clear();
   for (std::size_t i = 0; i < heights.size(); ++i) {
-    filling_.draft({heights[i], false}, drafts_[i]);
+    filler_.draft({heights[i], false}, drafts_[i]);
     order_.emplace_back(drafts_[i].waste, i);
   }
   std::sort(order_.begin(), order_.end());
@@ -52,27 +52,27 @@ void Rows::try_heights(const Aim& found) {
   }
 }
 
-// The cells as ranks run them, if no more than `most` is wasted, or else none. What finds no room
+// The groups as ranks run them, if no more than `most` is wasted, or else none. What finds no room
 // stays for later rows.
 void Rows::share(Draft& draft, Row& row, double most) {
-  row.cells.clear();
+  row.groups.clear();
   row.places.swap(draft.places);
   row.owners.resize(row.places.size());
   double longest_s = 0;
-  for (const OpenCell& open : draft.cells) {
-    Cell cell;
-    cell.first = first_ + static_cast<int32_t>(open.first);
-    cell.num_ranks = open.num_ranks;
-    cell.begin = open.begin;
-    cell.end = open.end;
+  for (const OpenGroup& open : draft.groups) {
+    RankGroup group;
+    group.first = first_ + static_cast<int32_t>(open.first);
+    group.num_ranks = open.num_ranks;
+    group.begin = open.begin;
+    group.end = open.end;
     const auto begin = row.places.begin() + static_cast<std::ptrdiff_t>(open.begin);
     const auto end = row.places.begin() + static_cast<std::ptrdiff_t>(open.end);
     if (!std::is_sorted(begin, end)) std::sort(begin, end);
-    sharing_.share(row, cell, std::max(longest_s, draft.longest_s));
-    row.cells.push_back(cell);
-    longest_s = std::max(longest_s, cell.seconds);
+    sharing_.share(row, group, std::max(longest_s, draft.longest_s));
+    row.groups.push_back(group);
+    longest_s = std::max(longest_s, group.seconds);
     if (1 - draft.work_s / (size_ * longest_s) > most) {
-      row.cells.clear();
+      row.groups.clear();
       return;
     }
   }
@@ -82,9 +82,9 @@ void Rows::share(Draft& draft, Row& row, double most) {
 double Rows::wasted(const Row& row) const {
   double longest_s = 0;
   double work_s = 0;
-  for (const Cell& cell : row.cells) {
-    longest_s = std::max(longest_s, cell.seconds);
-    work_s += cell.dense_s;
+  for (const RankGroup& group : row.groups) {
+    longest_s = std::max(longest_s, group.seconds);
+    work_s += group.dense_s;
   }
   return work_s > 0 ? 1 - work_s / (size_ * longest_s) : 1;
 }

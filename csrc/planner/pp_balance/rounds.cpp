@@ -17,7 +17,7 @@ namespace {
 // Compute, blocks and merging of each of so many ranks.
 double busy_s(const CostModel& cost, const LongSequence& sequence, int64_t degree) {
   const auto d = static_cast<double>(degree);
-  return sequence.compute_s / d + d * cost.block_s +
+  return sequence.compute_s / d + d * cost.block_all_layers_s +
          merge_s(cost, degree, static_cast<double>(sequence.length));
 }
 
@@ -35,7 +35,7 @@ int64_t degree_within(const CostModel& cost, const LongSequence& sequence, doubl
 int64_t fastest_degree(const Problem& problem, int64_t length, double compute_s) {
   const double merging = problem.cost.merge_b * static_cast<double>(length);
   if (merging > 0 && compute_s <= merging) return 1;
-  const double parts = std::sqrt((compute_s - merging) / problem.cost.block_s);
+  const double parts = std::sqrt((compute_s - merging) / problem.cost.block_all_layers_s);
   // the negated form sends the NaN of a cost model without times to all ranks
   if (!(parts < static_cast<double>(problem.num_ranks))) return problem.num_ranks;
   return std::max<int64_t>(1, static_cast<int64_t>(parts));

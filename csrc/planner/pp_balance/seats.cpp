@@ -11,8 +11,6 @@ namespace {
 // A rank at least this fast, compared with the fastest, joins rings.
 constexpr double kFast = 0.8;
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // The ranks of one round that have no ring yet, by node.
 class FreeRanks {
  public:

@@ -31,7 +31,7 @@ Column best_column(const Batch& batch, const FreeRanks& free, std::size_t place,
     const auto& [clock, ranks] = free.groups()[group];
     const int64_t degree = filling_degree(batch, place, until_s - clock);
     if (degree == 0 || degree > static_cast<int64_t>(ranks.size())) continue;
-    const double blocks_s = static_cast<double>(degree) * problem.cost.block_s;
+    const double blocks_s = static_cast<double>(degree) * problem.cost.block_all_layers_s;
     const double left_s =
         until_s - clock - blocks_s - batch.compute_s(place) / static_cast<double>(degree) -
         merge_s(problem.cost, degree, static_cast<double>(batch.length(place)));

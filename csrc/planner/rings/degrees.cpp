@@ -47,7 +47,8 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
-  const double parts = std::ceil(parts_within(problem.cost, length, batch.compute_s(place), longest_s));
+  const double parts =
+      std::ceil(parts_within(problem.cost, length, batch.compute_s(place), longest_s));
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
   const bool many = parts >= static_cast<double>(useful) || exposed > hidden;

@@ -27,7 +27,7 @@ double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room, Locals& 
   std::vector<Member> members(ranks.size());
   for (Member& member : members) {
     member.room = room;
-    member.seconds = batch_.problem.cost.block_s;
+    member.seconds = batch_.problem.cost.block_all_layers_s;
   }
   double level = 0;
   while (place_longest(members.front(), room)) {

@@ -8,8 +8,6 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // Sequences of one member or of the whole ring.
 struct Sum {
   double attention_s = 0;
@@ -92,7 +90,7 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
     const int32_t rank = plan.locals.ranks[index(i)];
     member.add(problem, plan.locals.sequences[index(i)], 1);
     if (i + 1 < last && plan.locals.ranks[index(i) + 1] == rank) continue;
-    const double local_s = member.compute_s + problem.cost.block_s;
+    const double local_s = member.compute_s + problem.cost.block_all_layers_s;
     load.seconds = std::max(load.seconds, ring.member_s(rank, local_s));
     load.tokens_on_a_rank =
         std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);

@@ -9,8 +9,6 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // Positions of every domain, row by row.
 class Grid {
  public:
@@ -43,7 +41,9 @@ class Grid {
     schedule.makespan_s = makespan_s();
     schedule.num_positions = num_;
     double places = 0;
-    for (const int64_t count : counts_) places += static_cast<double>(count * problem_.expert_ranks);
+    for (const int64_t count : counts_) {
+      places += static_cast<double>(count * problem_.expert_ranks);
+    }
     schedule.padding_share = 1 - static_cast<double>(plan_.ranks.size()) / places;
     return schedule;
   }
@@ -186,7 +186,8 @@ Schedule simulate_lockstep(const Problem& problem, const Plan& plan) {
 
 Problem without_experts(const Problem& problem) {
   Problem dense = problem;
-  dense.cost.b = std::max(0.0, problem.cost.b - problem.cost.b_experts);
+  dense.cost.linear_s_per_token =
+      std::max(0.0, problem.cost.linear_s_per_token - problem.cost.b_experts);
   dense.cost.b_experts = 0;
   return dense;
 }

@@ -6,8 +6,6 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // The latest end of these members; several at once, because each maximum waits for the one before.
 double latest(const double* ends, const std::vector<std::size_t>& members, std::size_t first,
               std::size_t last) {

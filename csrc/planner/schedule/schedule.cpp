@@ -11,8 +11,6 @@
 namespace hdp {
 namespace {
 
-std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
-
 // Moves the ranks' clocks.
 Schedule run(const Problem& problem, const Plan& plan, std::vector<double>& clocks) {
   Schedule schedule;

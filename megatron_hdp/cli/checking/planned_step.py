@@ -8,15 +8,16 @@ not know the traffic inside tensor-parallel ranks and to experts, nor gradient s
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.megatron.options import (
     expert_domain_size,
     planned_layers,
     planned_weights,
 )
-from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner import CostModel, Plan, Problem, make_plan
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
-from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
@@ -141,7 +142,7 @@ def preset_batch(arguments: "TrainingArguments", preset: str, seed: int = 0) -> 
 
 def plan_longest(arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
     """Plan of the longest sequence alone; ValueError if it does not fit on all HDP ranks."""
-    return _plan([arguments.seq_length], arguments, job, cost_model)
+    return _plan(np.array([arguments.seq_length]), arguments, job, cost_model)
 
 
 def plan_step(
@@ -172,24 +173,19 @@ def plan_step(
     )
 
 
-def _plan(lengths: object, arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
+def _plan(
+    lengths: Int64Array, arguments: "TrainingArguments", job: Job, cost_model: CostModel
+) -> Plan:
     weights = planned_weights(arguments, job.shape.vocab_size) or ()
-    pipeline = Pipeline(job.stages, job.model_chunks, weights)
-    planned = planned_for(
-        arguments.hdp_strategy,
-        pipeline=pipeline,
-        lockstep_ranks=expert_domain_size(arguments),
-    )
-    # a promise that counts no ramp is refused
-    planned["pipeline_stages"], planned["virtual_stages"] = pipeline.stages, pipeline.chunks
-    planned["stage_weights"] = weights or None
-    return plan(
-        lengths,  # type: ignore[arg-type]
+    problem = Problem(
+        lengths=lengths,
         ranks=job.hdp_ranks,
         tokens_per_rank=job.tokens_per_rank,
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
         cost_model=cost_model,
+        pipeline=Pipeline(job.stages, job.model_chunks, weights),
+        expert_parallel_size=expert_domain_size(arguments),
         offload=arguments.hdp_offload,
-        **planned,
     )
+    return make_plan(problem, arguments.hdp_strategy)

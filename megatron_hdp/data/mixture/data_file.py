@@ -23,7 +23,7 @@ from megatron_hdp.data.spec import (
     PrimitivesSpec,
     SourceSpec,
 )
-from megatron_hdp.options.parser import nearest
+from megatron_hdp.nearest import nearest
 from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 
 _KEYS = ("weight-unit", "sources", "schedule", "validation", "loaders", "primitives")
@@ -291,7 +291,7 @@ class _Reader:
                 self._refuse(key_node, f"found {shown(key_node)}, expected the name of a {what}")
             key = key_node.value
             if known is not None and key not in known:
-                near = nearest(key, known)
+                near = nearest(key, known, cutoff=0.5)
                 remedy = f"did you mean '{near}'?" if near else f"expected {_list(known)}"
                 self._refuse(key_node, f"unknown {what} '{key}': {remedy}")
             if key in seen:

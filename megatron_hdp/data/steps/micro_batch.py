@@ -16,6 +16,7 @@ from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.steps.share import RankShare
 from megatron_hdp.planner import chunk_tokens
 from megatron_hdp.planner.lockstep import PADDING
+from megatron_hdp.planner.slices import chunks_of
 
 FEWEST_TOKENS = 2
 """Of a micro-batch on one tensor rank: compilers make a case of its own of a dimension of size one,
@@ -257,8 +258,7 @@ def _slot_runs(share: RankShare, slot: int) -> tuple[list[_Run], list[int], list
     chunks = [chunk_tokens(length, len(ring), multiple) for length in sharded]
     wholes = [chunk_tokens(length, 1, multiple) for length in whole]
     runs = []
-    head = ring.index(share.hdp_rank)
-    tail = 2 * len(ring) - 1 - head
+    head, tail = chunks_of(ring.index(share.hdp_rank), len(ring))
     for i, chunk in enumerate(chunks, begin):
         runs += [_Run(i, head * chunk, chunk), _Run(i, tail * chunk, chunk)]
     runs += [_Run(i, 0, size) for i, size in enumerate(wholes, border)]

@@ -12,7 +12,7 @@ from megatron_hdp.data.steps.primitives import AXES, Primitives, axes_of, balanc
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
 from megatron_hdp.options import PLANNER_FLAGS
-from megatron_hdp.planner import Plan, compute_s, plan, told_as
+from megatron_hdp.planner import Plan, compute_s, make_plan, told_as
 from megatron_hdp.planner.lockstep import planned_for
 
 
@@ -27,23 +27,9 @@ def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = 
     Raises:
         ValueError: a sequence fits on no number of ranks.
     """
-    planned = planned_for(
-        strategy or settings.strategy,
-        pipeline=settings.pipeline,
-        lockstep_ranks=settings.lockstep_ranks,
-    )
+    strategy = strategy or settings.strategy
     with told_as(PLANNER_FLAGS):
-        return plan(
-            lengths,
-            ranks=settings.num_ranks,
-            tokens_per_rank=settings.tokens_per_rank,
-            max_length=settings.max_length,
-            slice_multiple=settings.slice_multiple,
-            cost_model=settings.cost_model,
-            ranks_per_node=settings.cost_model.ranks_per_node,
-            offload=settings.offload,
-            **planned,
-        )
+        return make_plan(planned_for(strategy, settings.problem(lengths)), strategy)
 
 
 class StepPlanner:

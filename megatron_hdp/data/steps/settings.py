@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import BatchSize, Step
-from megatron_hdp.planner import CostModel, Plan
+from megatron_hdp.planner import CostModel, Plan, Problem
 from megatron_hdp.planner.pipeline import Pipeline
 
 
@@ -39,6 +40,24 @@ class PlanSettings:
     def pipeline(self) -> Pipeline:
         """That each HDP rank is."""
         return Pipeline(self.num_stages, self.num_model_chunks, self.stage_weights)
+
+    def problem(self, lengths: Int64Array) -> Problem:
+        """What the planner is asked for sequences of these lengths.
+
+        Raises:
+            ValueError: the planner takes no such settings.
+        """
+        return Problem(
+            lengths=lengths,
+            ranks=self.num_ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            max_length=self.max_length,
+            slice_multiple=self.slice_multiple,
+            cost_model=self.cost_model,
+            pipeline=self.pipeline,
+            expert_parallel_size=self.lockstep_ranks,
+            offload=self.offload,
+        )
 
     @property
     def is_aligned(self) -> bool:

@@ -15,6 +15,7 @@ from megatron_hdp.megatron.options.arguments import (
 )
 from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 from megatron_hdp.planner.stages import StageSplit
+from megatron_hdp.strategies import AUTO, STRATEGIES
 
 DATA_FLAGS = (
     "data_path",
@@ -26,8 +27,8 @@ DATA_FLAGS = (
 )
 """Fields of Megatron's flags that name data."""
 
-# their pipelines run exactly as planned
-_ALIGNED_STRATEGIES = ("auto", "pp-balance", "static", "dynamic-cp")
+_ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
+"""Strategies whose plans run as they are, without padding."""
 
 
 def check_model(args: TrainingArguments) -> None:
@@ -174,10 +175,10 @@ def check_layout(args: TrainingArguments) -> None:
         )
 
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
-    if stages > 1 and drawn and args.hdp_strategy not in _ALIGNED_STRATEGIES:
+    if stages > 1 and drawn and args.hdp_strategy not in _ON_PIPELINES:
         raise OptionError(
             f"{drawn} with pipeline stages needs --hdp-strategy "
-            f"{' or '.join(_ALIGNED_STRATEGIES)}: found {args.hdp_strategy}, whose plans do not "
+            f"{' or '.join(_ON_PIPELINES)}: found {args.hdp_strategy}, whose plans do not "
             "show the padding that runs with them"
         )
 

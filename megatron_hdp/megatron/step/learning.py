@@ -27,14 +27,13 @@ from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.strategies import follows_speeds
 
 BEHIND, BEHIND_WITH_PLANE = 2, 4
 """Steps between a step and the latest one that its plan may depend on: as few as allow one step to
 be planned ahead, or the two that a data plane makes ahead unless told otherwise."""
 
 Table: TypeAlias = Float64Array
-
-_FOLLOWED_BY = {"auto", "dp-balance", "pp-balance", "bytescale"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Learning:
         self._base = cost_model
         self._begun = FilterState.begin(cost_model, place.num_hdp_ranks)
         self._behind = BEHIND_WITH_PLANE if has_plane else BEHIND
-        self._moves = arguments.hdp_strategy in _FOLLOWED_BY and primitives.balance is None
+        self._moves = follows_speeds(arguments.hdp_strategy) and primitives.balance is None
         self._strategy = arguments.hdp_strategy
         everyone = gathered((place.hdp_rank, socket.gethostname()))
         self._hdp_ranks = np.array([rank for rank, _ in everyone])

@@ -19,12 +19,10 @@ from megatron_hdp.planner.memory.gpu import (
     waiting_activations,
 )
 from megatron_hdp.planner.memory.job import Job
-from megatron_hdp.planner.memory.model import MemoryModel
 
 __all__ = [
     "RESERVE",
     "Job",
-    "MemoryModel",
     "StageMemory",
     "fullest_stage",
     "kept_after_forward",

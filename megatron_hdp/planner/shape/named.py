@@ -5,12 +5,12 @@ hidden size of 6,656, are wider together than that; the public model's 52 are no
 groups.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
+from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.shape.model import ModelShape
 
@@ -113,8 +113,8 @@ def model_of(name: str) -> Model:
     """
     if name in MODELS:
         return MODELS[name]
-    nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
-    raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)} (nearest: {nearest})")
+    near = nearest(name, MODELS)
+    raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)} (nearest: {near})")
 
 
 def cost_model_of(name: str) -> CostModel:

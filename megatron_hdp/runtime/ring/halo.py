@@ -28,6 +28,7 @@ from itertools import accumulate
 
 import torch
 
+from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.runtime.host_to_device import to_device
 from megatron_hdp.runtime.kernels import Segments
 from megatron_hdp.runtime.ring.comm import RingComm
@@ -116,7 +117,7 @@ class _Builder:
     def __init__(self, layout: TokenLayout, window: int) -> None:
         self._layout, self._before = layout, window - 1
         degree = layout.degree
-        self._lanes = (layout.index, 2 * degree - 1 - layout.index)
+        self._lanes = chunks_of(layout.index, degree)
         chunks = [half for half in layout.half_slices for _ in self._lanes]
         places = [place for _ in layout.half_slices for place in self._lanes]
         reach = [min(self._before, place * n) for place, n in zip(places, chunks, strict=True)]

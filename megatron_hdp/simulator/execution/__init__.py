@@ -8,7 +8,6 @@ from megatron_hdp.simulator.execution.machine import Machine, read_changes
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.run import (
-    BASELINE,
     REPORT_KEYS,
     Outcome,
     Run,
@@ -18,7 +17,6 @@ from megatron_hdp.simulator.execution.run import (
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
 
 __all__ = [
-    "BASELINE",
     "REPORT_KEYS",
     "Disturbance",
     "Machine",

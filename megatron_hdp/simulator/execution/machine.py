@@ -1,18 +1,15 @@
 """What a step takes besides the cost model: gradients, optimizer, messages of stages, loading."""
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
-
-import orjson
 
 from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.json_fields import read_fields
 from megatron_hdp.planner.memory import Job, stage_memory
 
 PEAK_FLOPS_PER_S = 989e12
@@ -131,20 +128,8 @@ def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: not such an object; gives the nearest name of an unknown key.
     """
-    try:
-        data = orjson.loads(Path(path).read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"machine {path}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"machine {path}: found {type(data).__name__}; expected an object")
-    names = [field.name for field in dataclasses.fields(Machine)]
-    for key, value in data.items():
-        if key not in names:
-            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-            raise ValueError(f"machine {path}: unknown key {key!r}; nearest is {nearest!r}")
-        if isinstance(value, list):
-            data[key] = tuple(value)
-    return data
+    data = read_fields(Machine, path, "machine")
+    return {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
 
 
 _SWITCHES = {"one_node", "distributed_optimizer", "overlaps_sync"}

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.planner import CostModel, Plan, plan, told_as
+from megatron_hdp.planner import CostModel, Plan, Problem, make_plan, told_as
 from megatron_hdp.planner.bounds import speeds_of
 from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.memory import Job
@@ -17,9 +17,7 @@ from megatron_hdp.simulator.execution.memory import MemoryCosts
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
 from megatron_hdp.simulator.execution.work import most_tokens_of
-
-BASELINE = "static"
-"""What others are compared with."""
+from megatron_hdp.strategies import BASELINE
 
 REPORT_KEYS = {
     "step_time_s": "Seconds of a step, the median.",
@@ -72,18 +70,19 @@ class Setting:
         Raises:
             ValueError: this strategy has no plan for it.
         """
-        planned = planned_for(strategy, pipeline=self.pipeline, lockstep_ranks=self.lockstep_ranks)
         with told_as(self.flags):
-            made = plan(
-                lengths,
+            problem = Problem(
+                lengths=lengths,
                 ranks=self.ranks,
                 tokens_per_rank=self.tokens_per_rank,
                 max_length=self.max_length,
                 slice_multiple=self.slice_multiple,
                 cost_model=self.cost_model,
+                pipeline=self.pipeline,
+                expert_parallel_size=self.lockstep_ranks,
                 offload=self.offload,
-                **planned,
             )
+            made = make_plan(planned_for(strategy, problem), strategy)
         made.validate(num_layers=self.cost_model.num_layers)
         return made
 

@@ -6,11 +6,12 @@ import numpy as np
 
 from megatron_hdp.arrays import Float64Array
 from megatron_hdp.simulator.charts import COLOURS, Chart
-from megatron_hdp.simulator.execution import BASELINE, MemoryTrace, Outcome, Run, StepExecution
+from megatron_hdp.simulator.execution import MemoryTrace, Outcome, Run, StepExecution
 from megatron_hdp.simulator.report.bars import computing_share
 from megatron_hdp.simulator.report.parts import PARTS, mean_parts
 from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.units import seconds
+from megatron_hdp.strategies import BASELINE
 
 MAX_STEPS = 500
 """Whose times are drawn, evenly spaced."""

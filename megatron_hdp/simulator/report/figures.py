@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from megatron_hdp.simulator.execution import BASELINE, Outcome, Run
+from megatron_hdp.simulator.execution import Outcome, Run
 from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.units import num_bytes, seconds
+from megatron_hdp.strategies import BASELINE
 
 COLUMNS = (
     "strategy",

@@ -51,8 +51,8 @@ class Case:
         speeds = (0.5, *[1.0] * (self.ranks - 1)) if self.half_speed else ()
         share = _EXPERT_SHARE if self.expert_parallel_size > 1 else 0.0
         linear = self.cost_model.linear_s_per_token
-        return Request(
-            lengths=self._lengths(seed),
+        return Request.of(
+            self._lengths(seed),
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
             cost_model=dataclasses.replace(

@@ -12,7 +12,6 @@ from planner_bench.cases import Case
 from megatron_hdp.cli.plan_report import share
 from megatron_hdp.cli.planning import Outcome, Request, outcome_of, plan_with
 from megatron_hdp.planner import Plan, evaluate, replay
-from megatron_hdp.planner.pipeline import Pipeline
 
 NOISY_STEPS = 3
 """For each batch and strength."""
@@ -70,14 +69,14 @@ def _lost_to_noise(made: Plan, request: Request, strength: float) -> float:
 
     Of a ring the slowest member decides.
     """
-    quiet = evaluate(made, request.cost_model, request.pipeline_stages)
+    quiet = evaluate(made, request.cost_model, request.pipeline.stages)
     deviation = strength / 100
     makespans = []
     for step in range(NOISY_STEPS):
         rng = np.random.default_rng(step)
         factors = rng.lognormal(-(deviation**2) / 2, deviation, len(made.ranks))
         duration_s = np.maximum.reduceat(quiet.own_s * factors, made.rank_offsets[:-1])
-        makespans.append(replay(made, duration_s, Pipeline(request.pipeline_stages)).makespan_s)
+        makespans.append(replay(made, duration_s, request.pipeline).makespan_s)
     return fmean(makespans) / quiet.makespan_s - 1
 
 
@@ -85,7 +84,7 @@ def _figures_of(strategy: str, request: Request, outcome: Outcome, repeats: int)
     made, evaluation = outcome.plan, outcome.evaluation
     if made is None or evaluation is None:
         return {}
-    pipelined = request.pipeline_stages > 1
+    pipelined = request.pipeline.stages > 1
     goal_s = evaluation.pipeline_bound_s if pipelined else evaluation.lower_bound_s
     bound_share = share(goal_s, evaluation)
     proven_share = share(outcome.proven_bound_s, evaluation)

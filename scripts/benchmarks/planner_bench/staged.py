@@ -16,8 +16,8 @@ from planner_bench.measuring import planning_ms_of
 from megatron_hdp.cli.planning import Request, plan_with
 from megatron_hdp.planner import Figures, Plan, PlanError, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.planner.lockstep import planned_for
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.strategies import BY_NAME, resolved
 
 OURS = "auto"
 """pp-balance, ep-balance with shared experts."""
@@ -79,7 +79,8 @@ def measure_staged(
             planned = _planned(*told, seed, repeats)
             result = dataclasses.replace(result, problem=planned.problem)
             if planned.plan is not None:
-                request = dataclasses.replace(whole, virtual_stages=chunks)
+                pipeline = Pipeline(case.pipeline_stages, chunks)
+                request = dataclasses.replace(whole, pipeline=pipeline)
                 figures = judged(planned.plan, request)
                 result = dataclasses.replace(
                     result,
@@ -97,16 +98,14 @@ def told_of(case: Case, strategy: str, chunks: int) -> tuple[Case, str, int]:
 
     Only ep-balance is told of shared experts.
     """
-    pipeline = Pipeline(case.pipeline_stages, chunks)
-    size = case.expert_parallel_size
-    planned = planned_for(strategy, pipeline=pipeline, lockstep_ranks=size)
-    knows_experts = planned["strategy"] == "ep-balance"
-    told = dataclasses.replace(
-        case,
-        pipeline_stages=planned["pipeline_stages"],
-        expert_parallel_size=size if knows_experts else 1,
-    )
-    return told, planned["strategy"], planned["virtual_stages"]
+    stages, size = case.pipeline_stages, case.expert_parallel_size
+    strategy = resolved(strategy, stages=stages, shares_experts=size > 1)
+    known = BY_NAME.get(strategy)
+    if not (known and known.on_pipelines):
+        stages = chunks = 1
+    size = size if strategy == "ep-balance" else 1
+    told = dataclasses.replace(case, pipeline_stages=stages, expert_parallel_size=size)
+    return told, strategy, chunks
 
 
 def judged(made: Plan, request: Request) -> Figures:
@@ -115,7 +114,7 @@ def judged(made: Plan, request: Request) -> Figures:
     ``request`` is the case itself, with V, whatever the plan was made for. Positions that the plan
     gives are kept; a plan that has none and whose lists do not agree is aligned.
     """
-    pipeline = Pipeline(request.pipeline_stages, request.virtual_stages)
+    pipeline = request.pipeline
     cost_model, size = request.cost_model, request.expert_parallel_size
     if size > 1 or (pipeline.chunks == 1 and not _runs_as_listed(made, pipeline.stages)):
         return figures_in_lockstep(made, cost_model, size, pipeline)
@@ -142,7 +141,8 @@ class _Planned:
 
 @lru_cache(_KEPT_PLANS)
 def _planned(told: Case, strategy: str, chunks: int, seed: int, repeats: int) -> _Planned:
-    request = dataclasses.replace(told.request(seed), virtual_stages=chunks)
+    pipeline = Pipeline(told.pipeline_stages, chunks)
+    request = dataclasses.replace(told.request(seed), pipeline=pipeline)
     try:
         made = plan_with(strategy, request)
     except ValueError as error:

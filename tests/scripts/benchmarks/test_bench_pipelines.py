@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import Plan, compute_s, evaluate, pipeline_lower_bound_s, plan
+from megatron_hdp.planner import Plan, compute_s, evaluate, make_plan, pipeline_lower_bound_s, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
 from tests.support.scripts import script_module
@@ -99,7 +99,7 @@ def test_lists_that_disagree_are_aligned_with_padding(bench, chunks):
     lengths = [16384, 8192, 4096, 12288, 1, 1]
     listed = [([0, 1], [0]), ([0], [1]), ([0], [2]), ([0, 1], [3])]
     given = bench.cases.Case("github", 2, 8192, pipeline_stages=2).request(0)
-    request = dataclasses.replace(given, virtual_stages=chunks)
+    request = dataclasses.replace(given, pipeline=Pipeline(2, chunks))
     disagree = plan_of(listed, lengths[:4])
     with pytest.raises(ValueError, match="deadlock"):
         evaluate(disagree, request.cost_model, 2)
@@ -121,10 +121,9 @@ def test_pipelines_that_share_experts_are_judged_in_lockstep(bench, capsys):
     (case,) = bench.script.chosen_cases(bench.script.parse(flags))
     request = case.request(0)
     for chunks, cell in ((1, ours[2]), (2, ours[5])):
-        made = plan(
-            request.lengths, **request.arguments | {"virtual_stages": chunks}, strategy="ep-balance"
-        )
-        figures = figures_in_lockstep(made, request.cost_model, 8, Pipeline(4, chunks))
+        pipeline = Pipeline(4, chunks)
+        made = make_plan(dataclasses.replace(request, pipeline=pipeline), "ep-balance")
+        figures = figures_in_lockstep(made, request.cost_model, 8, pipeline)
         assert cell.startswith(f"{figures.lower_bound_s / figures.makespan_s:.3f} (")
     head, beside = shown["Other strategies"]
     assert head[1:] == [f"{name}, V = {v}" for name in ("static", "pp-balance") for v in (1, 2)]

@@ -1,22 +1,22 @@
-// ep-balance: which sequences the cells of one position take.
+// ep-balance: which sequences the groups of one slot take.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "planner/ep_balance/cells.hpp"
+#include "planner/ep_balance/rank_groups.hpp"
 #include "planner/rings/place_set.hpp"
 
 namespace hdp {
 
-// How long the ranks of a position are to take.
-struct Aim {
+// How long the ranks of a slot are to take.
+struct Target {
   double height_s = 0;
   bool is_last = false;  // it takes all that is left
 };
 
-// A cell that is being filled.
-struct OpenCell {
+// A group that is being filled.
+struct OpenGroup {
   int64_t first = 0;  // rank of the domain
   int64_t num_ranks = 0;
   double work_s = 0;      // that is missing
@@ -27,22 +27,22 @@ struct OpenCell {
   std::size_t end = 0;
 };
 
-// Cells of a position, if the ranks of each take the same time.
+// Groups of a slot, if the ranks of each take the same time.
 struct Draft {
   double longest_s = 0;
   double work_s = 0;
-  double waste = 0;  // part of the position's time
-  std::vector<OpenCell> cells;
-  Places places;  // of one cell after the other
+  double waste = 0;  // part of the slot's time
+  std::vector<OpenGroup> groups;
+  Places places;  // of one group after the other
 };
 
-// The sequences of one domain that wait for a position. Each position takes the longest that are
-// left, as many as let all of its cells take the same time: those of few ranks have more short
+// The sequences of one domain that wait for a slot. Each slot takes the longest that are
+// left, as many as let all of its groups take the same time: those of few ranks have more short
 // sequences, or less memory in use.
-class Filling {
+class SlotFiller {
  public:
   // `dense`: the problem without experts' time.
-  Filling(const Problem& dense, const Items& items);
+  SlotFiller(const Problem& dense, const Items& items);
 
   // With all items, which may be others than before.
   void start();
@@ -50,24 +50,24 @@ class Filling {
   bool is_empty() const { return left_.next(0) == items_.size(); }
 
   // The greatest height to which the longest sequences left fill all ranks.
-  Aim aim() const;
+  Target target() const;
 
   // Other heights to try: those at which the longest sequence fills its ranks, then parts of the
   // one that was found.
-  std::vector<double> heights(const Aim& found) const;
+  std::vector<double> heights(const Target& found) const;
 
   // Nothing is taken by that.
-  void draft(const Aim& aim, Draft& draft);
+  void draft(const Target& target, Draft& draft);
 
   void take(std::size_t place) { left_.erase(place); }
 
  private:
-  bool open(OpenCell& cell, const Aim& aim, Places& places);
-  void fill(OpenCell& cell, const Aim& aim, Places& places);
+  bool open(OpenGroup& group, const Target& target, Places& places);
+  void fill(OpenGroup& group, const Target& target, Places& places);
   void level(Draft& draft);
-  void add(OpenCell& cell, std::size_t place);
+  void add(OpenGroup& group, std::size_t place);
   bool is_whole(const Item& item) const { return item.tokens <= problem_.tokens_per_rank; }
-  bool may_join(const OpenCell& cell, const Item& item) const;
+  bool may_join(const OpenGroup& group, const Item& item) const;
   int64_t width_of(const Item& item, double height_s) const;
   double hidden_s(const Item& item, int64_t degree) const;
   std::size_t first_within(std::size_t place, double seconds, int64_t tokens) const;
@@ -77,13 +77,13 @@ class Filling {
   const Problem& problem_;
   const Items& items_;
   int64_t size_;
-  int64_t cell_size_;  // ranks whose ring hides the traffic of a sequence that fills one rank
+  int64_t group_size_;  // ranks whose ring hides the traffic of a sequence that fills one rank
   int64_t room_;       // of a rank for slices
   PlaceSet left_;
-  // Of a position that takes all that is left:
-  std::vector<std::size_t> cells_;  // of the draft's places
-  Places by_cell_;
-  std::vector<double> missing_s_;   // of each rank, by cell
+  // Of a slot that takes all that is left:
+  std::vector<std::size_t> groups_;  // of the draft's places
+  Places by_group_;
+  std::vector<double> missing_s_;   // of each rank, by group
 };
 
 }  // namespace hdp

@@ -1,4 +1,4 @@
-// ep-balance: some neighbouring ranks at one position, and how they share what they are given.
+// ep-balance: some neighbouring ranks at one slot, and how they share what they are given.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ struct Item {
 using Items = std::vector<Item>;
 using Places = std::vector<std::size_t>;  // in Items, ascending
 
-// Of a sequence that is on no rank by itself: it is over all ranks of the cell, or found no room.
+// Of a sequence that is on no rank by itself: it is over all ranks of the group, or found no room.
 constexpr int32_t kSharded = -1;
 constexpr int32_t kLeft = -2;
 
-struct Cell {
+struct RankGroup {
   int32_t first = 0;  // rank
   int64_t num_ranks = 1;
   std::size_t begin = 0;  // of what it is given, in the row's places
@@ -33,24 +33,24 @@ struct Cell {
   double dense_s = 0;  // of all that is placed
 };
 
-// What the ranks of a domain run at one position.
+// What the ranks of a domain run at one slot.
 struct Row {
-  std::vector<Cell> cells;
-  Places places;                // of one cell after the other
-  std::vector<int32_t> owners;  // of each place: a rank of its cell, from 0 on, kSharded or kLeft
+  std::vector<RankGroup> groups;
+  Places places;                // of one group after the other
+  std::vector<int32_t> owners;  // of each place: a rank of its group, from 0 on, kSharded or kLeft
 };
 
-// Shares cells out, one after the other; what it needs for that it allocates once.
-class Sharing {
+// Shares groups out, one after the other; what it needs for that it allocates once.
+class GroupSharing {
  public:
   // `dense`: the problem without experts' time.
-  Sharing(const Problem& dense, const Items& items) : problem_(dense), items_(items) {}
+  GroupSharing(const Problem& dense, const Items& items) : problem_(dense), items_(items) {}
 
-  // Decides the owners of what the cell is given, and its time. The longest are sharded over all
+  // Decides the owners of what the group is given, and its time. The longest are sharded over all
   // ranks, the others placed whole, longest first, each on the least loaded rank that has room. So
   // many are sharded as lose least: with more the ranks' times are more alike, but traffic may be
-  // exposed. A cell that has placed all within `enough_s` is good enough.
-  void share(Row& row, Cell& cell, double enough_s);
+  // exposed. A group that has placed all within `enough_s` is good enough.
+  void share(Row& row, RankGroup& group, double enough_s);
 
  private:
   struct Ring {
@@ -61,13 +61,13 @@ class Sharing {
     bool is_empty = true;
   };
 
-  bool draft(const Cell& cell, std::size_t num_sharded, double limit_s);
-  Ring ring_of(const Cell& cell, std::size_t num_sharded);
-  void start(const Cell& cell, const Ring& ring);
+  bool draft(const RankGroup& group, std::size_t num_sharded, double limit_s);
+  Ring ring_of(const RankGroup& group, std::size_t num_sharded);
+  void start(const RankGroup& group, const Ring& ring);
 
   const Problem& problem_;
   const Items& items_;
-  const std::size_t* given_ = nullptr;  // places of the cell
+  const std::size_t* given_ = nullptr;  // places of the group
   // Of a draft:
   std::vector<int32_t> owners_;
   std::vector<double> loads_;
