@@ -15,6 +15,7 @@ from megatron_hdp.planner import plan
 from tests.gradient_equivalence.case import Case, mixed, plans_of
 from tests.gradient_equivalence.cases import ACROSS, CASES, OFFLOAD, QUICK, QUICK_OFFLOAD, SMOKE
 from tests.gradient_equivalence.faults import FAILING, FAULTS
+from tests.support import gradients
 from tests.support.gradients import (
     EXPERTS,
     drawn_sequences,
@@ -42,7 +43,7 @@ def errors_of_row(table, name, runs):
     case = getattr(row, "case", row)
     # compiling Megatron's fused functions would be half of the work: slow rows do
     compiled = table is CASES and name not in QUICK
-    with case.around(), torch._dynamo.config.patch(disable=not compiled):
+    with case.around(), mock.patch.object(gradients, "COMPILES", compiled):
         return errors_of_kind(runs, *case.patches, *getattr(row, "planted", ()))
 
 

@@ -5,6 +5,7 @@ attention (and experts) runs every sequence alone, and PyTorch's cross entropy g
 routers add to it is computed from their logits, by the definition.
 """
 
+import functools
 import json
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -35,6 +36,8 @@ from megatron_hdp.megatron.step import hdp_steps, open_split, setup, split_specs
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 257
+COMPILES = False
+"""Whether Megatron's fused functions are compiled, which costs more than all else here."""
 EXPERTS = {
     "num_experts": 4,
     "moe_ffn_hidden_size": 12,
@@ -44,6 +47,17 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "add_bias_linear": False,
 }
+
+
+def seldom_compiled(function):
+    """The function, without compiling unless `COMPILES`."""
+
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        with torch._dynamo.config.patch(disable=not COMPILES):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def write_corpus(folder, lengths, seed=0, corrupt=()):
@@ -137,6 +151,7 @@ def hdp_steps_of(arguments, plans, faults=()):
     corpus = open_split(arguments, split_specs(arguments)["train"])
     steps = hdp_steps.HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
     with ExitStack() as planted:
+        planted.enter_context(torch._dynamo.config.patch(disable=not COMPILES))
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
         for plan in plans:
@@ -189,6 +204,7 @@ def whole_gradients(chunks, arguments):
     return _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
+@seldom_compiled
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     parallel.set_seeds(arguments.seed)

@@ -179,6 +179,7 @@ def step_of(session, batch, kind, seed):
     return report.loss if value is None else value, found
 
 
+@gradients.seldom_compiled
 def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
     """Body of a rank: by kind of loss and plan the largest error, on the first rank."""
     parallel.initialise(arguments)

@@ -23,6 +23,7 @@ from tests.support.gradients import (
     hdp_steps_of,
     moe_arguments,
     routers_of,
+    seldom_compiled,
     stock,
     write_corpus,
 )
@@ -86,16 +87,16 @@ def reference_biases(arguments, num_steps):
     return found
 
 
+@seldom_compiled
 def differences(arguments, plans, *faults):
     """Body of a rank: the largest difference after each step; None on ranks but the first."""
-    with torch._dynamo.config.patch(disable=True):  # compiling would be most of the work
-        parallel.initialise(arguments)
-        found = hdp_biases(arguments, plans, *faults)
-        parallel.finish()
-        parallel.initialise(stock(arguments))
-        if dist.get_rank():
-            return None
-        expected = reference_biases(arguments, len(plans))
+    parallel.initialise(arguments)
+    found = hdp_biases(arguments, plans, *faults)
+    parallel.finish()
+    parallel.initialise(stock(arguments))
+    if dist.get_rank():
+        return None
+    expected = reference_biases(arguments, len(plans))
     assert all(one.keys() == other.keys() for one, other in zip(found, expected, strict=True))
     return [
         max((mine[number] - whole[number]).abs().max().item() for number in whole)
