@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sources, a length curriculum and fine-tuning on conversations, on two CPU ranks in about three
-# minutes: trains on prose, goes on with code beside it and longer sequences, then fine-tunes the
-# result on chat. docs/data.md tells it step by step: ./scripts/tutorial.sh [flags of training]
+# minutes: trains on prose, then with code beside it and longer sequences, then fine-tunes the
+# result on chat. docs/data.md explains it step by step: ./scripts/tutorial.sh [flags of training]
 #
 #   STEPS=12   steps of each of the three runs
 #   OUT=DIR    where data, checkpoints and metrics go (default: runs/tutorial)
@@ -46,7 +46,7 @@ echo "== first: prose alone, sequences of at most 512 tokens"
 train base "$STEPS" --hdp-data "$folder/data/base.yaml" "$@"
 
 echo
-echo "== then: code comes in, sequences grow to 4,096 tokens; prose goes on where it was"
+echo "== then: code comes in, sequences grow to 4,096 tokens; prose continues where it was"
 hdp data plan "$folder/data/more.yaml" --tokenizer byte --steps $((2 * STEPS)) \
     --hdp-global-batch-tokens 16384 --seq-length 4096 --hdp-long-sequence split
 train more $((2 * STEPS)) --hdp-data "$folder/data/more.yaml" --load "$folder/base" "$@"

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import Position, Source, TextSource
-from megatron_hdp.data_plane.asking import Asker, NotOpenError
+from megatron_hdp.data_plane.asker import Asker, NotOpenError
 from megatron_hdp.data_plane.hooks import run_hook
 from megatron_hdp.data_plane.names import (
     CONTROL,
@@ -31,6 +31,7 @@ from megatron_hdp.data_plane.names import (
     spare_of,
 )
 from megatron_hdp.data_plane.node_files import write_own
+from megatron_hdp.data_plane.node_service import NodeService
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import (
     Answer,
@@ -41,7 +42,6 @@ from megatron_hdp.data_plane.roles import (
     PublishedSource,
     Wanted,
 )
-from megatron_hdp.data_plane.serving import NodeService
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from megatron_hdp.data_plane.hooks import VARIABLE
-from megatron_hdp.data_plane.watching import Watcher
+from megatron_hdp.data_plane.watcher import Watcher
 from tests.support import slow_text
 from tests.support.metric_lines import lines_of
 from tests.support.plane import processes_of

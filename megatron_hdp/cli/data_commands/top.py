@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from megatron_hdp.cli.data_commands.text import aligned, short
-from megatron_hdp.data_plane.watching import Watcher
+from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.exit_codes import ExitCode
 
 _PAUSE_S = 1.0

@@ -1,4 +1,4 @@
-"""What the quickstart leaves its reader with: one sentence, one table, one picture.
+"""The quickstart's result: one sentence, one table, one picture.
 
 ``python scripts/examples/quickstart/report.py FOLDER`` compares ``FOLDER/static`` with
 ``FOLDER/hdp``, draws ``FOLDER/measured.png``, and fails unless the losses of both runs are the
@@ -64,7 +64,7 @@ def sentence(static: Sequence[Step], hdp: Sequence[Step], worst: float) -> str:
     if len(hdp[0].ranks) == 1:
         return _wrapped(
             f"One rank has nothing to balance: {steps} took static {took}, {same}; both run every "
-            f"sequence whole, so that HDP was {gain} is the machine's noise."
+            f"sequence whole, so HDP was {gain} by the machine's noise alone."
         )
     return _wrapped(
         f"{steps.capitalize()} took the static mesh {took}, which sent {_ring_mb(static)} and "
@@ -85,8 +85,8 @@ def bound(static: Sequence[Step], hdp: Sequence[Step], cores: int) -> str:
     return _wrapped(
         f"What bounds the gain: {why}. Ranks waited {wait_share(static):.0%} of static's time and "
         f"{wait_share(hdp):.0%} of HDP's; they kept their cores busy for {busy:.0%} and "
-        f"{hdp_busy:.0%} of it. Of the {gain:.2f} x, {gain / less_work:.2f} x comes of busier "
-        f"cores and {less_work:.2f} x of less work ({cpu_s:.1f} and {hdp_cpu_s:.1f} s of "
+        f"{hdp_busy:.0%} of it. Of the {gain:.2f} x, {gain / less_work:.2f} x comes from busier "
+        f"cores and {less_work:.2f} x from less work ({cpu_s:.1f} and {hdp_cpu_s:.1f} s of "
         "CPU time), because short sequences stay whole. With these cores always busy it would be "
         f"{max(gain, gain / hdp_busy):.2f} x."
     )
@@ -121,7 +121,7 @@ def _difference(a: Step, b: Step) -> float:
 
 def _which(step: Step, num_steps: int) -> str:
     """Which step is shown, and by what rule."""
-    return f"step {step.number} of {num_steps}, whose speed-up is nearest to that of all"
+    return f"step {step.number} of {num_steps}, its speed-up is nearest to that of all steps"
 
 
 def _tokens_per_second(run: Sequence[Step]) -> float:

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_hdp.cli.data_commands import top
 from megatron_hdp.cli.main import main
-from megatron_hdp.data_plane import watching
 from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.data_plane.names import PREFIX
 from megatron_hdp.data_plane.node_files import write_status
+from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.exit_codes import ExitCode
 
 
@@ -58,7 +58,7 @@ def status(node=0, loaders=None, **changes):
 @pytest.fixture
 def planes(tmp_path, monkeypatch):
     """Make folders of planes that live; the command looks there."""
-    monkeypatch.setattr(top, "Watcher", lambda: watching.Watcher(tmp_path))
+    monkeypatch.setattr(top, "Watcher", lambda: Watcher(tmp_path))
     monkeypatch.setattr(top, "_PAUSE_S", 0.01)
 
     @contextmanager
@@ -140,7 +140,7 @@ def test_json_is_one_object(planes, capsys):
 
 
 def test_rates_are_those_between_two_looks(planes, tmp_path):
-    watcher = watching.Watcher(tmp_path)
+    watcher = Watcher(tmp_path)
 
     def source(folder, *loaders, wanted=2):
         crew = {"train": {"web": {"wanted": wanted, "loaders": list(loaders)}}}
@@ -203,7 +203,7 @@ def test_a_dead_plane_is_not_shown(planes, capsys, tmp_path):
 
 def test_it_goes_on_until_nothing_runs(planes, capsys, monkeypatch):
     with planes(status()) as folder:
-        real, looks = watching.Watcher.look, []
+        real, looks = Watcher.look, []
 
         def look(self):
             looks.append(real(self))
@@ -211,7 +211,7 @@ def test_it_goes_on_until_nothing_runs(planes, capsys, monkeypatch):
                 (folder / "host").unlink()
             return looks[-1]
 
-        monkeypatch.setattr(watching.Watcher, "look", look)
+        monkeypatch.setattr(Watcher, "look", look)
         assert main(["data", "top", "--json"]) == ExitCode.DONE
     lines = [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [len(line["planes"]) for line in lines] == [1, 1, 1, 0]

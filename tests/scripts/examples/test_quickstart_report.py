@@ -213,7 +213,7 @@ def test_the_bound_is_over_all_steps(runs):
     text = on_one_line(report.bound(static, hdp, cores=1))
     cpu_s, hdp_cpu_s = 4.0 + 4.0 + 1.0, 3 * 2.0
     assert f"kept their cores busy for {cpu_s / 16:.0%} and {hdp_cpu_s / 9:.0%} of it" in text
-    assert f"{cpu_s / hdp_cpu_s:.2f} x of less work (9.0 and 6.0 s of CPU time)" in text
+    assert f"{cpu_s / hdp_cpu_s:.2f} x from less work (9.0 and 6.0 s of CPU time)" in text
     assert text.endswith(f"it would be {16 / 9 / (hdp_cpu_s / 9):.2f} x.")
     waited = [replace(one, ranks=one.ranks[:1] * 2) for one in static[:1]]  # 1/4 s of 4, twice
     both = [*waited, *static[1:]]
@@ -227,7 +227,7 @@ def test_what_bounds_the_gain(steps):
     assert "2 ranks share 1 core, and one that waits leaves its core to another" in text
     assert "Ranks waited 16% of static's time and 16% of HDP's" in text
     assert "kept their cores busy for 100% and 80% of it" in text
-    assert "2.50 x of less work (4.0 and 1.6 s of CPU time)" in text
+    assert "2.50 x from less work (4.0 and 1.6 s of CPU time)" in text
     gain, busier, less_work, most = (float(one) for one in re.findall(r"([\d.]+) x", text))
     assert (gain, most) == (2.0, 2.5)
     assert busier * less_work == pytest.approx(gain)
@@ -238,7 +238,7 @@ def test_one_rank_has_nothing_to_balance(steps):
     static, hdp = ([replace(step, ranks=step.ranks[:1])] for step in steps)
     text = on_one_line(report.sentence(static, hdp, 0.0))
     assert text.startswith("One rank has nothing to balance: the only step took static 4.0 s and ")
-    assert text.endswith("so that HDP was 2.00 x as fast is the machine's noise.")
+    assert text.endswith("so HDP was 2.00 x as fast by the machine's noise alone.")
 
 
 def pixels_per_unit(axes):

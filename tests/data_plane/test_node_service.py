@@ -9,8 +9,8 @@ import pytest
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
+from megatron_hdp.data_plane.node_service import NodeService
 from megatron_hdp.data_plane.records import to_plain
-from megatron_hdp.data_plane.serving import NodeService
 from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
 from tests.support.node import client_of, until
 from tests.support.thread_plane import (

@@ -10,8 +10,8 @@ pytest.importorskip("ray")
 
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megatron_hdp.data_plane import asking
-from megatron_hdp.data_plane.asking import Asker, SourceLost
+from megatron_hdp.data_plane import asker as asker_module
+from megatron_hdp.data_plane.asker import Asker, SourceLost
 from megatron_hdp.data_plane.roles import FAILURES, FencedError, why_of
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
@@ -48,8 +48,8 @@ def plane(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(asking.ray, "get", get)
-    monkeypatch.setattr(asking, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(asker_module.ray, "get", get)
+    monkeypatch.setattr(asker_module, "_PAUSE_S", 0.01)
 
     def make(timeout_s=1.0, **actors):
         def find(name):
