@@ -183,7 +183,7 @@ COMMANDS = {
         )
     ),
     TRAIN.format(4, "--hdp-loaders ray"): Elsewhere(
-        "tests/training/test_data_plane.py::test_the_same_run"
+        "tests/training/test_data_plane.py::test_the_same_run", needs="slow"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/data_plane.sbatch": Elsewhere(
         "tests/slurm/test_data_plane_script.py::test_the_documented_way_from_the_repository"
