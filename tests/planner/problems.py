@@ -4,9 +4,21 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan, tight_bound_s
+
+
+def repeatable(examples: int) -> settings:
+    """Settings of a property's test: the same examples in every run, however long each takes."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
 
 EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import (
@@ -17,12 +17,10 @@ from megatron_hdp.planner import (
     tight_bound_s,
 )
 from megatron_hdp.planner.bounds import own_times_s
-from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, proven_s
+from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, proven_s, repeatable
 from tests.support.random_plans import random_plan
 
-quickly = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(80)
 
 
 @pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, Plan, evaluate, plan, slice_tokens
-from tests.planner.problems import Problem, fixed_problems, longest_that_fits, problems
+from tests.planner.problems import Problem, fixed_problems, longest_that_fits, problems, repeatable
 
 STRATEGY = "dynamic-cp"
 
@@ -24,9 +24,7 @@ Rings = list[tuple[tuple[int, ...], tuple[int, ...]]]
 Rounds = list[list[list[int]]]
 """By round and rank: the sequences of the rank's micro-batch."""
 
-quickly = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(100)
 
 
 def rings(lengths: list[int], ranks: int, tokens_per_rank: int = 10, **others: Any) -> Rings:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import Plan, PlanError, evaluate, plan
@@ -17,6 +17,7 @@ from tests.planner.problems import (
     EXECUTED_STRATEGIES,
     Problem,
     problems,
+    repeatable,
     small_plan,
 )
 
@@ -25,9 +26,7 @@ PIPELINE_STRATEGIES = ("static", "pp-balance")
 Operation = tuple[str, int]  # "F" or "B", micro-batch
 Workers = dict[tuple[int, int], list[Operation]]  # by rank and stage
 
-slowly = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+slowly = repeatable(60)
 
 
 def one_forward_one_backward(micro_batches: list[int], stage: int, stages: int) -> list[Operation]:

@@ -5,18 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
-from tests.planner.problems import EXECUTED_STRATEGIES
+from tests.planner.problems import EXECUTED_STRATEGIES, repeatable
 from tests.planner.test_binding import core_of
 
-fuzzily = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+fuzzily = repeatable(150)
 
 INTEGERS = ("num_ranks", "tokens_per_rank", "slice_multiple", "max_length", "ranks_per_node")
 INTEGERS += ("num_layers", "pipeline_stages", "effort", "expert_ranks")

@@ -6,16 +6,15 @@ for its ring, and knows nothing of the others but what it waits for.
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
+from tests.planner.problems import repeatable
 from tests.support.random_plans import random_plan
 
-slowly = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+slowly = repeatable(60)
 
 
 def table(micro_batches, chunks, group):

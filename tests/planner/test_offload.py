@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from megatron_hdp.planner import CostModel, Plan, compute_s, plan, slice_tokens
-from tests.planner.problems import Problem, problems
+from tests.planner.problems import Problem, problems, repeatable
 
 PAPERS_STRATEGIES = ("naive", "bytescale")
 
-quickly = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(100)
 
 # 1 s a token; 4 layers; the host takes 100 bytes of activations a second, 1 byte a token
 FAST_HOST = CostModel(

@@ -5,16 +5,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate, plan
-from tests.planner.problems import COST_MODELS, Problem, problems
+from tests.planner.problems import COST_MODELS, Problem, problems, repeatable
 
-quickly = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(80)
 FREE_NETWORK = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 
 

@@ -1,14 +1,12 @@
 """What holds for every strategy on every problem that has an answer."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from megatron_hdp.planner import Plan, evaluate
-from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems
+from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, repeatable
 
-quickly = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(60)
 
 
 def check_rules_and_figures(strategy: str, problem: Problem) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, Plan, evaluate, lower_bound_s, plan, tight_bound_s
@@ -19,12 +19,11 @@ from tests.planner.problems import (
     longest_that_fits,
     proven_s,
     rank_speeds,
+    repeatable,
 )
 from tests.support.random_plans import random_plan
 
-quickly = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(100)
 
 
 @dataclasses.dataclass(frozen=True)

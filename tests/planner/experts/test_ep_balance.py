@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.cli.lengths import batch_of
@@ -15,11 +15,9 @@ from megatron_hdp.planner.lockstep import PADDING, end_together, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from tests.planner.experts.blocking import run_blocking
 from tests.planner.launch_model import Step, hangs
-from tests.planner.problems import Problem, problems
+from tests.planner.problems import Problem, problems, repeatable
 
-quickly = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+quickly = repeatable(80)
 
 
 @st.composite
