@@ -15,7 +15,9 @@ suite=${1:-}
 case $suite in
     smoke)
         shift
-        selection=(-m smoke)
+        selection=(tests/planner/test_plan.py tests/planner/test_strategies.py
+            tests/planner/test_properties.py tests/runtime/ring/test_attention.py
+            tests/gradient_equivalence tests/training/test_curves.py -m "smoke and not slow")
         ;;
     all)
         shift

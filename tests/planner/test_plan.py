@@ -10,6 +10,8 @@ import pytest
 from megatron_hdp.planner import Plan, PlanError
 from tests.planner.problems import Problem, small_plan
 
+pytestmark = pytest.mark.smoke
+
 
 def test_micro_batch_and_rank_views() -> None:
     plan = small_plan()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from megatron_hdp.planner import Plan, evaluate
 from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, repeatable
 
+pytestmark = pytest.mark.smoke
 quickly = repeatable(60)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_hdp.planner import CostModel, Plan, chunk_tokens, evaluate, plan, slice_tokens
 
+pytestmark = pytest.mark.smoke
+
 LAUNCH_BOUND = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0, g=5.0)
 
 

@@ -75,7 +75,11 @@ def test_the_loss_falls(float64_curve):
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 5))]
+    "num_ranks",
+    [
+        pytest.param(3, marks=pytest.mark.smoke),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 5)),
+    ],
 )
 def test_one_curve_in_float64(run_ranks, prefix, float64_curve, num_ranks):
     curves = run_ranks(num_ranks, losses, runs_on(num_ranks, prefix), timeout_s=570)

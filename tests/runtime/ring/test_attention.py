@@ -25,6 +25,7 @@ def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=
     return max(errors), comm.bytes_sent
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6])
 def test_ring_equals_full_attention(run_ranks, degree):
     ring = list(range(degree))[::-1]  # ring order is not rank order
