@@ -8,7 +8,7 @@ from megatron_hdp.exit_codes import ExitCode
 PACKAGE = Path(__file__).parents[1] / "megatron_hdp"
 ENTRIES = {"main", "_run", "run_doctor", "exit_code"}  # functions whose result is an exit code
 ENDINGS = {"exit", "_exit", "_leave"}
-UNREAD = {"children.py", "start_rank.py"}  # processes whose starter is gone: nobody reads it
+UNREAD = {"children.py"}  # processes whose starter is gone: nobody reads it
 
 
 def literals(source: str) -> list[int]:
