@@ -19,7 +19,7 @@ def script():
 
 def told(page):
     """The roles of the table under "Who does what"."""
-    part = page.split("## Who does what")[1].split("A step travels so")[0]
+    part = page.split("## Who does what")[1].split("A step's way")[0]
     return set(re.findall(r"^\| ([a-z ]+) \| (?!how many)", part, re.MULTILINE))
 
 
