@@ -1,9 +1,11 @@
 """Random planning problems that have an answer, and a plan small enough to check by hand."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -250,6 +252,32 @@ def small_plan(**changes: object) -> Plan:
         "offload_ratios": [0.0, 0.0, 0.0],
     }
     return Plan(**(fields | changes))  # type: ignore[arg-type]
+
+
+def rings_of(
+    rings: Sequence[Sequence[int]],
+    lengths: Sequence[int] | None = None,
+    ratios: Sequence[float] | None = None,
+    **changes: Any,
+) -> Plan:
+    """A plan whose micro-batch m has sequence m on ring m."""
+    count = len(rings)
+    ranks = [rank for ring in rings for rank in ring]
+    fields: dict[str, Any] = {
+        "num_ranks": max(ranks) + 1,
+        "tokens_per_rank": 10**6,
+        "strategy": "naive",
+        "lengths": [1] * count if lengths is None else lengths,
+        "rank_offsets": np.cumsum([0, *map(len, rings)]),
+        "ranks": ranks,
+        "sequence_offsets": np.arange(count + 1),
+        "sequences": np.arange(count),
+        "local_offsets": np.zeros(count + 1),
+        "local_sequences": [],
+        "local_ranks": [],
+        "offload_ratios": ratios or [0.0] * count,
+    }
+    return Plan(**(fields | changes))
 
 
 def proven_s(problem: Problem) -> float:

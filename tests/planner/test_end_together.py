@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.lockstep import PADDING, end_together, slots
 from tests.planner.launch_model import Step, hangs
-from tests.planner.problems import small_plan
+from tests.planner.problems import rings_of
 from tests.support.random_plans import random_plan
 
 LAYERS = 2
@@ -35,18 +35,7 @@ def rule(step):
 
 def two_rings():
     """Rank 1 runs a ring with rank 0, which has then ended, and another one with rank 2."""
-    return small_plan(
-        num_ranks=3,
-        lengths=[4, 4],
-        rank_offsets=[0, 2, 4],
-        ranks=[0, 1, 1, 2],
-        sequence_offsets=[0, 1, 2],
-        sequences=[0, 1],
-        local_offsets=[0, 0, 0],
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=[0.0, 0.0],
-    )
+    return rings_of([[0, 1], [1, 2]], [4, 4])
 
 
 def test_the_hang_that_the_rule_prevents():
@@ -65,18 +54,7 @@ def test_a_ring_that_all_its_members_end_with_may_overlap():
 
 def test_in_lockstep_what_ranks_beside_wait_for_counts_too():
     """Ranks 0 and 1 share experts; rank 1's last ring is not the last of rank 2, nor of 3 then."""
-    made = small_plan(
-        num_ranks=4,
-        lengths=[4, 4],
-        rank_offsets=[0, 2, 3],
-        ranks=[1, 2, 2],
-        sequence_offsets=[0, 1, 2],
-        sequences=[0, 1],
-        local_offsets=[0, 0, 0],
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=[0.0, 0.0],
-    )
+    made = rings_of([[1, 2], [2]], [4, 4], num_ranks=4)
     lists = [np.array(one) for one in ([PADDING], [0], [0, 1], [PADDING, PADDING])]
     step = Step(made, lists, 1, LAYERS, 2)
     assert end_together(made, lists).tolist() == [True, False, True, True]

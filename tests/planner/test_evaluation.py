@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate
-from tests.planner.problems import small_plan
+from tests.planner.problems import rings_of, small_plan
 
 COST = CostModel(
     a=1.0,
@@ -109,16 +109,8 @@ def test_a_ring_that_leaves_its_node_runs_at_the_other_bandwidth() -> None:
 
 
 def test_members_wait_for_each_other_at_the_start() -> None:
-    plan = small_plan(  # rank 0 works alone, then rings with rank 1, which rings with rank 2
-        lengths=[9, 4, 4],
-        rank_offsets=[0, 1, 3, 5],
-        ranks=[0, 0, 1, 1, 2],
-        sequence_offsets=[0, 1, 2, 3],
-        sequences=[0, 1, 2],
-        local_offsets=[0, 0, 0, 0],
-        local_sequences=[],
-        local_ranks=[],
-    )
+    # rank 0 works alone, then rings with rank 1, which rings with rank 2
+    plan = rings_of([[0], [0, 1], [1, 2]], [9, 4, 4], num_ranks=4)
     result = evaluate(plan, COST)
     assert result.start_s.tolist() == pytest.approx([0, 109, 131])
     assert result.busy_s.tolist() == pytest.approx([131, 44, 22, 0])
@@ -130,17 +122,7 @@ def test_the_bound_is_the_longest_sequence_where_that_is_longer() -> None:
     # a hop's 3 x 24 x 8 / D s: D = 2 gives 312 + 144, D = 3 208 + 2 x 128, D = 4 156 + 3 x 108
     links = {"intra_node_bytes_per_s": 1.0, "inter_node_bytes_per_s": 1.0}
     slow = dataclasses.replace(COST, g=0.0, kv_bytes_per_token=8.0, **links)
-    plan = small_plan(
-        lengths=[24],
-        rank_offsets=[0, 4],
-        ranks=[0, 1, 2, 3],
-        sequence_offsets=[0, 1],
-        sequences=[0],
-        local_offsets=[0, 0],
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=[0.0],
-    )
+    plan = rings_of([range(4)], [24])
     result = evaluate(plan, slow)
     assert result.makespan_s == pytest.approx(480)
     assert result.lower_bound_s == pytest.approx(456)

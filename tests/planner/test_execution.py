@@ -18,7 +18,7 @@ from tests.planner.problems import (
     Problem,
     problems,
     repeatable,
-    small_plan,
+    rings_of,
 )
 
 PIPELINE_STRATEGIES = ("static", "pp-balance")
@@ -121,18 +121,7 @@ def trap() -> Plan:
     Rank 1 runs both of its own micro-batches between the rings, so that 1F1B puts forward 3 behind
     backward 0 there and in front of it on rank 0.
     """
-    return small_plan(
-        num_ranks=2,
-        lengths=[4, 4, 4, 4],
-        rank_offsets=[0, 2, 3, 4, 6],
-        ranks=[0, 1, 1, 1, 0, 1],
-        sequence_offsets=[0, 1, 2, 3, 4],
-        sequences=[0, 1, 2, 3],
-        local_offsets=[0] * 5,
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=[0.0] * 4,
-    )
+    return rings_of([[0, 1], [1], [1], [0, 1]], [4, 4, 4, 4])
 
 
 @pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, Plan, evaluate, pipeline_lower_bound_s, plan
-from tests.planner.problems import COST_MODELS, Problem, problems
+from tests.planner.problems import COST_MODELS, Problem, problems, rings_of
 
 SECONDS = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)  # a token takes a second
 
@@ -30,20 +30,7 @@ def queues(*of_ranks: list[tuple[int, ...]], tokens: dict[tuple[int, ...], int])
         for rank in ring[:-1]:
             waiting[rank].pop(0)
     members = [ring[:-1] for ring in order]
-    return Plan(
-        num_ranks=len(of_ranks),
-        tokens_per_rank=10**6,
-        strategy="static",
-        lengths=[tokens[ring] for ring in order],
-        rank_offsets=np.concatenate([[0], np.cumsum([len(ring) for ring in members])]),
-        ranks=[rank for ring in members for rank in ring],
-        sequence_offsets=np.arange(len(order) + 1),
-        sequences=np.arange(len(order)),
-        local_offsets=np.zeros(len(order) + 1),
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=np.zeros(len(order)),
-    )
+    return rings_of(members, [tokens[ring] for ring in order], num_ranks=len(of_ranks))
 
 
 def one_rank(*seconds: int) -> Plan:

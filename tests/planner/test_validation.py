@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_hdp.planner import PlanError
-from tests.planner.problems import small_plan
+from tests.planner.problems import rings_of, small_plan
 
 
 def test_the_plan_without_a_fault_passes() -> None:
@@ -79,16 +79,8 @@ def test_with_offload_the_resident_share_counts() -> None:
 
 
 def test_pipeline_stages_need_equal_positions() -> None:
-    plan = small_plan(  # rank 3 runs a micro-batch of its own first, then a ring with rank 0
-        lengths=[9, 12, 4],
-        rank_offsets=[0, 1, 3, 4],
-        ranks=[3, 0, 3, 0],
-        sequence_offsets=[0, 1, 2, 3],
-        sequences=[0, 1, 2],
-        local_offsets=[0, 0, 0, 0],
-        local_sequences=[],
-        local_ranks=[],
-    )
+    # rank 3 runs a micro-batch of its own first, then a ring with rank 0
+    plan = rings_of([[3], [0, 3], [0]], [9, 12, 4])
     plan.validate()
     with pytest.raises(PlanError, match=r"micro-batch 1 stands .*\{0: 0, 3: 1\}") as caught:
         plan.validate(pipeline_stages=2)

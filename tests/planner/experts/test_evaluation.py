@@ -13,7 +13,7 @@ from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
 from tests.planner.experts.blocking import run_blocking
-from tests.planner.problems import COST_MODELS
+from tests.planner.problems import COST_MODELS, rings_of
 from tests.support.random_plans import random_plan
 
 LINEAR = CostModel(a=0.0, b=1.0, b_experts=2.0, kv_bytes_per_token=0.0, g=0.5)
@@ -21,22 +21,8 @@ LINEAR = CostModel(a=0.0, b=1.0, b_experts=2.0, kv_bytes_per_token=0.0, g=0.5)
 
 def plan_of(rings, lengths, *, ranks, positions=None, capacity=100):
     """Micro-batches of one sequence each, on these ranks."""
-    count = len(rings)
-    return Plan(
-        num_ranks=ranks,
-        tokens_per_rank=capacity,
-        strategy="by hand",
-        lengths=lengths,
-        rank_offsets=np.cumsum([0, *map(len, rings)]),
-        ranks=[rank for ring in rings for rank in ring],
-        sequence_offsets=np.arange(count + 1),
-        sequences=np.arange(count),
-        local_offsets=np.zeros(count + 1, dtype=np.int64),
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=np.zeros(count),
-        positions=positions,
-    )
+    fields = {"num_ranks": ranks, "tokens_per_rank": capacity, "positions": positions}
+    return rings_of(rings, lengths, strategy="by hand", **fields)
 
 
 def test_a_domain_waits_for_its_slowest_and_shares_experts():
