@@ -57,8 +57,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "simulator": {"planner"},
     "simulator/execution": {"planner"},
-    "simulator/charts": {"simulator"},
-    "simulator/report": {"planner", "simulator", "simulator/charts", "simulator/execution"},
+    "simulator/report": {"planner", "simulator", "simulator/execution"},
     "runtime": set(),
     "runtime/cuda": set(),
     "runtime/health": {"runtime"},
@@ -97,7 +96,7 @@ ROOMS: dict[str, set[str]] = {
     "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "runtime", "training"},
     "__main__": {"plugin"},
-    "cli/shared": {"planner", "megatron/options"},
+    "cli/shared": {"planner", "simulator", "megatron/options"},
     "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
     "cli/checking": {"cli/shared", "planner", "data", "megatron", "simulator"},
     "cli": {
@@ -139,7 +138,7 @@ FACES = {
     *{"megatron/model", "megatron/optimizer", "megatron/execution"},
     *{"megatron/step", "megatron/doctor"},
     *{"data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"},
-    *{"simulator/execution", "simulator/charts", "simulator/report"},
+    *{"simulator/execution", "simulator/report"},
     *{"data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"},
     "cli/checking",
 }
@@ -394,7 +393,7 @@ def test_downward_imports_are_allowed(module: str, source: str) -> None:
         ("megatron_hdp.planner", {"torch"}),
         ("megatron_hdp.data_plane.wire", {"torch", "megatron", "ray"}),
         ("megatron_hdp.cli.data_commands.top", {"torch", "megatron", "ray"}),
-        ("megatron_hdp.cli.simulating", {"torch", "megatron", "ray"}),
+        ("megatron_hdp.cli.simulated_run", {"torch", "megatron", "ray"}),
         ("megatron_hdp.processes.launcher", {"torch", "numpy"}),
     ],
 )

@@ -18,23 +18,23 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "check",
-        help="whether a training configuration fits its GPUs, and what a step takes",
+        help="check that a training configuration fits its GPUs; estimate a step's time",
         description="Checks degrees, memory and the longest sequence, and plans one global batch. "
-        "Exit code 0: sound; 1: refused, with what was found, expected and the remedy.",
+        "Exit code 0: sound. Exit code 1: refused; the message says what to change.",
     )
     add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG", help="YAML files as for --config, later ones win")
+    add("configs", nargs="+", metavar="CONFIG", help="YAML files as for --config; later files win")
     add("--gpus", type=whole(1, 2**20), required=True, metavar="N", help="GPUs of the job")
     add(
         "--gpu-memory",
         default="80GB",
         metavar="SIZE",
-        help="of one GPU, in GB (1e9 bytes), GiB or MiB (default: 80GB)",
+        help="memory of one GPU, in GB (1e9 bytes), GiB or MiB (default: 80GB)",
     )
     add(
         "--host-memory",
         metavar="SIZE",
-        help="of one node, like 2TB; refuses offloaded activations that do not fit (default: not "
+        help="memory of one node, like 2TB; offloaded activations must fit into it (default: not "
         "checked)",
     )
     add(
@@ -42,19 +42,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=whole(1, 2**20),
         default=8,
         metavar="N",
-        help="share that memory (default: 8)",
+        help="GPUs that share it (default: 8)",
     )
     add(
         "--preset",
         choices=_PRESETS,
         default="github",
-        help="lengths to plan a global batch of (default: github)",
+        help="plan a global batch with lengths drawn from this preset (default: github)",
     )
     add(
         "--vocab-size",
         type=whole(1, 2**31 - 1),
         metavar="V",
-        help="entries of the tokenizer (default: of byte its own, else LLaMA 3's 128,256)",
+        help="entries of the tokenizer (default: 257 for byte, else LLaMA 3's 128,256)",
     )
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)

@@ -10,46 +10,46 @@ from megatron_hdp.exit_codes import ExitCode
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
-        "convert", help="weights of Hugging Face to a checkpoint of Megatron, and back"
+        "convert", help="convert Hugging Face weights to a Megatron checkpoint, and back"
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--from-hf",
         type=Path,
         metavar="FOLDER",
-        help="a model as transformers saves it: config.json, safetensors, tokenizer",
+        help="a model saved by transformers: config.json, safetensors, tokenizer",
     )
     source.add_argument(
         "--from",
         dest="source",
         type=Path,
         metavar="DIR",
-        help="folder of checkpoints in the format torch_dist: of --to, or of --save of a run",
+        help="folder of checkpoints in the torch_dist format, from --to or from a run's --save",
     )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to", type=Path, metavar="DIR", help="folder to make, for --load")
+    target.add_argument("--to", type=Path, metavar="DIR", help="folder to create, for --load")
     target.add_argument(
-        "--to-hf", type=Path, metavar="FOLDER", help="folder to make, for from_pretrained"
+        "--to-hf", type=Path, metavar="FOLDER", help="folder to create, for from_pretrained"
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="with --from-hf: write the model's flags into this YAML file too (they are in "
-        "DIR/model.yaml)",
+        help="with --from-hf: also write the model's flags to this YAML file (DIR/model.yaml "
+        "always has them)",
     )
     parser.add_argument(
         "--like",
         type=Path,
         metavar="FOLDER",
-        help="with --from: the model that training began with, whose config.json and tokenizer are "
-        "taken along (default: DIR/hugging_face, which --to and our own runs keep)",
+        help="with --from: the model that training began with; its config.json and tokenizer are "
+        "copied (default: DIR/hugging_face, which --to and runs keep)",
     )
     parser.add_argument(
         "--ckpt-step",
         type=whole(1, 10**15),
         metavar="N",
-        help="with --from: the step whose checkpoint is converted (default: the latest)",
+        help="with --from: step of the checkpoint to convert (default: the latest)",
     )
     parser.set_defaults(run=_run)
 

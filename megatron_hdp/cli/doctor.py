@@ -5,7 +5,7 @@ import argparse
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = subparsers.add_parser("doctor", help="show versions, patches and what is missing")
+    parser = subparsers.add_parser("doctor", help="show versions, patches and missing packages")
     parser.add_argument("--json", action="store_true", help="print one JSON object for tools")
     parser.set_defaults(run=_run)
 

@@ -10,15 +10,17 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import AUTO, CHOICES, HELP
 
 if TYPE_CHECKING:
-    from megatron_hdp.cli.planning import Outcome, Request
+    from megatron_hdp.cli.plan_outcomes import Outcome, Request
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
-    parser = subparsers.add_parser("plan", help="plan a global batch and print its efficiency")
+    parser = subparsers.add_parser(
+        "plan", help="plan one global batch and print the plan's efficiency"
+    )
     _add_batch(parser.add_argument_group("the global batch"))
     ranks = parser.add_argument_group("the ranks and what they cost")
-    add_ranks(ranks, required=True)
+    add_ranks(ranks)
     _add_experts(ranks)
     _add_planning(parser.add_argument_group("how to plan"))
     _add_results(parser.add_argument_group("results"))
@@ -31,24 +33,28 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
         "--lengths",
         required=True,
         metavar="FILE|preset:github|preset:byted",
-        help="one sequence length a line, an .idx, or lengths drawn like the paper's datasets",
+        help="a text file with one sequence length per line, an .idx file, or lengths drawn from a "
+        "preset of the paper's datasets",
     )
     add(
         "--global-batch-tokens",
         type=whole(1, 2**60),
         metavar="T",
-        help="tokens of a preset's batch (default: 4 x N x C); of a file, take sequences in order "
-        "while they fit (default: all)",
+        help="size of the batch in tokens; with a file, take sequences in order while they fit "
+        "(default: 4 x N x C with a preset, else all sequences)",
     )
     add(
-        "--seed", type=whole(0, 2**64 - 1), metavar="S", help="seed of a preset's draw (default: 0)"
+        "--seed",
+        type=whole(0, 2**64 - 1),
+        metavar="S",
+        help="seed with which a preset is drawn (default: 0)",
     )
     add(
         "--max-length",
         type=whole(1, 2**40),
         metavar="L",
-        help="context length; longer sequences are cut to it (default with a preset: the smaller "
-        "of 2M and N x C)",
+        help="context length; longer sequences are cut to it (default with a preset: 2M or N x C, "
+        "whichever is smaller)",
     )
 
 
@@ -59,14 +65,14 @@ def _add_experts(group: "argparse._ArgumentGroup") -> None:
         type=whole(1, 2**20),
         default=1,
         metavar="E",
-        help="HDP ranks beside each other that share experts, and wait for each other in every "
-        "layer (default: 1)",
+        help="neighbouring HDP ranks that share experts and wait for each other in every layer "
+        "(default: 1)",
     )
     add(
         "--expert-share",
         type=float,
         metavar="X",
-        help="experts' share of the cost model's seconds per token, 0 to 1, attention left out "
+        help="experts' share of the cost model's seconds per token without attention, 0 to 1 "
         "(default: the cost model's)",
     )
 
@@ -83,27 +89,31 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         "--offload",
         choices=("auto", "off"),
         default="off",
-        help="auto lets activations go to host memory where that saves ranks (default: off)",
+        help="auto moves activations to host memory where that saves ranks (default: off)",
     )
     add(
         "--effort",
         type=whole(1, 10**6),
         default=1,
         metavar="K",
-        help="multiplies the iterations of local search (default: 1)",
+        help="multiply the iterations of local search by this (default: 1)",
     )
 
 
 def _add_results(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("--output", metavar="FILE", help="write the plan as JSON")
-    add("--plot", metavar="FILE", help="draw the plan (.png, .svg, .pdf, or .html to explore it)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw the plan: a picture (.png, .svg, .pdf) or a page to explore (.html)",
+    )
     add("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing (JSON)")
-    add("--compare", action="store_true", help="print every strategy side by side")
+    add("--compare", action="store_true", help="plan with every strategy and print a table")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import plan_report, planning
+    from megatron_hdp.cli import plan_outcomes, plan_text
     from megatron_hdp.cli.lengths import batch_of
     from megatron_hdp.cli.shared.ranks import exchanged_bytes, with_expert_share
 
@@ -119,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
     cost_model, costs_of = cost_model_of(arguments)
     if arguments.expert_share is not None:
         cost_model = with_expert_share(cost_model, arguments.expert_share)
-    request = planning.request_of(
+    request = plan_outcomes.request_of(
         batch.lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
@@ -134,14 +144,14 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     for note in batch.notes:
         print(note)
-    batch_line = plan_report.batch_line(request)  # its median is found while there is no plan yet
-    chosen = planning.evaluated(planning.plan_with(arguments.strategy, request), request)
+    batch_line = plan_text.batch_line(request)  # its median is found while there is no plan yet
+    chosen = plan_outcomes.evaluated(plan_outcomes.plan_with(arguments.strategy, request), request)
     print(batch_line)
     if arguments.compare:
-        print(plan_report.comparison(planning.compare(request, chosen)))
+        print(plan_text.comparison(plan_outcomes.compare(request, chosen)))
     else:
         sent = exchanged_bytes(arguments, int(batch.lengths.sum()))
-        print(plan_report.summary(chosen, costs_of, sent))
+        print(plan_text.summary(chosen, costs_of, sent))
     _write(arguments, chosen, request)
     return ExitCode.DONE
 
@@ -179,7 +189,7 @@ def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request")
     evaluation = request.evaluation_of(made)
     if arguments.plot:
         if arguments.plot.endswith(".html"):
-            from megatron_hdp.simulator.page import write_page as draw
+            from megatron_hdp.simulator.plan_page import write_plan_page as draw
         else:
             from megatron_hdp.simulator.plot import plot_plan as draw
         draw(made, evaluation, arguments.plot)

@@ -13,30 +13,33 @@ _ANY = "*"
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
-        "preprocess", help="write text files or JSON lines as Megatron .bin/.idx"
+        "preprocess", help="tokenise text files or JSON lines into Megatron's .bin/.idx"
     )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="folders (walked in sorted order), text files (one document each), JSON lines "
-        "(.jsonl, also .gz or .zst), Parquet or Arrow files",
+        help="folders (read in sorted order), text files (one document each), JSON lines (.jsonl, "
+        "also .gz or .zst), Parquet or Arrow files",
     )
     parser.add_argument(
         "--json-key",
         metavar="KEY",
-        help="key or column of the text (default text); once given, every file that is no table is "
-        "JSON lines",
+        help="key or column of the text (default: text); if given, every file but tables is read "
+        "as JSON lines",
     )
     parser.add_argument(
-        "--glob", default=_ANY, metavar="PATTERN", help="names to take from folders, such as '*.py'"
+        "--glob",
+        default=_ANY,
+        metavar="PATTERN",
+        help="file names to take from folders, such as '*.py'",
     )
     parser.add_argument(
         "--tokenizer", required=True, metavar="NAME", help="byte, hf:PATH or tiktoken:NAME"
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
     parser.add_argument(
         "--append-eod",
@@ -48,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--workers",
         type=whole(1, 4096),
         metavar="N",
-        help="processes that tokenise (default: the CPUs that this one may use)",
+        help="processes that tokenise (default: all CPUs of this process)",
     )
     parser.set_defaults(run=_run)
 

@@ -12,8 +12,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "profile",
         help="measure a cost model on this machine",
         description="Runs the layers of a configuration and fits a cost model to their times. One "
-        "process has no rings: with several, torchrun ... -m megatron_hdp.profile takes the same "
-        "flags.",
+        "process measures no rings; for several, torchrun ... -m megatron_hdp.profile takes the "
+        "same flags.",
     )
     parser.add_argument(
         "--config",
@@ -27,7 +27,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="flags of training, which win over the files, behind --",
+        help="flags of training after --; they win over the files",
     )
     parser.set_defaults(run=_run)
 

@@ -21,29 +21,35 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "simulate",
-        help="run steps of a configuration by several strategies, without a GPU",
-        description="Draws global batches, plans them and executes the plans event by event as "
+        help="simulate steps of a configuration with several strategies, without a GPU",
+        description="Draws global batches, plans them and runs the plans event by event as "
         "training does: rings hop by hop, pipeline stages, copies to the host, gradient sync.",
     )
-    _add_job(parser.add_argument_group("what is trained"))
-    _add_machine(parser.add_argument_group("what it runs on"))
-    add = parser.add_argument_group("what is run").add_argument
+    _add_job(parser.add_argument_group("what to train"))
+    _add_machine(parser.add_argument_group("the machine"))
+    add = parser.add_argument_group("the simulation").add_argument
     add(
         "--strategies",
         default=_DEFAULT,
         metavar="S,S",
-        help=f"those of plan; static is run in any case, to compare with (default: {_DEFAULT})",
+        help=f"strategies of plan; static always runs, for comparison (default: {_DEFAULT})",
     )
     add("--steps", type=whole(1, 10**6), default=5, metavar="K", help="global batches (default: 5)")
-    add("--seed", type=whole(0, 2**62), default=0, metavar="S", help="of batches and noise")
-    add("--output", metavar="FILE.json", help="write all figures")
+    add(
+        "--seed",
+        type=whole(0, 2**62),
+        default=0,
+        metavar="S",
+        help="seed of batches and noise (default: 0)",
+    )
+    add("--output", metavar="FILE.json", help="write all figures as JSON")
     add(
         "--report",
         action="append",
         default=[],
         metavar="FILE",
-        help="write what the run would be for a person: .html is a page without a network, "
-        ".png, .svg and .pdf are pictures (may be given again)",
+        help="write a report to read: a page that needs no network (.html) or a picture (.png, "
+        ".svg, .pdf); may be repeated",
     )
     parser.set_defaults(run=_run)
 
@@ -61,64 +67,73 @@ def _add_job(group: "argparse._ArgumentGroup") -> None:
     add(
         "--data",
         metavar="FILE|preset:github|preset:byted",
-        help="one sequence length a line, an .idx, or lengths drawn like the paper's datasets "
-        "(default: preset:github)",
+        help="a text file with one sequence length per line, an .idx file, or lengths drawn from a "
+        "preset of the paper's datasets (default: preset:github)",
     )
-    add("--hdp-data", metavar="FILE", help="YAML file of a mixture, as training takes it")
+    add("--hdp-data", metavar="FILE", help="YAML file of a mixture, as for training")
     add(
         "flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="flags of training, which win over the files, behind --",
+        help="flags of training after --; they win over the files",
     )
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, not the config's")
-    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, known to the planner")
+    add(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON file with measured coefficients, instead of the configuration's",
+    )
+    add(
+        "--rank-speeds",
+        metavar="FILE",
+        help="text file with the speed of one rank per line; the planner knows them",
+    )
     add(
         "--slow",
         metavar="RANK:SPEED,...",
-        help="speeds of ranks, times those, not known to the planner",
+        help="ranks that are slower than the planner knows, as 7:0.5",
     )
     add(
         "--noise",
         type=float,
         default=0.0,
         metavar="SIGMA",
-        help="of a lognormal factor on every micro-batch's compute on every rank (default: 0)",
+        help="sigma of a lognormal factor on the compute time of every micro-batch (default: 0)",
     )
     add(
         "--machine",
         metavar="FILE",
-        help="JSON with what differs from the defaults besides the cost model",
+        help="JSON file of what the machine has besides the cost model, where it differs from the "
+        "defaults",
     )
     add(
         "--gpu-memory",
         default="80GB",
         metavar="SIZE",
-        help="of one GPU, in GB (1e9 bytes), GiB or MiB, to compare with (default: 80GB)",
+        help="memory of one GPU, in GB (1e9 bytes), GiB or MiB, to compare with (default: 80GB)",
     )
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import simulating
+    from megatron_hdp.cli import simulated_run
     from megatron_hdp.simulator.execution import simulate
 
     strategies = _strategies(arguments.strategies)
     slow = _slow(arguments.slow)
-    options = simulating.options_of(arguments)
+    options = simulated_run.options_of(arguments)
     read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
     _check_files(arguments, [*read, arguments.rank_speeds, arguments.machine])
-    subject = simulating.subject_of(arguments, options)
-    setting = simulating.setting_of(arguments, options, slow)
-    batches = simulating.batches_of(arguments, options)
-    print(simulating.headline(setting, batches))
+    subject = simulated_run.subject_of(arguments, options)
+    setting = simulated_run.setting_of(arguments, options, slow)
+    batches = simulated_run.batches_of(arguments, options)
+    print(simulated_run.headline(setting, batches))
     total = len(dict.fromkeys(["static", *strategies])) * len(batches)
     with _bar(total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
-    print(simulating.table(run))
+    print(simulated_run.table(run))
     _write(arguments, run, subject)
     return ExitCode.DONE
 
@@ -138,13 +153,13 @@ def _check_files(arguments: argparse.Namespace, read: list[str | None]) -> None:
 
 
 def _write(arguments: argparse.Namespace, run: "Run", subject: "Subject") -> None:
-    from megatron_hdp.cli import simulating
+    from megatron_hdp.cli import simulated_run
     from megatron_hdp.files import new_file
     from megatron_hdp.simulator.report import write_report
 
     if arguments.output:
         with new_file(arguments.output, durable=False) as temporary:
-            Path(temporary).write_bytes(simulating.as_json(run, arguments))
+            Path(temporary).write_bytes(simulated_run.as_json(run, arguments))
         print(f"written to {arguments.output}")
     for path in arguments.report:
         write_report(run, subject, path)

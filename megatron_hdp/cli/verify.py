@@ -16,9 +16,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "verify",
-        help="check a folder of checkpoints, and name the one to resume from",
-        description="Reads every file of every checkpoint. Exit code 0: all are good, and the "
-        "tracker file names the latest; 1: not so.",
+        help="check a folder of checkpoints and name the one to resume from",
+        description="Reads every file of every checkpoint. Exit code 0: all are good and the "
+        "tracker file names the latest. Exit code 1: something is wrong.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --save")
     parser.add_argument("--json", action="store_true", help="print one JSON object for tools")

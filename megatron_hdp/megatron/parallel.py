@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.utils import get_model_config
 
 from megatron_hdp.megatron.cpu import gpu_gaps, shim
 from megatron_hdp.megatron.options import (
@@ -240,39 +237,6 @@ def sum_over_hdp_ranks(tensor: torch.Tensor) -> None:
     dist.all_reduce(
         tensor, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-
-
-class MetParameters(NamedTuple):
-    """Parameters of the whole model that a token meets."""
-
-    dense: int
-    experts: int
-    """Of the experts that it goes to."""
-
-
-def num_parameters(chunks: Sequence[torch.nn.Module]) -> MetParameters:
-    """Parameters of the whole model that a token meets: of the experts, only those it goes to.
-
-    What all tensor-parallel ranks hold is counted on each.
-
-    Args:
-        chunks: this rank's parts of the model.
-    """
-    counts = [0, 0]
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            counts[".experts." in name] += parameter.numel()
-    total = torch.tensor(counts, device=compute_device())
-    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    dense, experts = map(int, total.tolist())
-    config = get_model_config(chunks[0])
-    if config.num_moe_experts is None:
-        return MetParameters(dense, 0)
-    # one rank of each stage holds all experts divided by these ranks, and tensor ranks were summed
-    ranks = int(parallel_state.get_expert_tensor_and_model_parallel_world_size())
-    experts = experts * ranks // int(parallel_state.get_tensor_model_parallel_world_size())
-    met = experts * int(config.moe_router_topk) // int(config.num_moe_experts)
-    return MetParameters(dense, met)
 
 
 @dataclass(frozen=True)

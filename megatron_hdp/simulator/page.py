@@ -1,93 +1,103 @@
-"""A plan as a page to explore: one HTML file with zoom and details of every bar, and no network.
+"""Pages of plans and reports: one HTML file each, which needs no network.
 
-The plan's flat arrays go into the page as they are, so that one for thousands of ranks stays small
-and quick; ``page.html`` draws what is in sight on a canvas.
+``page.html`` is the template, ``page.css`` its style, ``page.js`` draws charts and bars.
 """
 
+import base64
 import os
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
+import orjson
 
 from megatron_hdp.arrays import AnyArray
-from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.filling import encoded, script_data, text_of, write_filled
-from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
-from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, pale
+from megatron_hdp.files import new_file
+from megatron_hdp.simulator.palette import IDLE, Palette, pale
 
-_MAX_ROWS = 65_536  # more lanes show the first stage of each rank only
+KINDS = {np.dtype(np.int32): "i", np.dtype(np.float64): "d", np.dtype(np.uint8): "b"}
+_HOW = (
+    "Ctrl and the wheel zoom in time, with Shift in ranks; drag to move, double-click to see all, "
+    "click a degree to hide it; arrow keys go from bar to bar."
+)
 
 
 def write_page(
-    plan: Plan,
-    evaluation: Evaluation,
-    path: str | os.PathLike[str],
-    title: str | None = None,
+    path: str | os.PathLike[str], title: str, body: str, document: Mapping[str, Any]
 ) -> None:
-    """Write a plan's page to ``path``.
+    """Write a page.
 
     Args:
-        plan: what to draw.
-        evaluation: its times.
         path: the file; written under another name and renamed when it is complete.
-        title: first line; the strategy and its efficiency if not given.
-
-    Raises:
-        ValueError: the evaluation belongs to something else.
+        title: of the window.
+        body: HTML; elements in it have the ids that `document` names.
+        document: under ``charts`` lists of charts by id, under ``bars`` what is drawn in ``bars``.
     """
-    chart = chart_of(plan, evaluation, _MAX_ROWS)
-    document = _facts(plan, evaluation, chart, title or default_title(plan, evaluation))
-    document["arrays"] = {name: encoded(array) for name, array in _arrays(plan, chart).items()}
-    template = text_of("megatron_hdp.simulator", "page.html")
-    write_filled(path, template, {"__PLAN__": script_data(document)})
+    data = orjson.dumps(document).decode().replace("<", "\\u003c")  # nothing closes the script
+    parts = {
+        "__TITLE__": escape(title),
+        "__STYLE__": _text_of("page.css"),
+        "__BODY__": body,
+        "__DATA__": data,
+        "__CODE__": _text_of("page.js"),
+    }
+    # what is filled in is not looked at again
+    pieces = re.split(f"({'|'.join(parts)})", _text_of("page.html"))
+    with new_file(path, durable=False) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(parts.get(piece, piece) for piece in pieces)
 
 
-def _facts(plan: Plan, evaluation: Evaluation, chart: Chart, title: str) -> dict[str, Any]:
-    palette = Palette.of_degrees(chart.bars.degree, plan.num_ranks)
-    pipelined = evaluation.pipeline_stages > 1
-    of_chunks = f" of {evaluation.model_chunks} chunks" if evaluation.model_chunks > 1 else ""
-    stages = f"{chart.stages_a_rank} stages{of_chunks} each"
-    if chart.stages_a_rank == 1:
-        stages = "first stage"
+def bars_on_page(
+    gantts: Sequence[Mapping[str, Any]],
+    palette: Palette,
+    window_s: float,
+    *,
+    note: str,
+    legend: Sequence[tuple[str, str]],
+    **more: Any,
+) -> dict[str, Any]:
+    """What ``drawBars`` of page.js takes.
+
+    Args:
+        gantts: one a picture.
+        palette: of all of them.
+        window_s: where their axis ends.
+        note: above them.
+        legend: names and colours after those of the degrees.
+        more: further keys.
+    """
+    degrees = zip(palette.names, palette.colours, strict=True)
     return {
-        "title": title,
-        "makespan": evaluation.makespan_s,
-        "bound": evaluation.lower_bound_s,
-        "numRows": chart.num_rows,
-        "stagesARank": chart.stages_a_rank,
-        "pipelined": pipelined,
-        "chunks": evaluation.model_chunks,
-        "rowName": f"HDP rank ({stages})" if pipelined else "HDP rank",
-        "idleName": f"idle {evaluation.idle_share:.1%}",
+        "gantts": gantts,
+        "window": window_s,
+        "note": f"{note} {_HOW}",
+        "legend": [*((*one, i) for i, one in enumerate(degrees)), *legend],
         "mostOfGroup": [most for _, most in palette.groups],
-        "groupNames": palette.names,
-        "colours": {
-            "full": palette.colours,
-            "pale": [pale(colour) for colour in palette.colours],
-            "local": LOCAL,
-            "idle": IDLE,
-            "makespan": MAKESPAN,
-        },
+        "colours": palette.colours,
+        "pale": [pale(colour) for colour in palette.colours],
+        **more,
     }
 
 
-def _arrays(plan: Plan, chart: Chart) -> dict[str, AnyArray]:
-    bars = chart.bars
-    return {
-        "row": chart.row.astype(np.int32),
-        "microBatch": bars.micro_batch.astype(np.int32),
-        "start": bars.start_s,
-        "ringEnd": bars.ring_end_s,
-        "ownEnd": bars.own_end_s,
-        "backward": bars.backward.astype(np.uint8),
-        "chunk": bars.chunk.astype(np.int32),
-        "rankOffsets": plan.rank_offsets.astype(np.int32),
-        "ranks": plan.ranks,
-        "sequenceOffsets": plan.sequence_offsets.astype(np.int32),
-        "sequences": plan.sequences.astype(np.int32),
-        "localOffsets": plan.local_offsets.astype(np.int32),
-        "localSequences": plan.local_sequences.astype(np.int32),
-        "localRanks": plan.local_ranks,
-        "lengths": plan.lengths.astype(np.float64),
-        "offload": plan.offload_ratios,
-    }
+def encoded(arrays: Mapping[str, AnyArray]) -> dict[str, tuple[str, str]]:
+    """What ``arrays`` of page.js reads.
+
+    Of each array its kind (i: int32, d: float64, b: uint8) and its little-endian bytes as text.
+    """
+    found = {}
+    for name, array in arrays.items():
+        kind = {"f": np.float64, "b": np.uint8, "u": np.uint8}.get(array.dtype.kind, np.int32)
+        raw = array.astype(np.dtype(kind).newbyteorder("<")).tobytes()
+        found[name] = KINDS[np.dtype(kind)], base64.b64encode(raw).decode()
+    return found
+
+
+WAITING = ("waiting", f"var(--idle, {IDLE})")
+"""Of a legend."""
+
+
+def _text_of(name: str) -> str:
+    return files("megatron_hdp.simulator").joinpath(name).read_text("utf-8")

@@ -13,8 +13,8 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.files import new_file
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.lanes import Chart, chart_of, default_title
 from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, is_dark, pale
+from megatron_hdp.simulator.plan_bars import Chart, chart_of, default_title
 
 _MAX_LABELLED_ROWS = 32
 _MAX_SEPARATE_ROWS = 128

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_hdp.planner import Evaluation, Plan
-from megatron_hdp.simulator.lanes import Lanes, bars_by_rank, lanes_of, of_chunk
+from megatron_hdp.simulator.plan_bars import Lanes, bars_by_rank, lanes_of, of_chunk
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels, write_events
 
 

@@ -1,4 +1,6 @@
-"""Durations and sizes in the unit that keeps them readable."""
+"""Numbers for people: durations, sizes and counts in a unit that keeps them short, and tables."""
+
+from collections.abc import Collection, Sequence
 
 
 def seconds(value: float) -> str:
@@ -15,3 +17,29 @@ def num_bytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.2f} {unit}"
     return f"{value:.0f} B"
+
+
+def short(value: float) -> str:
+    """Return a number in three digits and a unit: ``8.03B``."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, texts: Collection[int] = (0,)) -> list[str]:
+    """Return the lines of a table; the first row is the header.
+
+    Args:
+        rows: cells.
+        texts: columns that are aligned at their left; the others are figures.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if i in texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -12,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
-from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
 from megatron_hdp.training.tracer import StepTracer
 from megatron_hdp.training.training_job import Steps
@@ -35,7 +34,7 @@ class StepOutputs:
     ) -> None:
         self._arguments = arguments
         self._steps = steps
-        self._flops = ModelFlops.of_model(arguments, vocab_size)
+        self._shape = model_shape(arguments, vocab_size)  # padding counts no FLOP
         self._writes = parallel.is_first_rank()
         self._logger = MetricsLogger(
             arguments.metrics_path if self._writes else None,
@@ -81,7 +80,7 @@ class StepOutputs:
         """
         metrics = StepMetrics.of_report(
             report,
-            model_flops=self._flops.of_batch(
+            model_flops=self._shape.flops_of_sums(
                 report.tokens, report.squared_tokens, report.seen_in_window
             ),
             num_ranks=dist.get_world_size(),

@@ -31,7 +31,7 @@ from megatron_hdp.runtime.timeline import (
     TO_HOST,
     Span,
 )
-from megatron_hdp.simulator.lanes import bars_by_rank, lanes_of
+from megatron_hdp.simulator.plan_bars import bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
 
 PLAN, COMPUTE = "plan", "compute"

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan
-from megatron_hdp.simulator.lanes import chart_of
 from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
+from megatron_hdp.simulator.plan_bars import chart_of
 
 MEMBERS = ("#225ea8", "#41b6c4", "#7fcdbb", "#f0a830")  # of a ring of four
 TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"

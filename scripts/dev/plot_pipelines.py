@@ -16,8 +16,8 @@ from matplotlib.patches import Patch
 from megatron_hdp.cli.checking import cost_model_of, job_of, preset_batch
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.planner import Evaluation, Plan, evaluate, plan
-from megatron_hdp.simulator.lanes import lanes_of
 from megatron_hdp.simulator.palette import IDLE, Palette, pale
+from megatron_hdp.simulator.plan_bars import lanes_of
 from megatron_hdp.simulator.plot import add_rectangles
 
 SHOWN = 12

@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, evaluate, plan
-from megatron_hdp.simulator.lanes import lanes_of
 from megatron_hdp.simulator.palette import IDLE, Palette
+from megatron_hdp.simulator.plan_bars import lanes_of
 from megatron_hdp.simulator.plot import add_rectangles
 
 RANKS, TOKENS_PER_RANK, SEED = 64, 8192, 3

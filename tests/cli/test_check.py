@@ -115,7 +115,7 @@ def test_a_shipped_configuration_is_sound_on_80_gb(name):
         assert (found.step.num_positions is not None) == (model in EXPERTS_ACROSS_RANKS_GPUS)
         assert (found.step.exchanged_bytes > 0) == (found.job.shape.has_experts)
     if model in PAPER_GPUS:
-        shape = MODELS[model]
+        shape = MODELS[model].shape
         assert found.job.shape.num_layers == shape.num_layers
         assert found.job.shape.travelling_size == shape.travelling_size
 
@@ -220,13 +220,13 @@ def test_the_capacity_that_fits_is_the_greatest(tmp_path):
 def test_what_lockstep_costs_is_reported():
     found = finding(PAPERS / "moe-30b-256k.yaml", 512)
     text = as_text(found)
-    assert f"  positions           {found.step.num_positions} at most, padding in 0.0%" in text
+    assert f"  slots               {found.step.num_positions} at most, padding in 0.0%" in text
     # 65,536 tokens of a GPU: eight experts in 48 layers, 31 of 32 elsewhere, both ways, both passes
     sent = 65_536 * 48 * 8 * 2048 * 2 * 4 * 31 / 32
     assert found.step.exchanged_bytes == pytest.approx(512 * sent)
     assert f"  all-to-all          {sent / 1e9:.1f} GB a GPU leave for experts" in text
     alone = as_text(finding(PAPERS / "llama-7b-256k.yaml", 1024))
-    assert "positions" not in alone and "all-to-all" not in alone
+    assert "slots" not in alone and "all-to-all" not in alone
 
 
 def test_a_mixture_of_many_experts_has_the_size_of_published_ones():
@@ -251,7 +251,8 @@ def test_experts_are_costed_apart(tmp_path):
         costs = cost_model_of(options, job)
         experts = 8 * 2 * 3 * 1024 * 1408
         assert costs.b_experts == pytest.approx(factor * 6 * experts / 400e12)
-        linear = factor * 6 * job.shape.active_parameters / 400e12
+        output = job.shape.output_parameters  # runs once
+        linear = 6 * (factor * (job.shape.active_parameters - output) + output) / 400e12
         assert costs.linear_s_per_token == pytest.approx(linear)
 
 
@@ -425,10 +426,10 @@ def test_a_cost_model_of_other_layers_is_refused(tmp_path, num_layers, offload, 
     if num_layers == 1 and is_sound:
         (tmp_path / "cost.json").write_text(json.dumps(figures | {"block_s": 1e-5}))
         (refusal,) = finding(with_lines(tmp_path, *lines), 8).refusals
-        assert "says num_layers 1, a stage of this model has 8" in refusal
+        assert "num_layers 1, expected the 8 layers of a pipeline stage" in refusal
     if not is_sound:
         (refusal,) = found.refusals
-        assert f"says num_layers {num_layers}, a stage of this model has {8 // stages}" in refusal
+        assert f"num_layers {num_layers}, expected the {8 // stages} layers" in refusal
 
 
 def test_checking_never_loads_torch():

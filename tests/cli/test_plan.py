@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hdp.cli import planning
+from megatron_hdp.cli import plan_outcomes
 from megatron_hdp.cli.main import main
-from megatron_hdp.cli.planning import COMPARED
+from megatron_hdp.cli.plan_outcomes import COMPARED
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.planner import LLAMA_7B, Plan
 from megatron_hdp.simulator.units import num_bytes, seconds
@@ -172,8 +172,8 @@ def test_compare_says_why_a_row_is_empty(lengths, capsys, monkeypatch):
             raise ValueError("gives up")
         return plan_with(strategy, request)
 
-    plan_with = planning.plan_with
-    monkeypatch.setattr(planning, "plan_with", refuse)
+    plan_with = plan_outcomes.plan_with
+    monkeypatch.setattr(plan_outcomes, "plan_with", refuse)
     arguments = ("--ranks", 4, "--tokens-per-rank", 4096)
     assert run("--lengths", lengths, *arguments, "--strategy", "static", "--compare") == 0
     printed = capsys.readouterr().out.splitlines()
@@ -389,7 +389,7 @@ def test_ranks_that_share_experts(lengths, tmp_path, capsys):
     assert found["strategy"] == "ep-balance"
     made = Plan.load(output)
     number = int(made.summary["num_positions"])
-    assert found["positions"].startswith(f"{number} at most, padding in ")
+    assert found["slots"].startswith(f"{number} at most, padding in ")
     assert made.positions.max() + 1 == number
     assert all("position" in one for one in json.loads(output.read_bytes())["micro_batches"])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hdp.cli import simulate, simulating
+from megatron_hdp.cli import simulate, simulated_run
 from megatron_hdp.cli.main import main
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
 from megatron_hdp.data.presets import preset_lengths
@@ -18,6 +18,7 @@ from megatron_hdp.megatron.options import planned_weights
 from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.simulator.execution import Machine
+from tests.simulator.browser import data_of
 from tests.support.sources import data_file, write_sources
 
 CONFIG = """
@@ -105,8 +106,8 @@ def test_unequal_virtual_stages_are_executed_as_they_are_evaluated(
     simulate.add_parser(parser.add_subparsers())
     argv = ["simulate", "--config", str(config), "--gpus", "16", "--", *UNEVEN_STAGES, *more]
     arguments = parser.parse_args(argv)
-    options = simulating.options_of(arguments)
-    setting = simulating.setting_of(arguments, options, {})
+    options = simulated_run.options_of(arguments)
+    setting = simulated_run.setting_of(arguments, options, {})
     pipeline, costs = setting.pipeline, setting.cost_model
     assert (pipeline.stages, pipeline.chunks) == (2, 2)
     assert setting.job is not None and setting.lockstep_ranks == (4 if more else 1)
@@ -274,11 +275,12 @@ def test_reports_beside_the_figures(config: Path, capsys: pytest.CaptureFixture[
     found = report(config, *flags, "--report", str(picture), "--", "--lr", "2e-4")
     assert f"report written to {page}\nreport written to {picture}" in capsys.readouterr().out
     text = page.read_text()
-    data = json.loads(text.split('<script id="report" type="application/json">')[1].split("<")[0])
+    data = data_of(text)
+    charts = [one for charts in data["charts"].values() for one in charts]
     for name, figures in found["strategies"].items():
         steps = figures.pop("steps")
         assert data["figures"][name] == figures
-        assert {one["title"]: one for one in data["charts"]}["Step times"]["series"][name] == [
+        assert {one["title"]: one for one in charts}["Step times"]["series"][name] == [
             one["step_s"] for one in steps
         ]
     assert f"{config} --lr 2e-4; lengths: preset:github; 16 GPUs" in text

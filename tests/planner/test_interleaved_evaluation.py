@@ -8,7 +8,7 @@ from megatron_hdp.planner import evaluate, plan
 from megatron_hdp.planner.evaluation import replay
 from megatron_hdp.planner.lockstep import slots
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.simulator.lanes import lanes_of
+from megatron_hdp.simulator.plan_bars import lanes_of
 from tests.planner.problems import COST_MODELS, problems
 from tests.planner.test_interleaved_execution import (
     BATCH,

@@ -9,7 +9,7 @@ import pytest
 from megatron_hdp.planner import LLAMA_7B, evaluate, plan
 from megatron_hdp.simulator.palette import IDLE, LOCAL, Palette, pale
 from megatron_hdp.simulator.plot import plot_plan
-from tests.simulator.test_lanes import COST, plan_of
+from tests.simulator.test_plan_bars import COST, plan_of
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
 pytest.importorskip("matplotlib.axes")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hdp.planner import LLAMA_7B, evaluate, plan
 from megatron_hdp.simulator.trace import write_trace
-from tests.simulator.test_lanes import COST, TWO_STAGES, plan_of
+from tests.simulator.test_plan_bars import COST, TWO_STAGES, plan_of
 
 
 def trace_of(made, evaluation, folder, ranks_per_node=8):

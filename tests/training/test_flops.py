@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_hdp.data.steps.totals import Amounts
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.options import expert_layers
-from megatron_hdp.training.flops import ModelFlops
+from megatron_hdp.megatron.options import expert_layers, model_shape
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.megatron_formula import formula_of
 from tests.support.mla import MLA, plain_stock_attention
@@ -93,16 +92,16 @@ def test_what_pytorch_counts(run_ranks, tmp_path):
     for shape, arguments, found in zip(
         SHAPES, runs, run_ranks(1, counted_each, runs)[0], strict=True
     ):
-        flops = ModelFlops.of_model(arguments, VOCABULARY)
+        flops = model_shape(arguments, VOCABULARY)
         # the stock attention multiplies the whole square and masks the half that is not causal
-        assert found == flops.of_batch(LENGTH, 2 * LENGTH**2), shape
-        assert found > flops.of_batch(LENGTH, LENGTH**2), shape
+        assert found == flops.flops_of_sums(LENGTH, 2 * LENGTH**2), shape
+        assert found > flops.flops_of_sums(LENGTH, LENGTH**2), shape
 
 
 def test_a_wrong_shape_is_noticed(tmp_path):
     """The comparison can fail: each part of the shape changes the count."""
     arguments = arguments_of(tmp_path, "gated, grouped")
-    flops = ModelFlops.of_model(arguments, VOCABULARY)
+    known = model_shape(arguments, VOCABULARY).flops_of_sums(3, 5)
     for change in (
         {"num_layers": 3},
         {"ffn_hidden_size": 25},
@@ -112,26 +111,26 @@ def test_a_wrong_shape_is_noticed(tmp_path):
         {"hidden_size": 17},
         {"num_experts": 4, "moe_router_topk": 1},
     ):
-        assert ModelFlops.of_model(replace(arguments, **change), VOCABULARY) != flops
-    assert ModelFlops.of_model(arguments, VOCABULARY + 1) != flops
+        assert model_shape(replace(arguments, **change), VOCABULARY).flops_of_sums(3, 5) != known
+    assert model_shape(arguments, VOCABULARY + 1).flops_of_sums(3, 5) != known
 
 
 def test_by_hand(tmp_path):
     """Two layers of hidden size 16, 4 heads of 4 channels, 2 groups, a gated MLP of 24."""
-    flops = ModelFlops.of_model(arguments_of(tmp_path, "gated, grouped"), VOCABULARY)
+    flops = model_shape(arguments_of(tmp_path, "gated, grouped"), VOCABULARY)
     qkv, projection, mlp, logits = 16 * (16 + 8 + 8), 16 * 16, 3 * 16 * 24, 16 * 256
-    assert flops.per_token == 6 * (2 * (qkv + projection + mlp) + logits)
-    assert flops.per_squared_token == 3 * 2 * (2 * 16)
-    assert flops.of_batch(10, 52) == 10 * flops.per_token + 52 * flops.per_squared_token
+    per_token, per_squared_token = 6 * (2 * (qkv + projection + mlp) + logits), 3 * 2 * (2 * 16)
+    assert flops.flops_of_sums(10, 52) == 10 * per_token + 52 * per_squared_token
+    assert flops.flops(np.array([4, 6])) == flops.flops_of_sums(10, 52)
 
 
 @pytest.mark.parametrize("window", [1, 5, 9, 40])
 def test_a_window_by_its_pairs(tmp_path, window):
     """One of two layers has a window; half of the diagonal counts, as without one."""
     arguments = arguments_of(tmp_path, "gated, grouped")
-    plain = ModelFlops.of_model(arguments, VOCABULARY)
+    plain = model_shape(arguments, VOCABULARY)
     half = {"window_size": f"{window - 1},0", "window_attn_skip_freq": "[1,0]"}
-    flops = ModelFlops.of_model(replace(arguments, **half), VOCABULARY)
+    flops = model_shape(replace(arguments, **half), VOCABULARY)
     lengths = np.array([3, 9, 30])
     pairs = sum(sum(min(i, window) for i in range(1, n + 1)) - min(n, window) / 2 for n in lengths)
     step = SimpleNamespace(
@@ -143,9 +142,9 @@ def test_a_window_by_its_pairs(tmp_path, window):
     amounts = Amounts.of(step, 1, window)
     assert amounts.seen_in_window == 2 * pairs
     squares = int((lengths**2).sum())
-    found = flops.of_batch(amounts.tokens, amounts.squared_tokens, amounts.seen_in_window)
-    assert found == plain.of_batch(42, 0) + plain.per_squared_token * (squares / 2 + pairs)
-    assert flops.of_batch(42, squares) == plain.of_batch(42, squares)
+    found = flops.flops_of_sums(amounts.tokens, amounts.squared_tokens, amounts.seen_in_window)
+    assert found == plain.flops_of_sums(42, squares / 2 + pairs) == flops.flops(lengths)
+    assert flops.flops_of_sums(42, squares) == plain.flops_of_sums(42, squares)
     arrays = {name: one[:2] for name, one in vars(step).items() if name != "tokens"}
     rest = SimpleNamespace(tokens=12, **arrays)
     assert amounts.without(0, 30, 29) == Amounts.of(rest, 1, window)
@@ -173,7 +172,7 @@ def test_megatrons_own_formula_on_equal_lengths(tmp_path, shape):
         }
     )
     expected = formula(settings, 5)
-    found = ModelFlops.of_model(arguments, VOCABULARY).of_batch(5 * LENGTH, 5 * LENGTH**2)
+    found = model_shape(arguments, VOCABULARY).flops_of_sums(5 * LENGTH, 5 * LENGTH**2)
     # Megatron leaves the router out, and the gate of shared experts
     routed = (arguments.num_experts or 0) + arguments.moe_shared_expert_gate
     kinds, further = expert_layers(arguments), arguments.mtp_num_layers or 0

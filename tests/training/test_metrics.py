@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -17,9 +18,9 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import LocalLoaders
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.lm.log import hdp_line
+from megatron_hdp.megatron.options import model_shape
 from megatron_hdp.megatron.step.figures import SourceFigures, StepFigures, StepReport
 from megatron_hdp.megatron.step.learning import LearntFigures
-from megatron_hdp.training.flops import ModelFlops
 from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -311,8 +312,7 @@ def three_ranks(run_ranks, tmp_path_factory):
 
 def test_flops_and_idle_shares_of_a_run(three_ranks) -> None:
     lengths, arguments, found = three_ranks
-    flops = ModelFlops.of_model(arguments, 257)
-    per_step = flops.of_batch(sum(lengths), sum(length**2 for length in lengths))
+    per_step = model_shape(arguments, 257).flops(np.array(lengths))
     for metrics in found[0]:
         assert metrics.model_flops_per_second == pytest.approx(per_step / metrics.seconds)
         per_rank = metrics.model_flops_per_second_per_rank

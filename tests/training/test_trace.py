@@ -32,7 +32,7 @@ from megatron_hdp.training.step_trace import (
     step_facts,
 )
 from megatron_hdp.training.tracer import StepTracer
-from tests.simulator.test_lanes import COST, TWO_STAGES, plan_of
+from tests.simulator.test_plan_bars import COST, TWO_STAGES, plan_of
 from tests.simulator.test_trace import overlaps
 from tests.support.gradients import tiny_arguments, write_corpus
 

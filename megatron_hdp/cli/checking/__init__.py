@@ -2,13 +2,12 @@
 
 from megatron_hdp.cli.checking.checks import check
 from megatron_hdp.cli.checking.finding import Finding
-from megatron_hdp.cli.checking.job import degree_refusals, job_of
+from megatron_hdp.cli.checking.finding_text import as_json, as_text
+from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
 from megatron_hdp.cli.checking.planned_step import (
     cost_model_of,
-    flops_of,
     preset_batch,
 )
-from megatron_hdp.cli.checking.report import as_json, as_text
 
 __all__ = [
     "Finding",
@@ -17,7 +16,6 @@ __all__ = [
     "check",
     "cost_model_of",
     "degree_refusals",
-    "flops_of",
     "job_of",
     "preset_batch",
 ]

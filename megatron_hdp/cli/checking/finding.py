@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_hdp.cli.checking.planned_step import PlannedStep
+from megatron_hdp.cli.checking.planned_step import StepForecast
 from megatron_hdp.cli.checking.virtual_stages import Tried
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 
@@ -25,7 +25,7 @@ class Finding:
     host_memory_bytes: float | None = None
     """Of one node; None: not known, and so not checked."""
     gpus_per_node: int = 8
-    step: PlannedStep | None = None
+    step: StepForecast | None = None
     virtual_stages: list[Tried] = field(default_factory=list)
     """Each number of them that the layers allow; none without pipeline stages."""
     best_virtual_stages: int | None = None

@@ -5,32 +5,29 @@ knows ring traffic, pipelines, recomputation and ranks that wait for each other'
 not know the traffic inside tensor-parallel ranks and to experts, nor gradient sync.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.megatron.options import (
+    cost_model_of_job,
     expert_domain_size,
-    planned_layers,
     planned_weights,
 )
 from megatron_hdp.planner import CostModel, Plan, Problem, make_plan
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
-from megatron_hdp.planner.memory import Job, kept_after_forward
+from megatron_hdp.planner.memory import Job
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
 
-GPU_FLOPS_PER_S = 400e12
-_PASSES, _FORWARD = 3, 1  # a backward costs two forwards
-
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStep:
+class StepForecast:
     """One global batch of a preset, planned."""
 
     preset: str
@@ -57,59 +54,13 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     """Costs of one HDP rank, whose tensor ranks compute and send side by side.
 
     Raises:
-        ValueError: ``--hdp-cost-model`` cannot be used.
+        ValueError: ``--hdp-cost-model`` or ``--hdp-rank-speeds`` cannot be used.
     """
-    found = _cost_model_of(arguments, job)
+    found = cost_model_of_job(arguments, job)
     if not job.shape.latent_size or arguments.hdp_mla_ring == "kv":
         return found
     size, tensor_ranks = job.value_bytes, job.tensor_ranks
     return ring_ways(job.shape, found, value_bytes=size, tensor_ranks=tensor_ranks).latent
-
-
-def _cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
-    """The same, as if keys and values travelled."""
-    if arguments.cost_model_file is not None:
-        measured = CostModel.from_json(arguments.cost_model_file)
-        return _with_layers(measured, arguments, job)
-    shape = job.shape
-    model = CostModel.of_tensor_ranks(
-        job.tensor_ranks,
-        num_layers=shape.num_layers,
-        hidden_size=shape.attention_width / shape.num_layers,
-        num_parameters=shape.active_parameters,
-        expert_parameters=shape.expert_parameters,
-        **shape.ring_costs(job.value_bytes),
-        flops_per_s=GPU_FLOPS_PER_S,
-        activation_bytes_per_token=kept_after_forward(job) * shape.num_layers * job.tensor_ranks,
-    )
-    again = _FORWARD / _PASSES * job.recomputed_share
-    attention = _FORWARD / _PASSES if job.recompute == "selective" else again
-    return replace(
-        model,
-        a=model.a * (1 + attention),
-        b=model.b * (1 + again),
-        b_experts=model.b_experts * (1 + again),
-        num_layers=planned_layers(arguments),
-    )
-
-
-def _with_layers(measured: CostModel, arguments: "TrainingArguments", job: Job) -> CostModel:
-    """What was measured, with the layers that plans count with; a file that says none says 1.
-
-    Raises:
-        ValueError: they are not of this many layers.
-    """
-    layers = job.split.most
-    is_told = measured.num_layers != 1 or arguments.hdp_offload != "off"
-    if not is_told and not measured.counts_layers:
-        return measured
-    if measured.num_layers != layers:
-        raise ValueError(
-            f"--hdp-cost-model {arguments.hdp_cost_model} says num_layers {measured.num_layers}, a "
-            f"stage of this model has {layers}: measure the cost model again, or correct "
-            "num_layers (layers of one pipeline stage, the most if they differ)"
-        )
-    return replace(measured, num_layers=planned_layers(arguments))
 
 
 def _exchanged_bytes_per_token(job: Job) -> float:
@@ -119,12 +70,6 @@ def _exchanged_bytes_per_token(job: Job) -> float:
         value_bytes=job.value_bytes,
         expert_ranks=job.expert_ranks,
     )
-
-
-def flops_of(job: Job, lengths: "Int64Array") -> float:
-    """The model's FLOP of sequences of these lengths, forward and backward."""
-    shape = job.shape
-    return 6.0 * shape.active_parameters * int(lengths.sum()) + shape.attention_flops(lengths)
 
 
 def preset_batch(arguments: "TrainingArguments", preset: str, seed: int = 0) -> "Int64Array":
@@ -147,7 +92,7 @@ def plan_longest(arguments: "TrainingArguments", job: Job, cost_model: CostModel
 
 def plan_step(
     arguments: "TrainingArguments", job: Job, cost_model: CostModel, preset: str
-) -> PlannedStep:
+) -> StepForecast:
     """Plan of one global batch of a preset's lengths.
 
     Raises:
@@ -156,7 +101,7 @@ def plan_step(
     lengths = preset_batch(arguments, preset)
     made = _plan(lengths, arguments, job, cost_model)
     step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
-    return PlannedStep(
+    return StepForecast(
         preset=preset,
         num_sequences=len(lengths),
         num_tokens=int(lengths.sum()),
@@ -164,7 +109,7 @@ def plan_step(
         micro_batches=made.num_micro_batches,
         efficiency=made.summary["efficiency"],
         step_s=step_s,
-        flops_per_s=flops_of(job, lengths) / step_s / job.num_gpus,
+        flops_per_s=job.shape.flops(lengths) / step_s / job.num_gpus,
         planning_ms=made.summary["planning_ms"],
         num_positions=None if positions is None else int(positions),
         padding_share=made.summary.get("padding_share"),

@@ -1,21 +1,20 @@
-"""``megatron-hdp data``: describes data, plans a run, makes text ready, watches, tidies up."""
+"""``megatron-hdp data``: the flags of describe, plan, prepare and top."""
 
 import argparse
 from collections.abc import Callable
 
 from megatron_hdp.cli.shared.numbers import whole
-from megatron_hdp.cli.shared.ranks import add_ranks
 
 _MOST_TOKENS = 2**40
 _CACHE = (
-    "folder of what sources are tokenised into and of tables of sequences, as in training "
-    "(default: hdp-cache beside the data; tables in memory)"
+    "folder for tokenised sources and tables of sequences, as in training (default: hdp-cache next "
+    "to the data; tables in memory)"
 )
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the subcommand and those below it."""
-    parser = subparsers.add_parser("data", help="describe, plan, prepare, watch data")
+    parser = subparsers.add_parser("data", help="describe, plan, prepare and watch data")
     below = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     _add_describe(below)
     _add_plan(below)
@@ -30,27 +29,27 @@ def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "data",
         nargs="+",
         metavar="FILE.yaml|PREFIX",
-        help="file of --hdp-data, or prefixes of .bin/.idx pairs, or files of text",
+        help="a file as for --hdp-data, prefixes of .bin/.idx pairs, or text files",
     )
     add(
         "--split",
         metavar="A,B,C",
-        help="describe what this --split trains, validates and tests on (default: all documents)",
+        help="describe the training, validation and test parts of this --split (default: all "
+        "documents)",
     )
     add(
         "--max-length",
         type=whole(1, _MOST_TOKENS),
         metavar="L",
-        help="context length; longer documents are split where the source says so, else truncated",
+        help="context length; longer documents are truncated, or split if the source says so",
     )
     _add_text(parser)
-    _add_output(parser, "write a picture (.png, .svg, .pdf) or a page (.html); may be repeated")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "plan", "draw a run's steps without training them", _plan)
-    parser.add_argument("data", metavar="FILE.yaml", help="file of --hdp-data")
+    parser = _added(below, "plan", "draw the steps of a run without training", _plan)
+    parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     run = parser.add_argument_group("the run")
     add = run.add_argument
     add("--steps", type=whole(1, 10**9), required=True, metavar="N", help="steps to draw")
@@ -71,13 +70,14 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--seq-length",
         type=whole(1, _MOST_TOKENS),
         metavar="L",
-        help="the run's (default: the schedule's greatest max-length, or the longest document)",
+        help="context length of the run (default: the schedule's greatest max-length, or the "
+        "longest document)",
     )
     add(
         "--hdp-long-sequence",
         choices=("error", "truncate", "split"),
         default="error",
-        help="what to do with longer documents of sources that say nothing (default: error)",
+        help="what to do with longer documents, unless the source says (default: error)",
     )
     add(
         "--seed",
@@ -87,25 +87,26 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="the run's seed (default: 1234)",
     )
     _add_text(parser)
-    add_ranks(parser.add_argument_group("ranks, for an estimate of efficiency"), required=False)
-    _add_output(
-        parser,
-        "write all figures (.json), a picture (.png, .svg, .pdf) or a page (.html); may be "
-        "repeated",
+    parser.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE.json",
+        help="write all figures; may be repeated",
     )
 
 
 def _add_prepare(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "prepare", "tokenise sources where a run finds them", _prepare)
-    parser.add_argument("data", metavar="FILE.yaml", help="file of --hdp-data")
+    parser = _added(below, "prepare", "tokenise sources to where a run finds them", _prepare)
+    parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     _add_text(parser)
 
 
 def _add_top(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "top", "watch the data planes that run on this host", _top)
+    parser = _added(below, "top", "watch the data planes on this host", _top)
     add = parser.add_argument
-    add("--once", action="store_true", help="look once, instead of each second until Ctrl-C")
-    add("--json", action="store_true", help="print each look as a line of JSON")
+    add("--once", action="store_true", help="print once, instead of every second until Ctrl-C")
+    add("--json", action="store_true", help="print lines of JSON")
 
 
 def _added(
@@ -120,25 +121,21 @@ def _added(
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sources that are not tokenised")
+    group = parser.add_argument_group("text sources")
     add = group.add_argument
     add(
         "--tokenizer",
         default="byte",
         metavar="NAME",
-        help="byte, hf:PATH or tiktoken:NAME, for sources that name none (default: byte)",
+        help="byte, hf:PATH or tiktoken:NAME, for sources without one (default: byte)",
     )
     add(
         "--workers",
         type=whole(1, 4096),
         metavar="N",
-        help="processes that tokenise (default: the CPUs that this one may use)",
+        help="processes that tokenise (default: all CPUs of this process)",
     )
     add("--data-cache-path", metavar="DIR", help=_CACHE)
-
-
-def _add_output(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("--output", action="append", default=[], metavar="FILE", help=words)
 
 
 def _describe(arguments: argparse.Namespace) -> int:

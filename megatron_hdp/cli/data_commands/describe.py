@@ -1,24 +1,21 @@
-"""``megatron-hdp data describe``: what each source holds, as tables, JSON, a picture or a page."""
+"""``megatron-hdp data describe``: what each source holds, as tables or as JSON."""
 
 import argparse
 from collections.abc import Sequence
 
 import orjson
 
-from megatron_hdp.cli.data_commands.describing import Description, describe, sources_of
-from megatron_hdp.cli.data_commands.flags import PICTURES, check_outputs, opening_of
+from megatron_hdp.cli.data_commands.descriptions import Description, describe, sources_of
+from megatron_hdp.cli.data_commands.flags import opening_of
 from megatron_hdp.cli.data_commands.histogram import QUANTILES
-from megatron_hdp.cli.data_commands.text import aligned
-from megatron_hdp.cli.data_commands.writing import write_charts
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.simulator.charts import Chart
+from megatron_hdp.simulator.units import aligned
 
 _NO_LIMIT = 2**40
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Describe, print and write."""
-    check_outputs(arguments.output, (*PICTURES, ".html"), arguments.data)
     opening = opening_of(arguments, max_length=arguments.max_length or _NO_LIMIT)
     found = describe(sources_of(arguments.data), opening, arguments.split)
     if arguments.json:
@@ -26,10 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(orjson.dumps(record, option=orjson.OPT_INDENT_2).decode())
     else:
         print(report(found))
-    for path in arguments.output:
-        write_charts(path, "What the data holds", charts_of(found), report(found))
-        if not arguments.json:
-            print(f"written to {path}")
     return ExitCode.DONE
 
 
@@ -42,39 +35,6 @@ def report(found: Sequence[Description]) -> str:
         if one.sampled is not None
     ]
     return "\n\n".join("\n".join(lines) for lines in (*tables, notes) if lines)
-
-
-def charts_of(found: Sequence[Description]) -> list[Chart]:
-    """Return what pictures show: where the tokens lie, and how many each source has."""
-    buckets = _buckets(found)
-    return [
-        Chart(
-            kind="bars",
-            title="share of a source's tokens by length of their sequence",
-            x_label="tokens of a sequence, at most",
-            y_label="share of the source's tokens",
-            x=[short_power(most) for most in buckets],
-            series={
-                one.title: [one.histogram.token_shares().get(most, 0.0) for most in buckets]
-                for one in found
-            },
-        ),
-        Chart(
-            kind="bars",
-            title="tokens",
-            x_label="source",
-            y_label="tokens",
-            x=[one.title for one in found],
-            series={
-                "all": [one.histogram.num_tokens for one in found],
-                **(
-                    {"with loss": [one.loss_tokens for one in found]}
-                    if any(one.is_masked for one in found)
-                    else {}
-                ),
-            },
-        ),
-    ]
 
 
 def short_power(most: int) -> str:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from megatron_hdp.data.mixture import Opening
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 def opening_of(
     arguments: argparse.Namespace, *, max_length: int, long_sequence: str = "truncate"

@@ -1,4 +1,4 @@
-"""``megatron-hdp data plan``: draws a run's steps and says what comes of them."""
+"""``megatron-hdp data plan``: draws a run's steps without training them."""
 
 import argparse
 import sys
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import orjson
 
-from megatron_hdp.cli.data_commands import plan_report
-from megatron_hdp.cli.data_commands.efficiency import Ranks
-from megatron_hdp.cli.data_commands.flags import PICTURES, check_outputs, opening_of, say
-from megatron_hdp.cli.data_commands.forecast import Forecast, Forecaster
-from megatron_hdp.cli.data_commands.writing import write_charts
+from megatron_hdp.cli.data_commands import drawn_text
+from megatron_hdp.cli.data_commands.drawn_steps import Forecast, Forecaster
+from megatron_hdp.cli.data_commands.flags import check_outputs, opening_of, say
 from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.mixture import (
     BatchSize,
@@ -33,36 +31,28 @@ _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0  # between two looks of it
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw, print and write."""
-    check_outputs(arguments.output, (".json", *PICTURES, ".html"), [arguments.data])
+    check_outputs(arguments.output, (".json",), [arguments.data])
     spec = read_data_file(arguments.data).training
     if spec.primitives != PrimitivesSpec():
-        say(
-            f"the primitives of {arguments.data} are not called here: shares are the schedule's, "
-            "times those of the built-in planner"
-        )
+        say(f"the primitives of {arguments.data} are not called here: shares are the schedule's")
     seq_length = arguments.seq_length or _seq_length(spec, arguments)
-    ranks = Ranks.of(arguments, seq_length)
     policy = arguments.hdp_long_sequence
     opening = opening_of(arguments, max_length=seq_length, long_sequence=policy)
     corpus = open_corpus(spec, opening)
-    if ranks is not None:
-        ranks.require_room(corpus)
     batch = BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens)
     mixture = corpus.mixture(corpus.orders(), batch, arguments.seed)
-    found = plan_report.Findings(
+    found = drawn_text.Findings(
         corpus=corpus,
         forecast=drawn(corpus, mixture, arguments.steps),
         seq_length=seq_length,
         seed=arguments.seed,
         has_cache=arguments.data_cache_path is not None,
-        ranks=ranks,
     )
-    if ranks is not None:
-        found.estimates = [ranks.estimate(mixture, one) for one in found.forecast.phases]
-    text = plan_report.text(found)
-    print(text)
+    print(drawn_text.text(found))
     for path in arguments.output:
-        _write(path, found, text)
+        raw = orjson.dumps(drawn_text.record(found), option=orjson.OPT_INDENT_2)
+        with new_file(path, durable=False) as temporary:
+            Path(temporary).write_bytes(raw)
         print(f"written to {path}")
     return ExitCode.DONE
 
@@ -113,12 +103,3 @@ def _prefixes(spec: MixtureSpec, opening: Opening) -> Iterable[str]:
 def _longest(prefix: str) -> int:
     documents = IndexFile(f"{prefix}.idx").documents()
     return max((int(piece.lengths.max(initial=1)) for piece in documents), default=1)
-
-
-def _write(path: str, found: plan_report.Findings, text: str) -> None:
-    if path.endswith(".json"):
-        raw = orjson.dumps(plan_report.record(found), option=orjson.OPT_INDENT_2)
-        with new_file(path, durable=False) as temporary:
-            Path(temporary).write_bytes(raw)
-        return
-    write_charts(path, plan_report.title(found), plan_report.charts(found), text)

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass
 
 from megatron_hdp.cli.data_commands.flags import opening_of
-from megatron_hdp.cli.data_commands.text import aligned
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import IndexFile, TokenFileError
@@ -13,6 +12,7 @@ from megatron_hdp.data.mixture import prefix_of, prepare_source, read_data_file
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.simulator.units import aligned
 
 _HEADER = ("source", "documents", "tokens", "bad", "pair")
 

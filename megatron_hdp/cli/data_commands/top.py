@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.cli.data_commands.text import aligned, short
 from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.simulator.units import aligned, short
 
 _PAUSE_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"

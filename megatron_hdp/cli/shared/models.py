@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from megatron_hdp.cli.shared.numbers import short
 from megatron_hdp.megatron.options import shape_in
 from megatron_hdp.planner.shape import MODELS, Model, model_of
+from megatron_hdp.simulator.units import short
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -32,7 +32,8 @@ def find_model(name: str) -> Model:
 
 def describe(name: str, model: Model) -> str:
     """Return what the model costs, in a few words."""
-    experts = f", {short(model.expert_parameters)} in experts" if model.expert_parameters else ""
+    in_experts = model.shape.expert_parameters
+    experts = f", {short(in_experts)} in experts" if in_experts else ""
     return (
         f"{name}  ({short(model.active_parameters)} parameters a token{experts}, "
         f"{model.kv_bytes_per_token:,} B of K and V a token)"

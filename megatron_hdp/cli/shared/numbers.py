@@ -67,11 +67,3 @@ def read_speeds(path: str, ranks: int, what: str = "--ranks") -> tuple[float, ..
 
     lines = (line for piece in pieces(path) for line in lines_of(*piece))
     return speeds_in(lines, path, ranks, f"{what} {ranks:,}")
-
-
-def short(number: float) -> str:
-    """Three digits of a number: 8.03B."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.0f}"

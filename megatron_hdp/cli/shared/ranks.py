@@ -12,56 +12,61 @@ if TYPE_CHECKING:
 _MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 
-def add_ranks(group: "argparse._ArgumentGroup", *, required: bool) -> None:
-    """Declare the ranks and their costs.
-
-    Args:
-        group: gets the flags.
-        required: whether the command does nothing without ranks.
-    """
+def add_ranks(group: "argparse._ArgumentGroup") -> None:
+    """Declare the ranks and their costs."""
     add = group.add_argument
-    add("--ranks", type=whole(1, 2**20), required=required, metavar="N", help="HDP ranks")
+    add("--ranks", type=whole(1, 2**20), required=True, metavar="N", help="HDP ranks")
     add(
         "--tokens-per-rank",
         type=whole(1, 2**40),
-        required=required,
+        required=True,
         metavar="C",
-        help="capacity: tokens that one rank holds in one micro-batch",
+        help="capacity: the most tokens that one rank holds in a micro-batch",
     )
     add(
         "--pipeline-stages",
         type=whole(1, 1024),
         default=1,
         metavar="P",
-        help="stages of a rank (default: 1)",
+        help="pipeline stages of a rank (default: 1)",
     )
     add(
         "--virtual-stages",
         type=whole(1, 1024),
         default=1,
         metavar="V",
-        help="parts of the model on each stage; above 1 the schedule is interleaved (default: 1)",
+        help="model chunks on each stage; above 1 the schedule is interleaved (default: 1)",
     )
     add(
         "--stage-weights",
         type=_weights,
         default=None,
         metavar="W,W,...",
-        help="relative time of each of the P x V parts in the model's order (default: all equal)",
+        help="relative time of each of the P x V virtual stages in the model's order (default: all "
+        "equal)",
     )
     add(
         "--model",
         metavar="NAME|FILE.yaml",
-        help=f"{_MODELS}, or a file of Megatron's flags that gives the shape (default: llama-7b)",
+        help=f"{_MODELS}, or a YAML file of training's flags with the model's shape (default: "
+        "llama-7b)",
     )
-    add("--cost-model", metavar="FILE", help="JSON with measured coefficients, instead of --model")
+    add(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON file with measured coefficients, instead of --model",
+    )
     add(
         "--ranks-per-node",
         type=whole(1, 2**20),
         metavar="K",
-        help="HDP ranks of a node (default: the cost model's, 8 unless it says otherwise)",
+        help="HDP ranks of a node (default: the cost model's, or 8)",
     )
-    add("--rank-speeds", metavar="FILE", help="speed of one rank a line, 1 being full speed")
+    add(
+        "--rank-speeds",
+        metavar="FILE",
+        help="text file with the speed of one rank per line; 1 is full speed",
+    )
 
 
 def _weights(text: str) -> tuple[float, ...]:
@@ -95,7 +100,7 @@ def exchanged_bytes(arguments: argparse.Namespace, num_tokens: int) -> float:
     if not arguments.model:
         return 0.0
     return num_tokens * exchanged_bytes_per_token(
-        values_per_token=find_model(arguments.model).expert_values_per_token,
+        values_per_token=find_model(arguments.model).shape.sent_to_experts,
         value_bytes=BYTES_PER_VALUE,
         expert_ranks=arguments.expert_parallel_size,
     )
@@ -123,7 +128,7 @@ def cost_model_of(arguments: argparse.Namespace) -> "tuple[CostModel, str]":
         name = arguments.model or "llama-7b"
         model = find_model(name)
         cost_model, costs_of = model.cost_model(), describe(name, model)
-        changes["num_layers"] = max(1, model.num_layers // arguments.pipeline_stages)
+        changes["num_layers"] = max(1, model.shape.num_layers // arguments.pipeline_stages)
     if arguments.ranks_per_node is not None:
         changes["ranks_per_node"] = arguments.ranks_per_node
     if arguments.rank_speeds is not None:

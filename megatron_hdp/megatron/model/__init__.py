@@ -8,7 +8,6 @@ from megatron_hdp.megatron.model.building import (
     build_chunks,
     build_gpt,
     model_dtype,
-    padded_vocab_size,
 )
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.last_stage import LastStage
@@ -52,6 +51,5 @@ __all__ = [
     "give_own_positions",
     "let_biases_be_added",
     "model_dtype",
-    "padded_vocab_size",
     "without_shared_experts",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 
 import torch
 from megatron.core import parallel_state
@@ -40,6 +39,7 @@ from megatron_hdp.megatron.options import (
     expert_layers,
     expert_layers_of_chunk,
     num_model_chunks,
+    padded_vocab_size,
     window_settings,
 )
 from megatron_hdp.megatron.parallel import compute_device, say
@@ -56,30 +56,6 @@ def model_dtype(arguments: TrainingArguments) -> torch.dtype:
     if arguments.fp64:
         return torch.float64
     return torch.bfloat16 if arguments.bf16 else torch.float32
-
-
-def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
-    """`vocab_size` rounded up so that every tensor-parallel rank has an equal share.
-
-    Megatron's multiple grows with the tensor-parallel size. Under HDP it does not unless it must,
-    so that a run may continue on another layout as the same model.
-
-    Raises:
-        ValueError: ``--vocab-size`` is less than `vocab_size`.
-    """
-    entries = arguments.vocab_size or vocab_size
-    if entries < vocab_size:
-        raise ValueError(
-            f"--vocab-size {entries}: expected at least the {vocab_size} entries of the tokenizer: "
-            "raise it or leave it out"
-        )
-    divisor, tensor_ranks = (
-        arguments.make_vocab_size_divisible_by,
-        arguments.tensor_model_parallel_size,
-    )
-    hdp = arguments.hybrid_data_parallel
-    multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
-    return -(-entries // multiple) * multiple
 
 
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:

@@ -39,7 +39,15 @@ from megatron_hdp.megatron.options.position_checks import (
     other_positions,
     position_record,
 )
-from megatron_hdp.megatron.options.shape import model_shape, planned_weights, shape_in
+from megatron_hdp.megatron.options.shape import (
+    cost_model_of_job,
+    job_of,
+    model_shape,
+    padded_vocab_size,
+    planned_weights,
+    shape_in,
+    vocab_size_of,
+)
 
 __all__ = [
     "GROUPS",
@@ -58,11 +66,13 @@ __all__ = [
     "check_mtp",
     "check_positions",
     "check_windows",
+    "cost_model_of_job",
     "expert_domain_size",
     "expert_layers",
     "expert_layers_of_chunk",
     "growth_of",
     "head_sizes",
+    "job_of",
     "layer_frequency",
     "layer_windows",
     "layers_without_positions",
@@ -70,6 +80,7 @@ __all__ = [
     "model_shape",
     "num_model_chunks",
     "other_positions",
+    "padded_vocab_size",
     "parse_arguments",
     "pattern_of",
     "planned_layers",
@@ -77,10 +88,10 @@ __all__ = [
     "position_record",
     "sequences_of",
     "shape_in",
-    "shape_in",
     "stage_split",
     "tokenizer_of",
     "virtual_stage_choices",
+    "vocab_size_of",
     "window_settings",
     "without_virtual_stages",
     "zeros_and_ones",

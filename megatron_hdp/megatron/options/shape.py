@@ -1,12 +1,16 @@
-"""The shape of the model that a run's options describe."""
+"""The model that a run's options describe: its shape, its job on GPUs, and what a rank costs."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_hdp.megatron.options.arguments import (
     TrainingArguments,
     head_sizes,
+    num_model_chunks,
+    planned_layers,
     stage_split,
     with_derived_defaults,
 )
@@ -21,8 +25,20 @@ from megatron_hdp.megatron.options.model_options import (
 from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
-from megatron_hdp.planner.shape import Attention, Layer, Mlp, ModelShape, Router
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.memory import Job, kept_after_forward
+from megatron_hdp.planner.online import speeds_in
+from megatron_hdp.planner.shape import (
+    Attention,
+    Layer,
+    Mlp,
+    ModelShape,
+    Router,
+    cost_model_of_shape,
+)
 from megatron_hdp.planner.stages import LayerCosts, stage_weights
+
+_BYTE_VOCABULARY, _LLAMA_3_VOCABULARY = 257, 128_256
 
 
 def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
@@ -119,7 +135,7 @@ def _mlp(arguments: TrainingArguments, has_experts: bool) -> Mlp:
 def shape_in(path: Path) -> ModelShape:
     """The model that a YAML file of flags describes; keys that say nothing about it are left out.
 
-    Its vocabulary is that of ``vocab-size``, 0 where there is none.
+    Its vocabulary is `vocab_size_of` without a tokenizer's size.
 
     Raises:
         OptionError: keys that are unknown, missing, or do not go together.
@@ -136,7 +152,7 @@ def shape_in(path: Path) -> ModelShape:
         check_windows(arguments)
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
-    return model_shape(arguments, arguments.vocab_size or 0)
+    return model_shape(arguments, vocab_size_of(arguments))
 
 
 def planned_weights(arguments: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
@@ -150,3 +166,132 @@ def planned_weights(arguments: TrainingArguments, vocab_size: int) -> tuple[floa
     shape = model_shape(arguments, vocab_size)
     costs = LayerCosts.of_shape(shape, tokens, arguments.recompute_granularity)
     return stage_weights(stage_split(arguments), costs)
+
+
+def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
+    """`vocab_size` rounded up so that every tensor-parallel rank has an equal share.
+
+    Megatron's multiple grows with the tensor-parallel size. Under HDP it does not unless it must,
+    so that a run may continue on another layout as the same model.
+
+    Raises:
+        ValueError: ``--vocab-size`` is less than `vocab_size`.
+    """
+    entries = arguments.vocab_size or vocab_size
+    if entries < vocab_size:
+        raise ValueError(
+            f"--vocab-size {entries}: expected at least the {vocab_size} entries of the tokenizer: "
+            "raise it or leave it out"
+        )
+    divisor, tensor_ranks = (
+        arguments.make_vocab_size_divisible_by,
+        arguments.tensor_model_parallel_size,
+    )
+    hdp = arguments.hybrid_data_parallel
+    multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
+    return -(-entries // multiple) * multiple
+
+
+def vocab_size_of(arguments: TrainingArguments, vocab_size: int | None = None) -> int:
+    """Rows of the embedding before any tokenizer is loaded: LLaMA 3's where nothing gives them.
+
+    Args:
+        arguments: derived defaults filled in.
+        vocab_size: entries of the tokenizer, where they are known.
+
+    Raises:
+        ValueError: ``--vocab-size`` is less than `vocab_size`.
+    """
+    entries = vocab_size or arguments.vocab_size
+    if entries is None:
+        entries = _BYTE_VOCABULARY if arguments.tokenizer_type == "byte" else _LLAMA_3_VOCABULARY
+    return padded_vocab_size(entries, arguments)
+
+
+def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
+    """The job of a run on so many GPUs.
+
+    Args:
+        arguments: derived defaults filled in.
+        num_gpus: of the job.
+        vocab_size: padded.
+    """
+    return Job(
+        shape=model_shape(arguments, vocab_size),
+        num_gpus=num_gpus,
+        tensor_ranks=arguments.tensor_model_parallel_size,
+        sequence_parallel=arguments.sequence_parallel,
+        stages=arguments.pipeline_model_parallel_size,
+        model_chunks=num_model_chunks(arguments),
+        stage_layers=stage_split(arguments).layers,
+        expert_ranks=arguments.expert_model_parallel_size,
+        expert_tensor_ranks=arguments.expert_tensor_parallel_size if arguments.num_experts else 1,
+        bf16=arguments.bf16,
+        fp64=arguments.fp64,
+        distributed_optimizer=arguments.use_distributed_optimizer,
+        fused_loss=arguments.hdp_fused_loss,
+        recompute=arguments.recompute_granularity,
+        recompute_method=arguments.recompute_method,
+        recompute_num_layers=arguments.recompute_num_layers or 1,
+        tokens_per_rank=arguments.hdp_tokens_per_rank,
+    )
+
+
+def cost_model_of_job(
+    arguments: TrainingArguments, job: Job, activation_bytes_per_token: float | None = None
+) -> CostModel:
+    """The cost model that a run plans with, as if keys and values travelled.
+
+    Measured (``--hdp-cost-model``) or counted from the shape, with the speeds of
+    ``--hdp-rank-speeds``.
+
+    Args:
+        arguments: of the run.
+        job: theirs.
+        activation_bytes_per_token: of all layers on all tensor ranks, where they were counted on
+            the model as it was built; else the formula of `planner.memory`.
+
+    Raises:
+        ValueError: the measured file is about other layers; or a speed is no number, or not one a
+            rank.
+    """
+    if arguments.cost_model_file is not None:
+        found = _with_layers(CostModel.from_json(arguments.cost_model_file), arguments, job)
+    else:
+        kept = activation_bytes_per_token
+        if kept is None:
+            kept = kept_after_forward(job) * job.shape.num_layers * job.tensor_ranks
+        found = cost_model_of_shape(
+            job.shape,
+            value_bytes=job.value_bytes,
+            tensor_ranks=job.tensor_ranks,
+            recomputed_attention=1.0 if job.recompute == "selective" else job.recomputed_share,
+            recomputed_layers=job.recomputed_share,
+            activation_bytes_per_token=kept,
+        )
+        found = replace(found, num_layers=planned_layers(arguments))
+    if arguments.hdp_rank_speeds is None:
+        return found
+    path, ranks = arguments.hdp_rank_speeds, f"the run's {job.hdp_ranks} HDP ranks"
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+    speeds = speeds_in((line for line in lines if line[1]), path, job.hdp_ranks, ranks)
+    return replace(found, rank_speeds=speeds)
+
+
+def _with_layers(measured: CostModel, arguments: TrainingArguments, job: Job) -> CostModel:
+    """A measured cost model with the layers that plans count; 1 layer counts as not given.
+
+    Raises:
+        ValueError: it is about another number of layers.
+    """
+    is_given = measured.num_layers != 1 or arguments.hdp_offload != "off"
+    if not is_given and not measured.counts_layers:
+        return measured
+    if measured.num_layers != job.split.most:
+        raise ValueError(
+            f"--hdp-cost-model {arguments.cost_model_file} has num_layers {measured.num_layers}, "
+            f"expected the {job.split.most} layers of a pipeline stage of this model (of the "
+            "largest stage, if they differ): measure the cost model again, or correct num_layers"
+        )
+    return replace(measured, num_layers=planned_layers(arguments))

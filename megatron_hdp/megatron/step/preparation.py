@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from megatron_hdp.data.mixture import BatchSize, Corpus
 from megatron_hdp.data.steps import PlanSettings, Reader
-from megatron_hdp.megatron.model import model_dtype, padded_vocab_size
+from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
     growth_of,
     model_shape,
+    padded_vocab_size,
     planned_weights,
     sequences_of,
 )

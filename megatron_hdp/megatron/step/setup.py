@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch._dynamo
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
+    cost_model_of_job,
     head_sizes,
+    job_of,
     layer_windows,
-    model_shape,
-    planned_layers,
-    stage_split,
 )
 from megatron_hdp.megatron.parallel import (
     RankPlace,
     compute_device,
     new_gradient_group,
     new_ring_comm,
-    num_parameters,
     rank_place,
     say,
 )
 from megatron_hdp.megatron.step.figures import over_all_ranks
 from megatron_hdp.planner import CostModel
-from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import ring_ways
 from megatron_hdp.runtime.attention import (
     AttentionByLatent,
@@ -114,23 +111,24 @@ def _require_one_attention(attention: Selection) -> None:
 
 
 def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
-    """The cost model that a run begins with: measured (``--hdp-cost-model``) or from the model's
-    shape, with the speeds of ``--hdp-rank-speeds``.
+    """The cost model that a run begins with, as ``megatron-hdp check`` plans with it.
 
-    Every rank must call this.
+    But for two things, which the built model says: the activations that are to be offloaded, and
+    whether its attention can pass latents on. Every rank must call this.
 
     Raises:
-        ValueError: layers count (activations are to be offloaded, or the file has figures of one
-            layer), and the file is about other layers; or a speed is no number, or not one a rank.
+        ValueError: ``--hdp-cost-model`` or ``--hdp-rank-speeds`` cannot be used.
     """
-    found = _with_speeds(arguments, executor, _cost_model_at_full_speed(arguments, executor))
+    place = executor.place
+    num_gpus = place.num_hdp_ranks * place.num_tensor_ranks * place.num_stages
+    vocab_size = get_attr_wrapped_model(executor.chunks[0], "vocab_size")
+    job = job_of(arguments, num_gpus, vocab_size)
+    kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
+    cost_model = cost_model_of_job(arguments, job, kept)
     if not isinstance(executor.attention, AttentionByLatent):
-        return found
+        return cost_model
     ways = ring_ways(
-        model_shape(arguments, vocab_size=0),
-        found,
-        value_bytes=model_dtype(arguments).itemsize,
-        tensor_ranks=executor.place.num_tensor_ranks,
+        job.shape, cost_model, value_bytes=job.value_bytes, tensor_ranks=job.tensor_ranks
     )
     executor.attention.decide_by(
         lambda layout: ways.latent_is_faster(
@@ -140,62 +138,14 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     return ways.latent  # where keys and values travel, that takes less
 
 
-def _with_speeds(
-    arguments: TrainingArguments, executor: HdpExecutor, found: CostModel
-) -> CostModel:
-    if arguments.hdp_rank_speeds is None:
-        return found
-    path, num_ranks = arguments.hdp_rank_speeds, executor.place.num_hdp_ranks
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
-    speeds = speeds_in(
-        (one for one in lines if one[1]), path, num_ranks, f"the run's {num_ranks} HDP ranks"
-    )
-    return replace(found, rank_speeds=speeds)
-
-
-def _cost_model_at_full_speed(arguments: TrainingArguments, executor: HdpExecutor) -> CostModel:
-    planned, most = planned_layers(arguments), stage_split(arguments).most
-    counted = executor.activation_bytes_per_token() if arguments.hdp_offload != "off" else None
-    if arguments.cost_model_file is None:
-        shape = _cost_model_of_shape(arguments, executor, counted)
-        return replace(shape, num_layers=planned)
-    measured = CostModel.from_json(arguments.cost_model_file)
-    if arguments.hdp_offload == "off" and not measured.counts_layers:
-        return measured
-    if measured.num_layers != most:
-        raise ValueError(
-            f"--hdp-offload {arguments.hdp_offload}: {arguments.cost_model_file} says num_layers "
-            f"{measured.num_layers}, a rank of this run has {most}: measure the cost model "
-            "again, or correct num_layers (layers of one pipeline stage, the most if they differ)"
-        )
-    return replace(measured, num_layers=planned)
-
-
-def _cost_model_of_shape(
-    arguments: TrainingArguments, executor: HdpExecutor, counted: float | None
-) -> CostModel:
-    """`counted`: bytes of activations of one token in a layer, if they are to be offloaded."""
-    others: dict[str, float] = {}
-    if counted is not None:
-        layers = len(executor.layers)
-        mine = {"bytes": counted * layers, "layers": float(layers)}
-        total = over_all_ranks(mine, {}, compute_device())
-        # a layer of the model lies on the tensor ranks of one stage
-        of_all = arguments.num_layers * executor.place.num_tensor_ranks
-        per_token = total["bytes"] / total["layers"] * of_all
-        others = {"activation_bytes_per_token": per_token}
-    parameters = num_parameters(executor.chunks)
-    shape = model_shape(arguments, vocab_size=0)
-    return CostModel.of_tensor_ranks(
-        executor.place.num_tensor_ranks,
-        num_layers=arguments.num_layers,
-        hidden_size=shape.attention_width / shape.num_layers,
-        num_parameters=sum(parameters),
-        expert_parameters=parameters.experts,
-        **shape.ring_costs(model_dtype(arguments).itemsize),
-        **others,
-    )
+def _kept_bytes_per_token(arguments: TrainingArguments, executor: HdpExecutor) -> float:
+    """Bytes of activations of one token in all layers on all tensor ranks, counted as built."""
+    layers = len(executor.layers)
+    mine = {"bytes": executor.activation_bytes_per_token() * layers, "layers": float(layers)}
+    total = over_all_ranks(mine, {}, compute_device())
+    # a layer of the model lies on the tensor ranks of one stage
+    of_all = arguments.num_layers * executor.place.num_tensor_ranks
+    return total["bytes"] / total["layers"] * of_all
 
 
 def allow_variants() -> None:

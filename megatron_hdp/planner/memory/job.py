@@ -28,6 +28,8 @@ class Job:
 
     bf16: bool = True
     """Weights and activations in bfloat16, else in float32; gradients are float32 either way."""
+    fp64: bool = False
+    """Everything in float64."""
     distributed_optimizer: bool = True
     fused_loss: bool = True
     recompute: str | None = None
@@ -94,7 +96,7 @@ class Job:
     @property
     def value_bytes(self) -> int:
         """Bytes of a weight or an activation."""
-        return 2 if self.bf16 else 4
+        return 8 if self.fp64 else 2 if self.bf16 else 4
 
     @property
     def token_share(self) -> float:

@@ -1,6 +1,6 @@
 """The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
 
-from megatron_hdp.planner.shape.latent import ring_ways
+from megatron_hdp.planner.shape.costs import cost_model_of_shape, ring_ways
 from megatron_hdp.planner.shape.layers import (
     Attention,
     Layer,
@@ -14,7 +14,6 @@ from megatron_hdp.planner.shape.named import (
     BYTES_PER_VALUE,
     MODELS,
     Model,
-    cost_model_of,
     model_of,
 )
 
@@ -28,7 +27,7 @@ __all__ = [
     "ModelShape",
     "Router",
     "Weights",
-    "cost_model_of",
+    "cost_model_of_shape",
     "model_of",
     "ring_ways",
     "seen_in_window",

@@ -105,8 +105,14 @@ class ModelShape:
         Those of the layers, of the experts that the token visits only, and of the output layer. An
         embedding is looked up and not multiplied.
         """
-        further = len(self.further) * (self.projection + self.embedding)
-        return sum(layer.matrices for layer in self.all_layers) + self.embedding + further
+        projections = len(self.further) * self.projection
+        layers = sum(layer.matrices for layer in self.all_layers)
+        return layers + projections + self.output_parameters
+
+    @property
+    def output_parameters(self) -> int:
+        """Those of them in the output layer, which further tokens meet once more each."""
+        return self.embedding * (1 + len(self.further))
 
     @property
     def projection(self) -> int:
@@ -140,13 +146,32 @@ class ModelShape:
         layers = [layer.attention for layer in self.layers]
         return sum(one.width for one in layers if one.window) / (self.attention_width or 1.0)
 
-    def attention_flops(self, lengths: Int64Array) -> float:
-        """FLOP of attention of sequences of these lengths, forward and backward."""
+    def flops(self, lengths: Int64Array) -> float:
+        """FLOP of the matrix products of sequences of these lengths, forward and backward.
+
+        Each product of m, n and k is 2 m n k, forward once and backward twice. Attention is causal.
+        Neither padding nor recomputation counts, so runs of one model compare.
+        """
         tokens = lengths.astype(np.float64)
         inside = np.minimum(tokens, self.window or np.inf)
-        seen = (inside * (2 * tokens - inside)).sum()  # twice the pairs of query and key
+        seen = (inside * (2 * tokens - inside)).sum()
+        return self.flops_of_sums(float(tokens.sum()), float((tokens**2).sum()), float(seen))
+
+    def flops_of_sums(
+        self, tokens: float, squared_tokens: float, seen_in_window: float | None = None
+    ) -> float:
+        """The same of sequences of which sums are known.
+
+        Args:
+            tokens: sum of their lengths.
+            squared_tokens: sum of the lengths' squares.
+            seen_in_window: twice the pairs of query and key in layers with a window; as many as
+                without one unless given.
+        """
+        seen = squared_tokens if seen_in_window is None else seen_in_window
         share = self.window_share
-        return float(6 * self.attention_width * ((1 - share) * (tokens**2).sum() + share * seen))
+        attention = (1 - share) * squared_tokens + share * seen
+        return 6.0 * (self.active_parameters * tokens + self.attention_width * attention)
 
     @property
     def travelling_size(self) -> int:
@@ -171,12 +196,12 @@ class ModelShape:
     @property
     def latent_size(self) -> int:
         """Values of a token that may travel in place of them, in all layers."""
-        return sum(layer.attention.latent_size for layer in self.layers)
+        return sum(layer.attention.latent_size for layer in self.all_layers)
 
     @property
     def latent_matrices(self) -> int:
         """Parameters that make keys and values of latents, in all layers."""
-        return sum(layer.attention.latent_matrices for layer in self.layers)
+        return sum(layer.attention.latent_matrices for layer in self.all_layers)
 
     @property
     def sent_to_experts(self) -> int:

@@ -6,71 +6,41 @@ groups.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.shape.costs import cost_model_of_shape
 from megatron_hdp.planner.shape.model import ModelShape
 
 BYTES_PER_VALUE = 2
 """What travels is in BF16."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """What a model costs: ``cost_model()``."""
 
-    num_layers: int
-    attention_width: float
-    """Channels of attention of a layer, mean over layers (`Attention.width`)."""
-    travelling_size: int
-    """Values of K and V of one token over all layers without a window."""
+    shape: ModelShape
     active_parameters: float
-    """Parameters that take part in a token's forward pass P."""
-    expert_parameters: float = 0.0
-    """Those of them that are experts'."""
-    expert_values_per_token: int = 0
-    """Values of a token that go to its experts in a forward pass, of all layers."""
-    halo_size: int = 0
-    """Values that a member of a ring sends forward in layers with a window, at most."""
-    window: int | None = None
-    """Tokens that a query sees there; None: no layer has one."""
-    window_share: float = 0.0
-    """Their share of attention's width."""
+    """Parameters that take part in a token's forward pass P; the paper's are nominal."""
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Self:
         """The model of that shape."""
-        return cls(
-            num_layers=shape.num_layers,
-            attention_width=shape.attention_width / shape.num_layers,
-            travelling_size=shape.travelling_size,
-            active_parameters=shape.active_parameters,
-            expert_parameters=shape.expert_parameters,
-            expert_values_per_token=shape.sent_to_experts,
-            halo_size=shape.halo_size,
-            window=shape.window,
-            window_share=shape.window_share,
-        )
+        return cls(shape, shape.active_parameters)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers without a window."""
-        return self.travelling_size * BYTES_PER_VALUE
+        return self.shape.travelling_size * BYTES_PER_VALUE
 
     def cost_model(self) -> CostModel:
-        """The cost model at 400 TFLOP/s a rank."""
-        return CostModel.from_model_shape(
-            num_layers=self.num_layers,
-            hidden_size=self.attention_width,
-            num_parameters=self.active_parameters,
-            expert_parameters=self.expert_parameters,
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            halo_bytes=3 * self.halo_size * BYTES_PER_VALUE,
-            window_tokens=self.window or 0,
-            window_share=self.window_share,
+        """The cost model of ranks of one GPU, at 400 TFLOP/s."""
+        return cost_model_of_shape(
+            self.shape, value_bytes=BYTES_PER_VALUE, active_parameters=self.active_parameters
         )
 
 
@@ -89,7 +59,7 @@ def _named(
         num_experts=experts,
         experts_per_token=2 if experts else 1,
     )
-    return replace(Model.of_shape(shape), active_parameters=parameters)
+    return Model(shape, parameters)
 
 
 MODELS: Mapping[str, Model] = MappingProxyType(
@@ -115,8 +85,3 @@ def model_of(name: str) -> Model:
         return MODELS[name]
     near = nearest(name, MODELS)
     raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)} (nearest: {near})")
-
-
-def cost_model_of(name: str) -> CostModel:
-    """The cost model of a named model; ValueError for a name that is none."""
-    return model_of(name).cost_model()

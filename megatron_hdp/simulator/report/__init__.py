@@ -4,8 +4,31 @@
 curves over steps and time; `page` and `picture` put them together.
 """
 
-from megatron_hdp.simulator.report.figures import COLUMNS, cells
-from megatron_hdp.simulator.report.subject import Subject
-from megatron_hdp.simulator.report.writing import SUFFIXES, write_report
+import os
+
+from megatron_hdp.simulator.execution import Run
+from megatron_hdp.simulator.report.figures import COLUMNS, Subject, cells
+from megatron_hdp.simulator.report.page import write_page
+from megatron_hdp.simulator.report.picture import write_picture
 
 __all__ = ["COLUMNS", "SUFFIXES", "Subject", "cells", "write_report"]
+
+SUFFIXES = (".html", ".png", ".svg", ".pdf")
+
+
+def write_report(run: Run, subject: Subject, path: str) -> None:
+    """Write what a run would be; the same run gives the same bytes.
+
+    Args:
+        run: what was simulated.
+        subject: what it was asked for.
+        path: the file, of one of `SUFFIXES`; written under another name and renamed when it is
+            complete.
+
+    Raises:
+        ImportError: a picture is wanted, and matplotlib is not installed.
+    """
+    if os.path.splitext(path)[1] == ".html":
+        write_page(run, subject, path)
+    else:
+        write_picture(run, subject, path)

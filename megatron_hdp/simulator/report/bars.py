@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.simulator.execution import StepExecution
-from megatron_hdp.simulator.lanes import Lanes
+from megatron_hdp.simulator.plan_bars import Lanes
 from megatron_hdp.simulator.report.parts import parts_of
 
 MAX_ROWS = 24

@@ -1,9 +1,9 @@
 """A run's figures in words: the table by strategy, the sentence above it, what to beware of."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron_hdp.simulator.execution import Outcome, Run
-from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.units import num_bytes, seconds
 from megatron_hdp.strategies import BASELINE
 
@@ -18,6 +18,20 @@ COLUMNS = (
     "speed-up",
 )
 _OURS = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the run was asked for."""
+
+    config: str
+    """Names of files, and flags that win over them."""
+    data: str
+    """Where the lengths come from."""
+    cost_model: str | None = None
+    """The file of measured coefficients; None: they are assumed from the model's shape."""
+    gpu_memory_bytes: float | None = None
+    """That a GPU has; None: not looked at."""
 
 
 def cells(run: Run, name: str) -> tuple[str, ...]:

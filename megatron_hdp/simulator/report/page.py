@@ -1,42 +1,36 @@
 """A run as one HTML file without a network: text and tables as they are, charts by a script."""
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from megatron_hdp.simulator.charts import chart_places, on_page
+from megatron_hdp.simulator import page
+from megatron_hdp.simulator.charts import on_page
 from megatron_hdp.simulator.execution import Run
-from megatron_hdp.simulator.filling import encoded, script_data, text_of, write_filled
-from megatron_hdp.simulator.palette import Palette, pale
+from megatron_hdp.simulator.palette import Palette
 from megatron_hdp.simulator.report.bars import Gantt, gantt_of
 from megatron_hdp.simulator.report.charts import MAX_STEPS, all_charts, first_steps, first_window_s
-from megatron_hdp.simulator.report.figures import headline
+from megatron_hdp.simulator.report.figures import Subject, headline
 from megatron_hdp.simulator.report.parts import PARTS
-from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.report.tables import closing, opening, parts_table
 
 
 def write_page(run: Run, subject: Subject, path: str) -> None:
     """Write a report's page to ``path``."""
     gantts = gantts_of(run)
+    charts = [on_page(one) for one in all_charts(run, subject)]
     document = {
         "figures": {name: _short(run.figures(name)) for name in run.outcomes},
-        "charts": [on_page(one) for one in all_charts(run, subject)],
-        **_gantts_on_page(run, gantts),
+        "charts": {"parts": charts[:1], "charts": charts[1:]},
+        "bars": _bars_on_page(run, gantts),
     }
-    template = text_of("megatron_hdp.simulator.report", "page.html")
-    places = {
-        "__TITLE__": escape(headline(run)),
-        "__OPENING__": opening(run, subject),
-        "__PARTS__": parts_table(run),
-        "__CLOSING__": closing(run, subject, left_out(run, gantts)),
-        "__GANTT__": text_of("megatron_hdp.simulator.report", "gantt.js"),
-        "__REPORT__": script_data(document),
-        **chart_places(),
-    }
-    write_filled(path, template, places)
+    body = (
+        f'{opening(run, subject)}<div id="parts"></div>\n{parts_table(run)}'
+        '<section id="bars"></section>\n<div id="charts"></div>\n'
+        f"{closing(run, subject, left_out(run, gantts))}"
+    )
+    page.write_page(path, headline(run), body, document)
 
 
 def gantts_of(run: Run) -> dict[str, Gantt]:
@@ -74,43 +68,54 @@ def _short(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name != "steps"}
 
 
-def _gantts_on_page(run: Run, gantts: Mapping[str, Gantt]) -> dict[str, Any]:
+def _bars_on_page(run: Run, gantts: Mapping[str, Gantt]) -> dict[str, Any] | None:
     if not gantts:
-        return {"gantts": []}
-    palette = palette_of(gantts, run.setting.ranks)
-    return {
-        "gantts": [
-            {
-                "name": name,
-                "ranks": one.ranks,
-                "numRanks": one.num_ranks,
-                "stages": one.stages,
-                "chunks": one.chunks,
-                "makespan": one.makespan_s,
-                "step": one.step_s,
-                "behind": [[part, at, length, PARTS[part]] for part, at, length in one.behind],
-                "arrays": {key: encoded(array) for key, array in _arrays(one).items()},
-            }
-            for name, one in gantts.items()
+        return None
+    first = next(iter(gantts.values()))
+    note = "A bar is a rank's own work on a micro-batch, coloured by the ranks of its ring"
+    if first.stages > 1:
+        note += f"; a rank has a row for each of its {first.stages} stages"
+        note += "; a forward is paler than its backward"
+    if any(len(one.ranks) < one.num_ranks for one in gantts.values()):
+        note += f". Some of {first.num_ranks:,} HDP ranks are shown"
+    return page.bars_on_page(
+        [_gantt_on_page(name, one) for name, one in gantts.items()],
+        palette_of(gantts, run.setting.ranks),
+        first_window_s(run),
+        note=f"{note}.",
+        legend=[
+            page.WAITING,
+            *{part: PARTS[part] for one in gantts.values() for part, *_ in one.behind}.items(),
         ],
-        "window": first_window_s(run),
-        "mostOfGroup": [most for _, most in palette.groups],
-        "groupNames": palette.names,
-        "colours": palette.colours,
-        "pale": [pale(colour) for colour in palette.colours],
+        title="One step of each strategy, on one scale of time",
+    )
+
+
+def _gantt_on_page(name: str, one: Gantt) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ranks": one.ranks,
+        "rows": len(one.ranks) * one.stages,
+        "stages": one.stages,
+        "chunks": one.chunks,
+        "makespan": one.makespan_s,
+        "step": one.step_s,
+        "limits": [],
+        "behind": [[part, at, length, PARTS[part]] for part, at, length in one.behind],
+        "arrays": page.encoded(_arrays(one)),
     }
 
 
 def _arrays(one: Gantt) -> dict[str, Any]:
     return {
-        "row": one.row.astype(np.int32),
+        "row": one.row,
         "start": one.start_s,
         "busy": one.busy_s,
         "end": one.end_s,
-        "microBatch": one.micro_batch.astype(np.int32),
-        "degree": one.degree.astype(np.int32),
+        "microBatch": one.micro_batch,
+        "degree": one.degree,
         "tokens": one.tokens.astype(np.float64),
-        "joined": one.joined.astype(np.int32),
-        "backward": one.backward.astype(np.uint8),
-        "chunk": one.chunk.astype(np.int32),
+        "joined": one.joined,
+        "backward": one.backward,
+        "chunk": one.chunk,
     }

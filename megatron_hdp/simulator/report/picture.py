@@ -11,10 +11,9 @@ from megatron_hdp.simulator.palette import IDLE, Palette, pale
 from megatron_hdp.simulator.plot import add_rectangles, import_figure
 from megatron_hdp.simulator.report.bars import Gantt
 from megatron_hdp.simulator.report.charts import all_charts, first_window_s
-from megatron_hdp.simulator.report.figures import headline
+from megatron_hdp.simulator.report.figures import Subject, headline
 from megatron_hdp.simulator.report.page import gantts_of, palette_of
 from megatron_hdp.simulator.report.parts import PARTS
-from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.report.tables import about
 
 _INCHES = 2.3  # of a chart

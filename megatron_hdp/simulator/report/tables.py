@@ -6,9 +6,8 @@ from html import escape
 from typing import Any
 
 from megatron_hdp.simulator.execution import Run
-from megatron_hdp.simulator.report.figures import COLUMNS, cells, headline, warnings
+from megatron_hdp.simulator.report.figures import COLUMNS, Subject, cells, headline, warnings
 from megatron_hdp.simulator.report.parts import mean_parts
-from megatron_hdp.simulator.report.subject import Subject
 from megatron_hdp.simulator.units import num_bytes, seconds
 
 _MOST_SLOW = 16  # ranks that are named

@@ -95,14 +95,15 @@ def job_with(model: str, gpus: int, layout: Layout, tokens_per_rank: int) -> Job
 
 def cost_model_of(model: str, job: Job, layout: Layout, constants: Constants) -> CostModel:
     """Costs of an HDP rank."""
-    shape = model_of(model)
-    hidden_size = shape.attention_width
+    named = model_of(model)
+    shape = named.shape
+    hidden_size = shape.attention_width / shape.num_layers
     one = CostModel.of_tensor_ranks(
         layout.tensor_ranks,
         num_layers=shape.num_layers,
         hidden_size=hidden_size,
         num_parameters=job.shape.active_parameters,
-        kv_bytes_per_token=shape.kv_bytes_per_token * constants.ring_traffic,
+        kv_bytes_per_token=named.kv_bytes_per_token * constants.ring_traffic,
         flops_per_s=constants.linear_flops_per_s,
         intra_node_bytes_per_s=constants.nvlink_bytes_per_s,
         inter_node_bytes_per_s=constants.network_bytes_per_s,

@@ -7,7 +7,7 @@ from planner_bench.lengths import python_lengths, tailed_lengths
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.lengths import batch_of
-from megatron_hdp.cli.planning import Request
+from megatron_hdp.cli.plan_outcomes import Request
 from megatron_hdp.data.presets import LONGEST
 from megatron_hdp.planner import LLAMA_7B, CostModel
 

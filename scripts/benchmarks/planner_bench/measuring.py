@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from planner_bench.cases import Case
 
-from megatron_hdp.cli.plan_report import share
-from megatron_hdp.cli.planning import Outcome, Request, outcome_of, plan_with
+from megatron_hdp.cli.plan_outcomes import Outcome, Request, outcome_of, plan_with
+from megatron_hdp.cli.plan_text import share
 from megatron_hdp.planner import Plan, evaluate, replay
 
 NOISY_STEPS = 3

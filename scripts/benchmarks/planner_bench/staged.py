@@ -13,7 +13,7 @@ from functools import lru_cache
 from planner_bench.cases import Case
 from planner_bench.measuring import planning_ms_of
 
-from megatron_hdp.cli.planning import Request, plan_with
+from megatron_hdp.cli.plan_outcomes import Request, plan_with
 from megatron_hdp.planner import Figures, Plan, PlanError, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline

@@ -16,7 +16,7 @@ import picture
 import yaml
 from measured import RankTime, Step, Stretch, nearest_step, read_run
 
-from megatron_hdp.cli import simulating
+from megatron_hdp.cli import simulated_run
 from megatron_hdp.cli.main import build_parser
 from megatron_hdp.simulator.execution import StepExecution
 
@@ -46,10 +46,10 @@ def simulated(folder: Path, measured: Sequence[Step], strategy: str, flags: Sequ
     words += ["--cost-model", folder / "cost-model.json", "--steps", len(measured)]
     words += ["--seed", groups["optimization"]["seed"], "--", "--hdp-tokens-per-rank", tokens]
     arguments = build_parser().parse_args([*map(str, words), *flags])
-    options = simulating.options_of(arguments)
-    setting = simulating.setting_of(arguments, options, {})
+    options = simulated_run.options_of(arguments)
+    setting = simulated_run.setting_of(arguments, options, {})
     steps = []
-    for number, lengths in enumerate(simulating.batches_of(arguments, options)):
+    for number, lengths in enumerate(simulated_run.batches_of(arguments, options)):
         was = measured[number].metrics
         if int(lengths.sum()) != was["tokens"]:
             raise ValueError(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_hdp.cli.data_commands import describing
+from megatron_hdp.cli.data_commands import descriptions
 from megatron_hdp.cli.main import main
 from megatron_hdp.data.spans import Spans
 from tests.support.sources import LENGTHS, data_file, write_sources
@@ -23,7 +23,7 @@ def described(capsys, *arguments):
 
 @pytest.mark.parametrize("piece", [2, 1 << 20])
 def test_figures_are_those_of_the_lengths(folder, capsys, monkeypatch, piece):
-    monkeypatch.setattr(describing, "_PIECE", piece)
+    monkeypatch.setattr(descriptions, "_PIECE", piece)
     found = described(capsys, data_file(folder))
     assert list(found) == ["web", "chat", "code"]
     for name, lengths in LENGTHS.items():
@@ -93,16 +93,6 @@ def test_text_is_tokenised_first(folder, capsys):
     }
 
 
-def test_pictures_and_pages(folder, capsys):
-    path = data_file(folder)
-    files = [folder / name for name in ("d.png", "d.html", "d.svg")]
-    outputs = [word for file in files for word in ("--output", str(file))]
-    assert main(["data", "describe", str(path), *outputs]) == 0
-    assert files[0].read_bytes().startswith(b"\x89PNG")
-    assert "share of the source's tokens" in files[1].read_text()
-    assert "<svg" in files[2].read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -110,9 +100,6 @@ def test_pictures_and_pages(folder, capsys):
         (["gone.yaml"], "gone.yaml: No such file"),
         (["nothing/here"], "nothing/here: no such file or folder, expected one with documents"),
         (["web/corpus", "--split", "0,0"], "expected one to three weights"),
-        (["web/corpus", "--output", "a.bmp"], "--output a.bmp: expected a name that ends in .png"),
-        (["data.yaml", "--output", "no/a.png"], "found no folder no"),
-        (["data.yaml", "--output", "a.png", "--output", "./a.png"], "the file is written, too"),
     ],
 )
 def test_mistakes_are_one_line(folder, capsys, monkeypatch, arguments, words):

@@ -45,19 +45,20 @@ def test_a_file_with_other_flags_in_it(tmp_path):
     model = model_in(tmp_path, MIXTRAL)
     assert model.kv_bytes_per_token == 131_072
     assert model.active_parameters == pytest.approx(12.75e9, rel=0.01)
-    assert model.expert_parameters == 32 * 3 * 4096 * 14336 * 2
+    assert model.shape.expert_parameters == 32 * 3 * 4096 * 14336 * 2
 
 
 def test_a_configuration_of_this_repository():
     model = find_model(TINY)
-    assert (model.num_layers, model.attention_width, model.travelling_size) == (2, 64, 2 * 64)
-    assert model.active_parameters == 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)
+    assert (model.shape.num_layers, model.shape.travelling_size) == (2, 2 * 64)
+    layers = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128)
+    assert model.active_parameters == layers + 64 * 384  # the output layer, 257 bytes padded
 
 
 def test_a_configuration_that_names_its_parts():
-    model = find_model(TINY.replace("tiny-cpu", "llama-70b-1m"))
-    assert (model.num_layers, model.travelling_size) == (80, 80 * 2 * 8 * 128)
-    assert model.active_parameters == pytest.approx(68.5e9, rel=0.01)  # no embeddings, no output
+    model = find_model(TINY.replace("tiny-cpu", "bytescale/llama-70b-1m"))
+    assert (model.shape.num_layers, model.shape.travelling_size) == (80, 80 * 2 * 8 * 128)
+    assert model.active_parameters == pytest.approx(68.5e9 + 128_256 * 8192, rel=0.01)
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -72,10 +73,10 @@ def test_what_is_left_out_is_filled_in_as_training_does(tmp_path, swiglu, groups
         text += f"{groups[0].removeprefix('--')}: {groups[1] if len(groups) > 1 else 'true'}\n"
     model = model_in(tmp_path, text)
     kv_size = trained.num_query_groups * trained.kv_channels
-    assert model.travelling_size == 2 * 2 * kv_size
+    assert model.shape.travelling_size == 2 * 2 * kv_size
     attention = 640 * (2 * 640 + 2 * kv_size)
     mlp = (3 if swiglu else 2) * 640 * trained.ffn_hidden_size
-    assert model.active_parameters == 2 * (attention + mlp)
+    assert model.active_parameters == 2 * (attention + mlp) + model.shape.embedding
 
 
 def test_an_experts_own_size_counts(tmp_path):
@@ -84,7 +85,7 @@ def test_an_experts_own_size_counts(tmp_path):
     assert model_in(tmp_path, shape + "moe-ffn-hidden-size: 7\n") == dense
     experts = model_in(tmp_path, shape + "num-experts: 4\nmoe-ffn-hidden-size: 7\n")
     assert experts.active_parameters - dense.active_parameters == 64 * (2 * (2 * 7 - 100) + 4)
-    assert (dense.expert_parameters, experts.expert_parameters) == (0, 64 * 2 * 2 * 7)
+    assert (dense.shape.expert_parameters, experts.shape.expert_parameters) == (0, 64 * 2 * 2 * 7)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +120,4 @@ def test_description():
     assert describe("llama-7b", MODELS["llama-7b"]) == (
         "llama-7b  (7B parameters a token, 131,072 B of K and V a token)"
     )
-    assert "73.7K parameters" in describe("tiny", find_model(TINY))
+    assert "98.3K parameters" in describe("tiny", find_model(TINY))

@@ -12,9 +12,10 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import (
     planned_weights,
+    shape,
     stage_split,
 )
-from megatron_hdp.megatron.step import learning, setup
+from megatron_hdp.megatron.step import learning
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.pipeline import Pipeline
 from tests.gradient_equivalence.case import LENGTHS
@@ -64,7 +65,7 @@ def own_layers(arguments):
 
 def with_own_layers(arguments):
     """Body of a rank."""
-    with mock.patch.object(setup, "planned_layers", own_layers):
+    with mock.patch.object(shape, "planned_layers", own_layers):
         return what_is_planned(arguments)
 
 

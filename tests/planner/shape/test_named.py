@@ -3,12 +3,12 @@
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B
-from megatron_hdp.planner.shape import MODELS, cost_model_of, model_of
+from megatron_hdp.planner.shape import MODELS, model_of
 
 
 def test_llama_7b_is_the_cost_model_of_record():
     assert model_of("llama-7b").kv_bytes_per_token == 131_072
-    assert cost_model_of("llama-7b") == LLAMA_7B
+    assert model_of("llama-7b").cost_model() == LLAMA_7B
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def test_llama_7b_is_the_cost_model_of_record():
 )
 def test_the_papers_table(name, layers, heads, groups, width, parameters):
     model = MODELS[name]
-    assert (model.num_layers, model.attention_width) == (layers, width)
+    assert (model.shape.num_layers, model.shape.attention_width) == (layers, layers * width)
     assert heads * 128 == width
     assert model.kv_bytes_per_token == 2 * layers * groups * 128 * 2
-    cost = cost_model_of(name)
+    cost = model_of(name).cost_model()
     assert cost.a == pytest.approx(6 * layers * width / 400e12)
     assert cost.linear_s_per_token == pytest.approx(6 * parameters / 400e12)
     assert cost.num_layers == layers
@@ -43,7 +43,7 @@ def test_the_papers_table(name, layers, heads, groups, width, parameters):
     ],
 )
 def test_experts_are_apart(name, experts):
-    cost = cost_model_of(name)
+    cost = model_of(name).cost_model()
     assert cost.b_experts == pytest.approx(6 * experts / 400e12)
     assert cost.b == pytest.approx(6 * (MODELS[name].active_parameters - experts) / 400e12)
 

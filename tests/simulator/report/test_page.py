@@ -1,9 +1,6 @@
 """A report's page: the run's own figures, no network, no name that breaks it, few bytes."""
 
-import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Run, simulate
 from megatron_hdp.simulator.report import COLUMNS, Subject, bars, cells, charts, write_report
 from megatron_hdp.simulator.report.figures import headline
+from tests.simulator.browser import array_of, data_of, foreign, needs_node, seen_on
 from tests.simulator.report.runs import SUBJECT, run_of, run_without_a_mesh, setting_of
-from tests.simulator.test_page import array_of
 
 MOST_BYTES = 2_000_000
 
@@ -54,17 +51,10 @@ def page_of(folder: Path, run: Run, subject: Subject = SUBJECT) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script id="report" type="application/json">(.*?)</script>', page, re.S)
-    assert found
-    data: dict[str, Any] = json.loads(found[1])
-    return data
-
-
-def foreign(page: str) -> list[str]:
-    """What a page would load, or where it would lead."""
-    page = page.replace("http://www.w3.org/2000/svg", "")  # a name
-    return re.findall(r"(?:src|href)=|https?://|@import|fetch\(|url\(|XMLHttpRequest", page)
+def charts_of(page: str) -> dict[str, Any]:
+    """Charts of a page by title."""
+    lists = data_of(page)["charts"].values()
+    return {chart["title"]: chart for charts in lists for chart in charts}
 
 
 def test_it_holds_the_figures_of_the_run(tmp_path: Path) -> None:
@@ -84,7 +74,7 @@ def test_it_holds_the_figures_of_the_run(tmp_path: Path) -> None:
 
 def test_parts_add_up_to_the_step_times(tmp_path: Path) -> None:
     run = run_of("naive", "auto", steps=3)
-    found = {chart["title"]: chart for chart in data_of(page_of(tmp_path, run))["charts"]}
+    found = charts_of(page_of(tmp_path, run))
     parts, steps = found["Where the time of a step goes"], found["Step times"]
     sums = np.sum(list(parts["series"].values()), axis=0)
     for name, total in zip(parts["x"], sums, strict=True):
@@ -94,7 +84,7 @@ def test_parts_add_up_to_the_step_times(tmp_path: Path) -> None:
 
 def test_curves_are_those_of_the_first_step(tmp_path: Path) -> None:
     run = run_of("auto")
-    found = {chart["title"]: chart for chart in data_of(page_of(tmp_path, run))["charts"]}
+    found = charts_of(page_of(tmp_path, run))
     memory, computing = found["Memory of the fullest GPU"], found["Who computes"]
     assert memory["limits"] == {"a GPU has": 80e9}
     for name, outcome in run.outcomes.items():
@@ -108,14 +98,14 @@ def test_curves_are_those_of_the_first_step(tmp_path: Path) -> None:
 
 def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
     run = run_of("auto", pipeline=Pipeline(2, 2), job=None)
-    for found in data_of(page_of(tmp_path, run))["gantts"]:
+    for found in data_of(page_of(tmp_path, run))["bars"]["gantts"]:
         first = run.outcomes[found["name"]].first
         assert first is not None
         expected = bars.gantt_of(first, run.setting.disturbance.slow)
-        np.testing.assert_array_equal(array_of(found, "start"), expected.start_s)
-        np.testing.assert_array_equal(array_of(found, "busy"), expected.busy_s)
-        np.testing.assert_array_equal(array_of(found, "row"), expected.row)
-        np.testing.assert_array_equal(array_of(found, "chunk"), expected.chunk)
+        np.testing.assert_array_equal(array_of(found["arrays"], "start"), expected.start_s)
+        np.testing.assert_array_equal(array_of(found["arrays"], "busy"), expected.busy_s)
+        np.testing.assert_array_equal(array_of(found["arrays"], "row"), expected.row)
+        np.testing.assert_array_equal(array_of(found["arrays"], "chunk"), expected.chunk)
         assert (found["stages"], found["chunks"], expected.chunk.max()) == (2, 2, 1)
         assert (found["step"], found["ranks"]) == (first.step_s, list(expected.ranks))
 
@@ -142,7 +132,7 @@ def test_a_strategy_without_a_plan_shows_its_reason(tmp_path: Path) -> None:
     reason = run.outcomes["dynamic-cp"].reason
     assert reason and any(reason in text for text in Text(page).texts)
     assert ["dynamic-cp", *["-"] * 7] in Text(page).rows
-    assert "dynamic-cp" not in [one["name"] for one in data_of(page)["gantts"]]
+    assert "dynamic-cp" not in [one["name"] for one in data_of(page)["bars"]["gantts"]]
     assert "dynamic-cp" in data_of(page)["figures"]
 
 
@@ -187,73 +177,27 @@ def test_a_report_of_nothing(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / f"r.{suffix}").stat().st_size > 1000
 
 
-BROWSER = """
-const page = require("fs").readFileSync(process.argv[1], "utf8");
-const data = page.match(/<script id="report"[^>]*>([^]*?)<\\/script>/)[1];
-const code = page.match(/<script>\\n([^]*?)<\\/script>/)[1];
-const made = [];
-const element = (name) => {
-  const painted = {};
-  const pen = new Proxy({}, { get: (has, key) => key in has ? has[key] : (...size) => {
-    if (key === "fillRect") painted[has.fillStyle] = (painted[has.fillStyle] || 0) + size[2];
-  } });
-  const one = { name, style: {}, kids: [], attributes: {}, on: {}, offsetWidth: 10, painted,
-    setAttribute(key, value) { one.attributes[key] = value; }, getContext: () => pen,
-    appendChild(kid) { one.kids.push(kid); return kid; }, append() {}, replaceWith() {},
-    addEventListener(what, act) { one.on[what] = act; },
-    getBoundingClientRect: () => ({ left: 0, top: 0, width: 1060 }) };
-  made.push(one);
-  return one;
-};
-const found = { report: { textContent: data } };
-for (const id of ["tip", "said", "parts", "charts", "gantts"]) found[id] = element(id);
-const document = { getElementById: (id) => found[id], createElement: element,
-  createElementNS: (space, name) => element(name), documentElement: {} };
-const style = () => ({ getPropertyValue: (name) => ` ${name}` });
-new Function("document", "innerWidth", "getComputedStyle", code)(document, 1100, style);
-const canvases = made.filter((one) => one.name === "canvas");
-const painted = canvases.map((one) => ({ ...one.painted }));
-const last = canvases.at(-1), tips = [];
-const at = (x, y) => {
-  last.on.pointermove({ clientX: x, clientY: y });
-  tips.push(found.tip.textContent);
-};
-at(78, 4); at(1059, 4);
-const press = (key) => {
-  last.on.keydown({ key, preventDefault() {} });
-  return found.said.textContent;
-};
-const said = ["ArrowRight", "ArrowRight", "ArrowDown", "a"].map(press);
-const rects = made.filter((one) => one.name === "rect").map((one) => one.attributes);
-console.log(JSON.stringify({ painted, tips, said, rects,
-  headings: made.filter((one) => /^h[23]$/.test(one.name)).map((one) => one.textContent),
-  labels: canvases.map((one) => one.attributes["aria-label"]) }));
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node on the PATH")
+@needs_node
 def test_the_page_draws_and_answers(tmp_path: Path) -> None:
     run = run_of("auto", disturbance=Disturbance())
     data = data_of(page_of(tmp_path, run))
-    command = ["node", "-e", BROWSER, str(tmp_path / "report.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    ours = data["gantts"][-1]
+    keys = ["ArrowRight", "ArrowRight", "ArrowDown", "a"]
+    seen = seen_on(tmp_path / "report.html", [(78, 4), (1059, 4)], keys)
+    drawn, ours = data["bars"], data["bars"]["gantts"][-1]
     assert ours["name"] == "auto"
     width = 1060 - 76 - 14
-    work = array_of(ours, "busy").sum() / data["window"] * width
-    drawn = sum(seen["painted"][-1].get(colour, 0.0) for colour in data["colours"])
-    assert drawn == pytest.approx(work, rel=0.01)
-    waiting = seen["painted"][-1]["--idle"]
-    assert waiting == pytest.approx(16 * ours["makespan"] / data["window"] * width, rel=0.01)
-    parts = next(one for one in data["charts"] if one["kind"] == "piles")
-    widths = [one["width"] for one in seen["rects"]]
+    work = array_of(ours["arrays"], "busy").sum() / drawn["window"] * width
+    painted = sum(seen["painted"].get(colour, 0.0) for colour in drawn["colours"])
+    assert painted == pytest.approx(work, rel=0.01)
+    waiting = seen["painted"]["--idle"]
+    assert waiting == pytest.approx(16 * ours["makespan"] / drawn["window"] * width, rel=0.01)
+    (parts,) = data["charts"]["parts"]
+    widths = [shape["width"] for name, shape, _ in seen["shapes"] if name == "rect"]
     values = [one[k] for k in range(len(parts["x"])) for one in parts["series"].values()]
     np.testing.assert_allclose(np.array(widths) / sum(widths), np.array(values) / sum(values))
     assert seen["tips"][0].startswith("auto, rank 0\nmicro-batch ")
-    assert seen["tips"][1] == ""  # behind the end of the step
-    first, second, below, other = seen["said"]
+    assert seen["tips"][1] == ""  # after the end of the step
+    first, second, below, other = seen["spoken"]
     assert "rank 0" in first and "rank 0" in second and first != second
     assert "rank 1\n" in below and other == below
     assert len(seen["labels"]) == 2 and "16 ranks" in seen["labels"][0]

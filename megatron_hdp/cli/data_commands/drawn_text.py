@@ -1,19 +1,16 @@
-"""What ``data plan`` has found, as text, as JSON and as charts."""
+"""What ``data plan`` finds, as text and as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array
-from megatron_hdp.cli.data_commands.efficiency import Estimate, Ranks
-from megatron_hdp.cli.data_commands.forecast import Forecast, PhaseSums, Sums
-from megatron_hdp.cli.data_commands.text import aligned, short
+from megatron_hdp.cli.data_commands.drawn_steps import Forecast, Phase
 from megatron_hdp.data.mixture import Corpus, Position
-from megatron_hdp.simulator.charts import Chart
-from megatron_hdp.simulator.units import num_bytes, seconds
+from megatron_hdp.simulator.units import aligned, num_bytes, short
 
 _UNITS = {"tokens": "tokens", "loss-tokens": "loss tokens", "sequences": "sequences"}
 
@@ -28,9 +25,6 @@ class Findings:
     seed: int
     has_cache: bool
     """Whether tables lie in files that the processes of a node share."""
-    ranks: Ranks | None
-    estimates: list[Estimate] = field(default_factory=list)
-    """One a phase, where there are ranks."""
 
     @property
     def index_bytes(self) -> int:
@@ -51,7 +45,7 @@ class Findings:
             ]
         )
 
-    def span(self, phase: PhaseSums) -> tuple[int, int]:
+    def span(self, phase: Phase) -> tuple[int, int]:
         """Return where a phase begins and where the next one does, or the steps end."""
         phases, unit = self.corpus.schedule.phases, self.corpus.schedule.unit
         end = phase.end.steps if unit == "steps" else phase.end.tokens
@@ -68,7 +62,7 @@ def record(found: Findings) -> dict[str, Any]:
 
     start, total = Position(), np.zeros(len(names))
     phases = []
-    for i, phase in enumerate(forecast.phases):
+    for phase in forecast.phases:
         begin, end = found.span(phase)
         total = total + phase.amounts
         phases.append(
@@ -80,7 +74,6 @@ def record(found: Findings) -> dict[str, Any]:
                 "shares_since_start": named(total / max(total.sum(), 1.0)),
                 "epochs_since_start": named(found.epochs(start, phase.end)),
                 **_figures(phase),
-                "estimate": asdict(found.estimates[i]) if found.estimates else None,
             }
         )
     return {
@@ -97,17 +90,6 @@ def record(found: Findings) -> dict[str, Any]:
         "seed": found.seed,
         "index_bytes": found.index_bytes,
         "private_index_bytes": found.private_index_bytes,
-        "over_time": [
-            {
-                "step": one.end.steps,
-                "tokens": one.end.tokens,
-                "shares": named(one.shares),
-                "epochs_since_start": named(found.epochs(start, one.end)),
-                "mean_length": one.mean_length,
-                "longest": one.longest,
-            }
-            for one in forecast.stretches
-        ],
     }
 
 
@@ -127,10 +109,8 @@ def text(found: Findings) -> str:
     """Return the tables."""
     forecast = found.forecast
     lines = [title(found)]
-    for i, phase in enumerate(forecast.phases):
+    for phase in forecast.phases:
         lines += ["", _headline(found, phase), *_shares(found, phase)]
-        if found.estimates:
-            lines.append(_estimate(found, found.estimates[i]))
     lines += ["", _exhaustion(forecast), _memory(found)]
     if forecast.without_loss is not None:
         lines.append(
@@ -140,53 +120,7 @@ def text(found: Findings) -> str:
     return "\n".join(lines)
 
 
-def charts(found: Findings) -> list[Chart]:
-    """Return shares, lengths and epochs over the steps."""
-    forecast, names = found.forecast, found.forecast.names
-    stretches = forecast.stretches
-    x = [(one.begin.steps + one.end.steps) / 2 for one in stretches]
-    marks = [float(phase.begin.steps) for phase in forecast.phases[1:]]
-    unit = _UNITS[found.corpus.spec.weight_unit]
-
-    def by_source(rows: list[Float64Array]) -> dict[str, list[float]]:
-        return dict(zip(names, np.array(rows).T.tolist(), strict=True))
-
-    shared: dict[str, Any] = {"x_label": "step", "marks": marks}
-    start = Position()
-    places = [start, *(one.end for one in stretches)]
-    return [
-        Chart(
-            kind="stacked",
-            title=f"share of each source in the {unit} that are drawn",
-            y_label="share",
-            x=x,
-            series=by_source([one.shares for one in stretches]),
-            **shared,
-        ),
-        Chart(
-            kind="lines",
-            title="lengths of sequences",
-            y_label="tokens",
-            x=x,
-            series={
-                "longest": [float(one.longest) for one in stretches],
-                "mean": [one.mean_length for one in stretches],
-            },
-            log=True,
-            **shared,
-        ),
-        Chart(
-            kind="lines",
-            title="epochs of each source",
-            y_label="epochs since the start",
-            x=[float(one.steps) for one in places],
-            series=by_source([found.epochs(start, one) for one in places]),
-            **shared,
-        ),
-    ]
-
-
-def _figures(sums: Sums) -> dict[str, float]:
+def _figures(sums: Phase) -> dict[str, float]:
     return {
         "steps": sums.num_steps,
         "tokens": sums.num_tokens,
@@ -197,7 +131,7 @@ def _figures(sums: Sums) -> dict[str, float]:
     }
 
 
-def _headline(found: Findings, phase: PhaseSums) -> str:
+def _headline(found: Findings, phase: Phase) -> str:
     begin, end = found.span(phase)
     places = f"steps {begin:,} to {end:,}"
     if found.corpus.schedule.unit == "tokens":
@@ -211,7 +145,7 @@ def _headline(found: Findings, phase: PhaseSums) -> str:
     )
 
 
-def _shares(found: Findings, phase: PhaseSums) -> list[str]:
+def _shares(found: Findings, phase: Phase) -> list[str]:
     epochs = found.epochs(phase.begin, phase.end)
     since = found.epochs(Position(), phase.end)
     unit = _UNITS[found.corpus.spec.weight_unit]
@@ -221,15 +155,6 @@ def _shares(found: Findings, phase: PhaseSums) -> list[str]:
         for i, name in enumerate(found.forecast.names)
     ]
     return aligned([header, *rows])
-
-
-def _estimate(found: Findings, one: Estimate) -> str:
-    assert found.ranks is not None
-    return (
-        f"  efficiency {one.efficiency:.3f}, makespan {seconds(one.makespan_s)}: means of "
-        f"{one.num_planned:,} planned steps on {found.ranks.ranks:,} ranks of "
-        f"{found.ranks.tokens_per_rank:,} tokens ({found.ranks.costs_of.split('  ')[0]})"
-    )
 
 
 def _exhaustion(forecast: Forecast) -> str:

@@ -1,31 +1,69 @@
-"""Charts on a page, where ``drawing.js`` draws them, and in a picture."""
+"""Charts as plain values, drawn on a page by ``page.js`` and in a picture by matplotlib."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_hdp.files import new_file
-from megatron_hdp.simulator.charts.chart import Chart, colour_of
-from megatron_hdp.simulator.filling import text_of
 
-_MOST_NAMES = 24  # of bars that stand upright below them
+KINDS = ("lines", "stairs", "piles")
+UNITS = ("", "s", "bytes", "share")
+COLOURS = (  # ColorBrewer's Set2 and Dark2, light ones first
+    *("#66c2a5", "#fc8d62", "#8da0cb", "#e78ac3", "#a6d854", "#ffd92f", "#e5c494", "#b3b3b3"),
+    *("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666"),
+)
 _SCALES = {"": 1.0, "s": 1.0, "bytes": 1e9, "share": 1e-2}
 _NAMES = {"": "", "s": " (s)", "bytes": " (GB)", "share": " (%)"}
 _NO_DATES = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Series over one axis."""
+
+    kind: str
+    """``lines``, ``stairs`` that keep a value until the next place, or ``piles``: lying bars
+    made of all series."""
+    title: str
+    x_label: str
+    y_label: str
+    x: Sequence[str] | Sequence[float] = ()
+    """Names of piles, else places; they rise."""
+    series: Mapping[str, Sequence[float | None]]
+    """Values by name, one a place; None: there is none."""
+    own_x: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Places of series that do not have those of ``x``."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Values to compare with, by name."""
+    colours: Sequence[str] = ()
+    """Of the series; by default those of `colour_of`."""
+    x_unit: str = ""
+    """Of places: "s", or none."""
+    unit: str = ""
+    """Of values: "s", "bytes", "share" or none."""
+    x_end: float | None = None
+    """Where the axis of places ends; by default at the last one."""
+    note: str = ""
+    """A line below the title."""
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+        assert self.unit in UNITS and self.x_unit in UNITS, (self.x_unit, self.unit)
+        for name, values in self.series.items():
+            assert len(values) == len(self.own_x.get(name, self.x)), (self.title, name)
+
+
+def colour_of(i: int) -> str:
+    """Return the colour of a chart's series."""
+    return COLOURS[i % len(COLOURS)]
+
+
 def on_page(chart: Chart) -> dict[str, Any]:
-    """A chart as ``drawing.js`` takes it."""
+    """A chart as ``page.js`` takes it."""
     return {**asdict(chart), "colours": colours_of(chart)}
-
-
-def chart_places() -> dict[str, str]:
-    """What stands for the places of a template that draws charts."""
-    names = {"__STYLE__": "style.css", "__DRAWING__": "drawing.js"}
-    return {place: text_of(__package__, name) for place, name in names.items()}
 
 
 def colours_of(chart: Chart) -> list[str]:
@@ -39,11 +77,6 @@ def draw(axes: Any, chart: Chart) -> None:
     scale = _SCALES[chart.unit]
     if chart.kind == "piles":
         _draw_piles(axes, chart, colours, scale)
-    elif chart.kind == "bars":
-        _draw_bars(axes, chart, colours)
-    elif chart.kind == "stacked":
-        axes.stackplot(chart.x, *chart.series.values(), labels=list(chart.series), colors=colours)
-        axes.margins(0)
     else:
         style = "steps-post" if chart.kind == "stairs" else "default"
         for (name, values), colour in zip(chart.series.items(), colours, strict=True):
@@ -53,17 +86,12 @@ def draw(axes: Any, chart: Chart) -> None:
         axes.margins(x=0)
         if chart.x and all(float(x).is_integer() for x in chart.x):
             axes.xaxis.get_major_locator().set_params(integer=True)
-    for mark in chart.marks:
-        axes.axvline(mark, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     for name, value in chart.limits.items():
         axes.axhline(value / scale, color="black", linestyle=(0, (4, 3)), label=name)
-    if chart.log:
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-    elif chart.kind != "piles":
+    if chart.kind != "piles":
         axes.set_ylim(bottom=0)
-    if chart.x_end is not None and chart.kind != "piles":
-        axes.set_xlim(0, chart.x_end)
+        if chart.x_end is not None:
+            axes.set_xlim(0, chart.x_end)
     axes.set_title(chart.title, loc="left", fontsize=10)
     if chart.note:
         axes.annotate(
@@ -96,15 +124,6 @@ def save(figure: Any, path: str) -> None:
     salted = matplotlib.rc_context({"svg.hashsalt": "megatron-hdp"})
     with salted, new_file(path, durable=False) as temporary:
         figure.savefig(temporary, format=suffix, metadata=_NO_DATES.get(suffix))
-
-
-def _draw_bars(axes: Any, chart: Chart, colours: Sequence[str]) -> None:
-    places = np.arange(len(chart.x))
-    width = 0.84 / len(chart.series)
-    for i, (name, values) in enumerate(chart.series.items()):
-        offset = (i - (len(chart.series) - 1) / 2) * width
-        axes.bar(places + offset, values, width, label=name, color=colours[i])
-    axes.set_xticks(places, chart.x, rotation=90 if len(chart.x) > _MOST_NAMES else 0)
 
 
 def _draw_piles(axes: Any, chart: Chart, colours: Sequence[str], scale: float) -> None:

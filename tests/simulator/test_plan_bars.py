@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, evaluate, plan
-from megatron_hdp.simulator.lanes import chart_of, lanes_of, of_chunk
+from megatron_hdp.simulator.plan_bars import chart_of, lanes_of, of_chunk
 
 COST = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)  # one second a token
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import (
     cost_model_of,
     degree_refusals,
-    flops_of,
     job_of,
     preset_batch,
 )
@@ -33,6 +31,7 @@ from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
+from megatron_hdp.simulator.units import aligned
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -89,7 +88,7 @@ def setting_of(
         offload=options.hdp_offload,
         machine=Machine.of_job(job, cost_model, **changes),
         job=job,
-        flops_of=partial(flops_of, job),
+        flops_of=job.shape.flops,
         disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
         flags=PLANNER_FLAGS,
     )
@@ -227,14 +226,7 @@ def table(run: Run) -> str:
     rows = [COLUMNS, *(cells(run, name) for name in run.outcomes)]
     reasons = {name: one.reason for name, one in run.outcomes.items() if one.reason is not None}
     notes = [f"  {name}: {reason}" for name, reason in reasons.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  "
-        + row[0].ljust(widths[0])
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
-    return "\n".join(lines + notes)
+    return "\n".join(aligned(rows) + notes)
 
 
 def as_json(run: Run, arguments: argparse.Namespace) -> bytes:

@@ -1,16 +1,15 @@
 """Charts of the kinds that reports have, in a picture and on a page."""
 
 import dataclasses
-import json
-import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_hdp.simulator.charts import Chart, chart_places, draw, on_page, save
-from megatron_hdp.simulator.filling import text_of
+from megatron_hdp.simulator.charts import Chart, draw, on_page, save
+from megatron_hdp.simulator.page import write_page
+from tests.simulator.browser import needs_node, seen_on
 
 PILES = Chart(
     kind="piles",
@@ -90,51 +89,16 @@ def test_values_are_one_a_place() -> None:
         Chart(kind="stairs", title="", x_label="", y_label="", series={"a": [1.0]}, own_x={"a": []})
 
 
-BROWSER = """
-const made = [];
-const element = (name) => {
-  const one = { name, style: {}, attributes: {}, on: {}, offsetWidth: 10, append() {},
-    setAttribute(key, value) { one.attributes[key] = value; },
-    appendChild(kid) { return kid; }, replaceWith() {},
-    addEventListener(what, act) { one.on[what] = act; },
-    getBoundingClientRect: () => ({ left: 0, width: 1060 }) };
-  made.push(one);
-  return one;
-};
-const tip = element("div");
-const document = { getElementById: () => tip, createElement: element,
-  createElementNS: (space, name) => element(name) };
-const [code, chart] = JSON.parse(require("fs").readFileSync(0, "utf8"));
-new Function("document", "innerWidth", "chart", code + "; draw(chart);")(document, 1100, chart);
-const move = { clientX: 76 + 970 / 2, clientY: 5 };
-made.filter((one) => one.name === "svg").forEach((one) => one.on.mousemove?.(move));
-const tips = [tip.textContent];
-for (const one of made.filter((one) => one.name === "rect")) {
-  one.on.mousemove?.(move);
-  tips.push(tip.textContent);
-}
-console.log(JSON.stringify({ tips,
-  shapes: made.map((one) => [one.name, one.attributes, one.textContent ?? ""]) }));
-"""
-
-
-def seen(chart: Chart):  # type: ignore[no-untyped-def]
+def seen(folder: Path, chart: Chart, x: float) -> dict[str, Any]:
     """Tips and shapes of a chart on a page."""
-    code = text_of("megatron_hdp.simulator", "numbers.js") + chart_places()["__DRAWING__"]
-    done = subprocess.run(
-        ["node", "-e", BROWSER],
-        input=json.dumps([code, on_page(chart)]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    path = folder / "page.html"
+    write_page(path, "a page", '<div id="c"></div>', {"charts": {"c": [on_page(chart)]}})
+    return seen_on(path, [(x, 5)])
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node on the PATH")
-def test_stairs_of_a_page_go_on_to_the_end_of_the_axis() -> None:
-    found = seen(STAIRS)
+@needs_node
+def test_stairs_of_a_page_reach_the_end_of_the_axis(tmp_path: Path) -> None:
+    found = seen(tmp_path, STAIRS, 76 + 970 / 2)
     lines = [shape["points"] for name, shape, _ in found["shapes"] if name == "polyline"]
     one, two = ([tuple(map(float, p.split(","))) for p in line.split()] for line in lines)
     left, width = 76, 970
@@ -147,13 +111,13 @@ def test_stairs_of_a_page_go_on_to_the_end_of_the_axis() -> None:
     assert found["tips"] == ["t: 5 s\none: 9.00 GB\ntwo: -"]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node on the PATH")
-def test_piles_of_a_page_are_cut_and_tell_their_parts() -> None:
-    found = seen(PILES)
+@needs_node
+def test_piles_of_a_page_are_cut_and_name_their_parts(tmp_path: Path) -> None:
+    found = seen(tmp_path, PILES, 561)
     widths = [shape["width"] for name, shape, _ in found["shapes"] if name == "rect"]
     assert widths[0] / widths[2] == pytest.approx(5) and widths[2] / widths[3] == pytest.approx(2)
     assert widths[1] == pytest.approx(widths[0] * 1.04)  # to a little beyond the end, 20 s
     strokes = [shape["d"] for name, shape, _ in found["shapes"] if name == "path"]
     tops = [stroke.split("L")[1].split(",")[1] for stroke in strokes]
     assert tops == ["6", "6"]  # both on the first row
-    assert found["tips"][1] == "long: a\n10 s, 25.0 % of 40 s"
+    assert found["tips"][0] == "long: a\n10 s, 25.0 % of 40 s"

@@ -1,50 +1,21 @@
 """The job that a training run's options describe on so many GPUs, and what GPUs it refuses."""
 
-import math
 from typing import TYPE_CHECKING
 
-from megatron_hdp.megatron.options import (
-    expert_layers,
-    model_shape,
-    num_model_chunks,
-    stage_split,
-)
+from megatron_hdp.megatron import options
 from megatron_hdp.planner.memory import Job
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
 
-_BYTE_VOCABULARY = 257
-_OTHER_VOCABULARY = 128_256  # LLaMA 3's
-
 
 def job_of(arguments: "TrainingArguments", num_gpus: int, vocab_size: int | None = None) -> Job:
-    """The job that parsed options describe."""
-    vocab_size = vocab_size or arguments.vocab_size
-    if vocab_size is None:
-        is_byte = arguments.tokenizer_type == "byte"
-        vocab_size = _BYTE_VOCABULARY if is_byte else _OTHER_VOCABULARY
-    tensor_ranks = arguments.tensor_model_parallel_size
-    # as the model pads it under HDP
-    multiple = math.lcm(arguments.make_vocab_size_divisible_by, tensor_ranks)
-    return Job(
-        shape=model_shape(arguments, -(-vocab_size // multiple) * multiple),
-        num_gpus=num_gpus,
-        tensor_ranks=tensor_ranks,
-        sequence_parallel=arguments.sequence_parallel,
-        stages=arguments.pipeline_model_parallel_size,
-        model_chunks=num_model_chunks(arguments),
-        stage_layers=stage_split(arguments).layers,
-        expert_ranks=arguments.expert_model_parallel_size,
-        expert_tensor_ranks=arguments.expert_tensor_parallel_size if arguments.num_experts else 1,
-        bf16=arguments.bf16,
-        distributed_optimizer=arguments.use_distributed_optimizer,
-        fused_loss=arguments.hdp_fused_loss,
-        recompute=arguments.recompute_granularity,
-        recompute_method=arguments.recompute_method,
-        recompute_num_layers=arguments.recompute_num_layers or 1,
-        tokens_per_rank=arguments.hdp_tokens_per_rank,
-    )
+    """The job that parsed options describe.
+
+    Raises:
+        ValueError: ``--vocab-size`` of the configuration is less than `vocab_size`.
+    """
+    return options.job_of(arguments, num_gpus, options.vocab_size_of(arguments, vocab_size))
 
 
 def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
@@ -59,7 +30,7 @@ def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
             f"{tensor_ranks} x --pipeline-model-parallel-size {stages} = {rank_gpus}: use "
             f"{num_gpus // rank_gpus * rank_gpus or rank_gpus:,} GPUs or other degrees"
         )
-    if not all(expert_layers(arguments)) and arguments.ffn_hidden_size % tensor_ranks:
+    if not all(options.expert_layers(arguments)) and arguments.ffn_hidden_size % tensor_ranks:
         refusals.append(
             f"--ffn-hidden-size {arguments.ffn_hidden_size} is not a multiple of "
             f"--tensor-model-parallel-size {tensor_ranks}: change one of them"

@@ -5,8 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_hdp.cli import planning
-from megatron_hdp.cli.planning import COMPARED, Outcome, Request, compare, evaluated, outcome_of
+from megatron_hdp.cli import plan_outcomes
+from megatron_hdp.cli.plan_outcomes import (
+    COMPARED,
+    Outcome,
+    Request,
+    compare,
+    evaluated,
+    outcome_of,
+)
 from megatron_hdp.planner import LLAMA_7B, STRATEGIES, evaluate
 from tests.planner.problems import small_plan
 
@@ -22,7 +29,7 @@ def test_every_strategy_of_the_planner_is_compared(monkeypatch):
     def asked(strategy, request):
         return Outcome(strategy, problem="pretended")
 
-    monkeypatch.setattr(planning, "outcome_of", asked)
+    monkeypatch.setattr(plan_outcomes, "outcome_of", asked)
     shared = compare(request_of(expert_parallel_size=2), Outcome("naive"))
     assert {one.strategy for one in shared} == set(STRATEGIES) - {"auto"}
 
@@ -37,9 +44,11 @@ def test_an_outcome_is_a_plan_with_its_times(strategy):
 
 def test_arguments_reach_the_planner():
     short = LENGTHS.clip(max=4000)
-    made = planning.plan_with("static", request_of(lengths=short, max_length=16_000))
+    made = plan_outcomes.plan_with("static", request_of(lengths=short, max_length=16_000))
     assert set(np.diff(made.rank_offsets)) == {4}
-    assert set(np.diff(planning.plan_with("static", request_of(lengths=short)).rank_offsets)) == {1}
+    assert set(
+        np.diff(plan_outcomes.plan_with("static", request_of(lengths=short)).rank_offsets)
+    ) == {1}
 
 
 def test_a_plan_that_only_does_not_fit_has_its_times():
@@ -99,7 +108,7 @@ def test_a_comparison_keeps_what_is_known(monkeypatch):
         planned.append(strategy)
         return Outcome(strategy, problem="pretended")
 
-    monkeypatch.setattr(planning, "outcome_of", pretend)
+    monkeypatch.setattr(plan_outcomes, "outcome_of", pretend)
     known = Outcome("naive")
     outcomes = compare(request_of(), known)
     assert [outcome.strategy for outcome in outcomes] == list(COMPARED)

@@ -1,4 +1,4 @@
-"""What ``check`` found, as text and as JSON."""
+"""What ``check`` finds, as text and as JSON."""
 
 from dataclasses import asdict
 
@@ -6,10 +6,9 @@ import orjson
 
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
-from megatron_hdp.cli.shared.numbers import short
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 from megatron_hdp.planner.shape import ModelShape
-from megatron_hdp.simulator.units import seconds
+from megatron_hdp.simulator.units import aligned, seconds, short
 
 _ROWS = (
     ("weights", "weights", "{precision}"),
@@ -19,7 +18,7 @@ _ROWS = (
     ("recomputed", "recomputed layers", "whole while backward is in them"),
     ("backward", "a layer's backward", "gradients at the busiest moment"),
     ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),
-    ("second_stream", "second stream", "of TransformerEngine's ring, in memory of its own"),
+    ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
     ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "assumed"),
 )
@@ -147,13 +146,13 @@ def _step_lines(finding: Finding) -> list[str]:
     ]
     if step.num_positions is not None and step.padding_share is not None:
         lines.append(
-            f"  positions           {step.num_positions:,} at most, padding in "
-            f"{step.padding_share:.1%} of all places"
+            f"  slots               {step.num_positions:,} at most, padding in "
+            f"{step.padding_share:.1%} of them"
         )
     if step.exchanged_bytes:
         lines.append(
             f"  all-to-all          {step.exchanged_bytes / job.num_gpus / 1e9:,.1f} GB a GPU "
-            "leave for experts and come back, not in the step time"
+            "go to experts and back, not in the step time"
         )
     if finding.host_bytes:
         lines.append(
@@ -174,8 +173,7 @@ def _virtual_stages(finding: Finding) -> list[str]:
         return []
     head = ("virtual stages", "layers each", "GB, at most", "efficiency", "step time")
     rows = [head, *map(_row_of, tried)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines = aligned(rows, texts=())
     best, own = finding.best_virtual_stages, finding.job.model_chunks
     if best is None:
         return lines

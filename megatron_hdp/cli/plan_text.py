@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.cli.planning import Outcome, Request
+from megatron_hdp.cli.plan_outcomes import Outcome, Request
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
-from megatron_hdp.simulator.units import num_bytes, seconds
+from megatron_hdp.simulator.units import aligned, num_bytes, seconds
 
 _COLUMNS = (
     "strategy",
@@ -81,8 +81,7 @@ def comparison(outcomes: Sequence[Outcome]) -> str:
             rows.append((outcome.strategy, *["-"] * (len(_COLUMNS) - 1)))
             continue
         rows.append(_row(outcome.plan, outcome.evaluation))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_aligned(row, widths) for row in rows]
+    lines = aligned(rows)
     proven_s = max((outcome.proven_bound_s for outcome in outcomes), default=0.0)
     if proven_s:
         notes.append(f"  no plan takes less than {seconds(proven_s)}")
@@ -114,15 +113,15 @@ def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
         ]
     if evaluation.pipeline_stages > 1:
         target_s = evaluation.pipeline_bound_s
-        rows.append(row("target/makespan", target_s, "equal micro-batches of full ranks take"))
+        rows.append(row("target/makespan", target_s, "equal micro-batches on full ranks take"))
     return rows
 
 
 def _lockstep_rows(made: Plan) -> list[tuple[str, str]]:
     if "num_positions" not in made.summary:
         return []
-    padding = f"padding in {made.summary['padding_share']:.1%} of all places"
-    return [("positions", f"{int(made.summary['num_positions']):,} at most, {padding}")]
+    padding = f"padding in {made.summary['padding_share']:.1%} of them"
+    return [("slots", f"{int(made.summary['num_positions']):,} at most, {padding}")]
 
 
 def _offload_rows(made: Plan) -> list[tuple[str, str]]:
@@ -150,11 +149,6 @@ def _row(made: Plan, evaluation: Figures) -> tuple[str, ...]:
         _span(int(degrees.min()), int(degrees.max())),
         f"{made.summary['planning_ms']:.2f} ms",
     )
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    figures = map(str.rjust, row[1:], widths[1:])
-    return "  " + "  ".join([row[0].ljust(widths[0]), *figures])
 
 
 def _micro_batch_span(made: Plan) -> str:

@@ -1,0 +1,74 @@
+"""What a micro-batch costs an HDP rank, counted from the model's shape."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_hdp.planner import CostModel, RingWays
+from megatron_hdp.planner.shape.model import ModelShape
+
+_AGAIN = 1 / 3  # a forward's share of forward and backward: a backward costs two forwards
+
+
+def cost_model_of_shape(
+    shape: ModelShape,
+    *,
+    value_bytes: int,
+    tensor_ranks: int = 1,
+    active_parameters: float | None = None,
+    recomputed_attention: float = 0.0,
+    recomputed_layers: float = 0.0,
+    **others: Any,
+) -> CostModel:
+    """The cost model of an HDP rank that reaches 400 TFLOP/s on each of its GPUs.
+
+    Training, ``check``, ``simulate`` and ``plan --model`` all plan with it. The embedding is looked
+    up and costs nothing; the output layer multiplies every token. Attention costs what keys and
+    values that travel cost; `ring_ways` knows the other way.
+
+    Args:
+        shape: of the model; its vocabulary is padded.
+        value_bytes: bytes of a value that travels.
+        tensor_ranks: GPUs that share each layer.
+        active_parameters: parameters that multiply a token, where they are not the shape's.
+        recomputed_attention: share of the layers whose attention runs once more in backward.
+        recomputed_layers: share of the layers whose other products do.
+        others: further fields of `CostModel`, those of one GPU.
+    """
+    parameters = shape.active_parameters if active_parameters is None else active_parameters
+    once = CostModel.of_tensor_ranks(
+        tensor_ranks,
+        num_layers=shape.num_layers,
+        hidden_size=shape.attention_width / shape.num_layers,
+        num_parameters=parameters,
+        expert_parameters=shape.expert_parameters,
+        **shape.ring_costs(value_bytes),
+        **others,
+    )
+    again = _AGAIN * recomputed_layers
+    inside = 1 - shape.output_parameters / (parameters - shape.expert_parameters)
+    return replace(
+        once,
+        a=once.a * (1 + _AGAIN * recomputed_attention),
+        b=once.b * (1 + again * inside),
+        b_experts=once.b_experts * (1 + again),
+    )
+
+
+def ring_ways(
+    shape: ModelShape, cost_model: CostModel, *, value_bytes: int, tensor_ranks: int
+) -> RingWays:
+    """What rings of a model with multi-latent attention cost if keys and values or latents travel.
+
+    Args:
+        shape: a model whose attention has a latent.
+        cost_model: of an HDP rank.
+        value_bytes: bytes of a value that travels.
+        tensor_ranks: of an HDP rank; they share keys and values, and each sends the whole latent.
+    """
+    dense = shape.active_parameters - shape.expert_parameters
+    return RingWays.of(
+        cost_model,
+        kv_bytes_per_token=shape.travelling_size * value_bytes,
+        latent_bytes_per_token=shape.latent_size * value_bytes * tensor_ranks,
+        projection_share=shape.latent_matrices / dense,
+    )
