@@ -224,7 +224,7 @@ def test_what_lockstep_costs_is_reported():
     # 65,536 tokens of a GPU: eight experts in 48 layers, 31 of 32 elsewhere, both ways, both passes
     sent = 65_536 * 48 * 8 * 2048 * 2 * 4 * 31 / 32
     assert found.step.exchanged_bytes == pytest.approx(512 * sent)
-    assert f"  all-to-all          {sent / 1e9:.1f} GB a GPU leave for experts" in text
+    assert f"  all-to-all          {sent / 1e9:.1f} GB a GPU go to experts" in text
     alone = as_text(finding(PAPERS / "llama-7b-256k.yaml", 1024))
     assert "slots" not in alone and "all-to-all" not in alone
 
