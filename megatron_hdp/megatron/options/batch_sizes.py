@@ -9,7 +9,7 @@ from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.options import OptionError
 
 Growth = tuple[tuple[int, int], ...]
-"""Pairs (sequences drawn before, sequences of a step from then on), from 0; empty: one size."""
+"""Pairs (sequences drawn before, sequences of a step from then on), from 0; one size if empty."""
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
