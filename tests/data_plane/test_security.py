@@ -31,7 +31,7 @@ from tests.support.sources import data_file, write_sources
 
 PACKAGE = Path(__file__).parents[2] / "megatron_hdp"
 UNPICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-OWN_WORKERS = {PACKAGE / "data/prepare/crew.py"}
+OWN_WORKERS = {PACKAGE / "data/prepare/workers.py"}
 """They pickle to processes that they started themselves, through pipes; never to or from a file."""
 
 

@@ -168,7 +168,7 @@ def planned_by(plan):
     """Within the block a step runs this plan; None: the strategy's."""
     if plan is None:
         return nullcontext()
-    return mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan)
+    return mock.patch("megatron_hdp.data.steps.planning.make_plan", lambda *_, **__: plan)
 
 
 def begin_with_biases(models):

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.steps import planning
-from megatron_hdp.planner import Plan
+from megatron_hdp.planner import Plan, make_plan
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.ranks import RankError
 
 LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
-PLAN = planning.plan
 
 
 def run(prefix, **overrides):
@@ -80,19 +79,19 @@ def failing(should_fail):
     """A planner that raises, or gives an invalid plan, in the chosen calls for its strategy."""
     calls = []
 
-    def plan(lengths, *, strategy, **kwargs):
+    def planner(problem, strategy):
         calls.append(strategy)
-        if strategy != "static" and len(lengths) > 1:  # one sequence: the check at the start
+        if strategy != "static" and len(problem.lengths) > 1:  # one: the check at the start
             verdict = should_fail(sum(one != "static" for one in calls) - 1)
             if verdict == "raise":
                 raise MemoryError("no room")
             if verdict == "invalid":
-                made = PLAN(lengths, strategy=strategy, **kwargs)
+                made = make_plan(problem, strategy)
                 broken = {name: getattr(made, name) for name in made.__dataclass_fields__}
                 return Plan(**(broken | {"sequences": np.zeros_like(made.sequences)}))
-        return PLAN(lengths, strategy=strategy, **kwargs)
+        return make_plan(problem, strategy)
 
-    return plan
+    return planner
 
 
 def steps_with_planner(arguments, odd_rank, verdicts):
@@ -101,7 +100,7 @@ def steps_with_planner(arguments, odd_rank, verdicts):
 
     here = odd_rank is None or dist.get_rank() == odd_rank
     planner = failing(lambda call: verdicts.get(call) if here else None)
-    with mock.patch.object(planning, "plan", planner):
+    with mock.patch.object(planning, "make_plan", planner):
         return steps_of(arguments)
 
 

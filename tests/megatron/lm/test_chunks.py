@@ -112,7 +112,7 @@ def errors_of_steps(arguments, plan):
     """Body of a rank: the error of the gradients of several steps, and of an evaluation's loss."""
     size = arguments.global_batch_size
     with (
-        mock.patch("megatron_hdp.data.steps.planning.plan", lambda *_, **__: plan),
+        mock.patch("megatron_hdp.data.steps.planning.make_plan", lambda *_, **__: plan),
         # Megatron sets its calculator of batches up when it parses arguments
         mock.patch("megatron_hdp.megatron.lm.run.get_current_global_batch_size", lambda: size),
     ):

@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     outputs = step_outputs.StepOutputs.__new__(step_outputs.StepOutputs)
     outputs.__dict__ |= {"_to_validate": None, "_tracer": None, "_writes": True}
     outputs._arguments = SimpleNamespace(hdp_plot_step=None)
-    outputs._flops = SimpleNamespace(of_batch=lambda *amounts: 1.0)
+    outputs._shape = SimpleNamespace(flops_of_sums=lambda *amounts: 1.0)
     outputs._logger = MetricsLogger(tmp_path / "metrics.jsonl")
     run = LmRun.__new__(LmRun)
     run.args = SimpleNamespace(do_valid=1, eval_interval=2, eval_iters=3)

@@ -11,7 +11,7 @@ from megatron_hdp.data.steps import planning
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step import hdp_steps
 from megatron_hdp.options import flag_of
-from megatron_hdp.planner import CostModel
+from megatron_hdp.planner import CostModel, make_plan
 from megatron_hdp.runtime.health.agreement import DisagreementError
 from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
@@ -28,20 +28,17 @@ def arguments(prefix, **overrides):
     return tiny_arguments(prefix, **(settings | overrides))
 
 
-def plan_otherwise(lengths, **kwargs):
+def plan_otherwise(problem, strategy):
     """A valid plan, not the one that the other ranks make."""
-    return PLAN(lengths, **(kwargs | {"strategy": "naive"}))
-
-
-PLAN = planning.plan
+    return make_plan(problem, "naive")
 
 
 def outcome(run, rank, odd_run, odd_plan):
     """Body of a rank: what it raised, and whether a micro-batch was begun."""
     is_odd = rank_number() == rank
-    planner = plan_otherwise if odd_plan and is_odd else PLAN
+    planner = plan_otherwise if odd_plan and is_odd else make_plan
     with (
-        mock.patch.object(planning, "plan", planner),
+        mock.patch.object(planning, "make_plan", planner),
         mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,
     ):
         try:

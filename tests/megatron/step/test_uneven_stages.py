@@ -16,7 +16,7 @@ from megatron_hdp.megatron.options import (
     stage_split,
 )
 from megatron_hdp.megatron.step import learning
-from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner import CostModel, make_plan
 from megatron_hdp.planner.pipeline import Pipeline
 from tests.gradient_equivalence.case import LENGTHS
 from tests.gradient_equivalence.cases import UNEVEN
@@ -35,13 +35,13 @@ def what_is_planned(arguments):
     parallel.initialise(arguments)
     seen = []
 
-    def noting(*lengths, **options):
-        seen.append(options)
-        return plan(*lengths, **options)
+    def noting(problem, strategy):
+        seen.append(problem)
+        return make_plan(problem, strategy)
 
-    hdp_step(arguments, ("megatron_hdp.data.steps.planning.plan", noting))
-    names = "pipeline_stages", "virtual_stages", "stage_weights"
-    return seen[-1]["cost_model"].num_layers, *(seen[-1][name] for name in names)
+    hdp_step(arguments, ("megatron_hdp.data.steps.planning.make_plan", noting))
+    pipeline = seen[-1].pipeline
+    return seen[-1].cost_model.num_layers, pipeline.stages, pipeline.chunks, pipeline.weights
 
 
 def test_all_ranks_plan_for_the_same_stages(run_ranks, tmp_path):
@@ -100,9 +100,9 @@ def test_a_stage_s_seconds_are_told_as_those_of_all(run_ranks, tmp_path):
 
 def planned_offload(arguments):
     """Body of a rank: what offload came to, and the layers that the plan counted with."""
-    with mock.patch("megatron_hdp.data.steps.planning.plan", wraps=plan) as planned:
+    with mock.patch("megatron_hdp.data.steps.planning.make_plan", wraps=make_plan) as planned:
         offloaded_bytes, _, askers = test_offload.planned_offload(arguments)
-    return offloaded_bytes, askers, planned.call_args.kwargs["cost_model"].num_layers
+    return offloaded_bytes, askers, planned.call_args.args[0].cost_model.num_layers
 
 
 @pytest.mark.parametrize("layout", ["Et*3|t*4L", "E|t|t*3|t*3,L"], ids=["plain", "virtual"])
