@@ -142,5 +142,5 @@ def test_a_patched_script_asks_when_its_flags_are_known(is_on):
         mock.patch.multiple(replacements.options, check=DEFAULT, settle=DEFAULT),
         mock.patch.object(replacements.options, "check_derived"),
     ):
-        assert replacements.validate(lambda args, defaults: args)(args) is args
+        assert replacements.validate(lambda args, defaults: args, args) is args
     assert calls == [1] * is_on

@@ -1,4 +1,4 @@
-"""HDP's part of Megatron-LM's checkpoints: order of the data, torch's Adam, writers that end.
+"""HDP's part of Megatron-LM's checkpoints: order of the data, tokens, writers that end.
 
 Megatron saves its arguments in every checkpoint and compares some of them when it loads one. The
 order of the data and the tokens consumed so far lie among them.
@@ -10,13 +10,11 @@ import argparse
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Corpus, Position, position_of_run
 from megatron_hdp.megatron import step
 from megatron_hdp.megatron.checkpoint import write_results
-from megatron_hdp.megatron.optimizer import gather_whole_states, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import say
 from megatron_hdp.options import OptionError
@@ -25,27 +23,6 @@ from megatron_hdp.processes import bound_to_this_process
 _ORDER = "hdp_data_order"
 _TOKENS = "hdp_consumed_tokens"
 _POSITIONS = "hdp_data_positions"
-
-
-def prepare_optimizer(optimizer: Any, args: argparse.Namespace) -> None:
-    """Makes the optimizer's checkpoints right where Megatron's own are not.
-
-    Args:
-        optimizer: Megatron's, as it was built.
-        args: Megatron's, validated.
-    """
-    if args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable:
-        gather_whole_states(optimizer)
-
-
-@contextmanager
-def loading(optimizer: Any) -> Iterator[None]:
-    """Within the block, Megatron may load a checkpoint into its optimizer, or into none."""
-    if optimizer is None:
-        yield
-        return
-    with torch_adam.restorable(optimizer):
-        yield
 
 
 @contextmanager
@@ -114,9 +91,6 @@ def continue_order(
         args: Megatron's.
         arguments: HDP's of this run, None without the flag.
         saved: Megatron's arguments from the checkpoint.
-
-    Raises:
-        OptionError: what was found, what was expected and the remedy.
     """
     source, before = f"--load {args.load}", getattr(saved, _ORDER, None)
     drawn = getattr(saved, "consumed_train_samples", 0)  # none by weights that no run has saved

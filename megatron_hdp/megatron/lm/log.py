@@ -16,12 +16,7 @@ class LmLog:
     """The steps since the latest line of Megatron's log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Starts with no step.
-
-        Args:
-            args: Megatron's, validated.
-        """
-        self._args = args
+        self._args = args  # Megatron's, validated
         self._reports: list[StepReport] = []
         self.is_writing = False
         """True while Megatron writes a line."""
@@ -44,9 +39,7 @@ class LmLog:
     def flops(self, stock: Flops, batch_size: int) -> float:
         """Operations of the latest step, or in Megatron's log of the mean step since the last one.
 
-        Args:
-            stock: Megatron's function of arguments and batch size, for sequences of equal length.
-            batch_size: what Megatron takes a step to be; before the first step it is all there is.
+        Before the first step `stock` counts, Megatron's function for sequences of equal length.
         """
         if not self._reports:
             return stock(self._args, batch_size)
@@ -56,12 +49,7 @@ class LmLog:
         return operations(stock, self._args, tokens, squared_tokens)
 
     def write(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
-        """Writes the latest step's figures of HDP.
-
-        Args:
-            iteration: Megatron's number of the step, from 1.
-            scalars: Megatron's writers, as functions of name and value.
-        """
+        """Writes the latest step's figures of HDP; `scalars` are Megatron's writers."""
         report = self.latest
         if report is None:
             return
@@ -84,7 +72,7 @@ def operations(
 
     Args:
         stock: the formula, a function of arguments and number of sequences of ``seq_length``.
-        args: Megatron's arguments.
+        args: Megatron's.
         tokens: sum of the sequences' lengths.
         squared_tokens: sum of their squares.
     """

@@ -37,9 +37,6 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         model: what Megatron's model provider returned.
         fused_loss: whether the loss is taken without making logits.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: HDP does not support this model.
     """
@@ -61,13 +58,9 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
 
 
 def take_over(chunks: Sequence[Any]) -> GPTModel:
-    """Adapts the chunks of a rank, wherever they were built, in place; the wrappers stay.
+    """Adapts a GPT's chunks on a rank in place, each in Megatron's DDP; returns the first's model.
 
-    Args:
-        chunks: a GPT's, each in Megatron's DDP; some may be adapted already.
-
-    Returns:
-        The model of the first.
+    Some may be adapted already; the wrappers stay.
 
     Raises:
         ValueError: HDP does not support the model or its DDP.

@@ -1,4 +1,7 @@
-"""HDP's flags in Megatron-LM's own parser, and the flags of Megatron that HDP does not support."""
+"""HDP's flags in Megatron-LM's own parser, and the flags of Megatron that HDP does not support.
+
+Every check raises `OptionError`.
+"""
 
 from __future__ import annotations
 
@@ -143,14 +146,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
-    """Keeps HDP out of a run whose arguments Megatron reads from a file, ignoring all flags.
+    """Refuses HDP in a run whose arguments Megatron reads from a file, ignoring all flags.
 
     Args:
         args: what Megatron read; gets ``hybrid_data_parallel = False``.
         command_line: the flags that it ignores.
-
-    Raises:
-        OptionError: HDP was asked for.
     """
     if getattr(args, "hybrid_data_parallel", False) or "--hybrid-data-parallel" in command_line:
         raise OptionError(
@@ -161,12 +161,9 @@ def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks HDP's flags with Megatron's, before Megatron derives anything from its own.
-
-    Raises:
-        OptionError: what was found, what was expected and the remedy.
-    """
-    options = _hdp_options(args)
+    """Checks HDP's flags with Megatron's, before Megatron derives anything from its own."""
+    names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
+    options = HdpOptions(**{name: getattr(args, name) for name in names})
     options.validate(
         global_batch_size=sequences_of(args),
         attention_dropout=args.attention_dropout,
@@ -299,14 +296,7 @@ def _check_interleaved_schedule(args: argparse.Namespace) -> None:
 
 
 def check_derived(args: argparse.Namespace) -> None:
-    """Checks what depends on what Megatron has derived, by the rules of the standalone trainer.
-
-    Args:
-        args: Megatron's, validated, of a run under HDP.
-
-    Raises:
-        OptionError: what was found, what was expected and the remedy.
-    """
+    """Checks what Megatron has derived in a run under HDP, by the standalone trainer's rules."""
     arguments = training_arguments(args)
     growth_of(arguments)
     check_layout(arguments)
@@ -366,8 +356,3 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
     return TrainingArguments(**values)
-
-
-def _hdp_options(args: argparse.Namespace) -> HdpOptions:
-    names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
-    return HdpOptions(**{name: getattr(args, name) for name in names})

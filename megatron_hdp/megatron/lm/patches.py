@@ -28,7 +28,7 @@ def activate(make_outputs: Any) -> str | None:
     """
     if PATCHES.is_applied:
         return None
-    replacements.use_outputs(make_outputs)
+    replacements.make_outputs = make_outputs
     shim = cpu_shim.needed() and not cpu_shim.is_active()
     if shim:
         cpu_shim.apply()  # before Megatron's training modules are imported

@@ -33,8 +33,8 @@ class Patch:
     parameters: Mapping[str, tuple[str, ...] | None]
     """For each release of megatron-core that needs the patch the names of the target's parameters,
     in order, as they were seen there; None: the replacement hands all on as they are."""
-    make: Callable[[Function], Function]
-    """Gets the original, returns the replacement."""
+    replacement: Function
+    """Called with the original, then with what the target's caller gives."""
     owner_only: bool = False
     """True: other modules that hold the same function keep it."""
 
@@ -205,8 +205,7 @@ class PatchSet:
     def _replace(self, patch: Patch) -> None:
         owner = patch.owner()
         original = inspect.getattr_static(owner, patch.name)
-        made = patch.make(_function_of(original))
-        functools.update_wrapper(made, _function_of(original))
+        made = _calling(patch.replacement, _function_of(original))
         # a method stays what it was: class methods and static methods are descriptors
         value = type(original)(made) if isinstance(original, staticmethod | classmethod) else made
         self._set(owner, patch.name, original, value)
@@ -221,6 +220,14 @@ class PatchSet:
     def _set(self, owner: Any, name: str, original: Any, value: Any) -> None:
         setattr(owner, name, value)
         self._changes.append(_Change(owner, name, original, value))
+
+
+def _calling(replacement: Function, original: Function) -> Function:
+    @functools.wraps(original)
+    def replaced(*positional: Any, **named: Any) -> Any:
+        return replacement(original, *positional, **named)
+
+    return replaced
 
 
 def _function_of(found: Any) -> Any:

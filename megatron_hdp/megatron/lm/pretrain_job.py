@@ -31,11 +31,7 @@ class PretrainJob:
         self._heartbeat: Heartbeat | None = None
 
     def begin(self, args: argparse.Namespace) -> None:
-        """Starts the heartbeats, once torch.distributed is there; a second call does nothing.
-
-        Args:
-            args: Megatron's, of a run under HDP.
-        """
+        """Starts the heartbeats, once torch.distributed is there; a second call does nothing."""
         if self._heartbeat is not None:
             return
         slow_timeout_s = 60.0 * args.distributed_timeout_minutes * _SHARE

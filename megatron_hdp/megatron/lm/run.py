@@ -14,8 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+)
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.utils import get_model_config
 
 from megatron_hdp.data.mixture import SPLITS, Corpus, Position
@@ -23,8 +29,8 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.log import LmLog
 from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
-from megatron_hdp.megatron.lm.router_losses import RouterLosses
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
+from megatron_hdp.megatron.model import HdpRouter
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
@@ -49,11 +55,9 @@ class StepOutputs(Protocol):
 
     def begin_step(self, step: int) -> None:
         """A step begins, counted from 1; a step may begin again."""
-        ...
 
     def end_step(self, step: int) -> None:
         """It has ended and been timed, the optimizer's step included."""
-        ...
 
     def write(
         self, report: StepReport, *, to_validate: Sequence[str] | None = None, **figures: Any
@@ -62,15 +66,12 @@ class StepOutputs(Protocol):
 
         With sources `to_validate` an evaluation follows, whose losses complete them.
         """
-        ...
 
     def add_validation_loss(self, found: EvaluationLoss) -> None:
         """Completes the metrics of the latest step, if they wait for that."""
-        ...
 
     def close(self) -> None:
         """No step follows."""
-        ...
 
 
 OutputsMaker = Callable[[TrainingArguments, HdpSteps, int, int], StepOutputs]
@@ -377,6 +378,42 @@ class LmRun:
                 tolerance=0.0,
                 fatal=False,
             )
+
+
+class RouterLosses:
+    """What the routers of this rank's model chunks added to the loss of a step, for the log."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._routers = [
+            one for chunk in chunks for one in chunk.modules() if isinstance(one, HdpRouter)
+        ]
+
+    def begin_step(self) -> None:
+        """Forgets what was noted before."""
+        for router in self._routers:
+            router.losses.clear()
+
+    def log(self, num_tokens: int, num_layers: int) -> None:
+        """Puts means over tokens where Megatron's log looks for them; every rank must call this.
+
+        Args:
+            num_tokens: of the global batch, padding not counted.
+            num_layers: of the whole model, MTP layers included.
+        """
+        # Megatron divides by its own number of micro-batches of a step
+        scale = get_num_microbatches() / max(num_tokens, 1)
+        for router in self._routers:
+            for name, value in sorted(router.losses.items()):
+                total = self._over_ranks(router, value) * scale
+                save_to_aux_losses_tracker(name, total, router.layer_number, num_layers)
+        self.begin_step()
+
+    def _over_ranks(self, router: Any, value: torch.Tensor) -> torch.Tensor:
+        total = value.to(compute_device(), torch.float32)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        if router.config.sequence_parallel:  # else tensor-parallel ranks see the same tokens
+            dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return total
 
 
 class _Split:

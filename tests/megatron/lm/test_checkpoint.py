@@ -101,7 +101,8 @@ def save_and_load(folder, reports, is_async):
     tempfile.tempdir = str(reports)
     job = SimpleNamespace(saving=nullcontext)
     with mock.patch.multiple(replacements, _run=object(), _job=job):
-        request = replacements.save(dist_checkpointing.save)(
+        request = replacements.save(
+            dist_checkpointing.save,
             {"weights": ShardedTensor.from_rank_offsets("weights", torch.arange(5.0))},
             str(folder),
             async_sharded_save=is_async,

@@ -12,8 +12,8 @@ from megatron_hdp.megatron.lm.releases import TESTED, everywhere
 RELEASE = "1.0"
 
 
-def doubled(original: Function) -> Function:
-    return lambda x, y=0: 2 * original(x, y)
+def doubled(original: Function, x: int, y: int = 0) -> int:
+    return 2 * original(x, y)
 
 
 def patch(target: str, **others: object) -> Patch:
@@ -21,7 +21,7 @@ def patch(target: str, **others: object) -> Patch:
         "target": target,
         "why": "a test",
         "parameters": {RELEASE: ("x", "y")},
-        "make": doubled,
+        "replacement": doubled,
         **others,
     }
     return Patch(**values)  # type: ignore[arg-type]
@@ -76,13 +76,17 @@ def test_a_function_that_others_need_as_it_is_changes_for_its_owner_only(library
 
 
 def test_methods_keep_their_kind(library):
-    def of_method(original: Function) -> Function:
-        return lambda self, y: 10 * original(self, y)
+    def of_method(original: Function, self: object, y: int) -> int:
+        return 10 * original(self, y)
 
     patches = PatchSet(
         [
             patch("fake_library:Box.twice"),
-            patch("fake_library:Box.add", parameters={RELEASE: ("self", "y")}, make=of_method),
+            patch(
+                "fake_library:Box.add",
+                parameters={RELEASE: ("self", "y")},
+                replacement=of_method,
+            ),
         ],
         (RELEASE,),
     )
@@ -180,14 +184,15 @@ def test_what_somebody_patched_later_is_not_thrown_away(library):
     patches.revert()
 
 
-def test_a_replacement_that_fails_leaves_nothing_behind(library):
-    def broken(original: Function) -> Function:
-        raise KeyError("broken")
+def test_a_target_that_cannot_be_set_leaves_nothing_behind(library):
+    class ReadOnly(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise KeyError(name)
 
-    original = library.add
-    patches = PatchSet(
-        [patch("fake_library:add"), patch("fake_library:subtract", make=broken)], (RELEASE,)
-    )
+    original, broken = library.add, ReadOnly("fake_user")
+    vars(broken)["subtract"] = library.subtract
+    sys.modules["fake_user"] = broken
+    patches = PatchSet([patch("fake_library:add"), patch("fake_user:subtract")], (RELEASE,))
     with pytest.raises(KeyError):
         patches.apply(RELEASE)
-    assert library.add is original
+    assert library.add is original and not patches.is_applied

@@ -1,14 +1,16 @@
-"""A run in Megatron's loop: validation losses, which come after their step; parameters gathered."""
+"""A run in Megatron's loop: validation losses, parameters gathered, routers' losses."""
 
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_hdp.megatron.lm import replacements
-from megatron_hdp.megatron.lm.run import LmRun, start_param_gather
+from megatron_hdp.megatron.lm.run import LmRun, RouterLosses, start_param_gather
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
+from megatron_hdp.megatron.model import HdpRouter
 from megatron_hdp.megatron.step import EvaluationLoss
 from megatron_hdp.training import step_outputs
 from megatron_hdp.training.metrics import MetricsLogger
@@ -107,8 +109,9 @@ def test_all_model_chunks_have_one_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", theirs)
     monkeypatch.setattr("megatron_hdp.megatron.lm.run.LmRun", Run)
     monkeypatch.setattr(replacements, "_run", None)
-    build = replacements.build_iterators(lambda provider: None)
-    assert [build("of a chunk") for _ in range(2)] == [("train", "valid", "test")] * 2
+    for _ in range(2):
+        found = replacements.build_iterators(lambda provider: None, "of a chunk")
+        assert found == ("train", "valid", "test")
     assert made == [replacements._run]
 
 
@@ -165,3 +168,13 @@ def test_where_nobody_would_wait_for_it_nothing_starts(changed):
     groups = [Group(False)]
     start_param_gather([ddp_model(groups, **changed)])
     assert groups[0].num_started == 0
+
+
+def test_routers_of_all_model_chunks_forget_what_they_noted():
+    routers = [HdpRouter.__new__(HdpRouter) for _ in range(3)]
+    for router in routers:
+        torch.nn.Module.__init__(router)
+        router.losses = {"z_loss": torch.ones(())}
+    chunks = [torch.nn.Sequential(*routers[:2]), torch.nn.Sequential(routers[2])]
+    RouterLosses(chunks).begin_step()
+    assert [one.losses for one in routers] == [{}, {}, {}]
