@@ -129,8 +129,7 @@ def initialise(arguments: TrainingArguments) -> None:
     here ends after ``--distributed-timeout-minutes`` with an error.
 
     Raises:
-        ValueError: the ranks cannot be cut into model replicas, or into groups that share the
-            experts.
+        ValueError: the ranks cannot be cut into model replicas or EP groups.
     """
     world, tensor_ranks = dist.get_world_size(), arguments.tensor_model_parallel_size
     stages = arguments.pipeline_model_parallel_size
@@ -270,11 +269,6 @@ class RankPlace:
     def reads_tokens(self) -> bool:
         """True where token files are read; other tensor ranks receive, other stages need none."""
         return self.tensor_rank == 0 and (self.is_first_stage or self.is_last_stage)
-
-    @property
-    def needs_alignment(self) -> bool:
-        """True where a micro-batch must stand at one position in the lists of all its ranks."""
-        return self.num_stages > 1 or self.lockstep_ranks > 1
 
 
 def rank_place(arguments: TrainingArguments) -> RankPlace:

@@ -1,7 +1,7 @@
 """What differs between the releases of megatron-core that HDP runs on, 0.16.1 to 0.19.
 
 Each function asks for what is there instead of comparing versions, so a release in between works
-as well. What the plugin replaces in Megatron-LM's training loop is declared in `lm.patches`.
+as well. What the plugin replaces in Megatron-LM's training loop is declared in `lm.replacements`.
 """
 
 from __future__ import annotations

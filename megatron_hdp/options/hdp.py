@@ -171,7 +171,9 @@ class HdpOptions:
         """
         check_values(self)
         if not self.hybrid_data_parallel:
-            self._check_unused()
+            for item in fields(self):
+                if item.name.startswith("hdp_") and getattr(self, item.name) != item.default:
+                    raise no_effect(flag_of(item.name), "--hybrid-data-parallel")
             return
         if self.hdp_tokens_per_rank is None:
             raise OptionError(
@@ -189,10 +191,6 @@ class HdpOptions:
                 f"--attention-dropout {attention_dropout} is not supported by ring attention: "
                 "pass --attention-dropout 0"
             )
-
-        self._check_trace(train_iters)
-
-    def _check_trace(self, train_iters: int) -> None:
         if (self.hdp_trace is None) != (self.hdp_trace_steps is None):
             raise OptionError("found only one of --hdp-trace DIR and --hdp-trace-steps: give both")
         if self.hdp_trace_steps is None:
@@ -203,11 +201,6 @@ class HdpOptions:
                 f"--hdp-trace-steps {self.hdp_trace_steps} goes beyond --train-iters "
                 f"{train_iters}: trace earlier steps"
             )
-
-    def _check_unused(self) -> None:
-        for item in fields(self):
-            if item.name.startswith("hdp_") and getattr(self, item.name) != item.default:
-                raise no_effect(flag_of(item.name), "--hybrid-data-parallel")
 
 
 def trace_steps(text: str) -> range:

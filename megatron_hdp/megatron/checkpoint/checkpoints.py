@@ -40,10 +40,7 @@ _POLL_S = 0.05
 class Checkpoints:
     """Loads and saves the checkpoints of one run; every rank must make the same calls.
 
-    Args:
-        arguments: where to load from and save to, and how.
-        state: what is saved and restored.
-        say: prints one line.
+    `arguments` say where to load from and save to, `state` is saved, `say` prints one line.
     """
 
     def __init__(
@@ -163,11 +160,9 @@ class Checkpoints:
 
     def _find(self, path: Path) -> Path | None:
         folder, iteration = CheckpointFolder(path), self._arguments.ckpt_step
-        if iteration is None or path != self._arguments.load:
-            if release := folder.release():
-                return release
-            iteration = folder.latest()
-        return None if iteration is None else folder.find(iteration)
+        if iteration is not None and path == self._arguments.load:
+            return folder.find(iteration)
+        return folder.newest()
 
     def _load_from(self, source: Path, weights_only: bool) -> Progress:
         require_shared(source, "--load")

@@ -10,7 +10,8 @@ until the first rank puts all of them together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,16 +110,36 @@ def read_sums(folder: Path) -> dict[str, FileSum] | None:
     return _from_json(folder / SUMS) if (folder / SUMS).exists() else None
 
 
-def faults_of_sizes(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Which of these files are missing in a folder, or have another number of bytes."""
-    faults = []
-    for name, num_bytes in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
-        elif (found := path.stat().st_size) != num_bytes:
-            faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
-    return faults
+class Inventory(ABC):
+    """What is known of a checkpoint's files without reading all of them."""
+
+    has_checksums: bool
+    lists: tuple[str, ...]
+    """Names of the small files that say what the others are."""
+
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+        self._folder = folder
+        self.sizes = sizes  # bytes of each file whose content can be checked
+
+    def outer_faults(self) -> list[str]:
+        """What names, sizes and small files show: which are missing, or not what was saved."""
+        faults = []
+        for name, num_bytes in self.sizes.items():
+            path = self._folder / name
+            if not path.is_file():
+                faults.append(f"{path}: found no such file, expected {num_bytes:,} bytes")
+            elif (found := path.stat().st_size) != num_bytes:
+                faults.append(f"{path}: found {found:,} bytes, expected {num_bytes:,}")
+        return faults
+
+    def added_files(self) -> list[str]:
+        """Names of files that were not saved with the checkpoint; they harm nothing."""
+        names = {path.name for path in self._folder.iterdir()}
+        return sorted(names - {*self.lists, *self.sizes})
+
+    @abstractmethod
+    def fault_of(self, name: str) -> str | None:
+        """What is wrong with the content of a file, which is read whole; None if nothing is."""
 
 
 def _part(folder: Path, rank: int) -> Path:

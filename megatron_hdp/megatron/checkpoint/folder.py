@@ -35,11 +35,9 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class CheckpointFolder:
-    """Checkpoints by iteration.
+    """Checkpoints by iteration; the folder is made when the first one is begun.
 
-    Args:
-        path: made when the first checkpoint is begun.
-        require_owned: called before anything in the folder changes; raises if this run may not.
+    Before anything in it changes, `require_owned` is called, which raises if this run may not.
     """
 
     def __init__(self, path: Path, require_owned: Callable[[], None] = lambda: None) -> None:
@@ -98,6 +96,13 @@ class CheckpointFolder:
             f"{tracker}: found no such file, expected one that names the latest checkpoint "
             f"({self._held()}): add --ckpt-step {held[-1]}, or write that number into the file"
         )
+
+    def newest(self) -> Path | None:
+        """The checkpoint that the tracker names; None where there is none yet: see `latest`."""
+        if release := self.release():
+            return release
+        iteration = self.latest()
+        return None if iteration is None else self.find(iteration)
 
     def find(self, iteration: int) -> Path:
         """The whole checkpoint of an iteration.

@@ -15,24 +15,20 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_hdp.megatron.checkpoint.checksums import faults_of_sizes
+from megatron_hdp.megatron.checkpoint.checksums import Inventory
 
 _METADATA, _COMMON, _CONFIG = ".metadata", "common.pt", "metadata.json"
 _COMMON_KEY = "common_state"
 """Under which newer releases, such as 0.19, hold among the tensors what was ``common.pt``."""
 
 
-class Structure:
-    """A checkpoint of which only Megatron's own files tell something.
+class Structure(Inventory):
+    """A checkpoint of which only Megatron's own files tell something."""
 
-    Args:
-        folder: the checkpoint's.
-    """
-
-    has_checksums = False
+    has_checksums, lists = False, (_METADATA, _COMMON, _CONFIG)
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(folder, {})
         self._parts: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._keys: set[str] = set()
         of_metadata = self._read_metadata()
@@ -45,12 +41,7 @@ class Structure:
 
     def outer_faults(self) -> list[str]:
         """Lists that cannot be read, and files of tensors that are missing or too short."""
-        return [*self._faults, *faults_of_sizes(self._folder, self.sizes)]
-
-    def added_files(self) -> list[str]:
-        """Files that are no part of a checkpoint."""
-        names = {path.name for path in self._folder.iterdir()}
-        return sorted(names - {_METADATA, _COMMON, _CONFIG, *self.sizes})
+        return [*self._faults, *super().outer_faults()]
 
     def fault_of(self, name: str) -> str | None:
         """Whether every tensor of the file is a whole archive."""

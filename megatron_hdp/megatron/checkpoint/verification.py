@@ -8,51 +8,20 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from megatron_hdp.megatron.checkpoint.checksums import SUMS, FileSum, faults_of_sizes, read_sums
+from megatron_hdp.megatron.checkpoint.checksums import SUMS, FileSum, Inventory, read_sums
 
 _THREADS = 8
 
 
-class Inventory(Protocol):
-    """What is known of a checkpoint's files without reading all of them."""
-
-    has_checksums: bool
-    sizes: dict[str, int]
-    """Bytes of each file whose content can be checked."""
-
-    def outer_faults(self) -> list[str]:
-        """What names, sizes and small files show."""
-        ...
-
-    def added_files(self) -> list[str]:
-        """Names of files that were not saved with the checkpoint; they harm nothing."""
-        ...
-
-    def fault_of(self, name: str) -> str | None:
-        """What is wrong with the content of a file, which is read whole; None if nothing is."""
-        ...
-
-
-class SummedFiles:
+class SummedFiles(Inventory):
     """A checkpoint with checksums."""
 
-    has_checksums = True
+    has_checksums, lists = True, (SUMS,)
 
     def __init__(self, folder: Path, sums: dict[str, FileSum]) -> None:
-        self._folder = folder
+        super().__init__(folder, {name: one.num_bytes for name, one in sums.items()})
         self._sums = sums
-        self.sizes = {name: one.num_bytes for name, one in sums.items()}
-
-    def outer_faults(self) -> list[str]:
-        """Files that are missing or of another size."""
-        return faults_of_sizes(self._folder, self.sizes)
-
-    def added_files(self) -> list[str]:
-        """Files that have no checksum."""
-        names = {path.name for path in self._folder.iterdir()}
-        return sorted(names - {SUMS, *self.sizes})
 
     def fault_of(self, name: str) -> str | None:
         """Whether the file is the one that was summed."""
@@ -67,11 +36,7 @@ class SummedFiles:
 
 
 def inventory(folder: Path) -> Inventory:
-    """What is known of the files of the checkpoint in `folder`.
-
-    Raises:
-        ValueError: the list of checksums is damaged.
-    """
+    """What is known of the files of a checkpoint; a ValueError: its list of sums is damaged."""
     sums = read_sums(folder)
     if sums is not None:
         return SummedFiles(folder, sums)
@@ -99,12 +64,7 @@ class Verdict:
 
 
 def verify(place: Path, iteration: int) -> Verdict:
-    """Reads a whole checkpoint.
-
-    Args:
-        place: its folder.
-        iteration: its number.
-    """
+    """Reads the whole checkpoint in a folder."""
     num_bytes = sum(path.stat().st_size for path in place.iterdir() if path.is_file())
     try:
         files = inventory(place)

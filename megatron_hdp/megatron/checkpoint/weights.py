@@ -57,24 +57,16 @@ def load_weights(
     Raises:
         ValueError: there is none, it is damaged, or it is of another model.
     """
-    source = on_first_rank(lambda: _latest_in(path))
-    require_shared(source, "the session")
-    reading.require_sound(source, contents=checksums, say=say)
-    put_weights(chunks, reading.read(sharded_weights(chunks), source))
-    say(f"loaded the weights of {source}")
-
-
-def _latest_in(path: Path) -> Path:
-    folder = CheckpointFolder(path)
-    if release := folder.release():
-        return release
-    iteration = folder.latest()
-    if iteration is None:
+    source = on_first_rank(CheckpointFolder(path).newest)
+    if source is None:
         raise ValueError(
             f"{path} holds no checkpoint, expected one: name the folder that --save or "
             "`megatron-hdp convert --to` was given"
         )
-    return folder.find(iteration)
+    require_shared(source, "the session")
+    reading.require_sound(source, contents=checksums, say=say)
+    put_weights(chunks, reading.read(sharded_weights(chunks), source))
+    say(f"loaded the weights of {source}")
 
 
 def _by_key(

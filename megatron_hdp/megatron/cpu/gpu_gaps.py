@@ -7,28 +7,39 @@ machine without a GPU the CPU shim does this.
 
 from __future__ import annotations
 
+import importlib
+import types
 from typing import Any
 
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
-
+_ROUTERS = "megatron.core.transformer.moe.moe_utils"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
 GAPS = {
-    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "None where TransformerEngine is "
-    "missing; Megatron 0.16 tests it without having defined it",
-    "megatron.core.transformer.multi_latent_attention.HAVE_TE": "false where TransformerEngine is "
-    "missing; Megatron 0.16 then compares with what stands in for a class of its",
+    f"{_ROUTERS}.te_general_gemm": "None where TransformerEngine is missing; Megatron 0.16 tests "
+    "it without having defined it",
+    f"{_LATENT}.HAVE_TE": "false where TransformerEngine is missing; Megatron 0.16 then compares "
+    "with what stands in for a class of its",
 }
 _MISSING = object()
 _before: list[tuple[Any, str, Any]] = []
 
 
+def gap_of(module: types.ModuleType) -> tuple[str, Any] | None:
+    """The name in a module of Megatron's that is wrong, and its right value; None: none is."""
+    names = vars(module)
+    if module.__name__ == _ROUTERS and "te_general_gemm" not in names:
+        return "te_general_gemm", None
+    if module.__name__ == _LATENT and names["HAVE_TE"] and not isinstance(names["TELinear"], type):
+        return "HAVE_TE", False
+    return None
+
+
 def fill() -> None:
     """Puts right what is wrong; a second call does nothing."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        _set(moe_utils, "te_general_gemm", None)
-    latent: Any = multi_latent_attention
-    if latent.HAVE_TE and not isinstance(latent.TELinear, type):
-        _set(latent, "HAVE_TE", False)
+    for name in (_ROUTERS, _LATENT):
+        module = importlib.import_module(name)
+        if gap := gap_of(module):
+            _before.append((module, gap[0], getattr(module, gap[0], _MISSING)))
+            setattr(module, *gap)
 
 
 def revert() -> None:
@@ -39,8 +50,3 @@ def revert() -> None:
             delattr(module, name)
         else:
             setattr(module, name, value)
-
-
-def _set(module: Any, name: str, value: Any) -> None:
-    _before.append((module, name, getattr(module, name, _MISSING)))
-    setattr(module, name, value)

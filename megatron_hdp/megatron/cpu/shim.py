@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.megatron.cpu import gpu_gaps
 from megatron_hdp.megatron.cpu.stand_in import (
     RNG_FUNCTIONS,
     NoStream,
@@ -41,10 +42,7 @@ REDIRECTS = {
     "are padded (gloo wants equal ones)",
     "torch.softmax inside megatron.*": "float64 stays float64 where float32 is asked for (routers)",
     "megatron.core.tensor_parallel.random": "CUDA RNG state is the CPU generator's",
-    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "None where TransformerEngine is "
-    "missing; Megatron 0.16 tests it without having defined it",
-    "megatron.core.transformer.multi_latent_attention.HAVE_TE": "false where TransformerEngine is "
-    "missing; Megatron 0.16 then compares with what stands in for a class of its",
+    **gpu_gaps.GAPS,
     "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "a stream without work, gone with the shim",
     "Tensor.cuda, Module.cuda, Tensor.record_stream": "no-ops",
     "Tensor.float, called by megatron.core.transformer.moe.*": "float64 stays float64 (routers)",
@@ -52,8 +50,6 @@ REDIRECTS = {
 }
 
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
-_MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
-_LATENT_ATTENTION = "megatron.core.transformer.multi_latent_attention"
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED_KERNELS = "megatron.legacy.fused_kernels"
 _TRAINING = "megatron.training"
@@ -85,12 +81,22 @@ class _Replacement:
 
 
 class _Shim(importlib.abc.MetaPathFinder):
-    """Everything `apply` changed; as an import hook it also reaches modules loaded later."""
+    """Everything `apply` changes; as an import hook it also reaches modules loaded later."""
 
     def __init__(self) -> None:
         self._torch = stand_in_for_torch()
         self._torch_of_training = with_a_device(self._torch)
         self._replacements: list[_Replacement] = []
+        sys.meta_path.insert(0, self)
+        logging.getLogger(_RNG_MODULE).addFilter(_without_rng_warning)
+        try:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("megatron.") and isinstance(module, types.ModuleType):
+                    self.enter_module(module)
+            self.replace_methods()
+        except BaseException:
+            self.remove()
+            raise
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         original = vars(owner).get(name, _MISSING)
@@ -108,10 +114,8 @@ class _Shim(importlib.abc.MetaPathFinder):
         elif name == _RNG_MODULE:
             for function, value in RNG_FUNCTIONS.items():
                 self.replace_in(module, function, value)
-        elif name == _MOE_UTILS and "te_general_gemm" not in names:
-            self.replace(module, "te_general_gemm", None)
-        elif name == _LATENT_ATTENTION and not isinstance(names.get("TELinear"), type):
-            self.replace_in(module, "HAVE_TE", False)
+        elif gap := gpu_gaps.gap_of(module):
+            self.replace(module, *gap)
         elif name == _DISPATCHERS:
             dispatcher = names.get("MoEAlltoAllTokenDispatcher", module)
             self.replace_in(dispatcher, "cuda_dtoh_stream", NoStream())
@@ -135,18 +139,6 @@ class _Shim(importlib.abc.MetaPathFinder):
         self.replace(torch.Tensor, "float", float_seen_by_routers(torch.Tensor.float))
         self.replace(torch.Tensor, "type", type_seen_by_megatron(torch.Tensor.type))
         self.replace(torch.nn.Module, "cuda", stay)
-
-    def install(self) -> None:
-        sys.meta_path.insert(0, self)
-        logging.getLogger(_RNG_MODULE).addFilter(_without_rng_warning)
-        try:
-            for name, module in list(sys.modules.items()):
-                if name.startswith("megatron.") and isinstance(module, types.ModuleType):
-                    self.enter_module(module)
-            self.replace_methods()
-        except BaseException:
-            self.remove()
-            raise
 
     def remove(self) -> None:
         latest = {(id(r.owner), r.name): r for r in self._replacements}.values()
@@ -212,9 +204,7 @@ def apply() -> None:
         return
     if not needed():
         raise RuntimeError("the CPU shim was asked for, but torch.cuda.is_available() is true")
-    shim = _Shim()
-    shim.install()
-    _active = shim
+    _active = _Shim()
 
 
 def revert() -> None:

@@ -13,24 +13,11 @@ import torch
 
 from megatron_hdp.megatron.cpu import collectives
 
-_FACTORIES = [
-    "arange",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-]
+_FACTORIES = (
+    *("empty", "empty_like", "empty_strided", "full", "full_like", "ones", "ones_like"),
+    *("zeros", "zeros_like", "arange", "eye", "linspace", "rand", "randint", "randn", "tensor"),
+)
+_COLLECTIVES = ("barrier", "all_to_all_single", "all_gather", "reduce_scatter")
 
 # What Megatron's optimizers may see; float64 (exactness tests) counts as full precision.
 _CUDA_TYPE_NAMES = {
@@ -99,15 +86,12 @@ RNG_FUNCTIONS = {
 }
 
 
-def _is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
-
-
 def _cpu_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
-        if _is_cuda(kwargs.get("device")):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
 
@@ -154,13 +138,7 @@ def stand_in_for_torch() -> StandIn:
     overrides: dict[str, Any] = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
     overrides["cuda"] = cuda
     overrides["distributed"] = StandIn(
-        torch.distributed,
-        {
-            "barrier": collectives.barrier,
-            "all_to_all_single": collectives.all_to_all_single,
-            "all_gather": collectives.all_gather,
-            "reduce_scatter": collectives.reduce_scatter,
-        },
+        torch.distributed, {name: getattr(collectives, name) for name in _COLLECTIVES}
     )
     overrides["softmax"] = _softmax
     return StandIn(torch, overrides)

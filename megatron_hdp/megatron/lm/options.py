@@ -186,7 +186,7 @@ def check(args: argparse.Namespace) -> None:
     _check_growth(args)
     _check_attention(getattr(args, "attention_backend", None))
     is_latent = getattr(args, "multi_latent_attention", False)
-    check_latent_ring(multi_latent_attention=is_latent, hdp_mla_ring=options.hdp_mla_ring)
+    check_latent_ring(is_latent, options.hdp_mla_ring)
     if is_latent:
         _check_latent_attention(args)
     check_data(args)

@@ -1,4 +1,4 @@
-"""Which functions of Megatron-LM the plugin replaces, its switch, and a check that changes none."""
+"""The plugin's switch, and a check of its patches that changes nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.megatron.cpu import shim as cpu_shim
-from megatron_hdp.megatron.lm import releases, replacements
-from megatron_hdp.megatron.lm.patching import Patch, PatchSet
-from megatron_hdp.megatron.lm.releases import ANY, TESTED, everywhere, installed_version
-
-_TRAINING = "megatron.training.training"
+from megatron_hdp.megatron.lm import replacements
+from megatron_hdp.megatron.lm.patching import PatchSet
+from megatron_hdp.megatron.lm.releases import TESTED, installed_version
 
 
 def activate(make_outputs: Any) -> str | None:
@@ -84,112 +82,4 @@ def check_patches() -> tuple[PatchCheck, ...] | None:
             cpu_shim.revert()
 
 
-PATCHES = PatchSet(
-    [
-        Patch(
-            "megatron.training.arguments:add_megatron_arguments",
-            "HDP's flags are a group of Megatron's own parser",
-            everywhere("parser"),
-            replacements.add_flags,
-        ),
-        Patch(
-            "megatron.training.arguments:validate_args",
-            "HDP's flags are checked together with Megatron's",
-            everywhere("args", "defaults"),
-            replacements.validate,
-        ),
-        Patch(
-            "megatron.training.yaml_arguments:load_yaml",
-            "Megatron does not check arguments from a file, so HDP refuses them",
-            everywhere("yaml_path"),
-            replacements.load_yaml,
-        ),
-        Patch(
-            f"{_TRAINING}:pretrain",
-            "heartbeats report a rank that died or hangs to the others",
-            ANY,
-            replacements.surround,
-        ),
-        Patch(
-            "megatron.training.initialize:_warmup_jit_function",
-            "fused functions compile when they are called, not for a whole context's tokens",
-            releases.WARM_UP,
-            replacements.skip_warm_up,
-        ),
-        Patch(
-            f"{_TRAINING}:get_model",
-            "the model gets HDP's attention, positions and loss before DDP wraps it",
-            releases.GET_MODEL,
-            replacements.adapt_model,
-        ),
-        Patch(
-            "megatron.training.models.dist_utils:unimodal_build_distributed_models",
-            "the same for models that come from a builder, as pretrain_gpt's from 0.19",
-            releases.BUILD_MODELS,
-            replacements.adapt_model,
-        ),
-        Patch(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "PyTorch's norms work with sequence parallelism, where there are no others",
-            releases.TORCH_NORM,
-            replacements.mark_norm,
-        ),
-        Patch(
-            f"{_TRAINING}:get_megatron_optimizer",
-            "its step is timed, and its checkpoints gather whole states correctly",
-            ANY,
-            replacements.prepare_optimizer,
-            owner_only=True,
-        ),
-        Patch(
-            "megatron.training.checkpointing:save_checkpoint",
-            "heartbeats wait for it, and its writers end with their rank",
-            ANY,
-            replacements.save,
-        ),
-        Patch(
-            "megatron.training.checkpointing:load_checkpoint",
-            "the distributed optimizer can restore torch's Adam",
-            ANY,
-            replacements.load,
-        ),
-        Patch(
-            "megatron.training.checkpointing:check_checkpoint_args",
-            "a resumed run keeps the order of the data that it began with",
-            ANY,
-            replacements.compare_order,
-        ),
-        Patch(
-            f"{_TRAINING}:build_train_valid_test_data_iterators",
-            "sequences are read slice by slice, as the plan says",
-            everywhere("build_train_valid_test_datasets_provider"),
-            replacements.build_iterators,
-        ),
-        Patch(
-            f"{_TRAINING}:get_forward_backward_func",
-            "a step follows its plan; elsewhere the function stays as it is",
-            releases.SCHEDULE,
-            replacements.schedule,
-            owner_only=True,
-        ),
-        Patch(
-            f"{_TRAINING}:num_floating_point_operations",
-            "throughput counts each sequence at its own length",
-            releases.OPERATIONS,
-            replacements.count_flops,
-        ),
-        Patch(
-            f"{_TRAINING}:training_log",
-            "HDP's figures go to Megatron's writers",
-            releases.TRAINING_LOG,
-            replacements.log,
-        ),
-        Patch(
-            f"{_TRAINING}:evaluate_and_print_results",
-            "the loss of each validation set is logged",
-            releases.EVALUATION,
-            replacements.log_validation_sets,
-        ),
-    ],
-    TESTED,
-)
+PATCHES = PatchSet(replacements.PATCHES, TESTED)

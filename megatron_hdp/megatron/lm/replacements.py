@@ -1,4 +1,4 @@
-"""What runs in the place of Megatron-LM's functions under HDP.
+"""Which functions of Megatron-LM the plugin replaces, why, and what runs in their place.
 
 A replacement is called with the original, then with what the original's caller gives. Without
 ``--hybrid-data-parallel`` it only calls the original, except for the flags themselves.
@@ -12,9 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hdp.megatron.cpu import shim
-from megatron_hdp.megatron.lm import options
-from megatron_hdp.megatron.lm.patching import Function
+from megatron_hdp.megatron.lm import options, releases
+from megatron_hdp.megatron.lm.patching import Function, Patch
+from megatron_hdp.megatron.lm.releases import everywhere
 from megatron_hdp.processes import launcher
+
+PATCHES: list[Patch] = []
+_TRAINING = "megatron.training.training"
 
 _job: Any = None
 """The `PretrainJob` of this process while ``pretrain()`` runs."""
@@ -24,20 +28,36 @@ make_outputs: Any = None
 """Makes a run's outputs besides Megatron's logs, see `LmRun`; the plugin sets it."""
 
 
+def patch(
+    target: str, parameters: releases.Parameters = releases.ANY, **others: Any
+) -> Callable[[Function], Function]:
+    """Declares what replaces a target, see `Patch`; its docstring's first line says why."""
+
+    def declare(replacement: Function) -> Function:
+        why = (replacement.__doc__ or "").split("\n")[0].rstrip(".")
+        PATCHES.append(Patch(target, why, parameters, replacement, **others))
+        return replacement
+
+    return declare
+
+
+@patch("megatron.training.arguments:add_megatron_arguments", everywhere("parser"))
 def add_flags(original: Function, parser: Any) -> Any:
-    """Adds HDP's flags to the parser."""
+    """HDP's flags are a group of Megatron's own parser."""
     return options.add_flags(original(parser))
 
 
+@patch("megatron.training.yaml_arguments:load_yaml", everywhere("yaml_path"))
 def load_yaml(original: Function, yaml_path: str) -> Any:
-    """Refuses arguments from a file together with the flag."""
+    """Megatron does not check arguments from a file, so HDP refuses them."""
     args = original(yaml_path)
     options.refuse_in_yaml(args, sys.argv)
     return args
 
 
+@patch("megatron.training.arguments:validate_args", everywhere("args", "defaults"))
 def validate(original: Function, args: Any, defaults: Any = None) -> Any:
-    """Checks HDP's flags before and after Megatron derives its own."""
+    """HDP's flags are checked with Megatron's, before and after it derives its own."""
     options.check(args)
     if args.hybrid_data_parallel:
         launcher.end_with_launcher()  # a patched script has not done it yet
@@ -48,8 +68,9 @@ def validate(original: Function, args: Any, defaults: Any = None) -> Any:
     return validated
 
 
+@patch(f"{_TRAINING}:pretrain")
 def surround(original: Function, *positional: Any, **named: Any) -> Any:
-    """``pretrain()`` within the process's `PretrainJob`."""
+    """Heartbeats report a rank that died or hangs to the others."""
     global _job, _run
     from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 
@@ -62,17 +83,25 @@ def surround(original: Function, *positional: Any, **named: Any) -> Any:
         _job = _run = None
 
 
+@patch("megatron.training.initialize:_warmup_jit_function", releases.WARM_UP)
 def skip_warm_up(original: Function, *positional: Any, **named: Any) -> None:
-    """Skips the warm-up, which would make activations of ``--seq-length`` tokens on every rank.
+    """Fused functions compile when they are called, not for a whole context's tokens.
 
-    It compiles fused functions for shapes that no micro-batch of a run has.
+    Megatron would make activations of ``--seq-length`` tokens on every rank for that.
     """
     if not _hdp_is_on():
         original(*positional, **named)
 
 
+@patch(f"{_TRAINING}:get_model", releases.GET_MODEL)
+@patch(  # the same for models that come from a builder, as pretrain_gpt's from 0.19
+    "megatron.training.models.dist_utils:unimodal_build_distributed_models", releases.BUILD_MODELS
+)
 def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
-    """Adapts the model that the original's first argument, a function, makes for a stage."""
+    """The model gets HDP's attention, positions and loss before DDP wraps it.
+
+    The original's first argument is a function, which makes the model of a stage.
+    """
     from megatron.training.global_vars import get_args
 
     args = get_args()
@@ -95,8 +124,9 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
+@patch("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", releases.TORCH_NORM)
 def mark_norm(original: Function, cls: type, config: Any, *positional: Any, **named: Any) -> Any:
-    """Marks PyTorch's norms for sequence parallelism, where Megatron refuses them."""
+    """PyTorch's norms work with sequence parallelism, where there are no others."""
     if not config.sequence_parallel or not _hdp_is_on():
         return original(cls, config, *positional, **named)
     from megatron_hdp.megatron.model import SequenceParallelNorm
@@ -104,8 +134,9 @@ def mark_norm(original: Function, cls: type, config: Any, *positional: Any, **na
     return SequenceParallelNorm(config, *positional, **named)
 
 
+@patch(f"{_TRAINING}:get_megatron_optimizer", owner_only=True)
 def prepare_optimizer(original: Function, *positional: Any, **named: Any) -> Any:
-    """Times the optimizer's steps and corrects its checkpoints."""
+    """Its step is timed, and its checkpoints gather whole states correctly."""
     optimizer = original(*positional, **named)
     if not _hdp_is_on():
         return optimizer
@@ -125,8 +156,9 @@ def prepare_optimizer(original: Function, *positional: Any, **named: Any) -> Any
     return optimizer
 
 
+@patch("megatron.training.checkpointing:save_checkpoint")
 def save(original: Function, *positional: Any, **named: Any) -> Any:
-    """Saves by writers that end with this process, with a note for the heartbeats."""
+    """Heartbeats wait for it, and its writers end with their rank."""
     if _run is None:
         return original(*positional, **named)
     from megatron_hdp.megatron.lm import checkpoint
@@ -135,8 +167,9 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
 
 
+@patch("megatron.training.checkpointing:load_checkpoint")
 def load(original: Function, *positional: Any, **named: Any) -> Any:
-    """Loads, with torch's Adam made restorable; without an optimizer, the weights alone."""
+    """The distributed optimizer can restore torch's Adam."""
     optimizer = None
     if _hdp_is_on():
         optimizer = inspect.signature(original).bind(*positional, **named).arguments["optimizer"]
@@ -148,8 +181,9 @@ def load(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
 
 
+@patch("megatron.training.checkpointing:check_checkpoint_args")
 def compare_order(original: Function, checkpoint_args: Any, *positional: Any, **named: Any) -> Any:
-    """Compares the order of the data as well as Megatron's saved arguments."""
+    """A resumed run keeps the order of the data that it began with."""
     from megatron.training.global_vars import get_args
 
     from megatron_hdp.megatron.lm import checkpoint
@@ -169,10 +203,15 @@ def _hdp_is_on() -> bool:
     return bool(getattr(global_vars._GLOBAL_ARGS, "hybrid_data_parallel", False))
 
 
+@patch(
+    f"{_TRAINING}:build_train_valid_test_data_iterators",
+    everywhere("build_train_valid_test_datasets_provider"),
+)
 def build_iterators(original: Function, provider: Any) -> Any:
-    """Returns iterators that only name their split; the first call begins the run's `LmRun`.
+    """Sequences are read slice by slice, as the plan says.
 
-    Megatron calls once for each model chunk of a rank.
+    Iterators only name their split. The first call begins the run's `LmRun`; Megatron calls once
+    for each model chunk of a rank.
     """
     from megatron.training.global_vars import get_args, get_tokenizer
 
@@ -187,20 +226,23 @@ def build_iterators(original: Function, provider: Any) -> Any:
     return tuple(_run.data_iterators())
 
 
+@patch(f"{_TRAINING}:get_forward_backward_func", releases.SCHEDULE, owner_only=True)
 def schedule(original: Function, *positional: Any, **named: Any) -> Any:
-    """Returns `LmRun.forward_backward` instead of Megatron's schedules."""
+    """A step follows its plan; elsewhere the function stays as it is."""
     return original(*positional, **named) if _run is None else _run.forward_backward
 
 
+@patch(f"{_TRAINING}:num_floating_point_operations", releases.OPERATIONS)
 def count_flops(original: Function, args: Any, batch_size: int, *sums: Any, **named: Any) -> Any:
-    """Counts the operations of a step's sequences, each at its own length."""
+    """Throughput counts each sequence at its own length."""
     if _run is None:
         return original(args, batch_size, *sums, **named)
     return _run.log.flops(original, batch_size)
 
 
+@patch(f"{_TRAINING}:training_log", releases.TRAINING_LOG)
 def log(original: Function, *positional: Any, **named: Any) -> Any:
-    """Logs a step as Megatron does, and hands HDP's figures to its writers."""
+    """HDP's figures go to Megatron's writers."""
     if _run is None:
         return original(*positional, **named)
     bound = inspect.signature(original).bind(*positional, **named).arguments
@@ -218,8 +260,9 @@ def log(original: Function, *positional: Any, **named: Any) -> Any:
     return result
 
 
+@patch(f"{_TRAINING}:evaluate_and_print_results", releases.EVALUATION)
 def log_validation_sets(original: Function, *positional: Any, **named: Any) -> Any:
-    """Evaluates as Megatron does, and logs the loss of each validation set after it."""
+    """The loss of each validation set is logged."""
     result = original(*positional, **named)
     if _run is None:
         return result

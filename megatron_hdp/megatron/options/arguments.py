@@ -93,11 +93,7 @@ def counted_layers(args: TrainingArguments) -> int:
 
 
 def stage_split(args: TrainingArguments) -> StageSplit:
-    """Layers of every virtual stage.
-
-    Raises:
-        OptionError: the flags describe none.
-    """
+    """Layers of every virtual stage; an `OptionError` if the flags describe none."""
     return StageSplit.of(
         args.num_layers or 1,
         args.pipeline_model_parallel_size,

@@ -1,4 +1,4 @@
-"""The number of sequences of each step, from Megatron's flags."""
+"""The number of sequences of each step, from Megatron's flags; `OptionError` if they give none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def growth_of(args: TrainingArguments) -> Growth:
-    """How the global batch grows: by sequences drawn, never by ranks.
-
-    Raises:
-        OptionError: the flags are incomplete, or contradict each other.
-    """
+    """How the global batch grows: by sequences drawn, never by ranks."""
     growing = [
         flag
         for flag, value in (
@@ -55,9 +51,6 @@ def ramp(start: int, increment: int, over: int, size: int) -> Growth:
         increment: how many more at a time.
         over: sequences after which the last size is reached.
         size: the last size; increments lead to it from the first one.
-
-    Raises:
-        OptionError: they do not.
     """
     rest = size - start
     if min(start, increment) < 1 or over < 0 or rest < 0 or rest % increment:
@@ -115,11 +108,7 @@ def sequences_of(args: Any) -> int | None:
 
 
 def check_batch_size(args: TrainingArguments) -> None:
-    """Checks these flags together.
-
-    Raises:
-        OptionError: what was found, what was expected and the remedy.
-    """
+    """Checks these flags together."""
     if args.hybrid_data_parallel:
         growth_of(args)
         if args.step_batch_size_schedule and args.global_batch_size is not None:

@@ -152,11 +152,7 @@ def _check_units(args: TrainingArguments, split: StageSplit) -> None:
 
 
 def check_layout(args: TrainingArguments) -> None:
-    """Checks HDP's options with how the model is laid out over ranks.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
+    """Checks HDP's options with how the model is laid out over ranks."""
     stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     capacity = args.hdp_tokens_per_rank
     if args.sequence_parallel and capacity and capacity % tensor_ranks:
@@ -258,10 +254,7 @@ def check_run(args: TrainingArguments) -> None:
 def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArguments]:
     """The same run with each number of virtual stages per rank that its layers allow.
 
-    Empty without pipeline stages, and with a layout, which fixes the number.
-
-    Args:
-        args: a checked run under HDP.
+    Empty without pipeline stages, and with a layout, which fixes the number. `args` are checked.
     """
     if args.pipeline_model_parallel_size == 1 or args.pipeline_model_parallel_layout is not None:
         return {}

@@ -1,7 +1,7 @@
 """Layers that hold experts, and layers with a window, as Megatron's flags write them.
 
 A flag gives a period, or a list of 0 and 1 that may be written with ``+`` and ``*``:
-``([0]*3+[1])*2`` is ``[0, 0, 0, 1, 0, 0, 0, 1]``.
+``([0]*3+[1])*2`` is ``[0, 0, 0, 1, 0, 0, 0, 1]``. One that does not fit is an `OptionError`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _MOST_LAYERS = 10_000
 
 
 def pattern_of(flag: str, text: str) -> int | tuple[int, ...]:
-    """The number or the list of numbers that `text` writes.
-
-    Raises:
-        OptionError: it is neither.
-    """
+    """The number or the list of numbers that `text` writes."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -40,8 +36,8 @@ def _value(node: ast.expr) -> int | list[int] | None:
     if isinstance(node, ast.Constant):
         return node.value if type(node.value) is int else None
     if isinstance(node, ast.List):
-        numbers = [_value(item) for item in node.elts]
-        return [item for item in numbers if type(item) is int] if _are_numbers(numbers) else None
+        numbers = [one for item in node.elts if type(one := _value(item)) is int]
+        return numbers if len(numbers) == len(node.elts) else None
     if not isinstance(node, ast.BinOp):
         return None
     left, right = _value(node.left), _value(node.right)
@@ -56,16 +52,8 @@ def _value(node: ast.expr) -> int | list[int] | None:
     return found if len(found) <= _MOST_LAYERS else None
 
 
-def _are_numbers(found: list[int | list[int] | None]) -> bool:
-    return all(type(item) is int for item in found)
-
-
 def zeros_and_ones(flag: str, pattern: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """The pattern, checked: 0 or 1 for every layer.
-
-    Raises:
-        OptionError: it has another length, or other numbers.
-    """
+    """The pattern, checked: 0 or 1 for every layer."""
     if len(pattern) != num_layers or set(pattern) - {0, 1}:
         raise OptionError(
             f"{flag}: found {list(pattern)}, expected {num_layers} numbers that are 0 or 1, one "
@@ -75,11 +63,7 @@ def zeros_and_ones(flag: str, pattern: tuple[int, ...], num_layers: int) -> tupl
 
 
 def expert_layers(args: TrainingArguments) -> tuple[bool, ...]:
-    """Of each layer in the model's order, whether it holds experts.
-
-    Raises:
-        OptionError: ``--moe-layer-freq`` does not describe the model's layers.
-    """
+    """Of each layer in the model's order, whether it holds experts."""
     number = args.num_layers or 1
     if args.num_experts is None:
         return (False,) * number
@@ -98,25 +82,20 @@ def expert_layers_of_chunk(args: TrainingArguments, stage: int, chunk: int) -> t
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """What Megatron's ``moe_layer_freq`` is for the flag's text.
+    """What Megatron's ``moe_layer_freq`` is for the flag's text."""
+    found = _pattern_or_period(_EXPERTS, text)
+    return found if isinstance(found, int) else list(found)
 
-    Raises:
-        OptionError: it is neither a number of at least 1 nor a list.
-    """
-    found = pattern_of(_EXPERTS, text)
-    if not isinstance(found, int):
-        return list(found)
-    if found < 1:
-        raise OptionError(f"{_EXPERTS}: found {found}, expected at least 1, or a list of 0 and 1")
+
+def _pattern_or_period(flag: str, text: str) -> int | tuple[int, ...]:
+    found = pattern_of(flag, text)
+    if isinstance(found, int) and found < 1:
+        raise OptionError(f"{flag}: found {found}, expected at least 1, or a list of 0 and 1")
     return found
 
 
 def check_windows(args: TrainingArguments) -> None:
-    """Checks these options together, derived defaults filled in.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
+    """Checks these options together, derived defaults filled in."""
     layer_windows(args)
     if args.window_size is not None and args.multi_latent_attention:
         raise OptionError(
@@ -126,11 +105,7 @@ def check_windows(args: TrainingArguments) -> None:
 
 
 def layer_windows(args: TrainingArguments) -> tuple[int | None, ...]:
-    """Tokens that a query of each layer sees, itself included; None where it sees all before it.
-
-    Raises:
-        OptionError: the flags do not say so.
-    """
+    """Tokens that a query of each layer sees, itself included; None where it sees all before it."""
     layers = args.num_layers or 1
     frequency = _frequency(args)
     if args.window_size is None:
@@ -172,9 +147,7 @@ def _frequency(args: TrainingArguments) -> int | tuple[int, ...] | None:
         return None
     if args.window_size is None:
         raise no_effect(flag, "--window-size")
-    pattern = pattern_of(flag, text)
-    if isinstance(pattern, tuple):
-        return zeros_and_ones(flag, pattern, args.num_layers or 1)
-    if pattern < 1:
-        raise OptionError(f"{flag}: found {pattern}, expected at least 1, or a list of 0 and 1")
-    return pattern
+    pattern = _pattern_or_period(flag, text)
+    if isinstance(pattern, int):
+        return pattern
+    return zeros_and_ones(flag, pattern, args.num_layers or 1)

@@ -1,4 +1,4 @@
-"""Checks the options of multi-latent attention, with each other and with HDP."""
+"""Checks the options of multi-latent attention, with each other and with HDP: `OptionError`."""
 
 from dataclasses import fields
 
@@ -8,16 +8,12 @@ from megatron_hdp.options import OptionError, flag_of, no_effect, require_multip
 
 
 def check_mla(args: TrainingArguments) -> None:
-    """Checks these options together, derived defaults filled in.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
-    check_latent_ring(
-        multi_latent_attention=args.multi_latent_attention, hdp_mla_ring=args.hdp_mla_ring
-    )
+    """Checks these options together, derived defaults filled in."""
+    check_latent_ring(args.multi_latent_attention, args.hdp_mla_ring)
     if not args.multi_latent_attention:
-        _check_unused(args)
+        for item in fields(MlaOptions):
+            if getattr(args, item.name) != item.default:
+                raise no_effect(flag_of(item.name), "--multi-latent-attention")
         return
     if not args.hybrid_data_parallel:
         raise OptionError(
@@ -29,20 +25,10 @@ def check_mla(args: TrainingArguments) -> None:
     _check_tensor_ranks(args)
 
 
-def check_latent_ring(*, multi_latent_attention: bool, hdp_mla_ring: str) -> None:
-    """Checks that rings can send what ``--hdp-mla-ring`` names.
-
-    Raises:
-        OptionError: there is no latent.
-    """
-    if hdp_mla_ring != "auto" and not multi_latent_attention:
+def check_latent_ring(is_latent: bool, hdp_mla_ring: str) -> None:
+    """Checks that rings can send what ``--hdp-mla-ring`` names."""
+    if hdp_mla_ring != "auto" and not is_latent:
         raise no_effect(f"--hdp-mla-ring {hdp_mla_ring}", "--multi-latent-attention")
-
-
-def _check_unused(args: TrainingArguments) -> None:
-    for item in fields(MlaOptions):
-        if getattr(args, item.name) != item.default:
-            raise no_effect(flag_of(item.name), "--multi-latent-attention")
 
 
 def _check_attention(args: TrainingArguments) -> None:

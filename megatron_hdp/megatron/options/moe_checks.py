@@ -1,4 +1,4 @@
-"""Checks the options of mixture of experts, with each other and with HDP."""
+"""Checks the options of mixture of experts, with each other and with HDP: `OptionError`."""
 
 from dataclasses import fields
 
@@ -9,13 +9,12 @@ from megatron_hdp.options import OptionError, flag_of, no_effect, require_multip
 
 
 def check_moe(args: TrainingArguments) -> None:
-    """Checks these options together, derived defaults filled in.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
+    """Checks these options together, derived defaults filled in."""
     if args.num_experts is None:
-        _check_unused(args)
+        derived = {"expert_tensor_parallel_size": args.tensor_model_parallel_size}
+        for item in fields(MoeOptions):
+            if getattr(args, item.name) != derived.get(item.name, item.default):
+                raise no_effect(flag_of(item.name), "--num-experts")
         return
     _check_router(args)
     _check_choice(args)
@@ -23,13 +22,6 @@ def check_moe(args: TrainingArguments) -> None:
     _check_ranks(args)
     if args.hybrid_data_parallel:
         _check_with_hdp(args)
-
-
-def _check_unused(args: TrainingArguments) -> None:
-    derived = {"expert_tensor_parallel_size": args.tensor_model_parallel_size}
-    for item in fields(MoeOptions):
-        if getattr(args, item.name) != derived.get(item.name, item.default):
-            raise no_effect(flag_of(item.name), "--num-experts")
 
 
 def _check_router(args: TrainingArguments) -> None:

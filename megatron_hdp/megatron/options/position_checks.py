@@ -1,4 +1,4 @@
-"""Checks the options of rotary positions, and finds the layers without them."""
+"""Checks the options of rotary positions (`OptionError`), and finds the layers without them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ _EFFECTIVE_IN_MLA = {  # whose embedding Megatron gives no other options
 
 
 def check_positions(args: TrainingArguments) -> None:
-    """Checks these options together, derived defaults filled in.
-
-    Raises:
-        OptionError: says what was found, what was expected and the remedy.
-    """
+    """Checks these options together, derived defaults filled in."""
     kind, flag = args.position_embedding_type, "--position-embedding-type"
     effective, head = _EFFECTIVE[kind], args.kv_channels or 0
     if args.multi_latent_attention:
@@ -76,9 +72,6 @@ def layers_without_positions(args: TrainingArguments) -> tuple[int, ...] | None:
     """1 for each layer of the model whose queries and keys are not rotated, 0 for the others.
 
     None where ``--no-rope-freq`` is not given.
-
-    Raises:
-        OptionError: it does not fit the layers.
     """
     if args.no_rope_freq is None:
         return None

@@ -49,31 +49,24 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
         vocab_size: entries, padded or not.
     """
     norm_bias = arguments.normalization == "LayerNorm"
-    further = Layer(
-        hidden_size=arguments.hidden_size,
-        attention=_attention(arguments, knows_positions=True, window=None),
-        mlp=_mlp(arguments, expert_layers(arguments)[-1]),
-        norm_bias=norm_bias,
-    )
+
+    def layer(skips_positions: bool | int, has_experts: bool, window: int | None) -> Layer:
+        return Layer(
+            hidden_size=arguments.hidden_size,
+            attention=_attention(arguments, not skips_positions, window),
+            mlp=_mlp(arguments, has_experts),
+            norm_bias=norm_bias,
+        )
+
     skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers
-    windows = layer_windows(arguments)
+    experts, windows = expert_layers(arguments), layer_windows(arguments)
     return ModelShape(
-        layers=tuple(
-            Layer(
-                hidden_size=arguments.hidden_size,
-                attention=_attention(arguments, not skips, window),
-                mlp=_mlp(arguments, has_experts),
-                norm_bias=norm_bias,
-            )
-            for skips, has_experts, window in zip(
-                skipped, expert_layers(arguments), windows, strict=True
-            )
-        ),
+        layers=tuple(map(layer, skipped, experts, windows)),
         hidden_size=arguments.hidden_size,
         vocab_size=vocab_size,
         tied_embeddings=not arguments.untie_embeddings_and_output_weights,
         norm_bias=norm_bias,
-        further=(further,) * (arguments.mtp_num_layers or 0),
+        further=(layer(False, experts[-1], None),) * (arguments.mtp_num_layers or 0),
     )
 
 
@@ -156,12 +149,7 @@ def shape_in(path: Path) -> ModelShape:
 
 
 def planned_weights(arguments: TrainingArguments, vocab_size: int) -> tuple[float, ...] | None:
-    """Relative time of every virtual stage; None where all do the same.
-
-    Args:
-        arguments: derived defaults filled in.
-        vocab_size: padded.
-    """
+    """Relative time of every virtual stage, the vocabulary padded; None where all do the same."""
     tokens = min(arguments.hdp_tokens_per_rank, arguments.seq_length)
     shape = model_shape(arguments, vocab_size)
     costs = LayerCosts.of_shape(shape, tokens, arguments.recompute_granularity)
@@ -183,24 +171,15 @@ def padded_vocab_size(vocab_size: int, arguments: TrainingArguments) -> int:
             f"--vocab-size {entries}: expected at least the {vocab_size} entries of the tokenizer: "
             "raise it or leave it out"
         )
-    divisor, tensor_ranks = (
-        arguments.make_vocab_size_divisible_by,
-        arguments.tensor_model_parallel_size,
-    )
-    hdp = arguments.hybrid_data_parallel
-    multiple = math.lcm(divisor, tensor_ranks) if hdp else divisor * tensor_ranks
+    numbers = arguments.make_vocab_size_divisible_by, arguments.tensor_model_parallel_size
+    multiple = math.lcm(*numbers) if arguments.hybrid_data_parallel else math.prod(numbers)
     return -(-entries // multiple) * multiple
 
 
 def vocab_size_of(arguments: TrainingArguments, vocab_size: int | None = None) -> int:
     """Rows of the embedding before any tokenizer is loaded: LLaMA 3's where nothing gives them.
 
-    Args:
-        arguments: derived defaults filled in.
-        vocab_size: entries of the tokenizer, where they are known.
-
-    Raises:
-        ValueError: ``--vocab-size`` is less than `vocab_size`.
+    `vocab_size` are the tokenizer's entries, where they are known; see `padded_vocab_size`.
     """
     entries = vocab_size or arguments.vocab_size
     if entries is None:
@@ -209,13 +188,7 @@ def vocab_size_of(arguments: TrainingArguments, vocab_size: int | None = None) -
 
 
 def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
-    """The job of a run on so many GPUs.
-
-    Args:
-        arguments: derived defaults filled in.
-        num_gpus: of the job.
-        vocab_size: padded.
-    """
+    """The job of a run on so many GPUs; the vocabulary is padded, derived defaults filled in."""
     return Job(
         shape=model_shape(arguments, vocab_size),
         num_gpus=num_gpus,
