@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,12 +13,13 @@ from megatron_hdp.megatron.options import (
     GROUPS,
     TrainingArguments,
     build_parser,
+    expert_domain_size,
+    head_sizes,
     markdown_tables,
     num_model_chunks,
     parse_arguments,
 )
 from megatron_hdp.options import (
-    HdpOptions,
     OptionError,
     OptionParser,
     add_options,
@@ -29,23 +31,9 @@ from megatron_hdp.options import (
     yaml_to_argv,
 )
 from megatron_hdp.options.declaration import declared
+from tests.megatron.options.test_refusals import HDP, LAYERS_OF_VPP, PP, REQUIRED, VPP
 
 REPOSITORY = Path(__file__).parents[3]
-REQUIRED = [
-    *("--num-layers", "2"),
-    *("--hidden-size", "64"),
-    *("--num-attention-heads", "4"),
-    *("--seq-length", "128"),
-    *("--train-iters", "3"),
-    *("--lr", "1e-3"),
-    *("--data-path", "prefix"),
-]
-HDP = [
-    "--hybrid-data-parallel",
-    *("--hdp-tokens-per-rank", "64"),
-    *("--global-batch-size", "8"),
-    *("--attention-dropout", "0"),
-]
 
 
 def _yaml(tmp_path: Path, text: str) -> list[str]:
@@ -64,6 +52,18 @@ def test_required_flags_are_enough_and_derived_defaults_follow_megatron() -> Non
     swiglu = parse_arguments([*REQUIRED, "--swiglu", "--num-query-groups", "2"])
     assert swiglu.ffn_hidden_size == 128
     assert swiglu.group_query_attention
+    assert args.num_experts is args.moe_ffn_hidden_size is None
+    assert head_sizes(args) == (args.kv_channels, args.kv_channels)
+    latent = parse_arguments([*REQUIRED, *HDP, "--multi-latent-attention"])
+    assert (latent.q_lora_rank, latent.kv_lora_rank, latent.rope_type) == (None, 32, None)
+    assert head_sizes(latent) == (128 + 64, 128)
+    assert (latent.rotary_scaling_factor, latent.mscale, latent.mscale_all_dim) == (1.0, 1.0, 0.0)
+    experts = [*REQUIRED, "--num-experts", "8", "--disable-bias-linear"]
+    args = parse_arguments([*experts, "--ffn-hidden-size", "96"])
+    assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (8, 2, 96)
+    assert (args.expert_model_parallel_size, args.expert_tensor_parallel_size) == (1, 1)
+    assert (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff) == ("aux_loss", 0)
+    assert parse_arguments([*experts, "--swiglu"]).moe_ffn_hidden_size == 128
 
 
 def test_every_field_has_a_flag_a_yaml_key_and_a_row() -> None:
@@ -240,135 +240,31 @@ def test_a_missing_yaml_file_and_an_empty_one(tmp_path) -> None:
     assert parse_arguments([*REQUIRED, *_yaml(tmp_path, "")]).num_layers == 2
 
 
-WITH_HDP = " ".join(HDP)
-STAGES = "--num-layers 8 --pipeline-model-parallel-size 2"
-VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("", 1), (VIRTUAL, 2), ("--num-layers-per-virtual-pipeline-stage 1", 4)],
-)
-def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None:
-    arguments = parse_arguments([*REQUIRED, *f"{STAGES} {WITH_HDP} {flags}".split()])
-    assert num_model_chunks(arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--num-layer 3", "unknown flag --num-layer: did you mean '--num-layers'"),
-        ("--swiglu stray", "found stray, expected a flag before it"),
-        ("--num-layers x", "--num-layers: invalid int value: 'x'"),
-        ("--num-layers 0", "--num-layers: found 0, expected at least 1"),
-        ("--hidden-dropout 1.5", "--hidden-dropout: found 1.5, expected at most 1"),
-        ("--lr nan", "--lr: found nan, expected a finite number"),
-        ("--lr inf", "--lr: found inf, expected a finite number"),
-        ("--weight-decay 1e39", "--weight-decay: found 1e+39, expected at most 3.4e+38"),
-        ("--adam-beta1 1", "--adam-beta1: found 1.0, expected less than 1.0"),
-        (f"--global-batch-size 1{'0' * 20}", "expected at most 16777216"),
-        (f"--train-iters 1{'0' * 400}", "expected at most 2147483647"),
-        ("--seed 4294967296", "--seed: found 4294967296, expected at most 4294967295"),
-        (f"--distributed-timeout-minutes 1{'0' * 18}", "expected at most 20160"),
-        ("--stall-timeout-seconds inf", "--stall-timeout-seconds: found inf, expected a finite"),
-        ("--stall-timeout-seconds 1e7", "--stall-timeout-seconds: found 10000000.0, expected at m"),
-        ("--hdp-strategy best", "--hdp-strategy: invalid choice: 'best'"),
-        ("--num-attention-heads 5", "not a multiple of --num-attention-heads 5"),
-        ("--num-query-groups 3", "not a multiple of --num-query-groups 3"),
-        ("--tensor-model-parallel-size 3", "must be multiples of --tensor-model-parallel-size 3"),
-        ("--max-position-embeddings 64", "less than --seq-length 128"),
-        ("--bf16 --fp64", "both --bf16 and --fp64"),
-        ("--recompute-method block", "go together"),
-        ("--hdp-data f", "found --hdp-data and --data-path, expected only one"),
-        ("--tokenizer-type TikTokenizer", "goes with --tokenizer-model"),
-        ("--tokenizer-model gpt2", "--tokenizer-type byte goes with no --tokenizer-model"),
-        ("--min-lr 1", "--min-lr 1.0 is greater than --lr 0.001"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "keep one"),
-        ("--lr-warmup-iters 3", "takes 3 steps, expected fewer than --lr-decay-iters (3"),
-        ("--hdp-plot-plan p.png --hdp-plot-step 4", "beyond --train-iters 3"),
-        ("--save-interval 5", "--save-interval needs --save"),
-        ("--hdp-tokens-per-rank 64", "--hdp-tokens-per-rank has no effect without --hybrid"),
-        ("--hdp-trace-steps 1", "--hdp-trace-steps has no effect without --hybrid"),
-        ("--hdp-offload auto", "--hdp-offload auto has no effect with 2 layers on a rank"),
-        ("--hdp-offload auto --num-layers 3", "--hdp-offload has no effect without --hybrid"),
-        (
-            "--hdp-offload auto --num-layers 4 --pipeline-model-parallel-size 2",
-            "--hdp-offload auto has no effect with 2 layers on a rank",
-        ),
-        ("--num-virtual-stages-per-pipeline-rank 2", "rank 2 without pipeline stages: leave it"),
-        (
-            f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 "
-            "--num-virtual-stages-per-pipeline-rank 4",
-            "found both --num-layers-per-virtual-pipeline-stage and --num-virtual",
-        ),
-        (
-            f"{STAGES} --num-layers-per-virtual-pipeline-stage 3",
-            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline",
-        ),
-        (
-            f"{STAGES} --num-layers-per-virtual-pipeline-stage 4",
-            "makes one virtual stage of the 4 layers",
-        ),
-        (f"{STAGES} {VIRTUAL}", "rank 2 goes with --hybrid-data-parallel in this command"),
-    ],
-)
-def test_a_bad_flag_is_refused_with_the_remedy(argv: str, message: str) -> None:
-    with pytest.raises(OptionError) as error:
-        parse_arguments([*REQUIRED, *argv.split()])
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps"),
-        ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps"),
-        (
-            "--hdp-trace t --hdp-trace-steps 1 --pipeline-model-parallel-size 2 "
-            "--hdp-strategy naive",
-            "--hdp-trace with pipeline stages needs --hdp-strategy auto or",
-        ),
-        ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
-        *(
-            (f"--hdp-trace traces --hdp-trace-steps={text}", f"--hdp-trace-steps: found {text!r}")
-            for text in ("0", "3-2", "2-", "-2", "a", "1-2-3", "1,2", "0-2", "9" * 5000)
-        ),
-    ],
-)
-def test_a_bad_range_of_traced_steps_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(OptionError) as error:
-        parse_arguments([*REQUIRED, *HDP, *flags.split()])
-    assert message in str(error.value)
-
-
 def test_traced_steps() -> None:
     flags = ["--hdp-trace", "traces", "--hdp-trace-steps", "2-3"]
     assert parse_arguments([*REQUIRED, *HDP, *flags]).hdp_trace_steps == "2-3"
     assert (trace_steps("2-3"), trace_steps("7")) == (range(2, 4), range(7, 8))
 
 
-@pytest.mark.parametrize("index", range(0, len(REQUIRED), 2))
-def test_each_required_flag_is_named_when_missing(index: int) -> None:
-    with pytest.raises(OptionError, match=f"{REQUIRED[index]} is missing"):
-        parse_arguments(REQUIRED[:index] + REQUIRED[index + 2 :])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("", 1), (f"{VPP} 2", 2), (f"{LAYERS_OF_VPP} 1", 4)]
+)
+def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None:
+    flags = f"--num-layers 8 {PP} {flags}"
+    assert num_model_chunks(parse_arguments([*REQUIRED, *HDP, *flags.split()])) == expected
 
 
-def test_hdp_options_are_checked_together() -> None:
-    args = parse_arguments([*REQUIRED, *HDP])
-    assert args.hdp_strategy == "auto"
-    assert isinstance(args, HdpOptions)
-    bad = {
-        "exactly one": ["--hdp-global-batch-tokens", "100"],
-        "pass --attention-dropout 0": ["--attention-dropout", "0.1"],
-        "--hdp-tokens-per-rank: found 0": ["--hdp-tokens-per-rank", "0"],
-    }
-    for message, flags in bad.items():
-        with pytest.raises(OptionError, match=message):
-            parse_arguments([*REQUIRED, *HDP, *flags])
-    with pytest.raises(OptionError, match="needs --hdp-tokens-per-rank"):
-        parse_arguments([*REQUIRED, "--hybrid-data-parallel"])
-    with pytest.raises(OptionError, match="found neither"):
-        parse_arguments([*REQUIRED, *["--hybrid-data-parallel", "--hdp-tokens-per-rank", "64"]])
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expert_tensor", "size"),
+    [(1, 1, 1, 1), (1, 4, 1, 4), (2, 2, 1, 1), (2, 2, 2, 2), (4, 2, 1, 1), (2, 8, 1, 4)],
+)
+def test_size_of_an_expert_domain(tensor: int, expert: int, expert_tensor: int, size: int) -> None:
+    args = SimpleNamespace(
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+    )
+    assert expert_domain_size(args) == size
 
 
 def test_metrics_need_no_hdp(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Flags of a step's size: what they say, and what does not go together."""
+"""Flags of a step's size: what they say."""
 
 import pytest
 from hypothesis import given
@@ -10,17 +10,15 @@ from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.megatron.options.batch_sizes import ramp
 from megatron_hdp.megatron.step import batch_size_of
 from megatron_hdp.options import OptionError
+from tests.megatron.options.test_refusals import ON, REQUIRED
 
-ENOUGH = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 128
---train-iters 3 --lr 1e-3 --data-path corpus --tokenizer-type byte --attention-dropout 0
---hybrid-data-parallel --hdp-tokens-per-rank 128"""
 STEPS = ["--step-batch-size-schedule", "0:4 1K:8, 0.01M:16"]
 RAMP = ["--rampup-batch-size", "2", "3", "12"]
 EIGHT = ["--global-batch-size", "8"]
 
 
 def parsed(*flags):
-    return parse_arguments([*ENOUGH.split(), *flags])
+    return parse_arguments([*REQUIRED, *ON.split(), *flags])
 
 
 def test_sizes_grow():
@@ -40,26 +38,6 @@ def test_evaluation_has_the_last_size_or_its_own():
         assert batch_size_of(own) == batch_size_of(arguments)
     tokens = parsed("--hdp-global-batch-tokens", "500")
     assert batch_size_of(tokens, "valid").tokens == 500
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([*EIGHT, *STEPS], "found both --step-batch-size-schedule and --global-batch-size"),
-        ([*EIGHT, *RAMP[:3]], "expected three numbers"),
-        ([*EIGHT, "--rampup-batch-size", "2", "4", "8"], "increments of 4"),
-        ([*RAMP, "--hdp-global-batch-tokens", "500"], "found --rampup-batch-size and --hdp-global"),
-        ([*STEPS, *RAMP], "found --rampup-batch-size and --step-batch-size-schedule, expected one"),
-        ([STEPS[0], "640:4"], r"\[\(5, 4\)\], expected sizes"),
-        ([STEPS[0], "0:4 9"], "found '9', expected FROM:SIZE"),
-        ([STEPS[0], " "], r"\[\], expected sizes"),
-        ([STEPS[0], "0:0"], "expected sizes"),
-        ([*EIGHT, *RAMP, "--no-hybrid-data-parallel"], "no effect without --hybrid|goes with"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags, message):
-    with pytest.raises(OptionError, match=message):
-        parsed(*flags)
 
 
 def test_a_ramp_begins_small_and_ends_at_the_last_size():

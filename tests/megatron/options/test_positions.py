@@ -1,4 +1,4 @@
-"""Flags of positions: which go together, and what the built model has of them."""
+"""What the built model has of the flags of positions."""
 
 import math
 
@@ -6,62 +6,7 @@ import pytest
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import build_gpt
-from megatron_hdp.megatron.options import layers_without_positions, parse_arguments, pattern_of
-from megatron_hdp.options import OptionError
 from tests.support.gradients import tiny_arguments, write_corpus
-
-ENOUGH = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 128
---micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-3 --data-path corpus
---tokenizer-type byte"""
-YARN = ["--position-embedding-type", "yarn"]
-
-
-def parsed(*flags):
-    return parse_arguments([*ENOUGH.split(), *flags])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([*YARN, "--use-rope-scaling"], "--use-rope-scaling .* no effect .* yarn"),
-        ([*YARN, "--rotary-percent", "0.5"], "--rotary-percent .* no effect .* yarn"),
-        ([*YARN, "--rotary-interleaved"], "--rotary-interleaved .* no effect .* yarn"),
-        (["--yarn-beta-fast", "8"], "--yarn-beta-fast .* no effect .* rope"),
-        (["--rope-scaling-factor", "32"], "no effect without --use-rope-scaling"),
-        (["--position-embedding-type", "none", "--rotary-base", "5"], "no effect .* none"),
-        (["--rotary-percent", "0.4"], "are 3, expected an even number"),
-        (["--no-rope-freq", "3"], "found 3, expected a number that divides the 4 of"),
-        (["--no-rope-freq", "[0,1,0]"], r"found \[0, 1, 0\], expected 4 numbers that are 0 or 1"),
-        (["--no-rope-freq", "[0,2,0,0]"], "expected 4 numbers that are 0 or 1"),
-        (["--no-rope-freq", "print(1)"], "found 'print.1.', expected a number, or a list"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags, message):
-    with pytest.raises(OptionError, match=message):
-        parsed(*flags)
-
-
-@pytest.mark.parametrize(
-    ("written", "layers"),
-    [
-        ("4", (0, 0, 0, 1)),
-        ("2", (0, 1, 0, 1)),
-        ("1", (1, 1, 1, 1)),
-        ("[1,0,0,1]", (1, 0, 0, 1)),
-        ("([0]+[1])*2", (0, 1, 0, 1)),
-        ("2*[0] + [1]*2", (0, 0, 1, 1)),
-    ],
-)
-def test_layers_without_positions(written, layers):
-    assert layers_without_positions(parsed("--no-rope-freq", written)) == layers
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[", "[[1]]", "1+1", "[1]*[1]", "[True]", "[1]**9", "[1]*99999999999", "x", "'1'"]
-)
-def test_other_expressions_are_refused(text):
-    with pytest.raises(OptionError, match="expected a number, or a list"):
-        pattern_of("--flag", text)
 
 
 def built(cases):

@@ -23,6 +23,15 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.options import OptionError
 from megatron_hdp.planner.stages import StageSplit, parts_of
+from tests.megatron.options.test_refusals import (
+    FIRST,
+    HDP,
+    LAYERS_OF_VPP,
+    LAYOUT,
+    PP,
+    REQUIRED,
+    VPP,
+)
 
 pieces = st.sampled_from(["t", "|", "t*2", "t*0", "|*2", "(t|)*2", "(t*2|t)*3", ",", "(,t)*2"])
 
@@ -98,17 +107,9 @@ def test_splits_are_those_of_megatron(
     assert offsets == tuple(sum(split.layers[:place]) for place in range(len(offsets)))
 
 
-RUN = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --train-iters 3 --lr 1e-3 "
-    "--data-path prefix --hybrid-data-parallel --hdp-tokens-per-rank 64 --global-batch-size 8 "
-    "--attention-dropout 0 --num-layers 7 --pipeline-model-parallel-size 2"
-)
-FIRST = "--decoder-first-pipeline-num-layers 3"
-LAYOUT = "--pipeline-model-parallel-layout"
-
-
 def parsed(flags: str) -> TrainingArguments:
-    return parse_arguments([*RUN.split(), *flags.split()])
+    """Of seven layers on two stages."""
+    return parse_arguments([*REQUIRED, *HDP, *f"--num-layers 7 {PP} {flags}".split()])
 
 
 @pytest.mark.parametrize(
@@ -120,12 +121,11 @@ def parsed(flags: str) -> TrainingArguments:
         (f"{LAYOUT} E|t*7,L", (0, 7)),
         (f"{LAYOUT} E|t|t*4|ttL", (0, 1, 4, 2)),
         (
-            "--decoder-first-pipeline-num-layers 4 --num-layers 10 "
-            "--num-virtual-stages-per-pipeline-rank 2",
+            f"--decoder-first-pipeline-num-layers 4 --num-layers 10 {VPP} 2",
             (2, 3, 2, 3),
         ),
         (
-            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2",
+            f"--account-for-embedding-in-pipeline-split {LAYERS_OF_VPP} 2",
             (1, 2, 2, 2),
         ),
     ],
@@ -140,7 +140,7 @@ def test_the_same_stages_without_virtual_ones() -> None:
     plain = without_virtual_stages(parsed(f"{LAYOUT} E|t|t*4|ttL"))
     assert stage_split(plain).layers == (4, 3)
     ends = "--decoder-first-pipeline-num-layers 4 --num-layers 10"
-    plain = without_virtual_stages(parsed(f"{ends} --num-virtual-stages-per-pipeline-rank 2"))
+    plain = without_virtual_stages(parsed(f"{ends} {VPP} 2"))
     assert stage_split(plain).layers == (4, 6)
 
 
@@ -148,8 +148,8 @@ def test_the_same_stages_without_virtual_ones() -> None:
     ("flags", "choices"),
     [
         ("--num-layers 12", [1, 2, 3, 6]),
-        ("--num-layers 12 --num-virtual-stages-per-pipeline-rank 3", [1, 2, 3, 6]),
-        ("--num-layers 12 --num-layers-per-virtual-pipeline-stage 3", [1, 2, 3, 6]),
+        (f"--num-layers 12 {VPP} 3", [1, 2, 3, 6]),
+        (f"--num-layers 12 {LAYERS_OF_VPP} 3", [1, 2, 3, 6]),
         ("--num-layers 10 --decoder-first-pipeline-num-layers 4", [1, 2]),
         ("--num-layers 7 --account-for-embedding-in-pipeline-split", [1, 2, 4]),
         (
@@ -201,48 +201,3 @@ def test_stages_of_equally_many_layers_differ_where_layers_do() -> None:
         stages = 2 * (attention + dense), 2 * (attention + mixture) + output
         assert weights == pytest.approx([one / sum(stages) for one in stages])
     assert planned_weights(parsed(f"--num-layers 4 {sparse}"), 1000) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "--num-layers 7 is not a multiple of --pipeline-model-parallel-size 2"),
-        (f"{FIRST} {LAYOUT} Et*3|t*4L", "expected one way to cut the model"),
-        (
-            f"{LAYOUT} Et|tt|tt|ttL --num-virtual-stages-per-pipeline-rank 2",
-            "found both --num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-l",
-        ),
-        (
-            f"{LAYOUT} E|t*7L --pipeline-model-parallel-size 1",
-            "t*7L without pipeline stages: leave it out",
-        ),
-        (
-            f"{FIRST} --num-layers-per-virtual-pipeline-stage 1",
-            "use --num-virtual-stages-per-pipeline-rank",
-        ),
-        (f"{LAYOUT} Ett|t*5L --hdp-offload auto", "has no effect with 2 layers on a rank"),
-        (
-            f"{FIRST} --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 2",
-            "--recompute-num-layers 2 does not divide the 3 layers of a stage",
-        ),
-        (
-            f"{LAYOUT} E|t*3|t*4|L --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 2",
-            "choose a number that divides 3 and 4, or --recompute-method block",
-        ),
-        (
-            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3",
-            "the 4 layers of a pipeline stage (--num-layers 7 + 1 that count as layers / "
-            "--pipeline-model-parallel-size 2)",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2",
-            "--num-layers 7 is not a multiple of --pipeline-model-parallel-size 2",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(OptionError) as error:
-        parsed(flags)
-    assert message in str(error.value)
