@@ -17,7 +17,7 @@ from megatron_hdp.megatron.model import HdpCoreAttention, HdpMlaSelfAttention, b
 from megatron_hdp.options import OptionError
 from megatron_hdp.planner import RingWays
 from tests.gradient_equivalence.case import Case
-from tests.megatron.lm.test_options import ON, parsed
+from tests.megatron.lm.test_options import on
 from tests.support.gradients import errors_of, hdp_gradients, largest_error
 from tests.support.mla import MLA, PlainCoreAttention, plain_stock_attention
 
@@ -152,14 +152,14 @@ def plain_step(arguments, plan):
 def test_what_cannot_run_is_refused(flags, message):
     latent = {"multi_latent_attention": True, "transformer_impl": "transformer_engine"}
     with pytest.raises(OptionError, match=message):
-        options.check(parsed(*ON, **latent | flags))
-    options.check(parsed(*ON, **latent))
+        options.check(on(**latent | flags))
+    options.check(on(**latent))
 
 
 def test_rotation_is_never_fused(monkeypatch):
     monkeypatch.setattr(options, "fused_kernel_is_there", lambda: True)
     for latent in (False, True):
-        args = parsed(*ON, apply_rope_fusion=True, multi_latent_attention=latent)
+        args = on(apply_rope_fusion=True, multi_latent_attention=latent)
         options.settle(args)
         assert args.apply_rope_fusion is not latent
 
