@@ -16,17 +16,13 @@ FLAGS = (
 )
 
 
-def test_more_ranks_than_gpus(monkeypatch):
+def test_more_ranks_than_gpus_and_float64(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"rank 1 of this machine .* found 1, .*nproc-per-node"):
         parallel._require_gpu(torch.device("cuda", 1), SimpleNamespace(fp64=False))
-    parallel._require_gpu(torch.device("cuda", 0), SimpleNamespace(fp64=False))
-
-
-def test_float64(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=''"):
         parallel._require_gpu(torch.device("cuda", 0), SimpleNamespace(fp64=True))
+    parallel._require_gpu(torch.device("cuda", 0), SimpleNamespace(fp64=False))
 
 
 @pytest.mark.parametrize("saved", [{}, {"cuda": None}])

@@ -26,6 +26,15 @@ def is_shown(text, module, category=UserWarning):
     return bool(shown)
 
 
+def run_python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("module", KNOWN)
 def test_they_are_what_megatron_says(module):
     with open(module.__file__) as file:
@@ -68,12 +77,7 @@ DEPRECATED = [
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_those_of_a_checkpoint_that_is_loaded(tmp_path, quiet):
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD.format(quiet=quiet, folder=str(tmp_path))],
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", _LOAD.format(quiet=quiet, folder=str(tmp_path)))
     assert done.stdout == "loaded\n", done.stderr
     if quiet:
         assert "FutureWarning" not in done.stderr
@@ -110,11 +114,6 @@ def test_the_command_leaves_them_out_before_it_imports_megatron(python, shown):
     )
     module = megatron.core.models.backends
     code = _COMMAND.format(text=KNOWN[module], module=module.__name__, flags=flags)
-    done = subprocess.run(
-        [sys.executable, *python, "-c", code],
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(*python, "-c", code)
     assert "at import" in done.stderr, done.stderr
     assert done.stderr.count("UserWarning: Apex is not installed") == shown, done.stderr

@@ -171,10 +171,6 @@ def test_a_writer_of_a_killed_run_is_not_in_the_way(tmp_path):
     assert [path.name for path in folder.find(1).iterdir()] == ["common.pt"]
 
 
-def test_nothing_saved_yet(tmp_path):
-    assert CheckpointFolder(tmp_path / "nowhere").latest() is None
-
-
 def test_a_lost_tracker_is_refused_with_what_is_there(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for iteration in (2, 3):
@@ -204,21 +200,14 @@ def test_a_missing_checkpoint_is_named_with_those_that_are_there(tmp_path):
         folder.find(7)
 
 
-def test_a_tracker_that_holds_no_number_is_shown(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    write(folder, 3, "x")
-    (tmp_path / TRACKER).write_text("released\n")
-    with pytest.raises(ValueError, match="found 'released', expected the number"):
-        folder.latest()
-
-
 def test_weights_that_no_run_has_saved(tmp_path):
     folder = CheckpointFolder(tmp_path)
+    assert folder.newest() is None  # nothing is there yet
     (tmp_path / TRACKER).write_text(RELEASE)
     assert folder.latest() is None
     with pytest.raises(ValueError, match="does not hold the folder release"):
-        folder.release()
+        folder.newest()
     (tmp_path / RELEASE).mkdir()
-    assert folder.release() == tmp_path / RELEASE and folder.iteration_of(folder.release()) == 0
+    assert folder.newest() == tmp_path / RELEASE and folder.iteration_of(folder.newest()) == 0
     write(folder, 3, "x")  # a run that saves into it begins there
-    assert folder.release() is None and folder.latest() == 3
+    assert folder.release() is None and folder.newest() == folder.find(3)

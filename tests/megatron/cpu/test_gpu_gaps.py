@@ -41,19 +41,12 @@ def test_what_is_there_stays(monkeypatch):
     assert moe_utils.te_general_gemm == "transformer engine's"
 
 
-def test_latent_attention_asks_nothing_of_a_class_that_is_missing(monkeypatch):
-    monkeypatch.setattr(multi_latent_attention, "TELinear", MagicMock())
+@pytest.mark.parametrize(("linear", "filled"), [(MagicMock(), False), (torch.nn.Linear, True)])
+def test_latent_attention_compares_with_no_class_that_is_missing(monkeypatch, linear, filled):
+    monkeypatch.setattr(multi_latent_attention, "TELinear", linear)
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
     gpu_gaps.fill()
-    assert multi_latent_attention.HAVE_TE is False
+    assert multi_latent_attention.HAVE_TE is filled
     gpu_gaps.fill()
     gpu_gaps.revert()
     assert multi_latent_attention.HAVE_TE is True
-
-
-def test_latent_attention_keeps_a_transformer_engine_that_is_there(monkeypatch):
-    monkeypatch.setattr(multi_latent_attention, "TELinear", torch.nn.Linear)
-    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
-    gpu_gaps.fill()
-    assert multi_latent_attention.HAVE_TE is True
-    gpu_gaps.revert()

@@ -1,6 +1,8 @@
 """Optional packages, networks and GPUs: found or not, and one line of advice for each."""
 
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,44 +16,24 @@ from megatron_hdp.megatron.doctor.surroundings import (
     network_problems,
 )
 
-
-def packages():
-    return {package.name: package for package in OPTIONAL_PACKAGES}
+PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
 
-def test_each_tells_what_is_off_without_it_and_how_to_get_it():
-    assert {"transformer-engine", "flash-attn", "NVIDIA apex", "ray"} <= set(packages())
-    for package in OPTIONAL_PACKAGES:
-        assert package.without_it and ("pip install" in package.remedy or "build" in package.remedy)
-
-
-def test_the_remedies_name_extras_that_there_are():
-    import tomllib
-    from pathlib import Path
-
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    for package in OPTIONAL_PACKAGES:
-        _, found, rest = package.remedy.partition("megatron-hdp[")
-        assert not found or rest.partition("]")[0] in project["optional-dependencies"]
+@pytest.mark.parametrize("package", OPTIONAL_PACKAGES, ids=lambda package: package.name)
+def test_each_tells_what_is_off_without_it_and_how_to_get_it(package):
+    assert package.without_it and ("pip install" in package.remedy or "build" in package.remedy)
+    _, found, rest = package.remedy.partition("megatron-hdp[")
+    assert not found or rest.partition("]")[0] in PROJECT["optional-dependencies"]
 
 
 def test_what_is_found_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "a_package_here.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        surroundings,
-        "OPTIONAL_PACKAGES",
-        (
-            OptionalPackage("a-package-here", "a_package_here", "", ""),
-            OptionalPackage("pytest", "pytest", "", ""),
-            OptionalPackage("none", "no_such_package", "", ""),
-        ),
-    )
-    assert [check.found for check in surroundings.check_packages()] == [
-        "found",
-        pytest.__version__,
-        None,
-    ]
+    names = ("a-package-here", "pytest", "none")
+    packages = tuple(OptionalPackage(name, name.replace("-", "_"), "", "") for name in names)
+    monkeypatch.setattr(surroundings, "OPTIONAL_PACKAGES", packages)
+    found = [check.found for check in surroundings.check_packages()]
+    assert found == ["found", pytest.__version__, None]
 
 
 def test_apex_is_known_by_its_extension_only():
@@ -59,34 +41,24 @@ def test_apex_is_known_by_its_extension_only():
     assert "fused_weight_gradient_mlp_cuda" in modules and "apex" not in modules
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Makes packages that can be found, and none other of the name apex."""
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["apex/models.py"], ["not NVIDIA's", "pip uninstall apex"]),
+        (["apex/optimizers/__init__.py"], ["without its CUDA extensions"]),
+        (["apex/optimizers/__init__.py", "amp_C.py"], []),
+    ],
+    ids=["pypis", "without-extensions", "whole"],
+)
+def test_an_apex_that_is_not_nvidias_or_lacks_its_extensions(tmp_path, monkeypatch, files, words):
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-
-    def make(*files):
-        for name in files:
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("raise AssertionError('imported')")
-
-    return make
-
-
-def test_pypis_apex_is_told_from_nvidias(installed):
-    installed("apex/__init__.py", "apex/models.py")
-    assert "not NVIDIA's" in apex_advice() and "pip uninstall apex" in apex_advice()
-
-
-def test_apex_without_its_extensions_is_told(installed):
-    installed("apex/__init__.py", "apex/optimizers/__init__.py")
-    assert "without its CUDA extensions" in apex_advice()
-
-
-def test_a_whole_apex_needs_no_advice(installed):
-    installed("apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py")
-    assert apex_advice() is None
+    for name in ("apex/__init__.py", *files):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise AssertionError('imported')")
+    advice = apex_advice()
+    assert all(word in advice for word in words) if words else advice is None
 
 
 @pytest.fixture

@@ -35,13 +35,8 @@ ON_CPU = """--distributed-backend gloo --transformer-impl local --no-persist-lay
 --no-gradient-accumulation-fusion --use-cpu-initialization
 --no-create-attention-mask-in-dataloader"""
 HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank"]
-TENSOR = [
-    "--tensor-model-parallel-size",
-    "2",
-    "--sequence-parallel",
-    "--make-vocab-size-divisible-by",
-    "64",
-]
+TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+TENSOR += ["--make-vocab-size-divisible-by", "64"]
 SHARDED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
 OVERLAPPED += ["--ddp-bucket-size", "5000"]
@@ -51,21 +46,8 @@ STAGES = ["--pipeline-model-parallel-size", "2"]
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
 
 
-def planned(
-    folder,
-    name,
-    ranks,
-    extra,
-    *,
-    model=MODEL,
-    script=SCRIPT,
-    data=None,
-    steps=4,
-    save=None,
-    load=None,
-    **more,
-):
-    """A run for `drive`.
+def planned(folder, name, ranks, extra, *, model=MODEL, script=SCRIPT, data=None, steps=4, **more):
+    """A run for `drive`, by flags that all runs have and its own.
 
     Args:
         folder: where everything lies.
@@ -76,27 +58,23 @@ def planned(
         script: what runs, under the plugin unless ``plugin=False``.
         data: flags that name the data; None: the corpus in `folder`.
         steps: to train.
-        save: folder of checkpoints, in `folder`.
-        load: likewise.
-        more: what the driver knows besides.
+        more: folders to ``save`` checkpoints into and to ``load`` them from; what the driver knows.
     """
     arguments = [*model.split(), *TRAINING.split(), *ON_CPU.split(), *extra]
     arguments += ["--train-iters", str(steps)]
     arguments += ["--data-path", str(folder / "corpus")] if data is None else data
     arguments += ["--tensorboard-dir", str(folder / f"tensorboard {name}")]
-    if save is not None:
-        arguments += ["--save", str(folder / save)]
-    if load is not None:
-        arguments += ["--load", str(folder / load)]
-    return {
-        "name": name,
-        "ranks": ranks,
-        "plugin": True,
-        "script": str(script),
-        "arguments": arguments,
-        "log": str(folder / f"log {name}"),
-        **more,
-    }
+    for flag in ("save", "load"):
+        arguments += [f"--{flag}", str(folder / more.pop(flag))] if flag in more else []
+    run = {"name": name, "ranks": ranks, "plugin": True, "script": str(script)}
+    return run | {"arguments": arguments, "log": str(folder / f"log {name}"), **more}
+
+
+def own(folder, ranks, arguments):
+    """A run of the project's own command for `drive`, with metrics in ``own.jsonl``."""
+    arguments = [*arguments, "--metrics-path", str(folder / "own.jsonl")]
+    log = str(folder / "log own")
+    return {"name": "own", "ranks": ranks, "own": True, "arguments": arguments, "log": log}
 
 
 def wanted(request, names):

@@ -13,7 +13,7 @@ from megatron_hdp.convert.to_megatron import to_megatron
 from megatron_hdp.data import TokenWriter
 from tests.convert.models import VOCABULARY, logits_of, save_model
 from tests.convert.test_families import same_tensors
-from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
+from tests.megatron.lm.runs import HDP, MARKS, drive, own, planned, scalars
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -67,23 +67,8 @@ def own_command(folder, split):
     arguments = ["--config", str(folder / "weights" / "model.yaml"), "--load"]
     arguments += [str(folder / "weights"), "--data-path", str(folder / "corpus"), *split]
     arguments += ["--seq-length", "256", "--max-position-embeddings", "256"]
-    arguments += [
-        "--split",
-        "100,0,0",
-        "--train-iters",
-        "1",
-        "--lr",
-        "0",
-        "--metrics-path",
-        str(folder / "own.jsonl"),
-    ]
-    return {
-        "name": "own",
-        "ranks": 2,
-        "own": True,
-        "arguments": arguments,
-        "log": str(folder / "log own"),
-    }
+    arguments += ["--split", "100,0,0", "--train-iters", "1", "--lr", "0"]
+    return own(folder, 2, arguments)
 
 
 def loss_of_transformers(folder):

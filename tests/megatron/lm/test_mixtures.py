@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ ENDING = dict.fromkeys(LENGTHS, "max-epochs: 1")
 VALIDATED = WEIGHTS + "\nvalidation: {web: 2, chat: 1}"
 
 
-def mixed(folder, name, ranks, capacity, *flags, data="data.yaml", **more):
+def mixed(folder, name, ranks=1, capacity=256, flags=(), data="data.yaml", **more):
     """A run whose data a file of several sources names."""
     path = folder / data
     flags = [*HDP, str(capacity), "--metrics-path", str(folder / f"{name}.jsonl"), *flags]
@@ -25,11 +26,10 @@ def mixed(folder, name, ranks, capacity, *flags, data="data.yaml", **more):
 
 def common_plan(folder):
     data_file(write_sources(folder), VALIDATED)
-    halves = ["--exit-interval", "2"]
     return [
-        mixed(folder, "half", 2, 60, *halves, save="halves"),
-        mixed(folder, "whole", 1, 256),
-        mixed(folder, "rest", 1, 256, load="halves"),
+        mixed(folder, "half", 2, 60, ["--exit-interval", "2"], save="halves"),
+        mixed(folder, "whole"),
+        mixed(folder, "rest", load="halves"),
     ]
 
 
@@ -40,15 +40,10 @@ def more(runs):
     data = f"{WEIGHTS}\nprimitives: {{mix: {EXAMPLE.name}:mix, losses-behind: 2}}"
     data_file(runs, data, name="follow.yaml")
     data_file(runs, "", name="ends.yaml", **ENDING)
-    drive(
-        runs,
-        [
-            mixed(runs, "ends", 2, 100, data="ends.yaml", steps=40, save="ended"),
-            mixed(runs, "follows", 1, 256, data="follow.yaml", save="followed"),
-            mixed(runs, "goes on", 1, 256, "--ckpt-step", "2", data="follow.yaml", load="followed"),
-            conversations(runs),
-        ],
-    )
+    following = partial(mixed, runs, data="follow.yaml")
+    again = following("goes on", flags=["--ckpt-step", "2"], load="followed")
+    ends = mixed(runs, "ends", 2, 100, data="ends.yaml", steps=40, save="ended")
+    drive(runs, [ends, following("follows", save="followed"), again, conversations(runs)])
     return runs
 
 
@@ -128,3 +123,18 @@ def test_conversations_by_megatrons_flags(more):
     assert [one["epoch"] for one in found] == [0, 0, 1]
     assert all(0 < one["loss_tokens"] < one["tokens"] - 3 * 8 for one in found)
     assert list((more / "hdp-cache").glob("chat.jsonl-*.spans"))
+
+
+@pytest.mark.slow
+def test_the_data_plane_gives_the_same_run_bit_for_bit(runs):
+    pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+    data_file(runs, VALIDATED + "\nloaders: {shadows: 1}", name="plane.yaml")
+    run = partial(mixed, runs, ranks=2, capacity=60, data="plane.yaml")
+    drive(runs, [run("local"), run("ray", flags=["--hdp-loaders", "ray"])])
+    local, ray = (metrics(runs, name) for name in ("local", "ray"))
+    assert len(local) == len(ray) == 4
+    for one, other in zip(local, ray, strict=True):
+        for key in ("loss", "grad_norm", "tokens", "sources", "validation_loss", "ring_bytes"):
+            assert one[key] == other[key]
+        assert one["loaders"] is None and other["loaders"] >= 2 * 3
+    assert "data plane: hdp-data-" in (runs / "log ray.0").read_text()

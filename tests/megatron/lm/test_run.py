@@ -144,10 +144,19 @@ def ddp_model(groups, **changed):
     return SimpleNamespace(**values | changed)
 
 
-def test_every_bucket_starts_once_those_of_experts_too():
-    groups = [Group(False), Group(True), Group(False)]  # an evaluation gathered the second
-    start_param_gather([ddp_model(groups)])
-    assert [group.num_started for group in groups] == [1, 0, 1]
+@pytest.mark.parametrize(
+    ("changed", "started"),
+    [
+        ({}, [1, 0, 1]),  # an evaluation gathered the second
+        ({"use_forward_hook": False}, [0, 0, 0]),
+        ({"remove_forward_pre_hook_handles": {}}, [0, 0, 0]),
+    ],
+    ids=["overlap", "no-overlap", "parameters-are-whole"],
+)
+def test_every_bucket_starts_once_those_of_experts_too_if_one_would_wait(changed, started):
+    groups = [Group(False), Group(True), Group(False)]
+    start_param_gather([ddp_model(groups, **changed)])
+    assert [group.num_started for group in groups] == started
 
 
 def test_all_chunks_start_here_and_nowhere_else():
@@ -157,17 +166,6 @@ def test_all_chunks_start_here_and_nowhere_else():
     assert [group.num_started for group in groups] == [1, 1]
     assert chunks[0].config.param_sync_func is None  # the schedule's
     assert all(chunk.ddp_config.align_param_gather for chunk in chunks)  # the hooks'
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"use_forward_hook": False}, {"remove_forward_pre_hook_handles": {}}],
-    ids=["no-overlap", "parameters-are-whole"],
-)
-def test_where_nobody_would_wait_for_it_nothing_starts(changed):
-    groups = [Group(False)]
-    start_param_gather([ddp_model(groups, **changed)])
-    assert groups[0].num_started == 0
 
 
 def test_routers_of_all_model_chunks_forget_what_they_noted():

@@ -24,6 +24,7 @@ from tests.megatron.lm.runs import (
     TRAINING,
     drive,
     offloading,
+    own,
     pictures,
     planned,
     require_rerun,
@@ -105,20 +106,10 @@ def more(runs):
 def own_command(folder):
     """The project's own command, which takes the weights of Megatron-LM's checkpoint."""
     steps = TRAINING[TRAINING.index("--lr ") : TRAINING.index("--split")].split()
-    return {
-        "name": "own",
-        "ranks": 1,
-        "own": True,
-        "arguments": [
-            *MODEL.split(),
-            *steps,
-            *[*HDP, "256", "--global-batch-size", "8", "--train-iters", "4", "--finetune"],
-            *["--make-vocab-size-divisible-by", "384", "--split", "90,10,0"],
-            *["--load", str(folder / STOCK), "--data-path", str(folder / "corpus")],
-            *["--metrics-path", str(folder / "own.jsonl")],
-        ],
-        "log": str(folder / "log own"),
-    }
+    flags = [*HDP, "256", "--global-batch-size", "8", "--train-iters", "4", "--finetune"]
+    flags += ["--make-vocab-size-divisible-by", "384", "--split", "90,10,0"]
+    flags += ["--load", str(folder / STOCK), "--data-path", str(folder / "corpus")]
+    return own(folder, 1, [*MODEL.split(), *steps, *flags])
 
 
 def test_without_the_flag_all_is_stock_bit_for_bit(runs):

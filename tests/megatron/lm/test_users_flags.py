@@ -3,6 +3,7 @@
 Needs what test_training.py needs. Training is counted in samples, and a step has ever more of them.
 """
 
+import json
 from functools import partial
 
 import pytest
@@ -43,6 +44,9 @@ def runs(tmp_path_factory):
     run = partial(planned, folder)
     one, two = [*HDP, "256"], [*HDP, "160"]
     late = [*one, "--ckpt-step", "2"]
+    learning = partial(run, ranks=2, steps=8, save="learnt")
+    online = [*HDP, "200", "--hdp-cost-model", "online", "--metrics-path"]
+    first = [*online, str(folder / "first.jsonl"), "--exit-interval", "6"]
     drive(
         folder,
         [
@@ -55,6 +59,9 @@ def runs(tmp_path_factory):
             run("meta", 1, [*late, "--init-model-with-meta-device"], load="unclipped"),
             run("evaluated", 1, [*late, "--skip-train"], load="unclipped"),
             run("evaluated two", 2, [*two, "--ckpt-step", "2", "--skip-train"], load="unclipped"),
+            run("learns nothing", 2, [*HDP, "200"], steps=8),
+            learning("first", extra=first),
+            learning("second", extra=[*online, str(folder / "second.jsonl")], load="learnt"),
         ],
     )
     return folder
@@ -96,3 +103,17 @@ def test_evaluation_alone(runs):
     values = [float(text.split()[-1]) for text in found]
     assert values[0] == pytest.approx(values[1], rel=2e-6)
     assert "lm loss" not in scalars(runs, "evaluated")
+
+
+def test_it_calibrates_online_and_its_checkpoints_hold_what_was_learnt(runs):
+    first, second = (
+        [json.loads(line) for line in (runs / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("first", "second")
+    )
+    assert first[0]["cost_model_changes"] == 0 and first[-1]["cost_model_changes"] >= 1
+    assert [one["step"] for one in second] == [7, 8]
+    assert second[0]["cost_model_changes"] >= first[-1]["cost_model_changes"]
+    log = (runs / "log first.0").read_text()
+    assert "cost model corrected after step " in log and "dropped" not in log
+    expected = scalars(runs, "learns nothing")
+    require_same(scalars(runs, "second"), expected, rel=1e-4, steps=(7, 8))

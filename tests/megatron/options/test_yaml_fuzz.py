@@ -8,32 +8,10 @@ import yaml
 from megatron_hdp.megatron.options import build_parser
 from megatron_hdp.options import OptionError, yaml_to_argv
 
-KEYS = (
-    "seed",
-    "lr",
-    "save",
-    "swiglu",
-    "num_layers",
-    "num-layers",
-    "data-path",
-    "config",
-    "x",
-    "model",
-)
-WORDS = (
-    "010",
-    "1:30",
-    "no",
-    "yes",
-    "true",
-    "null",
-    "~",
-    "0x10",
-    "1_000",
-    ".inf",
-    "2024-01-01",
-    "-1",
-)
+KEYS = ["seed", "lr", "save", "swiglu", "num_layers", "num-layers", "data-path", "config"]
+KEYS += ["x", "model"]
+WORDS = ["010", "1:30", "no", "yes", "true", "null", "~", "0x10", "1_000", ".inf", "-1"]
+WORDS += ["2024-01-01"]
 SYNTAX = "[]{}:,-?&*!|>'\"%@`#\n\n  \t<<~=\\0\x85\u2028\ufeff"
 
 
@@ -68,20 +46,8 @@ def noise(draw):
     if kind == 0:
         return draw.randbytes(draw.randrange(200))
     if kind == 1:
-        parts = [
-            *KEYS,
-            *WORDS,
-            *SYNTAX,
-            ": ",
-            "\n",
-            "\n  ",
-            "- ",
-            "&a ",
-            "*a",
-            "<<: *a",
-            "!!int ",
-            "---",
-        ]
+        tokens = (": ", "\n", "\n  ", "- ", "&a ", "*a", "<<: *a", "!!int ", "---")
+        parts = [*KEYS, *WORDS, *SYNTAX, *tokens]
         return "".join(draw.choice(parts) for _ in range(draw.randrange(60))).encode()
     raw = yaml.safe_dump(structure(draw)).encode()
     if kind == 2:
