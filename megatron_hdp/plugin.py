@@ -50,10 +50,6 @@ def deactivate() -> None:
 def run(script: str, arguments: Sequence[str]) -> None:
     """Activates the plugin and runs a script of Megatron-LM as ``python script arguments`` would.
 
-    Args:
-        script: path of the checkout's ``pretrain_gpt.py``, or of one like it.
-        arguments: the script's, as it finds them in ``sys.argv``.
-
     Raises:
         PluginError: there is no such script, or see `activate`.
     """

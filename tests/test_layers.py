@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "arrays": set(),
     "files": set(),
     "compiled": set(),
+    "overrides": set(),
     "processes": set(),
     "planner": set(),
     "planner/online": {"planner"},
@@ -113,6 +114,7 @@ BELOW_ALL = {
     "arrays",
     "files",
     "compiled",
+    "overrides",
     "processes",
     "__init__",
 }

@@ -56,9 +56,7 @@ class Checkpoints:
         self._queue = AsyncCallsQueue(persistent=compute_device().type == "cuda")
 
     def load(self) -> Progress:
-        """Takes the folder to save into, then restores the checkpoint that the arguments name.
-
-        Training starts anew if there is none.
+        """Takes the folder to save into, then restores the checkpoint that arguments name, if any.
 
         Raises:
             ValueError: the checkpoint is damaged or this run cannot continue it, or the folder
@@ -206,11 +204,7 @@ class Checkpoints:
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
-        """Removes what was being saved if the block fails.
-
-        Raises:
-            ValueError: a rank could not write; the same on every rank, which Megatron tells all.
-        """
+        """Removes what was being saved if the block fails; a writer's error is every rank's."""
         try:
             yield
         except BaseException as error:

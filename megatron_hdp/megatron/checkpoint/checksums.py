@@ -32,11 +32,7 @@ class FileSum:
 
     @classmethod
     def of_file(cls, path: Path) -> FileSum:
-        """Reads the whole file.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Reads the whole file."""
         digest, block, num_bytes = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES)), 0
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):
@@ -50,14 +46,8 @@ def write_and_sum(
 ) -> None:
     """Lets Megatron write a rank's files, and leaves their checksums for `take_part`.
 
-    A function of the module, because Megatron may hand it to a process that it spawns.
-
-    Args:
-        write: writes into `folder`; keeps its errors for the rank that waits for it.
-        folder: of the checkpoint.
-        rank: whose files they are; their names begin with it.
-        args: of `write`.
-        kwargs: of `write`.
+    A function of the module, because Megatron may hand it to a process that it spawns. `write`
+    keeps its errors for the rank that waits for it; names of files begin with the rank.
     """
     write(*args, **kwargs)
     try:
@@ -79,11 +69,7 @@ def take_part(folder: Path, rank: int) -> dict[str, FileSum]:
 
 
 def merge(folder: Path, parts: Iterable[dict[str, FileSum]]) -> None:
-    """Writes `SUMS` for a checkpoint whose files are all there.
-
-    Args:
-        folder: of the checkpoint.
-        parts: of all ranks; small files that belong to none are summed here.
+    """Writes `SUMS` for a checkpoint whose files are all there; those of no rank are summed here.
 
     Raises:
         ValueError: a file of tensors was not summed by the rank that wrote it.

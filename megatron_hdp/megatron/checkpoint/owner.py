@@ -85,11 +85,7 @@ class Ownership:
             )
 
     def release(self, last: Callable[[], None] = lambda: None) -> bool:
-        """Gives the folder up; False if the file system does not answer in time.
-
-        Args:
-            last: what is still to be done in the folder.
-        """
+        """Gives the folder up after a last action; False if the file system does not answer."""
         self._last = last
         self._stop.set()
         self._thread.join(_RELEASE_S)

@@ -25,10 +25,7 @@ from megatron_hdp.runtime.health import is_communication_error
 def require_sound(source: Path, *, contents: bool, say: Callable[[str], None]) -> None:
     """Refuses a checkpoint that is not what was saved; every rank must call this.
 
-    Args:
-        source: its folder.
-        contents: whether to read the files for that; else only names, sizes and small files count.
-        say: prints one line.
+    Without `contents` only names, sizes and small files count, no tensor is read.
 
     Raises:
         ValueError: the same on every rank; names file, found, expected and remedy.

@@ -42,12 +42,7 @@ def state_key(key: str, place: Sequence[int], of: Sequence[int]) -> str:
 
 
 def write_common(folder: Path, flags: Mapping[str, Any]) -> None:
-    """Writes what all ranks hold alike.
-
-    Args:
-        folder: of the checkpoint.
-        flags: that describe the model, by Megatron's names: what `--use-checkpoint-args` takes.
-    """
+    """Writes what all ranks hold: the model's flags, too, which `--use-checkpoint-args` takes."""
     common = {
         "args": argparse.Namespace(**flags, ckpt_format="torch_dist"),
         "checkpoint_version": _VERSION,
@@ -59,12 +54,7 @@ def write_common(folder: Path, flags: Mapping[str, Any]) -> None:
 
 
 def finish(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Writes checksums into a checkpoint that has all of its files, and the tracker beside it.
-
-    Args:
-        folder: of the checkpoint, named `RELEASE`.
-        sums: of its files of tensors.
-    """
+    """Writes checksums into a checkpoint that has all of its files, and the tracker beside it."""
     assert folder.name == RELEASE, folder
     checksums.merge(folder, [dict(sums)])
     (folder.parent / TRACKER).write_text(RELEASE)

@@ -20,9 +20,8 @@ _ROOM_BYTES = 1 << 20
 class RunFolder:
     """Checkpoints of one run by iteration; used on the first rank alone.
 
-    Args:
-        path: of the folder.
-        say: prints one line.
+    Whatever changes the folder raises a ValueError if it belongs to another job by now, and an
+    OSError if it cannot be written.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -37,21 +36,14 @@ class RunFolder:
         """Makes this process the folder's owner and removes what dead runs have left half-written.
 
         Raises:
-            ValueError: a job that lives owns it, or its tracker is damaged.
-            OSError: it cannot be written.
+            ValueError: a job that lives owns it.
         """
         self._owner = Ownership(self.path, self._say)
         self._folder.clear()
         self._folder.probe()
 
     def begin_at(self, source: Path | None) -> str | None:
-        """Notes where the run begins.
-
-        Args:
-            source: the checkpoint that it continues; None if it begins anew.
-
-        Returns:
-            what to tell the user.
+        """Notes where the run begins, anew if `source` is None; returns words for the log.
 
         Raises:
             ValueError: the folder holds later checkpoints of another run, or a damaged tracker.
@@ -81,14 +73,7 @@ class RunFolder:
         return self.path.resolve() == source.parent.resolve()
 
     def take_along(self, source: Path) -> None:
-        """Copies the files of the model that a loaded checkpoint began as, if it has them.
-
-        Args:
-            source: the checkpoint.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Copies the files of the model that a loaded checkpoint began as, if it has them."""
         files, kept = source.parent / MODEL_FILES, self.path / MODEL_FILES
         if files.is_dir() and not kept.exists():
             shutil.copytree(files, kept)
@@ -97,9 +82,7 @@ class RunFolder:
         """An empty folder to write into.
 
         Raises:
-            ValueError: there is another run's checkpoint of this iteration, or the folder belongs
-                to another job by now.
-            OSError: it cannot be written.
+            ValueError: there is another run's checkpoint of this iteration.
         """
         self._require_free(iteration)
         self._begun = self._folder.begin(iteration)
@@ -107,12 +90,7 @@ class RunFolder:
         return self._begun
 
     def publish(self, written: Path, iteration: int) -> None:
-        """Turns what `begin` gave into the latest checkpoint.
-
-        Raises:
-            ValueError: see `begin`.
-            OSError: see `begin`.
-        """
+        """Turns what `begin` gave into the latest checkpoint; raises as that does."""
         self._require_free(iteration)
         self._folder.publish(written, iteration)
         self._may_replace.discard(iteration)
@@ -145,11 +123,7 @@ class RunFolder:
 
 
 def _require_room(folder: Path) -> None:
-    """Meets a full disk before Megatron does: its first rank writes a file while the others wait.
-
-    Raises:
-        ValueError: there is no room even for that file.
-    """
+    """Meets a full disk before Megatron's first rank does, which writes while the others wait."""
     path = folder / "room"
     try:
         write_synced(path, bytes(_ROOM_BYTES))

@@ -47,15 +47,7 @@ class Progress:
 
 
 class TrainingState:
-    """What a checkpoint restores.
-
-    Args:
-        arguments: of the run.
-        order: what decides the order of the data; once resumed, in the checkpoint's version.
-        chunks: this rank's parts of the model, as the optimizer trains them.
-        optimizer: its optimizer.
-        scheduler: the learning rate's.
-    """
+    """What a checkpoint restores; once resumed, the data's order is in the checkpoint's version."""
 
     def __init__(
         self,

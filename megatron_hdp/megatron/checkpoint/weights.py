@@ -46,13 +46,9 @@ def load_weights(
     checksums: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Loads the weights of the latest checkpoint in a folder; every rank must call this.
+    """Loads the weights of the latest checkpoint in a folder, of runs or of a release.
 
-    Args:
-        chunks: this rank's parts of the model.
-        path: the folder, of runs or of a release.
-        checksums: whether files are read to be checked.
-        say: prints one line.
+    Every rank must call this. With `checksums` files are read to be checked; `say` prints a line.
 
     Raises:
         ValueError: there is none, it is damaged, or it is of another model.

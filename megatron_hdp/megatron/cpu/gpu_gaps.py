@@ -11,6 +11,8 @@ import importlib
 import types
 from typing import Any
 
+from megatron_hdp.overrides import Overrides
+
 _ROUTERS = "megatron.core.transformer.moe.moe_utils"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 GAPS = {
@@ -19,8 +21,7 @@ GAPS = {
     f"{_LATENT}.HAVE_TE": "false where TransformerEngine is missing; Megatron 0.16 then compares "
     "with what stands in for a class of its",
 }
-_MISSING = object()
-_before: list[tuple[Any, str, Any]] = []
+_filled = Overrides()
 
 
 def gap_of(module: types.ModuleType) -> tuple[str, Any] | None:
@@ -38,15 +39,9 @@ def fill() -> None:
     for name in (_ROUTERS, _LATENT):
         module = importlib.import_module(name)
         if gap := gap_of(module):
-            _before.append((module, gap[0], getattr(module, gap[0], _MISSING)))
-            setattr(module, *gap)
+            _filled.set(module, *gap)
 
 
 def revert() -> None:
     """Restores what was there before `fill`."""
-    while _before:
-        module, name, value = _before.pop()
-        if value is _MISSING:
-            delattr(module, name)
-        else:
-            setattr(module, name, value)
+    _filled.undo()

@@ -14,7 +14,6 @@ import logging
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from megatron_hdp.megatron.cpu.stand_in import (
     type_seen_by_megatron,
     with_a_device,
 )
+from megatron_hdp.overrides import Overrides
 
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
@@ -54,30 +54,10 @@ _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED_KERNELS = "megatron.legacy.fused_kernels"
 _TRAINING = "megatron.training"
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
-_MISSING = object()
 
 
 def _without_rng_warning(record: logging.LogRecord) -> bool:
     return _RNG_WARNING not in record.getMessage()
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    """One attribute that was set, and what was there."""
-
-    owner: Any
-    name: str
-    original: Any  # _MISSING: the owner inherited it
-    value: Any
-
-    def is_in_place(self) -> bool:
-        return vars(self.owner).get(self.name, _MISSING) is self.value
-
-    def undo(self) -> None:
-        if self.original is _MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.original)
 
 
 class _Shim(importlib.abc.MetaPathFinder):
@@ -86,7 +66,8 @@ class _Shim(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self._torch = stand_in_for_torch()
         self._torch_of_training = with_a_device(self._torch)
-        self._replacements: list[_Replacement] = []
+        self._overrides = Overrides()
+        self.replace = self._overrides.set
         sys.meta_path.insert(0, self)
         logging.getLogger(_RNG_MODULE).addFilter(_without_rng_warning)
         try:
@@ -97,11 +78,6 @@ class _Shim(importlib.abc.MetaPathFinder):
         except BaseException:
             self.remove()
             raise
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        original = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
-        self._replacements.append(_Replacement(owner, name, original, value))
 
     def enter_module(self, module: types.ModuleType) -> None:
         names = vars(module)
@@ -141,20 +117,13 @@ class _Shim(importlib.abc.MetaPathFinder):
         self.replace(torch.nn.Module, "cuda", stay)
 
     def remove(self) -> None:
-        latest = {(id(r.owner), r.name): r for r in self._replacements}.values()
-        foreign = [
-            f"{getattr(r.owner, '__name__', r.owner)}.{r.name}"
-            for r in latest
-            if not r.is_in_place()
-        ]
-        if foreign:
+        if foreign := self._overrides.foreign():
             raise RuntimeError(
                 f"{', '.join(foreign)} changed after the CPU shim was applied: undo that first"
             )
         logging.getLogger(_RNG_MODULE).removeFilter(_without_rng_warning)
         sys.meta_path.remove(self)
-        while self._replacements:
-            self._replacements.pop().undo()
+        self._overrides.undo()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Wraps the loader of a megatron module so that it enters the shim once it is loaded."""

@@ -15,11 +15,8 @@ from megatron_hdp.megatron.lm.releases import TESTED, installed_version
 def activate(make_outputs: Any) -> str | None:
     """Puts all patches in; on a machine without a GPU the CPU shim too. A second call does nothing.
 
-    Args:
-        make_outputs: makes what a run writes besides Megatron's logs, see `LmRun`.
-
-    Returns:
-        A note if this version of Megatron was not tested.
+    `make_outputs` makes what a run writes besides Megatron's logs, see `LmRun`. Returns a note if
+    this version of Megatron was not tested.
 
     Raises:
         PatchError: Megatron-LM is not found, or not as expected; nothing is changed.

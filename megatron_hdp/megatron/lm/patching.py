@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.megatron.lm.releases import release_of, releases_of, untested
+from megatron_hdp.overrides import Overrides
 
 Function = Callable[..., Any]
 
@@ -95,39 +96,18 @@ class Patch:
         return None
 
 
-@dataclass(frozen=True)
-class _Change:
-    """One attribute that was set."""
-
-    owner: Any
-    name: str
-    original: Any
-    value: Any
-
-    def describe(self) -> str:
-        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
-
-    def in_place(self) -> bool:
-        return inspect.getattr_static(self.owner, self.name, None) is self.value
-
-
 class PatchSet:
-    """Patches that go in and out together.
-
-    Attributes:
-        patches: all of them, whatever the release.
-        tested: the versions of megatron-core with which they were run.
-    """
+    """Patches that go in and out together."""
 
     def __init__(self, patches: Sequence[Patch], tested: Sequence[str]) -> None:
-        self.patches = tuple(patches)
-        self.tested = tuple(tested)
-        self._changes: list[_Change] = []
+        self.patches = tuple(patches)  # of all releases
+        self.tested = tuple(tested)  # versions of megatron-core with which they were run
+        self._overrides = Overrides()
 
     @property
     def is_applied(self) -> bool:
         """True between `apply` and `revert`."""
-        return bool(self._changes)
+        return bool(self._overrides)
 
     def of(self, version: str) -> list[Patch]:
         """The patches that a version needs."""
@@ -155,13 +135,7 @@ class PatchSet:
     def apply(self, version: str) -> str | None:
         """Replaces every target, and the copies that modules have imported by value.
 
-        A second call does nothing.
-
-        Args:
-            version: of the installed megatron-core.
-
-        Returns:
-            A note if the version was not tested.
+        A second call does nothing. Returns a note if the version of megatron-core was not tested.
 
         Raises:
             PatchError: some patch does not fit, or a copy was missed; nothing is replaced then.
@@ -180,7 +154,7 @@ class PatchSet:
             for patch in self.of(version):
                 self._replace(patch)
         except BaseException:
-            self._restore()
+            self._overrides.undo()
             raise
         return untested(version, self.tested)
 
@@ -190,17 +164,11 @@ class PatchSet:
         Raises:
             PatchError: somebody replaced after us what was replaced here; all stays as it is.
         """
-        foreign = [change.describe() for change in self._changes if not change.in_place()]
-        if foreign:
+        if foreign := self._overrides.foreign():
             raise PatchError(
                 f"{', '.join(foreign)} changed after the plugin was activated: undo that first"
             )
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._changes:
-            change = self._changes.pop()
-            setattr(change.owner, change.name, change.original)
+        self._overrides.undo()
 
     def _replace(self, patch: Patch) -> None:
         owner = patch.owner()
@@ -208,18 +176,14 @@ class PatchSet:
         made = _calling(patch.replacement, _function_of(original))
         # a method stays what it was: class methods and static methods are descriptors
         value = type(original)(made) if isinstance(original, staticmethod | classmethod) else made
-        self._set(owner, patch.name, original, value)
+        self._overrides.set(owner, patch.name, value)
         if patch.owner_only or inspect.isclass(owner):
             return
         for module, name in _copies(original):
-            self._set(module, name, original, value)
+            self._overrides.set(module, name, value)
         left = [f"{module.__name__}.{name}" for module, name in _copies(original)]
         if left:
             raise PatchError(f"{patch.target}: {', '.join(left)} kept the original")
-
-    def _set(self, owner: Any, name: str, original: Any, value: Any) -> None:
-        setattr(owner, name, value)
-        self._changes.append(_Change(owner, name, original, value))
 
 
 def _calling(replacement: Function, original: Function) -> Function:

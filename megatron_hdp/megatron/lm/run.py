@@ -198,13 +198,7 @@ class LmRun:
             self._router_losses.log(report.tokens, num_layers)
 
     def end_step(self, step: int, grad_norm: float | None, learning_rate: float) -> None:
-        """Call when Megatron has logged a step, before another one begins.
-
-        Args:
-            step: its number, from 1.
-            grad_norm: as the optimizer reported it.
-            learning_rate: of the step.
-        """
+        """Call when Megatron has logged a step, counted from 1, before another one begins."""
         report = self.log.latest
         if report is None or self._outputs is None:
             return
@@ -396,9 +390,7 @@ class RouterLosses:
     def log(self, num_tokens: int, num_layers: int) -> None:
         """Puts means over tokens where Megatron's log looks for them; every rank must call this.
 
-        Args:
-            num_tokens: of the global batch, padding not counted.
-            num_layers: of the whole model, MTP layers included.
+        Padding is no token, MTP layers are layers.
         """
         # Megatron divides by its own number of micro-batches of a step
         scale = get_num_microbatches() / max(num_tokens, 1)

@@ -17,14 +17,10 @@ class ValidationSets:
     """The validation sets of a run, as a log names them."""
 
     def __init__(self, sources: Sequence[str], names: Sequence[str] | None) -> None:
-        """Names the sets.
-
-        Args:
-            sources: names of the sources, in the order in which the data name them.
-            names: of ``--validation-set-names``, one a set; None: their numbers from 0.
+        """Names the sets by ``--validation-set-names``, without it by their numbers from 0.
 
         Raises:
-            ValueError: there are not as many names as sets.
+            ValueError: there are not as many names as sources.
         """
         labels = names or [str(number) for number in range(len(sources))]
         if len(labels) != len(sources):
@@ -35,12 +31,7 @@ class ValidationSets:
         self._labels = dict(zip(sources, labels, strict=True))
 
     def lines(self, found: EvaluationLoss, prefix: str) -> list[str]:
-        """A line for each set, in Megatron's words, and which source it is.
-
-        Args:
-            found: the evaluation's losses.
-            prefix: when it was, as Megatron says it.
-        """
+        """A line for each set in Megatron's words, which say by `prefix` when it was."""
         lines = []
         for source, label in self._labels.items():
             loss = found.sources.get(source)
@@ -61,13 +52,7 @@ class ValidationSets:
     def scalars(
         self, found: EvaluationLoss, iteration: int, args: argparse.Namespace
     ) -> list[tuple[str, float, int]]:
-        """What Megatron writes to TensorBoard: name, value and place on the horizontal axis.
-
-        Args:
-            found: the evaluation's losses.
-            iteration: Megatron's number of the step, from 1.
-            args: Megatron's.
-        """
+        """What Megatron writes to TensorBoard: name, value and place on the horizontal axis."""
         scalars = []
         for name, loss in self.losses(found).items():
             values = {name: loss}

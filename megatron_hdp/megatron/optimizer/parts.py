@@ -18,13 +18,9 @@ from megatron.core.optimizer import MegatronOptimizer
 def laid_out(
     loaded: dict[Any, Any], common: dict[Any, Any], optimizer: MegatronOptimizer
 ) -> dict[Any, Any]:
-    """The loaded state of a checkpoint as `optimizer` takes it.
+    """The loaded state of a checkpoint as `optimizer`, this run's, takes it.
 
-    Args:
-        loaded: what was loaded into the sharded state of `optimizer`; what the checkpoint keeps in
-            common lies in it as the saved run had it.
-        common: the latter by itself.
-        optimizer: this run's.
+    In `loaded` also lies what the checkpoint keeps in common, as the saved run had it: `common`.
     """
     parts = optimizer.chained_optimizers
     saved = list(common.values()) if 0 in common else [common]

@@ -7,13 +7,15 @@ instance: two while a checkpoint is loaded, one for good where a rank holds no p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_hdp.overrides import Overrides
 
 
 @contextmanager
@@ -22,13 +24,24 @@ def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
 
     Unless it is asked, nothing about it changes.
     """
-    with ExitStack() as stack:
-        for part in optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer) and type(part.optimizer) in _TORCH_ADAMS:
-                stack.enter_context(_with_state(part))
-                stack.enter_context(_keeping_step(part))
-                stack.callback(_separate_steps, part.optimizer)
-        yield
+    parts = _with_torch_adam(optimizer)
+    with Overrides() as overrides:
+        for part in parts:
+            overrides.set(part, "sharded_state_dict", _with_state(part))
+            overrides.set(part, "_set_main_param_and_optimizer_states", _keeping_step(part))
+        try:
+            yield
+        finally:
+            for part in parts:
+                _separate_steps(part.optimizer)
+
+
+def _with_torch_adam(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    adams = (torch.optim.Adam, torch.optim.AdamW)
+    parts = (
+        part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)
+    )
+    return [part for part in parts if type(part.optimizer) in adams]
 
 
 def without_parameters(optimizer: MegatronOptimizer) -> None:
@@ -37,9 +50,7 @@ def without_parameters(optimizer: MegatronOptimizer) -> None:
     Megatron asks torch's Adam for its one `step`, and such an Adam has seen none. What is saved of
     it are settings, and those are the first rank's.
     """
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part, DistributedOptimizer) or type(part.optimizer) not in _TORCH_ADAMS:
-            continue
+    for part in _with_torch_adam(optimizer):
         if not any(group["params"] for group in part.optimizer.param_groups):
             _add_step(part)
 
@@ -51,32 +62,22 @@ def _add_step(optimizer: DistributedOptimizer) -> None:
     def state_dict() -> Any:
         empty = adam.state_dict()
         of_one = {**empty, "state": {0: {"step": torch.tensor(0.0)}}}
-        adam.state_dict = lambda: of_one
-        try:
+        with Overrides() as overrides:
+            overrides.set(adam, "state_dict", lambda: of_one)
             return original()
-        finally:
-            del adam.state_dict
 
     optimizer.state_dict = state_dict
 
 
-_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-
-
-@contextmanager
-def _with_state(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Makes Adam's state before the sharded state dict, which describes it, is asked for."""
+def _with_state(optimizer: DistributedOptimizer) -> Callable[..., Any]:
+    """A `sharded_state_dict` that makes Adam's state, which it describes, first."""
     original = optimizer.sharded_state_dict
 
     def sharded_state_dict(*positional: Any, **named: Any) -> Any:
         _create_state(optimizer.optimizer)
         return original(*positional, **named)
 
-    optimizer.sharded_state_dict = sharded_state_dict
-    try:
-        yield
-    finally:
-        del optimizer.sharded_state_dict
+    return sharded_state_dict
 
 
 def _create_state(adam: torch.optim.Optimizer) -> None:
@@ -100,9 +101,8 @@ def _separate_steps(adam: torch.optim.Optimizer) -> None:
         state["step"] = state["step"].clone()
 
 
-@contextmanager
-def _keeping_step(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Adds Adam's `step`, which the checkpoint keeps elsewhere, to each parameter's state.
+def _keeping_step(optimizer: DistributedOptimizer) -> Callable[..., None]:
+    """A setter that adds Adam's `step`, which the checkpoint keeps elsewhere, to each state.
 
     What stands there already is the step of the state that Adam had before.
     """
@@ -115,8 +115,4 @@ def _keeping_step(optimizer: DistributedOptimizer) -> Iterator[None]:
         with torch.no_grad():  # float32's main parameters are the model's own
             original(model_param, {**tensors, "step": step})
 
-    optimizer._set_main_param_and_optimizer_states = set_states
-    try:
-        yield
-    finally:
-        del optimizer._set_main_param_and_optimizer_states
+    return set_states

@@ -51,11 +51,7 @@ def build_parser() -> OptionParser:
 
 
 def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> TrainingArguments:
-    """Return the options of a command line, its ``--config`` files included.
-
-    Args:
-        argv: the command line.
-        needs_data: whether it must name the data.
+    """Returns the options of a command line, which `needs_data`; its ``--config`` files included.
 
     Raises:
         OptionError: an unknown, missing or unusable flag or key.

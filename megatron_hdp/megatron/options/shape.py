@@ -216,13 +216,8 @@ def cost_model_of_job(
     """The cost model that a run plans with, as if keys and values travelled.
 
     Measured (``--hdp-cost-model``) or counted from the shape, with the speeds of
-    ``--hdp-rank-speeds``.
-
-    Args:
-        arguments: of the run.
-        job: theirs.
-        activation_bytes_per_token: of all layers on all tensor ranks, where they were counted on
-            the model as it was built; else the formula of `planner.memory`.
+    ``--hdp-rank-speeds``. `activation_bytes_per_token`, of all layers on all tensor ranks, were
+    counted on the model as it was built; else the formula of `planner.memory` gives them.
 
     Raises:
         ValueError: the measured file is about other layers; or a speed is no number, or not one a
@@ -253,11 +248,7 @@ def cost_model_of_job(
 
 
 def _with_layers(measured: CostModel, arguments: TrainingArguments, job: Job) -> CostModel:
-    """A measured cost model with the layers that plans count; 1 layer counts as not given.
-
-    Raises:
-        ValueError: it is about another number of layers.
-    """
+    """A measured cost model with the layers that plans count; 1 layer counts as not given."""
     is_given = measured.num_layers != 1 or arguments.hdp_offload != "off"
     if not is_given and not measured.counts_layers:
         return measured
