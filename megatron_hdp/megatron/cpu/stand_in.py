@@ -118,16 +118,10 @@ def stand_in_for_torch() -> StandIn:
     cuda = StandIn(
         torch.cuda,
         {
+            **dict.fromkeys(("set_device", "synchronize", "empty_cache", "set_stream"), nothing),
+            **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), NoStream),
             "current_device": lambda: _CPU,
-            "set_device": nothing,
-            "synchronize": nothing,
-            "empty_cache": nothing,
-            "Stream": NoStream,
-            "Event": NoStream,
-            "current_stream": NoStream,
-            "default_stream": NoStream,
             "stream": contextlib.nullcontext,
-            "set_stream": nothing,
             "manual_seed": torch.manual_seed,
             "get_rng_state": _get_rng_state,
             "set_rng_state": _set_rng_state,

@@ -228,13 +228,9 @@ def run_doctor(as_json: bool) -> int:
     return ExitCode.FAILED if diagnosis.problems else ExitCode.DONE
 
 
+@checkout.current_folder_first()
 def diagnose() -> Diagnosis:
     """Looks at this machine and at what a run that starts here finds on it; changes nothing."""
-    with checkout.current_folder_first():
-        return _diagnose()
-
-
-def _diagnose() -> Diagnosis:
     problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
     problems += _compiled_problems()
     has_torch = _importable("torch")

@@ -35,18 +35,18 @@ class PackageCheck:
     found: str | None
 
 
+def _of_extra(name: str, extra: str, without_it: str) -> OptionalPackage:
+    module = name.replace("-", "_")
+    return OptionalPackage(name, module, without_it, f"pip install 'megatron-hdp[{extra}]'")
+
+
+_KERNELS = "attention by other kernels"
 OPTIONAL_PACKAGES = (
-    OptionalPackage(
-        "transformer-engine",
-        "transformer_engine",
-        "attention by other kernels; Megatron uses NVIDIA apex's Adam, or torch's",
-        "pip install 'megatron-hdp[gpu]'",
+    _of_extra(
+        "transformer-engine", "gpu", f"{_KERNELS}; Megatron uses NVIDIA apex's Adam, or torch's"
     ),
     OptionalPackage(
-        "flash-attn",
-        "flash_attn",
-        "attention by other kernels",
-        "pip install flash-attn --no-build-isolation",
+        "flash-attn", "flash_attn", _KERNELS, "pip install flash-attn --no-build-isolation"
     ),
     OptionalPackage(
         "NVIDIA apex",
@@ -56,41 +56,13 @@ OPTIONAL_PACKAGES = (
         "`pip install apex`, another project",
     ),
     OptionalPackage(
-        "triton",
-        "triton",
-        "the fused loss on a GPU works in plain PyTorch",
-        "pip install triton",
+        "triton", "triton", "the fused loss on a GPU works in plain PyTorch", "pip install triton"
     ),
-    OptionalPackage(
-        "ray",
-        "ray",
-        "no data plane beside the ranks: no --hdp-loaders ray",
-        "pip install 'megatron-hdp[ray]'",
-    ),
-    OptionalPackage(
-        "transformers",
-        "transformers",
-        "no --tokenizer-type HuggingFaceTokenizer",
-        "pip install 'megatron-hdp[tokenizers]'",
-    ),
-    OptionalPackage(
-        "tiktoken",
-        "tiktoken",
-        "no --tokenizer-type TikTokenizer",
-        "pip install 'megatron-hdp[tokenizers]'",
-    ),
-    OptionalPackage(
-        "tensorboard",
-        "tensorboard",
-        "no --tensorboard-dir",
-        "pip install 'megatron-hdp[tensorboard]'",
-    ),
-    OptionalPackage(
-        "matplotlib",
-        "matplotlib",
-        "no --hdp-plot-plan and no plots of plans",
-        "pip install 'megatron-hdp[plot]'",
-    ),
+    _of_extra("ray", "ray", "no data plane beside the ranks: no --hdp-loaders ray"),
+    _of_extra("transformers", "tokenizers", "no --tokenizer-type HuggingFaceTokenizer"),
+    _of_extra("tiktoken", "tokenizers", "no --tokenizer-type TikTokenizer"),
+    _of_extra("tensorboard", "tensorboard", "no --tensorboard-dir"),
+    _of_extra("matplotlib", "plot", "no --hdp-plot-plan and no plots of plans"),
 )
 
 

@@ -63,19 +63,9 @@ def _in(releases: tuple[str, ...], *parameters: str) -> Parameters:
 
 _SUMS = ("seqlen_squared_sum_in_batch", "total_real_tokens_in_batch")
 _LOGGED = (
-    "loss_dict",
-    "total_loss_dict",
-    "learning_rate",
-    "iteration",
-    "loss_scale",
-    "report_memory_flag",
-    "skipped_iter",
-    "grad_norm",
-    "params_norm",
-    "num_zeros_in_grad",
-    "max_attention_logit",
-    "pg_collection",
-    "is_first_iteration",
+    *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale"),
+    *("report_memory_flag", "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad"),
+    *("max_attention_logit", "pg_collection", "is_first_iteration"),
 )
 
 ANY: Parameters = dict.fromkeys(RELEASES)
@@ -87,38 +77,18 @@ GET_MODEL = everywhere(
 )
 BUILD_MODELS = _in(
     (*_18, *_19),
-    "build_model_func",
-    "transformer_config",
-    "pg_collection",
-    "ddp_config",
-    "overlap_param_gather_with_optimizer_step",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "wrap_with_ddp",
-    "data_parallel_random_init",
-    "mixed_precision_wrapper",
-    "pre_wrap_hook",
-    "model_type",
+    *("build_model_func", "transformer_config", "pg_collection", "ddp_config"),
+    *("overlap_param_gather_with_optimizer_step", "use_megatron_fsdp", "use_torch_fsdp2"),
+    *("wrap_with_ddp", "data_parallel_random_init", "mixed_precision_wrapper"),
+    *("pre_wrap_hook", "model_type"),
 )
 TORCH_NORM = everywhere(
-    "cls",
-    "config",
-    "hidden_size",
-    "eps",
-    "persist_layer_norm",
-    "zero_centered_gamma",
-    "normalization",
+    *("cls", "config", "hidden_size", "eps"),
+    *("persist_layer_norm", "zero_centered_gamma", "normalization"),
 )
 _EVALUATION = (
-    "prefix",
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "iteration",
-    "process_non_loss_data_func",
-    "config",
-    "verbose",
-    "write_to_tensorboard",
+    *("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
+    *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
     "non_loss_data_func",
 )
 EVALUATION = {

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_hdp.megatron.model import model_dtype
-from megatron_hdp.megatron.optimizer.float64 import keep_float64
 from megatron_hdp.megatron.optimizer.torch_adam import without_parameters
 from megatron_hdp.megatron.optimizer.whole_state import gather_whole_states
 from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.releases import gradients_in_norm
 
 
 def build_optimizer(
@@ -39,7 +42,7 @@ def build_optimizer(
     gather_whole_states(optimizer)
     without_parameters(optimizer)
     if arguments.fp64:
-        keep_float64(optimizer)
+        _keep_float64(optimizer)
     return optimizer
 
 
@@ -62,3 +65,37 @@ def build_scheduler(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=arguments.override_opt_param_scheduler,
     )
+
+
+def _keep_float64(optimizer: MegatronOptimizer) -> None:
+    """Keeps `optimizer` in float64 (``--fp64``), so that two runs can be shown to be equal.
+
+    Megatron computes the gradient norm in float32, and its distributed optimizer hands gradients to
+    Adam as float32. Nothing is patched: both methods are overridden on the instances.
+    """
+    optimizer.get_grad_norm = lambda: _grad_norm(optimizer)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            _keep_gradients(part)
+
+
+def _grad_norm(optimizer: MegatronOptimizer) -> float:
+    """The norm of all gradients; each part sums over the ranks that share its parameters."""
+    total: float = 0.0
+    for part in optimizer.chained_optimizers:
+        square = torch.zeros((), dtype=torch.float64)
+        for grad in gradients_in_norm(part):
+            square += grad.square().sum()
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total += square.item()
+    return math.sqrt(total)
+
+
+def _keep_gradients(part: DistributedOptimizer) -> None:
+    def copy_model_grads_to_main_grads() -> None:
+        for models, shards in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+            for parameter, shard in zip(models, shards, strict=True):
+                mine = part._get_model_param_range_map(parameter)["param"]
+                shard.grad = parameter.main_grad.view(-1)[mine.start : mine.end]
+
+    part._copy_model_grads_to_main_grads = copy_model_grads_to_main_grads

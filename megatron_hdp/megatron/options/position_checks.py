@@ -12,20 +12,12 @@ from megatron_hdp.megatron.options.model_options import PositionOptions
 from megatron_hdp.options import OptionError, flag_of, no_effect
 
 _YARN = {
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
+    *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast"),
+    *("yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
 }
 _ROPE = {
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
+    *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor"),
 }
 _ANY = {"rotary_base", "no_rope_freq"}
 _EFFECTIVE = {"rope": _ROPE | _ANY, "yarn": _YARN | _ANY, "none": set[str]()}
