@@ -1,4 +1,7 @@
-"""A stand-in for ``torch`` whose CUDA functions and tensor factories answer for the CPU."""
+"""A stand-in for ``torch`` whose CUDA functions and tensor factories answer for the CPU.
+
+Its collectives take over gloo what megatron-core gives them on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from megatron_hdp.megatron.cpu import collectives
+import torch.distributed as dist
 
 _FACTORIES = (
     *("empty", "empty_like", "empty_strided", "full", "full_like", "ones", "ones_like"),
     *("zeros", "zeros_like", "arange", "eye", "linspace", "rand", "randint", "randn", "tensor"),
 )
-_COLLECTIVES = ("barrier", "all_to_all_single", "all_gather", "reduce_scatter")
 
 # What Megatron's optimizers may see; float64 (exactness tests) counts as full precision.
 _CUDA_TYPE_NAMES = {
@@ -106,6 +107,57 @@ def _softmax(
     return torch.softmax(input, dim, *args, dtype=dtype, **kwargs)
 
 
+def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+    """`dist.barrier`; gloo knows no device ids."""
+    return dist.barrier(*args, **kwargs)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """`dist.all_to_all_single`; Megatron takes sizes off the GPU, on a CPU they stay tensors."""
+    splits = (_as_list(output_split_sizes), _as_list(input_split_sizes))
+    return dist.all_to_all_single(output, input, *splits, **kwargs)
+
+
+def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
+    """`dist.all_gather`; parts of different lengths travel padded."""
+    longest = max(len(part) for part in tensors)
+    if all(len(part) == longest for part in tensors):
+        return dist.all_gather(tensors, tensor, *args, **kw)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    received = [torch.empty_like(padded) for _ in tensors]
+    dist.all_gather(received, padded, *args, **kw)
+    for part, arrived in zip(tensors, received, strict=True):
+        part.copy_(arrived[: len(part)])
+    return None
+
+
+def reduce_scatter(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], *args: Any, **kw: Any
+) -> Any:
+    """`dist.reduce_scatter`; parts of different lengths travel padded."""
+    longest = max(len(part) for part in inputs)
+    if all(len(part) == longest for part in inputs):
+        return dist.reduce_scatter(output, list(inputs), *args, **kw)
+    padded = [part.new_zeros(longest, *part.shape[1:]) for part in inputs]
+    for whole, part in zip(padded, inputs, strict=True):
+        whole[: len(part)] = part
+    received = torch.empty_like(padded[0])
+    dist.reduce_scatter(received, padded, *args, **kw)
+    output.copy_(received[: len(output)])
+    return None
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
 def stand_in_for_torch() -> StandIn:
     """What Megatron's modules see as ``torch``."""
     random = StandIn(
@@ -131,9 +183,8 @@ def stand_in_for_torch() -> StandIn:
     )
     overrides: dict[str, Any] = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
     overrides["cuda"] = cuda
-    overrides["distributed"] = StandIn(
-        torch.distributed, {name: getattr(collectives, name) for name in _COLLECTIVES}
-    )
+    collectives = (barrier, all_to_all_single, all_gather, reduce_scatter)
+    overrides["distributed"] = StandIn(dist, {one.__name__: one for one in collectives})
     overrides["softmax"] = _softmax
     return StandIn(torch, overrides)
 

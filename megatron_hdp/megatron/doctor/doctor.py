@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_hdp import __version__
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.doctor.surroundings import (
+    Checkout,
     PackageCheck,
     apex_advice,
     check_packages,
+    current_folder_first,
+    find_checkout,
     gpu_advice,
     network_advice,
     network_problems,
     version_of,
 )
-from megatron_hdp.megatron.lm import checkout
 from megatron_hdp.runtime.cuda import compute_capability, describe
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Diagnosis:
     attention_refused: dict[str, str]
     """Preferred kernels that cannot be used, and why."""
     seams: tuple[SeamCheck, ...]
-    megatron_lm: checkout.Checkout | None
+    megatron_lm: Checkout | None
     """That a run finds."""
     patches: tuple[PatchCheck, ...] | None
     """Those of the plugin for that Megatron-LM; None where there is none."""
@@ -228,7 +230,7 @@ def run_doctor(as_json: bool) -> int:
     return ExitCode.FAILED if diagnosis.problems else ExitCode.DONE
 
 
-@checkout.current_folder_first()
+@current_folder_first()
 def diagnose() -> Diagnosis:
     """Looks at this machine and at what a run that starts here finds on it; changes nothing."""
     problems = [_advice(name) for name in ("torch", "megatron.core") if not _importable(name)]
@@ -253,7 +255,7 @@ def diagnose() -> Diagnosis:
         from megatron_hdp.megatron.lm.patches import check_patches
         from megatron_hdp.megatron.lm.releases import installed_version, untested
 
-        found, patches, note = checkout.find(), check_patches(), untested(installed_version())
+        found, patches, note = find_checkout(), check_patches(), untested(installed_version())
         gaps = {} if shim_applies else GAPS
         problems += [check.problem for check in seams if check.problem is not None]
     advice = (apex_advice(), network_advice(), gpu_advice(num_gpus), _patch_advice(patches), note)
@@ -414,9 +416,7 @@ def _text(diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _megatron_lm_lines(
-    found: checkout.Checkout | None, patches: tuple[PatchCheck, ...]
-) -> list[str]:
+def _megatron_lm_lines(found: Checkout | None, patches: tuple[PatchCheck, ...]) -> list[str]:
     if found is None:
         return [
             "no Megatron-LM here for `python -m megatron_hdp run`: run in its checkout, or put it "

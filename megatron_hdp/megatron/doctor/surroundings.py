@@ -1,4 +1,4 @@
-"""Optional packages, network and GPUs of a machine: what is missing, its effect, the remedy.
+"""A machine's packages, network, GPUs and Megatron-LM: what is missing, its effect, the remedy.
 
 Only a network interface that does not exist keeps training from running.
 """
@@ -9,6 +9,9 @@ import importlib.metadata
 import importlib.util
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +169,44 @@ def gpu_advice(found: int) -> str | None:
         f"torch sees {found} GPUs, Slurm gave {given}: install a torch built for this machine's "
         "CUDA driver, and check that CUDA_VISIBLE_DEVICES hides none"
     )
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The Megatron-LM that a run finds: that of the current folder before any on Python's path.
+
+    A run's script is in its checkout, and a script's folder comes first on Python's path. A command
+    such as ``megatron-hdp`` has its own folder there and must look for itself.
+    """
+
+    folder: str
+    """The one that has ``megatron/training``."""
+    release: str
+    is_current: bool
+    """Whether it is the current folder; else it is on Python's path."""
+
+
+@contextmanager
+def current_folder_first() -> Iterator[None]:
+    """Within the block Python finds the checkout of the current folder, if that is one."""
+    folder = Path.cwd()
+    if not (folder / "megatron" / "training").is_dir():
+        yield
+        return
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def find_checkout() -> Checkout | None:
+    """The Megatron-LM that Python finds now; None if there is no ``megatron.training``."""
+    spec = importlib.util.find_spec("megatron.training")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    from megatron_hdp.megatron.lm.releases import installed_version
+
+    folder = Path(next(iter(spec.submodule_search_locations))).resolve().parents[1]
+    return Checkout(str(folder), installed_version(), folder == Path.cwd().resolve())

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -24,12 +25,18 @@ def folder(tmp_path):
     return tmp_path / "checkpoints"
 
 
-@pytest.fixture
-def run(folder):
-    run = RunFolder(folder, print)
+@contextmanager
+def taken(path):
+    run = RunFolder(path, print)
     run.take()
     yield run
     run.give_up()
+
+
+@pytest.fixture
+def run(folder):
+    with taken(folder) as run:
+        yield run
 
 
 def save(run, iteration):
@@ -79,9 +86,8 @@ def test_what_dead_runs_left_goes_at_the_start(folder):
     (folder / "iter_0000008.partial-abc").mkdir()
     (folder / "iter_0000008.partial-abc" / "big").write_text("x")
     (folder / "iter_0000004.replaced").mkdir()
-    run = RunFolder(folder, print)
-    run.take()
-    run.give_up()
+    with taken(folder):
+        pass
     assert names(folder) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
 
 
@@ -89,10 +95,8 @@ def test_a_kill_before_the_first_tracker_is_not_forgotten_at_the_start(tmp_path)
     path = tmp_path / "checkpoints"
     write(CheckpointFolder(path), 2, "new")
     (path / TRACKER).rename(path / f"{TRACKER}.tmp")
-    run = RunFolder(path, print)
-    run.take()
-    assert CheckpointFolder(path).latest() == 2
-    run.give_up()
+    with taken(path):
+        assert CheckpointFolder(path).latest() == 2
 
 
 def test_what_a_living_run_writes_is_not_touched(run, folder, monkeypatch):
@@ -127,11 +131,9 @@ def test_a_file_system_that_hangs_at_the_end_is_said(folder, monkeypatch, capsys
 
 
 def test_giving_up_removes_what_is_being_written(folder):
-    run = RunFolder(folder, print)
-    run.take()
-    run.begin_at(CheckpointFolder(folder).find(6))
-    run.begin(8)
-    run.give_up()
+    with taken(folder) as run:
+        run.begin_at(CheckpointFolder(folder).find(6))
+        run.begin(8)
     assert names(folder) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
 
 
@@ -140,11 +142,11 @@ def test_a_garbage_tracker_is_named_at_the_start(tmp_path, text):
     path = tmp_path / "checkpoints"
     path.mkdir()
     (path / TRACKER).write_bytes(text.encode(errors="surrogateescape"))
-    run = RunFolder(path, print)
-    run.take()
-    with pytest.raises(ValueError, match=f"{TRACKER}: found .*expected the number"):
+    with (
+        taken(path) as run,
+        pytest.raises(ValueError, match=f"{TRACKER}: found .*expected the number"),
+    ):
         run.begin_at(None)
-    run.give_up()
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.megatron.cpu import collectives
+from megatron_hdp.megatron.cpu import stand_in
 
 
 def exchanges(sizes):
@@ -12,20 +12,20 @@ def exchanges(sizes):
     me, ranks = dist.get_rank(), len(sizes)
     mine = torch.full((sizes[me], 2), float(me + 1))
     gathered = [torch.empty(size, 2) for size in sizes]
-    collectives.all_gather(gathered, mine, group=dist.group.WORLD)
+    stand_in.all_gather(gathered, mine, group=dist.group.WORLD)
     share = torch.empty(sizes[me], 2)
     parts = [torch.full((size, 2), float(10**me)) for size in sizes]
-    collectives.reduce_scatter(share, parts, group=dist.group.WORLD)
+    stand_in.reduce_scatter(share, parts, group=dist.group.WORLD)
     sent = torch.full((me + 1, ranks), float(me)).repeat_interleave(ranks, 0)
     arrived = torch.empty(sum(range(1, ranks + 1)), ranks)
-    collectives.all_to_all_single(
+    stand_in.all_to_all_single(
         arrived,
         sent,
         output_split_sizes=torch.arange(1, ranks + 1),
         input_split_sizes=torch.full((ranks,), me + 1),
         group=dist.group.WORLD,
     )
-    collectives.barrier(device_ids=[0])
+    stand_in.barrier(device_ids=[0])
     return [part.tolist() for part in gathered], share.tolist(), arrived[:, 0].tolist()
 
 

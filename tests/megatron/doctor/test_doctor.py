@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -142,11 +141,10 @@ def test_an_interface_that_is_not_there_is_a_problem(capsys, monkeypatch):
 
 
 def test_patches_that_do_not_fit_are_advice_and_no_problem(capsys, monkeypatch):
-    from megatron_hdp.megatron.lm import checkout
     from megatron_hdp.megatron.lm import patches as lm_patches
 
-    found = checkout.Checkout(Path("/there"), "core_v0.16.1", is_current=True)
-    monkeypatch.setattr(checkout, "find", lambda: found)
+    found = surroundings.Checkout("/there", "core_v0.16.1", is_current=True)
+    monkeypatch.setattr(doctor, "find_checkout", lambda: found)
     checks = (lm_patches.PatchCheck("m:f", "because", "m:f: expected (a), found (b)"),)
     monkeypatch.setattr(lm_patches, "check_patches", lambda: checks)
     assert main(["doctor"]) == 0

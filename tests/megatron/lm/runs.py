@@ -156,11 +156,20 @@ def weights(folder, name, iteration=4):
 
 
 def require_same(found, expected, *, rel, steps=(1, 2, 3, 4)):
-    """Losses and gradient norms of two runs, the second as long or longer."""
+    """Losses and gradient norms of two runs, the second as long or longer; routers' losses too."""
     for tag in ("lm loss", "grad-norm"):
         assert sorted(found[tag]) == list(steps)
         for step, value in found[tag].items():
             assert value == pytest.approx(expected[tag][step], rel=rel), (tag, step)
+    for tag in {"seq_load_balancing_loss", "z_loss"} & set(expected):  # as Megatron logs them
+        assert found[tag] == pytest.approx(expected[tag], rel=1e-5), tag
+
+
+def require_same_bits(folder, found, expected, iteration=4):
+    """The tensors of two runs' checkpoints, which are some."""
+    one, other = (weights(folder, name, iteration) for name in (found, expected))
+    assert len(other) > 20 and one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def require_same_states(folder, found, expected, *, iteration, rel):

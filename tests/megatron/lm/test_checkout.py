@@ -13,7 +13,7 @@ import pytest
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.doctor.doctor import _megatron_lm_lines
-from megatron_hdp.megatron.lm.checkout import Checkout, current_folder_first, find
+from megatron_hdp.megatron.doctor.surroundings import Checkout, current_folder_first, find_checkout
 from megatron_hdp.megatron.lm.patches import PATCHES, check_patches
 from megatron_hdp.megatron.lm.releases import installed_version
 from tests.support import fake_megatron_lm
@@ -86,7 +86,7 @@ def test_the_current_folder_goes_before_pythons_path(tmp_path, monkeypatch):
 
 def found_by_doctor():
     with current_folder_first():
-        return find()
+        return find_checkout()
 
 
 def test_the_text_says_which_one_and_who_finds_it():

@@ -138,8 +138,6 @@ def test_every_layout_has_the_losses_of_one_rank(more, name):
     for key in case.layouts:
         found = scalars(more, f"{name} {key}")
         require_same(found, one, rel=case.rel, steps=(1, 2, 3, 4) if case.first else (1, 2))
-        for tag in {"seq_load_balancing_loss", "z_loss"} & set(one):  # as Megatron logs them
-            assert found[tag] == pytest.approx(one[tag], rel=1e-5), (key, tag)
     for value in one.get("seq_load_balancing_loss", {}).values():  # a mean over the sparse layers
         assert 1 <= value < 2
     if not case.first:

@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,15 +17,15 @@ def doubled(original: Function, x: int, y: int = 0) -> int:
     return 2 * original(x, y)
 
 
-def patch(target: str, **others: object) -> Patch:
-    values = {
-        "target": target,
-        "why": "a test",
-        "parameters": {RELEASE: ("x", "y")},
-        "replacement": doubled,
-        **others,
-    }
-    return Patch(**values)  # type: ignore[arg-type]
+def patch(target: str, parameters: object = None, replacement: Function = doubled) -> Patch:
+    parameters = {RELEASE: ("x", "y")} if parameters is None else parameters
+    return Patch(f"fake_{target}", "a test", parameters, replacement)  # type: ignore[arg-type]
+
+
+def patch_set(*patches: Patch | str) -> PatchSet:
+    """Of `RELEASE`; a text is a function of the library."""
+    made = [patch(f"library:{one}") if isinstance(one, str) else one for one in patches]
+    return PatchSet(made, (RELEASE,))
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def library() -> Iterator[types.ModuleType]:
 
 def test_a_copy_is_replaced_too_and_all_is_as_before_after_reverting(library):
     user, originals = sys.modules["fake_user"], (library.add, library.subtract)
-    patches = PatchSet([patch("fake_library:add"), patch("fake_library:subtract")], (RELEASE,))
+    patches = patch_set("add", "subtract")
     patches.apply(RELEASE)
     patches.apply(RELEASE)  # twice is once
     assert (library.add(1, 2), user.plus(1, 2), library.subtract(3, 1)) == (6, 6, 4)
@@ -69,7 +70,7 @@ def test_a_copy_is_replaced_too_and_all_is_as_before_after_reverting(library):
 
 
 def test_a_function_that_others_need_as_it_is_changes_for_its_owner_only(library):
-    patches = PatchSet([patch("fake_library:add", owner_only=True)], (RELEASE,))
+    patches = patch_set(replace(patch("library:add"), owner_only=True))
     patches.apply(RELEASE)
     assert (library.add(1), sys.modules["fake_user"].plus(1)) == (2, 1)
     patches.revert()
@@ -79,17 +80,7 @@ def test_methods_keep_their_kind(library):
     def of_method(original: Function, self: object, y: int) -> int:
         return 10 * original(self, y)
 
-    patches = PatchSet(
-        [
-            patch("fake_library:Box.twice"),
-            patch(
-                "fake_library:Box.add",
-                parameters={RELEASE: ("self", "y")},
-                replacement=of_method,
-            ),
-        ],
-        (RELEASE,),
-    )
+    patches = patch_set("Box.twice", patch("library:Box.add", {RELEASE: ("self", "y")}, of_method))
     before = dict(vars(library.Box))
     patches.apply(RELEASE)
     assert (library.Box().twice(3), library.Box.twice(3), library.Box().add(2)) == (12, 12, 20)
@@ -98,21 +89,17 @@ def test_methods_keep_their_kind(library):
 
 
 @pytest.mark.parametrize(
-    ("target", "others", "message"),
+    ("target", "parameters", "message"),
     [
-        ("fake_library:gone", {}, "fake_library:gone: expected it to exist, found no gone"),
-        ("fake_nowhere:add", {}, "fake_nowhere:add: expected it to exist, found No module"),
-        ("fake_library:Gone.add", {}, "has no attribute 'Gone'"),
-        (
-            "fake_library:add",
-            {"parameters": {RELEASE: ("x",)}},
-            r"parameters \(x\), found \(x, y\)",
-        ),
+        ("library:gone", None, "fake_library:gone: expected it to exist, found no gone"),
+        ("nowhere:add", None, "fake_nowhere:add: expected it to exist, found No module"),
+        ("library:Gone.add", None, "has no attribute 'Gone'"),
+        ("library:add", {RELEASE: ("x",)}, r"parameters \(x\), found \(x, y\)"),
     ],
 )
-def test_one_patch_that_does_not_fit_keeps_all_out(library, target, others, message):
+def test_one_patch_that_does_not_fit_keeps_all_out(library, target, parameters, message):
     original = library.subtract
-    patches = PatchSet([patch("fake_library:subtract"), patch(target, **others)], (RELEASE,))
+    patches = patch_set("subtract", patch(target, parameters))
     with pytest.raises(PatchError, match=message):
         patches.apply(RELEASE)
     assert library.subtract is original and not patches.is_applied
@@ -122,8 +109,7 @@ def test_a_package_that_megatron_lacks_is_named_once(library, tmp_path, monkeypa
     """Its absence says nothing of the release."""
     (tmp_path / "fake_needy.py").write_text("import fake_six.moves\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    needy = [patch("fake_needy:add"), patch("fake_needy:subtract")]
-    patches = PatchSet([patch("fake_library:add"), *needy], (RELEASE,))
+    patches = patch_set("add", patch("needy:add"), patch("needy:subtract"))
     expected = "found no package fake_six, which Megatron imports: pip install fake_six"
     assert patches.problems(RELEASE) == [expected]
     with pytest.raises(PatchError, match=expected):
@@ -131,8 +117,8 @@ def test_a_package_that_megatron_lacks_is_named_once(library, tmp_path, monkeypa
 
 
 def test_each_release_has_its_own_signature_or_does_without(library):
-    record = patch("fake_library:add", parameters={RELEASE: ("x", "y"), "3.0": ("z",)})
-    both = patch("fake_library:subtract", parameters=dict.fromkeys(("1.0", "2.0"), ("x", "y")))
+    record = patch("library:add", {RELEASE: ("x", "y"), "3.0": ("z",)})
+    both = patch("library:subtract", dict.fromkeys(("1.0", "2.0"), ("x", "y")))
     assert "expected the parameters (z), found (x, y)" in record.problem("3.0")
     patches = PatchSet([both, record], ("1.0", "2.0", "3.0"))
     assert patches.of(RELEASE) == [both, record] and patches.of("2.0") == [both]
@@ -142,7 +128,7 @@ def test_each_release_has_its_own_signature_or_does_without(library):
 
 
 def test_parameters_that_are_handed_on_may_be_any(library):
-    patches = PatchSet([patch("fake_library:add", parameters={RELEASE: None})], (RELEASE,))
+    patches = patch_set(patch("library:add", {RELEASE: None}))
     patches.apply(RELEASE)
     assert library.add(1) == 2
     patches.revert()
@@ -151,14 +137,14 @@ def test_parameters_that_are_handed_on_may_be_any(library):
 @pytest.mark.parametrize("version", ["0.19.2", "0.18.1", "0.16.9", "0.19.3rc1"])
 def test_the_parameters_decide_on_a_version_of_a_known_release(library, version):
     """A patch level that was not tested is a note."""
-    fits = patch("fake_library:add", parameters=everywhere("x", "y"))
+    fits = patch("library:add", everywhere("x", "y"))
     patches = PatchSet([fits], TESTED)
     note = patches.apply(version)
     assert library.add(1, 2) == 6
     patches.revert()
     assert (note is None) == (version in TESTED)
     assert note is None or f"megatron-core {version} was not tested, only 0." in note
-    changed = patch("fake_library:subtract", parameters=everywhere("x", "z"))
+    changed = patch("library:subtract", everywhere("x", "z"))
     with pytest.raises(PatchError, match="fake_library:subtract: expected the parameters .x, z"):
         PatchSet([fits, changed], TESTED).apply(version)
 
@@ -166,7 +152,7 @@ def test_the_parameters_decide_on_a_version_of_a_known_release(library, version)
 @pytest.mark.parametrize("version", ["0.20.0", "0.15.3", "1.0.0", "unknown"])
 def test_an_unknown_release_keeps_all_out(library, version):
     original = library.add
-    patches = PatchSet([patch("fake_library:add")], TESTED)
+    patches = PatchSet([patch("library:add")], TESTED)
     expected = f"found megatron-core {version}, expected a version of 0.16, .* 0.19: pip install"
     with pytest.raises(PatchError, match=expected):
         patches.apply(version)
@@ -174,7 +160,7 @@ def test_an_unknown_release_keeps_all_out(library, version):
 
 
 def test_what_somebody_patched_later_is_not_thrown_away(library):
-    patches = PatchSet([patch("fake_library:add"), patch("fake_library:subtract")], (RELEASE,))
+    patches = patch_set("add", "subtract")
     patches.apply(RELEASE)
     ours, library.add = library.add, lambda x, y: 0
     with pytest.raises(PatchError, match=r"fake_library\.add changed after"):
@@ -192,7 +178,7 @@ def test_a_target_that_cannot_be_set_leaves_nothing_behind(library):
     original, broken = library.add, ReadOnly("fake_user")
     vars(broken)["subtract"] = library.subtract
     sys.modules["fake_user"] = broken
-    patches = PatchSet([patch("fake_library:add"), patch("fake_user:subtract")], (RELEASE,))
+    patches = patch_set("add", patch("user:subtract"))
     with pytest.raises(KeyError):
         patches.apply(RELEASE)
     assert library.add is original and not patches.is_applied

@@ -9,7 +9,6 @@ import json
 from functools import partial
 
 import pytest
-import torch
 
 from tests.megatron.lm.runs import (
     CHECKOUT,
@@ -29,6 +28,7 @@ from tests.megatron.lm.runs import (
     planned,
     require_rerun,
     require_same,
+    require_same_bits,
     scalars,
     weights,
 )
@@ -113,9 +113,7 @@ def own_command(folder):
 
 
 def test_without_the_flag_all_is_stock_bit_for_bit(runs):
-    stock, off = weights(runs, STOCK), weights(runs, "checkpoints off")
-    assert len(stock) > 20 and stock.keys() == off.keys()
-    assert all(torch.equal(stock[key], off[key]) for key in stock)
+    require_same_bits(runs, "checkpoints off", STOCK)
     of_stock, of_off = scalars(runs, "stock"), scalars(runs, "off")
     for tag in ("lm loss", "grad-norm", "learning-rate", "lm loss validation"):
         assert of_stock[tag] == of_off[tag] and len(of_stock[tag]) >= 2
@@ -141,9 +139,7 @@ def require_losses_of_one(folder, name, steps=(1, 2, 3, 4)):
 
 
 def test_saved_and_resumed_equals_uninterrupted(runs):
-    whole, halves = weights(runs, "whole"), weights(runs, "halves")
-    assert whole.keys() == halves.keys()
-    assert all(torch.equal(whole[key], halves[key]) for key in whole)
+    require_same_bits(runs, "halves", "whole")
     loss = scalars(runs, "one")["lm loss"]
     assert scalars(runs, "first half")["lm loss"] == {1: loss[1], 2: loss[2]}
     assert scalars(runs, "second half")["lm loss"] == {3: loss[3], 4: loss[4]}
@@ -227,10 +223,9 @@ def test_a_refusal_is_one_message(runs):
 
 @pytest.mark.slow
 def test_the_distributed_optimizer_resumes_bit_for_bit(more):
-    whole, again = weights(more, "sharded"), weights(more, "sharded again")
-    assert whole.keys() == again.keys()
-    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in whole) == 9  # of weights
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    require_same_bits(more, "sharded again", "sharded")
+    names = weights(more, "sharded")
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in names) == 9  # of weights
     loss = scalars(more, "sharded")["lm loss"]
     assert scalars(more, "sharded again")["lm loss"] == {3: loss[3], 4: loss[4]}
 
