@@ -1,28 +1,10 @@
 """The plugin goes in and out in any order of imports; refusals change nothing."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from megatron_hdp.megatron.lm.releases import installed_version, release_of
 from tests.support import fake_megatron_lm
-
-ROOT = Path(__file__).parents[1]
-
-
-def run_python(folder, *arguments):
-    path = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
+from tests.support.processes import run_python
 
 MEGATRON_FIRST = """
 import argparse, sys, types
@@ -85,7 +67,7 @@ print("fine")
 
 @pytest.mark.parametrize("code", [MEGATRON_FIRST, PLUGIN_FIRST], ids=["megatron", "plugin"])
 def test_whichever_is_imported_first(tmp_path, code):
-    done = run_python(fake_megatron_lm.write(tmp_path), "-c", code)
+    done = run_python("-c", code, path=[fake_megatron_lm.write(tmp_path)])
     assert done.stdout.strip() == "fine", done.stderr
 
 
@@ -97,7 +79,7 @@ def test_a_script_runs_with_the_plugin_in_and_its_folder_on_the_path(tmp_path):
         "import sys, neighbour, megatron.training.arguments as theirs\n"
         "print(__name__, sys.argv[1:], neighbour.NAME, theirs.validate_args.__module__)"
     )
-    done = run_python("", "-m", "megatron_hdp", "run", str(script), "--theirs", "4")
+    done = run_python("-m", "megatron_hdp", "run", str(script), "--theirs", "4")
     expected = "__main__ ['--theirs', '4'] neighbour megatron.training.arguments"
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
@@ -106,7 +88,7 @@ def test_another_megatron_lm_is_refused_whole(tmp_path):
     changed = fake_megatron_lm.FILES["arguments.py"].replace("(args, defaults={})", "(args)")
     fake_megatron_lm.write(tmp_path, arguments=changed)
     (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")
-    done = run_python("", "-m", "megatron_hdp", "run", str(tmp_path / "script.py"))
+    done = run_python("-m", "megatron_hdp", "run", str(tmp_path / "script.py"))
     assert done.returncode == 2
     assert "megatron.training.arguments:validate_args: expected the parameters" in done.stderr
     assert "nothing was patched" in done.stderr and "Traceback" not in done.stderr
@@ -125,15 +107,17 @@ except PluginError as error:
 
 def test_a_version_that_was_not_tested_is_a_note(tmp_path):
     release = release_of(installed_version())
-    done = run_python(fake_megatron_lm.write(tmp_path), "-c", OTHER_VERSION.format(f"{release}.99"))
+    done = run_python(
+        "-c", OTHER_VERSION.format(f"{release}.99"), path=[fake_megatron_lm.write(tmp_path)]
+    )
     note = f"megatron_hdp: megatron-core {release}.99 was not tested, only {release}"
     assert done.stdout.startswith(note), done.stderr
-    done = run_python(tmp_path, "-c", OTHER_VERSION.format("0.99.0"))
+    done = run_python("-c", OTHER_VERSION.format("0.99.0"), path=[tmp_path])
     assert "found megatron-core 0.99.0, expected a version of 0.16" in done.stdout, done.stderr
 
 
 def test_without_a_checkout_it_says_so(tmp_path):
     (tmp_path / "script.py").write_text("")
-    missing = run_python("", "-m", "megatron_hdp", "run", str(tmp_path / "gone.py"))
+    missing = run_python("-m", "megatron_hdp", "run", str(tmp_path / "gone.py"))
     assert missing.returncode == 2 and "gone.py: no such file" in missing.stderr
-    assert run_python("", "-m", "megatron_hdp").returncode == 2
+    assert run_python("-m", "megatron_hdp").returncode == 2

@@ -17,11 +17,9 @@ def non_finite(
 ) -> tuple[str, ...]:
     """Names the first tensors with a NaN or infinite entry on some rank; empty: there is none.
 
-    Costs one reading and one all-reduced word while all is finite. Every rank must call this.
-
-    Args:
-        named: what is named, as ``embedding.weight (rank 2)``, by the first rank that finds it.
-        whole: tensors that hold all of the named ones, fewer and larger, to be read instead.
+    Costs one reading and one all-reduced word while all is finite. Every rank must call this; a
+    name is that of the first rank that finds it, as ``embedding.weight (rank 2)``. If given, the
+    `whole` tensors, fewer and larger, hold all of the named ones and are read instead.
     """
     named = list(named)
     norms = [norm(tensor) for tensor in whole or (tensor for _, tensor in named)]

@@ -1,7 +1,5 @@
 """Warnings that megatron-core gives in every run are left out; all others are shown."""
 
-import subprocess
-import sys
 import warnings
 
 import megatron.core.models.backends
@@ -10,6 +8,7 @@ import megatron.core.transformer.transformer_config
 import pytest
 
 from megatron_hdp.megatron import known_warnings
+from tests.support.processes import run_python
 
 KNOWN = {
     megatron.core.optimizer: "Transformer Engine and Apex are not installed. Falling back to Torch",
@@ -24,15 +23,6 @@ def is_shown(text, module, category=UserWarning):
         known_warnings.leave_out()
         warnings.warn_explicit(text, category, "file.py", 1, module=module)
     return bool(shown)
-
-
-def run_python(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize("module", KNOWN)
@@ -53,6 +43,7 @@ _LOAD = """
 import os, sys, torch
 from pathlib import Path
 from megatron_hdp.megatron import known_warnings
+from tests.support.processes import run_python
 if {quiet}:
     known_warnings.leave_out()
 from megatron_hdp.megatron.cpu import shim
@@ -77,7 +68,7 @@ DEPRECATED = [
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_those_of_a_checkpoint_that_is_loaded(tmp_path, quiet):
-    done = run_python("-c", _LOAD.format(quiet=quiet, folder=str(tmp_path)))
+    done = run_python("-c", _LOAD.format(quiet=quiet, folder=str(tmp_path)), PYTHONWARNINGS="")
     assert done.stdout == "loaded\n", done.stderr
     if quiet:
         assert "FutureWarning" not in done.stderr
@@ -114,6 +105,6 @@ def test_the_command_leaves_them_out_before_it_imports_megatron(python, shown):
     )
     module = megatron.core.models.backends
     code = _COMMAND.format(text=KNOWN[module], module=module.__name__, flags=flags)
-    done = run_python(*python, "-c", code)
+    done = run_python(*python, "-c", code, PYTHONWARNINGS="")
     assert "at import" in done.stderr, done.stderr
     assert done.stderr.count("UserWarning: Apex is not installed") == shown, done.stderr

@@ -121,8 +121,15 @@ def session_of(arguments, by_megatron=False):
     return HdpSession(arguments, chunks, vocab_size=VOCABULARY)
 
 
-def stock_chunk(arguments, number):
-    """A part of the model as a framework builds it from Megatron's classes."""
+def stock_chunk(arguments, number, adapt=lambda model: None, **ddp):
+    """A part of the model as a framework builds it from Megatron's classes.
+
+    Args:
+        arguments: of the run.
+        number: of the part on this rank.
+        adapt: changes the model before its weights are drawn.
+        ddp: settings of Megatron's DDP in place of the run's.
+    """
     num = num_model_chunks(arguments)
     config = building.transformer_config(arguments)
     model = GPTModel(
@@ -138,12 +145,15 @@ def stock_chunk(arguments, number):
         position_embedding_type="rope",
         vp_stage=number if num > 1 else None,
     )
+    adapt(model)
     initialise_by_name(model, arguments.seed)
     model.to(torch.float64)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=arguments.use_distributed_optimizer,
-        overlap_grad_reduce=arguments.overlap_grad_reduce,
-    )
+    ddp = {
+        "use_distributed_optimizer": arguments.use_distributed_optimizer,
+        "overlap_grad_reduce": arguments.overlap_grad_reduce,
+        **ddp,
+    }
+    ddp_config = DistributedDataParallelConfig(**ddp)
     return DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0)
 
 

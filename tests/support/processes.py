@@ -22,6 +22,8 @@ from typing import Any
 
 from tests.support.ranks import _context, _server_environment
 
+ROOT = Path(__file__).parents[2]
+
 
 @dataclass
 class Started:
@@ -137,3 +139,17 @@ def _main(
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     function(*args)
+
+
+def run_python(*arguments, path=(), cwd=ROOT, timeout_s=240, **environment):
+    """A process of this Python that has ended; it finds the folders of `path` and the project."""
+    folders = [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | found | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

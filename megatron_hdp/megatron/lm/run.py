@@ -109,7 +109,9 @@ class LmRun:
         self._router_losses: RouterLosses | None = None
         self._began_at = 0.0
         self._num_tested = 0
-        self.validation_sets = self._name_validation_sets()
+        names, self.validation_sets = args.hdp_validation_sets, None
+        if names is not None and "valid" in self.specs:  # --multiple-validation-sets
+            self.validation_sets = ValidationSets(self._names("valid"), names)
         self._validated: list[StepReport] = []
         self._evaluation: EvaluationLoss | None = None
         self._executor: HdpExecutor | None = None
@@ -147,11 +149,7 @@ class LmRun:
     ) -> list[dict[str, torch.Tensor]]:
         """One global batch, in the place of Megatron's schedule.
 
-        Args:
-            data_iterator: one of `data_iterators`; with virtual stages a list, one for each chunk.
-            model: Megatron's chunks of this rank; one without virtual stages.
-            forward_only: evaluation.
-            collect_non_loss_data: must be False.
+        With virtual stages `data_iterator` is a list, one of `data_iterators` for each chunk.
 
         Returns:
             The batch's loss as Megatron's loop wants it from one micro-batch: float64 ``[2]``, the
@@ -206,11 +204,13 @@ class LmRun:
         checkpoint.remember_position(self.args, "train", report.position_after)
         self._end_with_the_data(step, report.position_after)
         self._job.timeline.settle()
-        seconds = time.perf_counter() - self._began_at
+        seconds, args = time.perf_counter() - self._began_at, self.args
+        # Megatron's loop evaluates after it has logged the step
+        is_validated = args.do_valid and args.eval_interval and step % args.eval_interval == 0
         self._outputs.end_step(step)
         self._outputs.write(
             report,
-            to_validate=self._names("valid") if self._is_validated(step) else None,
+            to_validate=self._names("valid") if is_validated else None,
             step=step,
             seconds=seconds,
             grad_norm=float(grad_norm or 0.0),
@@ -246,21 +246,9 @@ class LmRun:
         self._outputs.begin_step(step)
         self._began_at = time.perf_counter()
 
-    def _name_validation_sets(self) -> ValidationSets | None:
-        """The validation sets; None without ``--multiple-validation-sets``."""
-        names = self.args.hdp_validation_sets
-        if names is None or "valid" not in self.specs:
-            return None
-        return ValidationSets(self._names("valid"), names)
-
     def _names(self, split: str) -> list[str]:
         """The sources of a split, in the order in which the data name them."""
         return [one.name for one in self.specs[split].sources]
-
-    def _is_validated(self, step: int) -> bool:
-        """Whether Megatron's loop evaluates after a step; it logs the step before."""
-        args = self.args
-        return bool(args.do_valid and args.eval_interval and step % args.eval_interval == 0)
 
     def _add_validation(self, report: StepReport) -> None:
         """Notes a batch of an evaluation; the last one completes the metrics of the step before."""
@@ -427,9 +415,8 @@ def start_param_gather(chunks: Sequence[Any]) -> None:
     no rank waits for a ring yet; the forward pass waits for each bucket where it needs it.
     Megatron's schedule of virtual stages, which would start those of the next chunk, starts none.
 
-    Args:
-        chunks: Megatron's DDP around each model chunk; its hooks are off where its parameters are
-            whole already. Without it (``--skip-train``) nothing is gathered.
+    DDP's hooks are off where its parameters are whole already; without DDP (``--skip-train``)
+    nothing is gathered.
     """
     get_model_config(chunks[0]).param_sync_func = None
     for chunk in chunks:

@@ -17,7 +17,7 @@ from megatron_hdp.options import OptionError, flag_of, no_effect, require_multip
 from megatron_hdp.planner.stages import StageSplit
 from megatron_hdp.strategies import AUTO, STRATEGIES
 
-DATA_FLAGS = (
+_DATA_FLAGS = (
     "data_path",
     "data_args_path",
     "train_data_path",
@@ -25,7 +25,6 @@ DATA_FLAGS = (
     "test_data_path",
     "per_split_data_args_path",
 )
-"""Fields of Megatron's flags that name data."""
 
 _ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
 """Strategies whose plans run as they are, without padding."""
@@ -221,7 +220,7 @@ def check_mtp(args: TrainingArguments) -> None:
 
 def check_data(args: Any) -> None:
     """Checks that the flags, of `TrainingArguments` or Megatron's, name data in one way."""
-    given = [name for name in DATA_FLAGS if getattr(args, name, None)]
+    given = [name for name in _DATA_FLAGS if getattr(args, name, None)]
     if args.hdp_data is not None and given:
         raise OptionError(
             f"found --hdp-data and {', '.join(map(flag_of, given))}, expected only one of them: "

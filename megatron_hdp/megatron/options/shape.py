@@ -42,12 +42,7 @@ _BYTE_VOCABULARY, _LLAMA_3_VOCABULARY = 257, 128_256
 
 
 def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
-    """The model, layer by layer.
-
-    Args:
-        arguments: derived defaults filled in.
-        vocab_size: entries, padded or not.
-    """
+    """The model, layer by layer; `arguments` have derived defaults, the vocabulary any padding."""
     norm_bias = arguments.normalization == "LayerNorm"
 
     def layer(skips_positions: bool | int, has_experts: bool, window: int | None) -> Layer:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from megatron_hdp.planner import CostModel
+from tests.support.processes import run_python
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 SCRIPT = Path(CHECKOUT, "pretrain_gpt.py")
-ROOT = Path(__file__).parents[3]
 
 MARKS = [
     pytest.mark.megatron_lm,
@@ -87,22 +86,14 @@ def wanted(request, names):
 def drive(folder, plan):
     """Makes the runs one after the other, in one process that imports Megatron once."""
     (folder / "runs.json").write_text(json.dumps(plan))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.lm.driver", CHECKOUT, str(folder / "runs.json")],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONWARNINGS": "ignore",
-            # a stock script compiles its dataset helpers for the `python3` that it finds
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=850,
+    done = run_python(
+        *("-m", "tests.megatron.lm.driver", CHECKOUT, str(folder / "runs.json")),
+        timeout_s=850,
+        OMP_NUM_THREADS="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",  # Megatron asks for it with tensor parallelism
+        TORCHDYNAMO_DISABLE="1",
+        # a stock script compiles its dataset helpers for the `python3` that it finds
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     )
     logs = {one["name"]: one["log"] for one in plan}
     tails = [f"{name}: {Path(log + '.0').read_text()[-3000:]}" for name, log in logs.items()]

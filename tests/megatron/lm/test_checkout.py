@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,22 +14,14 @@ from megatron_hdp.megatron.doctor.surroundings import Checkout, current_folder_f
 from megatron_hdp.megatron.lm.patches import PATCHES, check_patches
 from megatron_hdp.megatron.lm.releases import installed_version
 from tests.support import fake_megatron_lm
+from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[3]
 DOCTOR = "import sys; from megatron_hdp.cli.main import main; sys.exit(main(['doctor', *{}]))"
 
 
 def doctor(folder, *flags):
     """The command as its console script runs it: in `folder`, which Python does not look into."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-P", "-c", DOCTOR.format(list(flags))],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return run_python("-P", "-c", DOCTOR.format(list(flags)), cwd=folder)
 
 
 @pytest.mark.skipif(

@@ -6,22 +6,18 @@ test_pipelines.py, with a real checkout.
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.lm.model import adapt
 from megatron_hdp.megatron.lm.run import LmRun
-from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.model.initialisation import initialise_by_name
+from megatron_hdp.megatron.options import num_model_chunks
 from megatron_hdp.planner.lockstep import slots
 from megatron_hdp.runtime.timeline import Timeline
 from tests.support.drawn import first_rows
@@ -34,6 +30,7 @@ from tests.support.gradients import (
     whole_gradients,
     write_corpus,
 )
+from tests.support.own_loop import stock_chunk
 from tests.support.random_plans import random_plan
 
 LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
@@ -58,34 +55,11 @@ LAYOUT = {
 
 def built_by_megatron(arguments):
     """The chunks of this rank as Megatron's own training builds them, with every overlap."""
-    stages = building.transformer_config(arguments).virtual_pipeline_model_parallel_size
-    return [_chunk(arguments, number, stages) for number in range(stages)]
-
-
-def _chunk(arguments, number, num_chunks):
-    config = building.transformer_config(arguments)  # each chunk has its own
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=arguments.num_experts, normalization=arguments.normalization
-        ),
-        vocab_size=building.padded_vocab_size(VOCABULARY, arguments),
-        max_sequence_length=arguments.max_position_embeddings,
-        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(),
-        post_process=number == num_chunks - 1 and parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        vp_stage=number,
-    )
-    adapt(model, fused_loss=True)
-    initialise_by_name(model, arguments.seed)
-    ddp = DistributedDataParallelConfig(
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        use_distributed_optimizer=True,
-        bucket_size=1000,
-    )
-    return DistributedDataParallel(config, ddp, model.double(), disable_bucketing=number > 0)
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+    return [
+        stock_chunk(arguments, number, partial(adapt, fused_loss=True), **overlaps)
+        for number in range(num_model_chunks(arguments))
+    ]
 
 
 def as_megatron_has_them(arguments):

@@ -4,15 +4,13 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hdp.megatron.lm import options
 from megatron_hdp.options import OptionError
+from tests.support.processes import run_python
 
 MEGATRONS = {"global_batch_size": 8, "attention_dropout": 0.0, "train_iters": 4}
 MEGATRONS |= {"num_layers": 2, "seq_length": 256, "num_attention_heads": 4, "num_query_groups": 1}
@@ -64,18 +62,7 @@ LACKING = {
     reason="needs megatron-core 0.17 or newer, or MEGATRON_LM_PATH set to a Megatron-LM checkout",
 )
 def test_everything_on_the_list_is_a_flag_of_megatron():
-    path = [str(Path(__file__).parents[3]), os.environ.get("MEGATRON_LM_PATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", DESTINATIONS],
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_python("-c", DESTINATIONS, path=[os.environ.get("MEGATRON_LM_PATH", "")])
     assert done.returncode == 0, done.stderr
     version, names = json.loads(done.stdout.splitlines()[-1])
     release = ".".join(version.split(".")[:2])

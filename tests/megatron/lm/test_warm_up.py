@@ -5,9 +5,6 @@ makes in the checkout that PYTHONPATH names, without HDP and with it.
 """
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +14,10 @@ from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm.patches import PATCHES
 from megatron_hdp.megatron.lm.patching import PatchSet
 from megatron_hdp.megatron.lm.releases import TESTED, installed_version
-from tests.megatron.lm.runs import CHECKOUT, ROOT
+from tests.megatron.lm.runs import CHECKOUT
 from tests.support import fake_megatron_lm
 from tests.support.largest_tensor import LargestTensor
+from tests.support.processes import run_python
 
 TOKENS, FFN, HIDDEN = 2 * 2**20, 11008, 4096
 ARGS = {
@@ -55,15 +53,7 @@ def largest_of_warm_up(hybrid_data_parallel):
 
 def found_in(folder):
     """What this module prints of the Megatron-LM in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-m", __name__, path=[folder], TORCHDYNAMO_DISABLE="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -25,6 +25,7 @@ STEPS, RAMP = "--step-batch-size-schedule", "--rampup-batch-size"
 
 REFUSED = {  # by flags that a row adds to: more flags, and words of the error as a pattern
     "": [
+        ("--config none.yaml", "none.yaml: No such file"),
         ("--num-layer 3", "unknown flag --num-layer: did you mean '--num-layers'"),
         ("--swiglu stray", "found stray, expected a flag before it"),
         ("--num-layers x", "--num-layers: invalid int value: 'x'"),
