@@ -25,7 +25,12 @@ def activate() -> None:
         PluginError: Megatron-LM is not found, or is a release that the plugin does not support; or
             a setting of CUDA's is wrong. Nothing is changed.
     """
-    _prepare_cuda()
+    from megatron_hdp.runtime import cuda  # sets what must be set before torch is imported
+
+    try:
+        _print(cuda.prepare(cuda.run_of(sys.argv[1:])))
+    except ValueError as error:
+        raise PluginError(str(error)) from error
     from megatron_hdp.megatron.lm import patches
     from megatron_hdp.megatron.lm.patching import PatchError
 
@@ -63,17 +68,6 @@ def run(script: str, arguments: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(path.resolve()))
     activate()
     runpy.run_path(script, run_name="__main__")
-
-
-def _prepare_cuda() -> None:
-    """Sets what must be set before torch is imported."""
-    from megatron_hdp.runtime import cuda
-
-    try:
-        doubts = cuda.prepare(cuda.run_of(sys.argv[1:]))
-    except ValueError as error:
-        raise PluginError(str(error)) from error
-    _print(doubts)
 
 
 def _print(lines: Sequence[str]) -> None:

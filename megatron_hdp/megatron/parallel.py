@@ -55,9 +55,10 @@ def join_job(arguments: TrainingArguments) -> None:
         store.set_timeout(timeout)
         store = store_of_attempt(store, rank, world_size)
     except dist.DistError as error:
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(
             f"ranks do not find together at MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT="
-            f"{os.environ['MASTER_PORT']}: {_first_line(error)}. Expected that rank 0 can listen "
+            f"{os.environ['MASTER_PORT']}: {words}. Expected that rank 0 can listen "
             "there, on a port that is free, and that all WORLD_SIZE="
             f"{os.environ['WORLD_SIZE']} ranks come within {minutes} minutes "
             "(--distributed-timeout-minutes)"
@@ -87,10 +88,6 @@ def _require_place() -> None:
             f"found {', '.join(f'{name}={found[name]}' for name in _NUMBERS)} in the environment, "
             "expected numbers with RANK < WORLD_SIZE, as torchrun sets them"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def communication_minutes(arguments: TrainingArguments) -> int:

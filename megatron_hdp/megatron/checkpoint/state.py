@@ -94,7 +94,7 @@ class TrainingState:
         """
         saved = reading.read_common(source).get(_OURS, {})
         put_weights(self.chunks, reading.read(sharded_weights(self.chunks), source))
-        self.announcements = self._about_positions(saved)
+        self.announcements = other_positions(self._arguments, saved.get("positions", {}))
         self.optimizer.reload_model_params()
 
     def resume(self, source: Path) -> Progress:
@@ -129,12 +129,9 @@ class TrainingState:
         if "rng_state" in content:
             rng_state.restore(content["rng_state"])
         self.order = goes_on.order
-        self.announcements = goes_on.announcements() + self._about_positions(ours)
+        others = other_positions(arguments, ours.get("positions", {}))
+        self.announcements = goes_on.announcements() + others
         return progress
-
-    def _about_positions(self, saved: dict[str, Any]) -> list[str]:
-        line = other_positions(self._arguments, saved.get("positions", {}))
-        return [] if line is None else [line]
 
     def _use_own_settings(self, state: dict[Any, Any]) -> None:
         """Puts this command's flags in place of the settings that the optimizer's `state` holds.

@@ -70,15 +70,12 @@ OPTIONAL_PACKAGES = (
 
 
 def check_packages() -> tuple[PackageCheck, ...]:
-    """Looks for each optional package, and imports none."""
-    return tuple(PackageCheck(package, _found(package)) for package in OPTIONAL_PACKAGES)
-
-
-def _found(package: OptionalPackage) -> str | None:
-    """The package's version, "found" where it has none of its own."""
-    if importlib.util.find_spec(package.module) is None:
-        return None
-    return version_of(package.name) or "found"
+    """Looks for each optional package and its version, "found" if it has none; imports none."""
+    there = {one.name: importlib.util.find_spec(one.module) for one in OPTIONAL_PACKAGES}
+    return tuple(
+        PackageCheck(one, (version_of(one.name) or "found") if there[one.name] else None)
+        for one in OPTIONAL_PACKAGES
+    )
 
 
 def version_of(distribution: str) -> str | None:

@@ -47,22 +47,16 @@ def check_model(args: TrainingArguments) -> None:
         )
     if args.bf16 and args.fp64:
         raise OptionError("found both --bf16 and --fp64, expected one of them at most")
-    _check_activation(args)
+    if args.swiglu and args.quick_geglu:
+        raise OptionError("found both --swiglu and --quick-geglu, expected one of them at most")
+    for name, off in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
+        if getattr(args, name) != off and not (args.swiglu or args.quick_geglu):
+            raise no_effect(flag_of(name), "--swiglu or --quick-geglu")
     full = args.recompute_granularity == "full"
     if full != (args.recompute_method is not None):
         raise OptionError(
             "--recompute-granularity full and --recompute-method go together: give both or neither"
         )
-
-
-def _check_activation(args: TrainingArguments) -> None:
-    if args.swiglu and args.quick_geglu:
-        raise OptionError("found both --swiglu and --quick-geglu, expected one of them at most")
-    if args.swiglu or args.quick_geglu:
-        return
-    for name, off in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
-        if getattr(args, name) != off:
-            raise no_effect(flag_of(name), "--swiglu or --quick-geglu")
 
 
 def check_parallel(args: TrainingArguments) -> None:

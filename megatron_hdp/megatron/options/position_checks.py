@@ -86,8 +86,8 @@ def position_record(args: TrainingArguments) -> dict[str, Any]:
     return record | {"no_rope_freq": layers_without_positions(args)}
 
 
-def other_positions(args: TrainingArguments, saved: Mapping[str, Any]) -> str | None:
-    """A line about what the model of a checkpoint had otherwise, None where all is the same.
+def other_positions(args: TrainingArguments, saved: Mapping[str, Any]) -> list[str]:
+    """A line about what the model of a checkpoint had otherwise, none where all is the same.
 
     A context is made longer by such a change, so it is allowed.
     """
@@ -96,6 +96,5 @@ def other_positions(args: TrainingArguments, saved: Mapping[str, Any]) -> str | 
         for name, found in position_record(args).items()
         if name in saved and saved[name] != found
     ]
-    if not differences:
-        return None
-    return f"positions differ from those of the checkpoint: {', '.join(differences)}"
+    found = f"positions differ from those of the checkpoint: {', '.join(differences)}"
+    return [found] if differences else []

@@ -123,10 +123,8 @@ def _mlp(arguments: TrainingArguments, has_experts: bool) -> Mlp:
 def shape_in(path: Path) -> ModelShape:
     """The model that a YAML file of flags describes; keys that say nothing about it are left out.
 
-    Its vocabulary is `vocab_size_of` without a tokenizer's size.
-
-    Raises:
-        OptionError: keys that are unknown, missing, or do not go together.
+    Its vocabulary is `vocab_size_of` without a tokenizer's size. Keys that are unknown, missing, or
+    do not go together are an `OptionError`.
     """
     parser = build_parser()
     namespace = parser.parse_args(yaml_to_argv(path, parser, skip_others=True))
