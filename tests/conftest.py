@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support import ranks
+
+hypothesis.settings.register_profile("suite", deadline=None)  # no test depends on a time
+hypothesis.settings.load_profile("suite")
 
 _SLOW = "slow tests left out"
 _LONG = (
