@@ -27,9 +27,10 @@ _filled = Overrides()
 def gap_of(module: types.ModuleType) -> tuple[str, Any] | None:
     """The name in a module of Megatron's that is wrong, and its right value; None: none is."""
     names = vars(module)
-    if module.__name__ == _ROUTERS and "te_general_gemm" not in names:
+    name, linear = names.get("__name__"), names.get("TELinear")
+    if name == _ROUTERS and "te_general_gemm" not in names:
         return "te_general_gemm", None
-    if module.__name__ == _LATENT and names["HAVE_TE"] and not isinstance(names["TELinear"], type):
+    if name == _LATENT and names.get("HAVE_TE") and not isinstance(linear, type):
         return "HAVE_TE", False
     return None
 
