@@ -104,10 +104,9 @@ class RunFolder:
 
     def give_up(self) -> None:
         """Ends the ownership; what is being written is removed."""
-        if self._owner is not None:
-            if not self._owner.release(self.discard):
-                self._say(f"{self.path}: the file system does not answer, this job's record stays")
-            self._owner = None
+        if self._owner is not None and not self._owner.release(self.discard):
+            self._say(f"{self.path}: the file system does not answer, this job's record stays")
+        self._owner = None
 
     def _require_owned(self) -> None:
         assert self._owner is not None, "load() comes first: it takes the folder"

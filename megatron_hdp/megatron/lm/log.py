@@ -50,8 +50,7 @@ class LmLog:
 
     def write(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
         """Writes the latest step's figures of HDP; `scalars` are Megatron's writers."""
-        report = self.latest
-        if report is None:
+        if (report := self.latest) is None:
             return
         shown = StepFigures(
             **{item.name: getattr(report, item.name) for item in fields(StepFigures)}
