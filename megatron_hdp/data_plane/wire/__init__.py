@@ -1,7 +1,7 @@
 """How a rank gets its steps on its node: questions over a socket, arrays in shared memory."""
 
 from megatron_hdp.data_plane.wire.client import NodeClient
-from megatron_hdp.data_plane.wire.layout import Packed, header_of, pack, unpack
+from megatron_hdp.data_plane.wire.layout import pack, unpack
 from megatron_hdp.data_plane.wire.protocol import (
     MAX_MESSAGE_BYTES,
     DataPlaneLost,
@@ -21,11 +21,9 @@ __all__ = [
     "Message",
     "NodeClient",
     "NodeServer",
-    "Packed",
     "Peer",
     "ProtocolError",
     "SegmentFolder",
-    "header_of",
     "pack",
     "unpack",
 ]

@@ -177,17 +177,11 @@ def test_each_piece_is_fetched_once_and_nothing_else(made, corpus, num_loaders):
 
 def test_a_node_fetches_little_more_than_its_slices(made, corpus):
     one = made(steps_ahead=0, num_loaders=2)
-    steps = one.steps(Reader(0, V), 8)
-    one.service.add(Reader(1, V))
-    steps += one.steps(Reader(1, V), 8)
-    figures = one.service.figures
-    held = sum(
-        int((part.sequence_index >= 0).sum()) for step in steps for part in step.micro_batches
-    )
+    for rank in range(2):
+        one.steps(Reader(rank, V), 8)
     wanted = sum(wanted.num_tokens for _, _, wanted in one.loaders.asked)
-    assert figures.slice_bytes == 2 * wanted  # ids below 2**16
-    assert figures.slice_bytes <= figures.fetched_bytes <= 1.1 * figures.slice_bytes
-    assert held <= wanted
+    held = 2 * wanted  # ids below 2**16
+    assert held <= one.service.figures.fetched_bytes <= 1.1 * held
 
 
 def test_what_slices_take_is_what_the_ranks_hold(made, corpus):
@@ -198,7 +192,6 @@ def test_what_slices_take_is_what_the_ranks_hold(made, corpus):
     held = sum(int((part.sequence_index >= 0).sum()) for part in step.micro_batches)
     wanted = sum(wanted.num_tokens for _, _, wanted in one.loaders.asked)
     assert held <= wanted <= held + runs
-    assert one.service.figures.slice_bytes == 2 * wanted
 
 
 def test_loaders_share_the_rows_and_those_that_stand_by_come_last(made):
@@ -307,8 +300,6 @@ def test_so_many_steps_are_made_ahead(made):
     one = made(steps_ahead=3)
     reader = Reader(0, V)
     one.service.add(reader)
-    one.service.expect(Position())
-    until(lambda: len(one.laid.out) == 3)
     step = one.get(Position(), reader)
     until(lambda: one.service.num_ahead == 3)
     assert [at for at, _ in one.planner.asked] == [0, 1, 2, 3]
@@ -445,7 +436,6 @@ def test_a_step_that_is_waited_for_names_who_gave_its_tokens_last(made, services
     waited_for = dict(one.service.figures.waited_for)
     assert max(waited_for, key=waited_for.__getitem__) == corpus.names[1]
     position = found[-1].totals.after
-    one.service.expect(position)
     until(lambda: any(step.totals.before == position for step in one.laid.out))
     time.sleep(0.1)  # from laid out to made
     one.get(position, reader)

@@ -1,11 +1,11 @@
 """A mixture that follows the loss draws the same steps here and there, however far ahead."""
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from megatron_hdp.data.mixture import Position, SeenLosses
+from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.roles import ConstructingService, Journal, PlanningService
 from tests.support.node import until
@@ -73,24 +73,19 @@ class ThreadLoaders:
         )
         names = [one.name for one in setup.spec.sources]
         self.planning.serve({name: (name,) for name in names}, dict.fromkeys(names, 1))
-        self.most_ahead, self.reader, self._lock = 0, Reader(0, 10**6), threading.Lock()
+        reader = Reader(0, 10**6)
         self.service = ConstructingService(
             *(names, self.planning.answer, Loaders(loading_of(setup)), lambda step: step),
             lambda step: None,
             steps_ahead=steps_ahead,
         )
-        self.service.add(self.reader)
-
-    def get(self, position):
-        found = self.service.get(position, self.reader, 30)
-        self.most_ahead = max(self.most_ahead, self.service.num_ahead)
-        return found
-
-    def expect(self, position):
-        self.service.expect(position)
+        self.service.add(reader)
+        ahead = OneAhead(lambda position: self.service.get(position, reader, 30), Position.key)
+        self.get, self.expect, self._end = ahead.get, ahead.expect, ahead.close
 
     def close(self):
         self.service.close()
+        self._end()
         self.planning.close()
 
 

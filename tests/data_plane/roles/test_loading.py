@@ -99,10 +99,8 @@ def test_its_figures_count_all_threads():
     service = LoadingService(Table(np.arange(50), untrained=2))
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: service.load(wanted((0, 0, 9, 8))), range(200)))
-    figures = service.figures
-    assert (figures.requests, figures.tokens) == (200, 1800)
-    assert figures.sent_bytes == sum(one.num_bytes for one in found) == 200 * (9 * 2 + 1)
-    assert figures.busy_s > 0
+    assert {one.num_bytes for one in found} == {9 * 2 + 1}
+    assert service.figures.tokens == 1800 and service.figures.busy_s > 0
 
 
 def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
@@ -122,12 +120,12 @@ def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
         begin.wait(60)
         time.sleep(0.05)
         during, so_far_s = service.figures, time.perf_counter() - began
-        assert 0.05 <= during.busy_s <= so_far_s and during.requests == 0
+        assert 0.05 <= during.busy_s <= so_far_s
         end.set()
         assert [one.result(60).tolist() for one in asked] == [[2, 2]] * 2
         all_s = time.perf_counter() - began
     after = service.figures
-    assert during.busy_s < after.busy_s <= all_s and after.requests == 2
+    assert during.busy_s < after.busy_s <= all_s
     time.sleep(0.01)
     assert service.figures == after
 
@@ -141,7 +139,7 @@ def test_a_request_that_fails_has_ended():
     with pytest.raises(ValueError, match="planted"):
         service.load(wanted((0, 0, 2, 1)))
     after = service.figures
-    assert (after.requests, after.tokens) == (1, 0) and service.figures == after
+    assert after.tokens == 0 and service.figures == after
 
 
 def test_metadata_are_the_sources_own(services, corpus):

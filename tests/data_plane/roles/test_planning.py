@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.mixture import BatchSize, Position
-from megatron_hdp.data.steps import LocalLoaders, Reader
+from megatron_hdp.data.steps import Reader
 from megatron_hdp.data_plane.roles import FencedError, Journal, PlanningService
 from megatron_hdp.planner.online import Corrections, SeenCosts
 from tests.support.node import until
@@ -243,16 +243,3 @@ def test_a_planner_that_was_replaced_does_not_answer_what_it_knows(setup, opened
     with pytest.raises(FencedError):
         old.answer(Position(), RANKS)
     require_alike([new.answer(Position(), RANKS)], [first])
-
-
-def test_another_order_of_the_data_gives_its_own_steps(setup, corpus, opened):
-    orders = {name: replace(one, key=one.key + 1) for name, one in setup.orders.items()}
-    service = opened(setup)
-    service.follow(orders)
-    local = LocalLoaders(planner_of(replace(setup, orders=orders)), Reader(1, 10**6))
-    expected = local.prepare(Position())
-    local.close()
-    answer = service.answer(Position(), RANKS)
-    assert differences(answer.shares[1], expected.share) == []
-    mine = local_steps(corpus, setup.settings, Reader(1, 10**6), 1)[0]
-    assert differences(mine.share, expected.share) != []
