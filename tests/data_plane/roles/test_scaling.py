@@ -23,27 +23,21 @@ def scaling_of(**spec):
     return Scaling(LoadersSpec(backend="ray", **spec))
 
 
-def test_a_busy_source_gets_another_loader_after_three_looks():
-    assert looks(scaling_of(), *[BUSY] * 7) == [1, 1, 2, 2, 2, 3, 3]
-
-
-def test_one_that_steps_wait_for_gets_it_sooner():
-    assert looks(scaling_of(), *[BEHIND] * 4) == [1, 2, 2, 3]
-
-
-def test_an_idle_one_gives_them_back_one_by_one():
-    scaling = scaling_of(min=1)
-    scaling.wanted["web"] = 4
-    assert looks(scaling, *[IDLE] * 10) == [4, 4, 3, 3, 3, 2, 2, 2, 1, 1]
-
-
-def test_what_was_idle_before_grows_as_soon():
-    assert looks(scaling_of(), *[IDLE] * 2, *[BEHIND] * 2)[-1] == 2
-
-
-@pytest.mark.parametrize("between", [WELL, IDLE])
-def test_looks_in_a_row_decide(between):
-    assert set(looks(scaling_of(), *[BUSY, BUSY, between] * 6)) == {1}
+@pytest.mark.parametrize(
+    ("begins", "seen", "wanted"),
+    [
+        pytest.param(1, [BUSY] * 7, [1, 1, 2, 2, 2, 3, 3], id="busy: after three looks"),
+        pytest.param(1, [BEHIND] * 4, [1, 2, 2, 3], id="steps wait for it: sooner"),
+        pytest.param(4, [IDLE] * 10, [4, 4, 3, 3, 3, 2, 2, 2, 1, 1], id="idle: one by one"),
+        pytest.param(1, [IDLE, IDLE, BEHIND, BEHIND], [1, 1, 1, 2], id="idle before: as soon"),
+        pytest.param(1, [BUSY, BUSY, WELL] * 6, [1] * 18, id="not in a row"),
+        pytest.param(1, [BUSY, BUSY, IDLE] * 6, [1] * 18, id="idle in between"),
+    ],
+)
+def test_looks_in_a_row_decide(begins, seen, wanted):
+    scaling = scaling_of()
+    scaling.wanted["web"] = begins
+    assert looks(scaling, *seen) == wanted
 
 
 def test_it_keeps_between_min_and_max():
