@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hdp.data_plane.records import to_plain
-from tests.support.plane import setup_of
-from tests.support.sources import data_file, write_sources
+from tests.support.thread_plane import setup_of, write_pairs
 
 supervisor = pytest.importorskip(
     "megatron_hdp.data_plane.supervisor", reason="no Ray: pip install 'megatron-hdp[ray]'"
@@ -117,11 +116,10 @@ class Plane:
 
 @pytest.fixture
 def plane(tmp_path, monkeypatch):
-    path = data_file(write_sources(tmp_path, ("web",)), "", ("web",))
+    path = write_pairs(tmp_path, {"web": [30, 3, 64]}, more="")
 
     def made(spares=0, nodes=1, **loaders):
-        setup, _ = setup_of(path, 1, **loaders)
-        return Plane(monkeypatch, setup, spares, nodes)
+        return Plane(monkeypatch, setup_of(path, **loaders), spares, nodes)
 
     return made
 

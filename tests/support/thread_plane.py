@@ -9,7 +9,6 @@ import numpy as np
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
 from megatron_hdp.data.spans import SpansWriter
-from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import LocalLoaders, PlanSettings, StepPlanner, StepTotals
 from megatron_hdp.data_plane.roles import Answer, LoadingService
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -66,18 +65,18 @@ def plan_settings(**changes):
 
 def setup_of(path, settings=None, **loaders):
     """The training split of a file of --hdp-data."""
-    spec = read_data_file(path).training
-    opening = Opening(max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None)
+    file = read_data_file(path)
+    opening = Opening(max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None)
     return SplitSetup(
         split="train",
-        spec=spec,
+        spec=file.training,
         max_length=100,
         long_sequence="truncate",
-        tokenizer=None,
+        tokenizer="byte",
         cache_folder=None,
         settings=settings or plan_settings(),
-        orders=open_corpus(spec, opening).orders(),
-        loaders=LoadersSpec(backend="ray", **loaders),
+        orders=open_corpus(file.training, opening).orders(),
+        loaders=replace(file.loaders, backend="ray", **loaders),
     )
 
 
