@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hdp.data_plane.cluster import job_folder as folders
 from tests.support.plane import running_plane
-from tests.support.sources import data_file, write_sources
+from tests.support.thread_plane import write_pairs
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def sockets_below(parent):
 @pytest.mark.parametrize("num_bytes", [folders._LONGEST_PARENT, 100])
 def test_a_long_folder_for_temporary_files(tmp_path, monkeypatch, num_bytes):
     """The longest that Ray can have its sockets in is taken, of a longer one /tmp instead."""
-    path = data_file(write_sources(tmp_path))
+    path = write_pairs(tmp_path)
     with (
         temporary_folder(monkeypatch, num_bytes) as long,
         running_plane(path, timeout_s=240) as plane,
@@ -79,7 +79,7 @@ def test_a_raylet_that_is_slow_is_waited_for(tmp_path):
     thread.start()
     try:
         began = time.monotonic()
-        with running_plane(data_file(write_sources(tmp_path)), timeout_s=240) as plane:
+        with running_plane(write_pairs(tmp_path), timeout_s=240) as plane:
             plane.step()
             assert stopped and time.monotonic() - began > RAYS_PATIENCE_S
             plane.step()

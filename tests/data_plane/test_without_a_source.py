@@ -9,7 +9,7 @@ import pytest
 from megatron_hdp.data.mixture import Position
 from tests.support.node import until
 from tests.support.plane import running_plane
-from tests.support.sources import write_notes, write_sources
+from tests.support.thread_plane import write_notes, write_pairs
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 pytestmark = pytest.mark.slow  # roles/test_failures.py asks the same without Ray
@@ -18,7 +18,7 @@ GO_ON = "on-failure: go-on-without"
 
 
 def written(folder):
-    write_sources(folder, ("web",))
+    write_pairs(folder, more="")
     return write_notes(
         folder,
         2000,

@@ -1,5 +1,6 @@
 """A data plane of threads: real sources on disk and real roles, neither Ray nor torch."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -42,6 +43,19 @@ def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
     lines = [f"  {name}: {{path: {name}/corpus{keys.get(name, '')}}}" for name in lengths]
     path = folder / "data.yaml"
     path.write_text("\n".join(["sources:", *lines, more, ""]))
+    return path
+
+
+def write_notes(folder, count, words, keys="", more=""):
+    """Texts that are tokenised on the fly, beside `web`; return the file that names both."""
+    lines = [json.dumps({"text": f"{i} " * words[i % len(words)]}) for i in range(count)]
+    (folder / "notes.jsonl").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(
+        "sources:\n"
+        f"  notes: {{path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte{keys}}}\n"
+        f"  web: {{path: web/corpus}}\n{more}"
+    )
     return path
 
 
