@@ -102,12 +102,12 @@ def test_ranks_get_the_steps_of_local_loaders(ranks, corpus, segments):
     loaders = [ranks(reader) for reader in node]
     expected = [local_steps(corpus, plan_settings(), reader, 5) for reader in node]
     position = Position()
-    for number in range(5):
+    for of_node in zip(*expected, strict=True):
         for one in loaders:
             one.expect(position)
-        for one, steps in zip(loaders, expected, strict=True):
-            require_same(one.get(position), steps[number])
-        position = expected[0][number].totals.after
+        for one, step in zip(loaders, of_node, strict=True):
+            require_same(one.get(position), step)
+        position = of_node[0].totals.after
     assert loaders[0].num_loaders == 3
     assert 0 <= loaders[0].steps_ahead <= 3
     until(lambda: len(os.listdir(segments.path)) <= 4 * len(set(node)))
@@ -263,9 +263,9 @@ def test_who_waits_for_sources_that_may_fail_waits_longer(setup):
 
 
 @pytest.mark.parametrize("when", ["plan", "load"])
-def test_what_hangs_is_named_to_the_rank(tmp_path, setup, services, segments, when):
+def test_what_hangs_is_named_to_the_rank(ranks, others, service, when):
     """By who waited for it, although the step's own time is over as soon."""
-    others, limit_s = FakeOthers(services), 0.3
+    limit_s = service._timeout_s = 0.3
     real = others.plan
 
     def plan(split, position, ranks):
@@ -279,15 +279,5 @@ def test_what_hangs_is_named_to_the_rank(tmp_path, setup, services, segments, wh
         raise DataPlaneLost("source 'web' gave no tokens")
 
     others.plan, others.load = plan, load
-    service = NodeService(others, segments, limit_s)
-    tmp_path.chmod(0o700)
-    server = NodeServer(tmp_path / "node.sock", service)
-    try:
-        with (
-            client_of(server.path, hello=hello(setup)) as client,
-            pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"),
-        ):
-            client.call({"request": "get", "position": Position().to_record()}, 10)
-    finally:
-        server.close()
-        service.close()
+    with pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"):
+        ranks(Reader(0, V)).get(Position())

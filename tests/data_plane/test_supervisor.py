@@ -208,22 +208,18 @@ def test_a_spare_that_was_started_again_opens_its_source_again(plane):
     assert one.opened == [0, 0]
 
 
-def test_a_source_that_cannot_be_opened_is_not_opened_again_and_again(plane):
+@pytest.mark.parametrize(
+    ("error", "opened"),
+    [(supervisor.RayTaskError("open", "", ValueError("x")), [0]), (Died(), [0, 0, 0])],
+    ids=["the source cannot be opened", "it died while it opened"],
+)
+def test_a_spare_that_died_opens_again_and_none_for_a_mistake(plane, error, opened):
     one = plane(spares=1, min=1, max=1)
     one.is_known = False
     one.look()
-    one.is_known, one.opening = True, raises(supervisor.RayTaskError("open", "", ValueError("x")))
-    one.look(5)
-    assert one.opened == [0]
-
-
-def test_a_spare_that_died_while_it_opened_opens_again(plane):
-    one = plane(spares=1, min=1, max=1)
-    one.is_known = False
-    one.look()
-    one.is_known, one.opening = True, raises(Died())
+    one.is_known, one.opening = True, raises(error)
     one.look(3)
-    assert one.opened == [0, 0, 0]
+    assert one.opened == opened
 
 
 def raises(error):
