@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import threading
+from contextlib import ExitStack
 
 import orjson
 import pytest
@@ -22,15 +23,15 @@ from tests.support.node import Echo, client_of, framed, raw, until, was_ended
 @pytest.mark.parametrize(
     "sent",
     [
-        pytest.param(struct.pack("!I", MAX_MESSAGE_BYTES + 1), id="too long"),
-        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
-        pytest.param(framed(b"{]"), id="no json"),
-        pytest.param(framed(b"\xff\xfe"), id="no utf-8"),
-        pytest.param(framed(b"[1]"), id="no object"),
-        pytest.param(framed(b""), id="empty"),
-        pytest.param(framed(b"[" * 10_000), id="deep"),
-        pytest.param(framed(b'{"request": "get"}')[:-3], id="half a message"),
-        pytest.param(b"\0\0", id="half a length"),
+        struct.pack("!I", MAX_MESSAGE_BYTES + 1),
+        b"GET / HTTP/1.1\r\n\r\n",
+        *map(framed, (b"{]", b"\xff\xfe", b"[1]", b"", b"[" * 10_000)),
+        framed(b'{"request": "get"}')[:-3],
+        b"\0\0",
+    ],
+    ids=[
+        *("too long", "another protocol", "no json", "no utf-8", "no object", "empty", "deep"),
+        *("half a message", "half a length"),
     ],
 )
 @pytest.mark.parametrize("hangs_up", [False, True])
@@ -105,19 +106,14 @@ def test_a_dead_socket_is_replaced_and_a_living_server_is_not(path, echo):
 def test_closing_ends_every_thread(path, echo):
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     server = NodeServer(path, echo)
-    connections = [socket.socket(socket.AF_UNIX) for _ in range(20)]
-    for i, connection in enumerate(connections):
-        connection.connect(str(path))
-        if i % 3 == 0:
-            connection.sendall(b"\0\0")
-        elif i % 3 == 1:
-            connection.sendall(framed(b'{"request": "wait"}'))
-    until(lambda: len(server.clients) == 20 and len(echo.asked) == 7)
-    echo.may_answer.set()
-    server.close()
-    until(lambda: len(echo.gone_ones) == 20 and threading.active_count() == threads)
-    for connection in connections:
-        connection.close()
+    with ExitStack() as connections:
+        for i in range(20):
+            connection = connections.enter_context(raw(path))
+            connection.sendall([b"\0\0", framed(b'{"request": "wait"}'), b""][i % 3])
+        until(lambda: len(server.clients) == 20 and len(echo.asked) == 7)
+        echo.may_answer.set()
+        server.close()
+        until(lambda: len(echo.gone_ones) == 20 and threading.active_count() == threads)
     until(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
 
 
