@@ -182,7 +182,7 @@ COMMANDS = {
         "tests/training/test_data_plane.py::test_the_same_run", needs="slow"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/data_plane.sbatch": Elsewhere(
-        "tests/slurm/test_data_plane_script.py::test_the_documented_way_from_the_repository"
+        "tests/slurm/test_pretrain_script.py::test_the_documented_way_from_the_repository"
     ),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/data_plane.sbatch --data-path data/corpus": (
         NotHere("it becomes pretrain.sbatch with one flag more, as its tests show")
