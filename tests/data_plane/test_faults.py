@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 import pytest
 
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.data_plane.wire import DataPlaneLost
 from tests.support import node
 from tests.support.plane import processes_of, running_plane
@@ -122,3 +123,52 @@ def test_what_never_comes_back_is_told_at_once(tmp_path, what):
 def test_no_process_outlives_the_one_that_started_the_plane(tmp_path):
     """A test of the check that all of these tests make."""
     assert processes_of(tmp_path / "nowhere") == []
+
+
+def steps_of(plane, position, count):
+    """What all readers get of some steps."""
+    found = []
+    for _ in range(count):
+        found.append([one.get(position) for one in plane.remote])
+        position = found[-1][0].totals.after
+    return found
+
+
+def steps_until_without(plane, position):
+    """Steps until one has no notes, and two more."""
+    found, deadline = [], time.monotonic() + 120
+    while not found or not found[-1][0].totals.without:
+        assert time.monotonic() < deadline
+        found += steps_of(plane, position, 1)
+        position = found[-1][0].totals.after
+    return found + steps_of(plane, position, 2)
+
+
+@pytest.mark.slow  # roles/test_failures.py asks the same without Ray
+@pytest.mark.parametrize("how", ["their file changes", "their loaders hang"])
+def test_texts_that_the_run_goes_on_without(tmp_path, how):
+    """The planner asks their loaders how long rows are, and a constructor for tokens."""
+    write_pairs(tmp_path, more="")
+    schedule = "schedule: [{from: 0, weights: {notes: 0.5, web: 0.5}}]\n"
+    policy = ", on-failure: go-on-without"
+    path = write_notes(tmp_path, 2000, range(1, 41), policy, schedule)
+    with running_plane(path, timeout_s=30.0, min=2) as plane:
+        fine = steps_of(plane, Position(), 3)
+        if how == "their loaders hang":
+            for one in pids_of(plane, "notes"):
+                os.kill(one, signal.SIGSTOP)
+        else:
+            with open(tmp_path / "notes.jsonl", "a") as file:
+                file.write('\n{"text": "one more"}')
+            os.utime(tmp_path / "notes.jsonl")
+        later = steps_until_without(plane, fine[-1][0].totals.after)
+        # a status is of some moment, perhaps before that
+        until(lambda: plane.status()["planner"]["failed"]["train"].keys() == {"notes"})
+    last = later[-1][0].totals
+    why = "no tokens within 30 s: " if how == "their loaders hang" else "has changed"
+    assert why in last.without["notes"]
+    assert [one.totals.amounts.source_tokens[0] for one in later[-1]] == [0] * 4
+    assert last.sequences == 12 and len(later) < 12
+    lost = [lost for step in later for one in step for lost in one.lost]
+    assert {one.name for one in lost} <= {"notes"}
+    assert not fine[0][0].totals.without and fine[0][0].totals.amounts.source_tokens[0] > 0

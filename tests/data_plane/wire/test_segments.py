@@ -1,8 +1,8 @@
 """Segments appear whole, are shared until written to, and leave nothing behind."""
 
 import errno
+import multiprocessing
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_hdp.data_plane.wire import SHARED_MEMORY, SegmentFolder, pack, unpack
@@ -189,7 +190,7 @@ def test_room_is_taken_before_it_is_written(folder, monkeypatch):
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
     code = (
-        "import os, pathlib, sys; from megatron_hdp.data_plane.wire import SegmentFolder\n"
+        "import os, pathlib; from megatron_hdp.data_plane.wire import SegmentFolder\n"
         f"folder = SegmentFolder.make('steps', pathlib.Path({str(tmp_path)!r}))\n"
         "with folder.create('one', 4) as buffer: pass\n"
         "with folder.create('two', 4) as buffer: os.kill(os.getpid(), 9)\n"
@@ -242,46 +243,43 @@ def test_closing_waits_for_what_is_being_written(tmp_path):
     folder.remove("one")
 
 
-_READ = """
-import os, re, sys, pathlib, numpy as np
-from megatron_hdp.data_plane.wire import SegmentFolder
-def own_bytes():
-    text = pathlib.Path("/proc/self/smaps_rollup").read_text()
-    sizes = {k: int(v) * 1024 for k, v in re.findall(r"(\\w+): +(\\d+) kB", text)}
-    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
-folder = SegmentFolder(pathlib.Path(sys.argv[1]))
-before = own_bytes()
-array = np.frombuffer(folder.attach("step"), np.int64)
-if sys.argv[2] == "copy":
-    array = array.copy()
-total = int(array.sum())
-print(total, flush=True)
-sys.stdin.readline()  # all of them have read it
-print(*(now - then for now, then in zip(own_bytes(), before)), flush=True)
-sys.stdin.readline()
-"""
+def _read(pipe, path, way):
+    """A reader: says what it has read, and by how much that let its memory grow."""
+
+    def own_bytes():
+        found = psutil.Process().memory_full_info()
+        return np.array([found.uss, found.pss])
+
+    folder = SegmentFolder(path)
+    before = own_bytes()
+    array = np.frombuffer(folder.attach("step"), np.int64)
+    array = array.copy() if way == "copy" else array
+    pipe.send(int(array.sum()))
+    pipe.recv()  # all of them have read it
+    pipe.send(own_bytes() - before)
+    pipe.recv()
 
 
 @in_shared_memory
 @pytest.mark.parametrize("way", ["share", "copy"])
-def test_eight_readers_take_the_memory_of_one(way):
-    num_bytes, num_readers = 16 * 2**20, 8 if way == "share" else 2
+def test_readers_take_the_memory_of_one(way):
+    num_bytes, num_readers = 16 * 2**20, 3 if way == "share" else 2
     folder = SegmentFolder.make(f"test-of-segments-{os.getpid()}")
-    readers = []
+    fresh = multiprocessing.get_context("spawn")
+    readers, pipes = [], []
     try:
         with folder.create("step", num_bytes) as buffer:
             np.frombuffer(buffer, np.int64)[:] = 1
         for _ in range(num_readers):
-            arguments = [sys.executable, "-c", _READ, str(folder.path), way]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            readers.append(subprocess.Popen(arguments, cwd=REPOSITORY, text=True, **pipes))
-        assert [int(one.stdout.readline()) for one in readers] == [num_bytes // 8] * num_readers
-        grown = []
-        for one in readers:
-            one.stdin.write("\n")
-            one.stdin.flush()
-            grown.append([int(word) for word in re.findall(r"-?\d+", one.stdout.readline())])
-        private, proportional = (sum(column) for column in zip(*grown, strict=True))
+            ours, theirs = fresh.Pipe()
+            readers.append(fresh.Process(target=_read, args=(theirs, folder.path, way)))
+            readers[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        assert [one.recv() for one in pipes] == [num_bytes // 8] * num_readers
+        for one in pipes:
+            one.send("measure")
+        private, proportional = sum(one.recv() for one in pipes)
         print(f"{way}: private {private / 2**20:.1f} MiB, Pss {proportional / 2**20:.1f} MiB")
         if way == "share":
             assert private < num_bytes / 4 and proportional < 1.25 * num_bytes
@@ -290,6 +288,6 @@ def test_eight_readers_take_the_memory_of_one(way):
     finally:
         for one in readers:
             one.kill()
-            one.communicate(timeout=60)
+            one.join(60)
         folder.close()
     assert not folder.path.exists()
