@@ -11,7 +11,7 @@ from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
 from megatron_hdp.data.spans import SpansWriter
 from megatron_hdp.data.steps import LocalLoaders, PlanSettings, StepPlanner, StepTotals
-from megatron_hdp.data_plane.roles import Answer, LoadingService
+from megatron_hdp.data_plane.roles import Answer, Journal, LoadingService, PlanningService
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.planner import CostModel
 from tests.support.rank_steps import differences
@@ -99,6 +99,19 @@ def planner_of(setup):
     return setup.planner(lambda text: None, lambda source: source)
 
 
+def planning_of(setup, folder, steps_ahead=0, planner=None):
+    """Return a planning service with its journal in a folder, and a loader for each source."""
+    made = PlanningService(
+        setup.split,
+        planner or planner_of(setup),
+        Journal(folder / "journal"),
+        steps_ahead=steps_ahead,
+    )
+    names = [one.name for one in setup.spec.sources]
+    made.serve({name: (f"{name}-0",) for name in names}, dict.fromkeys(names, 1))
+    return made
+
+
 def loading_of(setup):
     """Return a loading service of each source."""
     return {
@@ -129,26 +142,29 @@ def require_same(one, other):
 
 
 class Planner:
-    """Answers from memory, without a journal; `epoch` may be set."""
+    """Answers from memory, without a journal; `epoch` may be set.
 
-    def __init__(self, step_planner, num_loaders=1, num_shadows=0):
+    Step by step there may be other numbers of loaders.
+    """
+
+    def __init__(self, step_planner, num_loaders=(1,), num_shadows=0):
         self._planner = step_planner
-        names = step_planner.corpus.names
-        total = num_loaders + num_shadows
-        self.loaders = {name: tuple(f"{name}-{i}" for i in range(total)) for name in names}
-        self.num_serving = dict.fromkeys(names, num_loaders)
+        self._num_loaders, self._num_shadows = num_loaders, num_shadows
         self.epoch = 1
         self.asked = []
 
     def __call__(self, position, ranks):
         self.asked.append((position.steps, tuple(ranks)))
         planned = self._planner.plan(position)
+        names = self._planner.corpus.names
+        count = self._num_loaders[position.steps % len(self._num_loaders)]
+        numbers = range(count + self._num_shadows)
         return Answer(
             epoch=self.epoch,
-            totals=StepTotals.of(planned, len(self.loaders)),
+            totals=StepTotals.of(planned, len(names)),
             shares=self._planner.shares(planned).of(ranks),
-            loaders=self.loaders,
-            num_serving=self.num_serving,
+            loaders={name: tuple(f"{name}-{i}" for i in numbers) for name in names},
+            num_serving=dict.fromkeys(names, count),
         )
 
 

@@ -1,6 +1,5 @@
 """A source that fails costs what was drawn of it already; planner and nodes go on without it."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,9 +12,7 @@ from megatron_hdp.data.mixture import Position, TextSource
 from megatron_hdp.data.steps import Reader
 from megatron_hdp.data_plane.roles import (
     ConstructingService,
-    Journal,
     LoadingService,
-    PlanningService,
     PublishedSource,
     SourceSilent,
 )
@@ -26,6 +23,7 @@ from tests.support.thread_plane import (
     loading_of,
     local_steps,
     planner_of,
+    planning_of,
     require_same,
     setup_of,
     without_time,
@@ -56,11 +54,8 @@ class Plane:
         names = [one.name for one in setup.spec.sources]
         self.nodes = [
             ConstructingService(
-                names,
-                self._plan,
-                partial(self._load, node),
-                lambda step: step,
-                lambda step: None,
+                *(names, self._plan, partial(self._load, node)),
+                *(lambda step: step, lambda step: None),
                 steps_ahead=steps_ahead,
                 may_fail=[one.name for one in setup.spec.sources if one.may_fail],
                 tell_planner=partial(self._tell, node),
@@ -73,14 +68,8 @@ class Plane:
                 service.add(reader)
 
     def restart_planner(self):
-        planner, setup = self.planner, self.setup
-        journal = Journal(self.folder / "journal")
-        self.planner = PlanningService(
-            *(setup.split, planner_of(setup), journal),
-            steps_ahead=self.steps_ahead,
-        )
-        names = [one.name for one in setup.spec.sources]
-        self.planner.serve({name: (f"{name}-0",) for name in names}, dict.fromkeys(names, 1))
+        planner = self.planner
+        self.planner = planning_of(self.setup, self.folder, self.steps_ahead)
         if planner is not None:
             planner.close()
 
@@ -258,14 +247,8 @@ def test_a_planner_that_died_before_it_decided_hears_again(plane, tmp_path):
     """The first one heard of the failure and wrote nothing."""
     one = plane(steps_ahead=4)
     one.fails[0]["chat"] = Silent()
-    real, is_first = one._tell, threading.Event()
-
-    def lost_in_between(node, source, why):
-        if is_first.is_set():
-            real(node, source, why)
-        is_first.set()
-
-    one.nodes[0]._tell_planner = partial(lost_in_between, 0)
+    heard = iter([lambda *_: None])  # the first time, nobody
+    one.nodes[0]._tell_planner = lambda *told: next(heard, partial(one._tell, 0))(*told)
     _, later = parted(one.steps(14))
     assert later
 
@@ -328,16 +311,9 @@ class Notes:
         self.error, self.num_asked = None, 0
         self.askers = ThreadPoolExecutor(4)
 
-    def planner(self):
-        return self.setup.planner(lambda text: None, self._published)
-
-    def service(self, folder, steps_ahead=0):
-        made = PlanningService(
-            *("train", self.planner(), Journal(folder / "journal")),
-            steps_ahead=steps_ahead,
-        )
-        made.serve({}, {})
-        return made
+    def service(self, folder):
+        planner = self.setup.planner(lambda text: None, self._published)
+        return planning_of(self.setup, folder, planner=planner)
 
     def _published(self, source):
         if not isinstance(source, TextSource):

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hdp.data.mixture import BatchSize, Position
 from megatron_hdp.data.steps import Reader
-from megatron_hdp.data_plane.roles import Answer, FencedError, Journal, PlanningService
+from megatron_hdp.data_plane.roles import Answer, FencedError
 from megatron_hdp.planner.online import Corrections, SeenCosts
 from tests.support.node import until
 from tests.support.rank_steps import differences, rank_steps
@@ -17,6 +17,7 @@ from tests.support.thread_plane import (
     local_steps,
     plan_settings,
     planner_of,
+    planning_of,
     setup_of,
     without_time,
     write_pairs,
@@ -31,13 +32,8 @@ def opened(tmp_path):
     services = []
 
     def service(setup, folder=tmp_path, steps_ahead=2, planner=None):
-        planner = planner or planner_of(setup)
-        made = PlanningService(
-            setup.split, planner, Journal(folder / "journal"), steps_ahead=steps_ahead
-        )
-        made.serve({"web": ("a", "b")}, {"web": 1})
-        services.append(made)
-        return made
+        services.append(planning_of(setup, folder, steps_ahead, planner))
+        return services[-1]
 
     yield service
     for one in services:
@@ -85,7 +81,8 @@ def test_the_answers_are_the_steps_of_local_loaders(setup, corpus, opened):
             assert differences(told(answer)[0], without_time(step).totals) == []
             assert differences(answer.shares[rank], step.share) == []
             assert answer.epoch == 1
-            assert (answer.loaders, answer.num_serving) == ({"web": ("a", "b")}, {"web": 1})
+            assert answer.loaders == {name: (f"{name}-0",) for name in corpus.names}
+            assert answer.num_serving == dict.fromkeys(corpus.names, 1)
 
 
 def test_what_ranks_have_learnt_reaches_the_plan(setup, opened, tmp_path):
@@ -118,21 +115,6 @@ def test_steps_are_decided_before_they_are_asked_for(setup, opened, monkeypatch)
         service.answer(first.totals.after, [rank])
     until(lambda: service.num_ahead == 3)  # what was asked for is kept, and is not ahead
     assert asked == [0, 1, 2, 3, 4]
-
-
-def test_what_is_ahead_is_never_less_than_nothing(setup, opened, monkeypatch):
-    planner, may_plan = planner_of(setup), threading.Event()
-    real = planner.plan
-    monkeypatch.setattr(planner, "plan", lambda at: may_plan.wait(30) and real(at))
-    service = opened(setup, planner=planner)
-    asking = threading.Thread(target=service.answer, args=(Position(), [0]))
-    asking.start()
-    try:
-        until(lambda: service._steps)
-        assert service.num_ahead == 0
-    finally:
-        may_plan.set()
-        asking.join()
 
 
 def test_a_planner_that_was_restarted_decides_the_same(setup, opened):

@@ -4,11 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
-from megatron_hdp.data.steps import Reader, StepPlanner
-from megatron_hdp.data_plane.roles import ConstructingService, Scaling, Seen
-from tests.support.thread_plane import Loaders, Planner, local_steps, plan_settings, require_same
+from megatron_hdp.data_plane.roles import Scaling, Seen
 
 unhurried = settings(deadline=None, max_examples=100)
 IDLE, BUSY, WELL = Seen(0.05, False, 10), Seen(0.95, False, 10), Seen(0.5, False, 10)
@@ -89,25 +86,3 @@ def test_no_limit_is_ever_exceeded(bounds, memory_mb, seen):
         if found != before and sum(found.values()) > sum(before.values()):
             assert sum(found.values()) * size_mb <= memory_mb + 1e-6
         before = found
-
-
-def test_how_many_there_are_never_changes_a_step(corpus, services):
-    """Scaled up and down between steps; shadows come and go."""
-    reader = Reader(1, 10**6)
-    planner = Planner(StepPlanner(corpus, plan_settings()))
-    service = ConstructingService(
-        corpus.names, planner, Loaders(services), lambda s: s, lambda s: None, steps_ahead=0
-    )
-    service.add(reader)
-    position = Position()
-    for count, expected in zip(
-        (1, 4, 2, 6, 3, 1), local_steps(corpus, plan_settings(), reader, 6), strict=True
-    ):
-        planner.num_serving = dict.fromkeys(corpus.names, count)
-        planner.loaders = {
-            name: tuple(f"{name}-{count}-{i}" for i in range(count + 1)) for name in corpus.names
-        }
-        step = service.get(position, reader, 60)
-        require_same(step, expected)
-        position = step.totals.after
-    service.close()
