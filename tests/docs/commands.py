@@ -169,7 +169,7 @@ COMMANDS = {
         needs=f"{IN_A_CHECKOUT} slow",
     ),
     "python scripts/dev/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
-        "tests/scripts/dev/test_plot_trace.py::test_a_picture"
+        "tests/scripts/dev/test_plots.py::test_a_traced_step_is_drawn_and_another_is_refused"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/pretrain.sbatch": Here("dry_run"),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/pretrain.sbatch --data-path data/corpus": (
