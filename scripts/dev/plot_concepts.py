@@ -22,22 +22,8 @@ MEMBERS = ("#225ea8", "#41b6c4", "#7fcdbb", "#f0a830")  # of a ring of four
 TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"
 WIDTH = 7.6  # inches, of every picture
 TAIL = (
-    8000,
-    8000,
-    6000,
-    5000,
-    4000,
-    4000,
-    3000,
-    3000,
-    2000,
-    2000,
-    2000,
-    1500,
-    1500,
-    1000,
-    1000,
-    800,
+    *(8000, 8000, 6000, 5000, 4000, 4000, 3000, 3000),
+    *(2000, 2000, 2000, 1500, 1500, 1000, 1000, 800),
 )
 
 
@@ -71,7 +57,7 @@ def _strategies(
         axes.set_title(told, loc="left", fontsize=10)
     all_axes[-1].set_xlabel("seconds, by the cost model", fontsize=9)
     legend = [
-        Patch(color=colour, label=_ranks(least))
+        Patch(color=colour, label="1 rank" if least == 1 else f"a ring of {least}")
         for colour, (least, _) in zip(palette.colours, palette.groups, strict=True)
     ]
     legend.append(Patch(color=IDLE, label="idle"))
@@ -79,10 +65,6 @@ def _strategies(
         legend.append(Patch(color=pale(palette.colours[-1]), label="paler: forward"))
     figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     return figure
-
-
-def _ranks(degree: int) -> str:
-    return "1 rank" if degree == 1 else f"a ring of {degree}"
 
 
 def _draw_plan(axes: Any, made: Plan, times: Evaluation, palette: Palette) -> None:

@@ -45,7 +45,7 @@ def loss_difference(static: Sequence[Step], hdp: Sequence[Step]) -> float:
             raise ValueError(
                 f"step {a.number}: losses or tokens cannot be compared: {a.metrics} {b.metrics}"
             )
-        worst = max(worst, _difference(a, b))
+        worst = max(worst, abs(a.metrics["loss"] - b.metrics["loss"]) / abs(a.metrics["loss"]))
     return worst
 
 
@@ -112,16 +112,6 @@ def table(static: Sequence[Step], hdp: Sequence[Step]) -> str:
         ("micro-batches a rank", _micro_batches(static), _micro_batches(hdp), ""),
     ]
     return f"{_format(steps)}\n\n{_format(runs)}"
-
-
-def _difference(a: Step, b: Step) -> float:
-    losses = a.metrics["loss"], b.metrics["loss"]
-    return abs(losses[0] - losses[1]) / abs(losses[0])
-
-
-def _which(step: Step, num_steps: int) -> str:
-    """Which step is shown, and by what rule."""
-    return f"step {step.number} of {num_steps}, its speed-up is nearest to that of all steps"
 
 
 def _tokens_per_second(run: Sequence[Step]) -> float:
@@ -192,8 +182,10 @@ def main(folder: Path) -> int:
     parts = [sentence(*runs, worst), table(*runs)]
     if ranks > 1:
         parts.append(bound(*runs, cores))
-    title = f"Measured: {_which(static, len(runs[0]))}; "
-    title += f"{_counted(ranks, 'rank')} on {_counted(cores, 'core')}"
+    title = (
+        f"Measured: step {static.number} of {len(runs[0])}, its speed-up is nearest to that of all "
+        f"steps; {_counted(ranks, 'rank')} on {_counted(cores, 'core')}"
+    )
     name = f"static mesh, DP {ranks // degree} x CP {degree}"
     figure = picture.draw({name: static, "hybrid data parallelism": hdp}, title)
     figure.savefig(folder / "measured.png")
