@@ -130,13 +130,14 @@ def test_a_silent_source_is_told_from_a_lost_planner(plane):
 
 
 @pytest.mark.parametrize("error", [ValueError("the file has changed"), KeyError("x")])
-def test_what_a_loader_says_of_the_data_is_raised_as_it_is(plane, error):
+@pytest.mark.parametrize("whom", ["loader", "planner"])
+def test_what_is_said_of_the_data_is_raised_as_it_is(plane, error, whom):
     a, b = Actor(said(error)), Actor("tokens")
     asker = plane(timeout_s=30.0, a=a, b=b)
     with pytest.raises(type(error)) as caught:
-        asker.load("web", ("a", "b"), "wanted")
+        asker.load("web", ("a", "b"), "wanted") if whom == "loader" else asker.ask("a", "load")
     assert caught.value is error
-    assert b.asked == []  # it would say the same
+    assert len(a.asked) == 1 and b.asked == []  # it would say the same
 
 
 def test_a_planner_that_is_being_started_is_waited_for(plane):
@@ -155,10 +156,3 @@ def test_a_planner_that_stays_away_is_named(plane, planner, why, limits):
     asker = plane(timeout_s=limits[0], **actors)
     with pytest.raises(DataPlaneLost, match=f"planner .*'answer' within 0 s .*{why}"):
         asker.ask("planner", "answer", timeout_s=limits[1])
-
-
-def test_what_a_planner_says_of_the_question_is_raised_as_it_is(plane):
-    planner = Actor(said(ValueError("found no token with loss")))
-    with pytest.raises(ValueError, match="no token with loss"):
-        plane(timeout_s=30.0, planner=planner).ask("planner", "answer")
-    assert len(planner.asked) == 1

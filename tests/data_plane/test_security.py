@@ -208,16 +208,14 @@ def test_a_cluster_of_one_node_asks_for_a_token_on_the_loopback(started):
     assert PlanePlace.make("127.0.0.1", 1).token != place.token
 
 
-def test_a_cluster_of_several_nodes_asks_for_a_token_too(started, monkeypatch):
+def test_other_clusters_ask_for_a_token_too_or_keep_their_own_ways(started, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the site")
-    _, environment = started(PlanePlace.make("10.0.0.7", 2))
+    _, environment = started(PlanePlace.make("10.0.0.7", 2))  # of several nodes
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN"] == "of the site"
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in environment
-
-
-def test_a_cluster_that_is_joined_keeps_its_own_ways(started, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")  # one that is joined
     words, environment = started(PlanePlace.make("127.0.0.1", 1))
     assert "--address" not in words
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & set(environment)

@@ -208,17 +208,6 @@ def test_a_constructor_that_was_restarted_makes_the_same_steps(made, corpus):
         require_same(after.get(position, reader), expected[at])
 
 
-def test_a_reader_that_comes_late_gets_its_part(made, corpus):
-    early, late = Reader(0, V), Reader(3, V)
-    one = made()
-    steps = one.steps(early, 3)
-    one.service.add(late)
-    position = steps[-1].totals.before
-    require_same(one.get(position, late), first(corpus, late, 3)[-1])
-    require_same(one.get(position, early), steps[-1])
-    assert one.service.num_readers == 2
-
-
 def test_a_reader_that_comes_while_others_wait_disturbs_none(made, corpus):
     one = made(delays_ms=[30])
     node = [Reader(rank % 4, V, token_multiple=1 + rank // 4) for rank in range(8)]

@@ -183,13 +183,6 @@ def test_the_end_of_all_sources_is_told_when_it_is_reached(tmp_path, opened):
     assert service.answer(Position(), RANKS).totals.sequences == 2
 
 
-def test_a_step_without_loss_is_named(tmp_path, opened):
-    more = "schedule: [{from: 0, weights: {web: 1}}]"
-    setup = setup_of(write_pairs(tmp_path, {"web": [1] * 40}, more=more))
-    with pytest.raises(ValueError, match="found no token with loss in the 12 sequences of step 1"):
-        opened(setup).answer(Position(), RANKS)
-
-
 def test_nothing_is_answered_before_it_is_on_the_disk(setup, opened, tmp_path, monkeypatch):
     service = opened(setup, steps_ahead=0)
     journal, may_write = service._journal, threading.Event()
