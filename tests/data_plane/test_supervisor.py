@@ -19,18 +19,14 @@ class Died(supervisor.RayError):
     """Of an actor."""
 
 
-class Call:
+def call(answer):
     """A method of an actor, asked by Ray's words."""
 
-    def __init__(self, answer):
-        self.answer = answer
+    def remote(*arguments):
+        of = getattr(answer, "__self__", None)
+        return SimpleNamespace(value=lambda: answer(*arguments), of=of)
 
-    def options(self, **_):
-        return self
-
-    def remote(self, *arguments):
-        of = getattr(self.answer, "__self__", None)
-        return SimpleNamespace(value=lambda: self.answer(*arguments), of=of)
+    return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
 
 
 class Loader:
@@ -40,7 +36,7 @@ class Loader:
         self.number = number
         self.state = "opens"
         self.looks = self.busy_s = 0
-        self.figures = Call(self._figures)
+        self.figures = call(self._figures)
 
     def _figures(self):
         if self.state == "died":
@@ -62,7 +58,8 @@ class Plane:
         self.loaders, self.killed, self.opened, self.serves = [], [], [], None
         self.is_known, self.nodes = True, nodes
         self.opening = lambda: None
-        fake_ray = SimpleNamespace(get=self._get, wait=self._wait, kill=self._kill)
+        fake_ray = SimpleNamespace(wait=self._wait, kill=self._kill)
+        fake_ray.get = lambda asked, timeout=None: asked.value()
         fake_ray.nodes = lambda: [{"Alive": number < self.nodes} for number in range(9)]
         monkeypatch.setattr(supervisor, "ray", fake_ray)
         monkeypatch.setattr(supervisor, "start_loader", self._start)
@@ -70,9 +67,9 @@ class Plane:
         monkeypatch.setattr(supervisor, "open_spare", self._open_spare)
         monkeypatch.setattr(supervisor, "_JUDGE_S", 0.0)
         planner = SimpleNamespace(
-            setups=Call(lambda: {"train": to_plain(setup)} if self.is_known else {}),
-            figures=Call(lambda: {"epoch": 1}),
-            serve=Call(self._serve),
+            setups=call(lambda: {"train": to_plain(setup)} if self.is_known else {}),
+            figures=call(lambda: {"epoch": 1}),
+            serve=call(self._serve),
         )
         self._supervisor = supervisor.Supervisor("plane", planner, spares)
 
@@ -103,15 +100,8 @@ class Plane:
     def _kill(self, loader, no_restart):
         self.killed.append(loader.number)
 
-    def _get(self, asked, timeout=None):
-        return asked.value()
-
     def _wait(self, asked, num_returns=1, timeout=None):
-        opening = {id(one) for one in asked if self._opens(one)}
-        return [one for one in asked if id(one) not in opening], []
-
-    def _opens(self, asked):
-        return isinstance(asked.of, Loader) and asked.of.state == "opens"
+        return [one for one in asked if getattr(one.of, "state", "") != "opens"], []
 
 
 @pytest.fixture
