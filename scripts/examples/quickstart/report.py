@@ -24,6 +24,8 @@ from measured import (
     wait_share,
 )
 
+from megatron_hdp.simulator.units import aligned
+
 MAX_LOSS_DIFFERENCE = 1e-4  # relative; float32 sums in another order differ by less
 _WIDTH = 100
 Row = tuple[str, ...]
@@ -152,12 +154,8 @@ def _micro_batches(run: Sequence[Step]) -> str:
 
 def _format(rows: Sequence[Row]) -> str:
     """The first column to the left, the others to the right, a line under the heads."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    lines.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+    lines = [line.removeprefix("  ") for line in aligned(rows)]
+    lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
 
 

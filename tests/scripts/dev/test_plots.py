@@ -13,9 +13,8 @@ from tests.support.scripts import SCRIPTS, script_module
 from tests.training.test_trace import ranks_of_two_machines, with_copies
 
 ROOT = Path(__file__).parents[3]
-CONCEPTS, PLANE = (
-    (ROOT / "docs" / f"{page}.md").read_text() for page in ("concepts", "data-plane")
-)
+PAGES = ("README.md", "docs/concepts.md", "docs/data-plane.md")
+README, CONCEPTS, PLANE = ((ROOT / page).read_text() for page in PAGES)
 CONFIG = str(ROOT / "configs" / "bytescale" / "llama-70b-2m.yaml")
 
 
@@ -30,27 +29,32 @@ def drawn_by(name):
     return pytest.mark.parametrize("script", [name], indirect=True)
 
 
-@pytest.mark.parametrize(
-    ("script", "page"), [("concepts", CONCEPTS), ("data_plane", PLANE)], indirect=["script"]
-)
-def test_the_page_shows_every_picture(script, page, tmp_path):
+@drawn_by("docs")
+def test_the_pages_show_every_picture(script, tmp_path):
     script.main(str(tmp_path))
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == set(re.findall(r"\]\((concept-\w+\.svg|data-plane\.svg)\)", page))
+    link = r"\]\((?:docs/)?(concept-\w+\.svg|data-plane\.svg|mesh-and-hdp\.png)\)"
+    assert drawn == set(re.findall(link, README + CONCEPTS + PLANE))
     assert all((ROOT / "docs" / name).exists() for name in drawn)
 
 
-@drawn_by("concepts")
+@drawn_by("docs")
 @pytest.mark.parametrize("name", ["mesh", "pipelines"])
 def test_the_page_says_the_times_of_the_picture(script, name):
-    titles = [axes.get_title(loc="left") for axes in script.PICTURES[name]().axes]
+    titles = [axes.get_title(loc="left") for axes in script.PICTURES[f"concept-{name}.svg"]().axes]
     mesh, hdp = (float(re.search(r": (.*) s,", title)[1]) for title in titles)
     assert hdp < mesh
     told = f"{mesh:.2f} s on the mesh, {hdp:.2f} s under HDP](concept-{name}.svg)"
     assert told in CONCEPTS
 
 
-@drawn_by("concepts")
+@drawn_by("docs")
+def test_the_readme_says_the_figures_of_its_picture(script):
+    mesh, hdp = (axes.get_title(loc="left") for axes in script.readme().axes)
+    assert f"The {mesh.replace('DP x CP ', '')}; {hdp}](docs/mesh-and-hdp.png)" in README
+
+
+@drawn_by("docs")
 @pytest.mark.parametrize(("layers", "ratio"), [(6, 0.5), (6, 0), (8, 1), (3, 0.25)])
 def test_what_stays_on_the_device_is_equation_3(script, layers, ratio):
     moments, held = script.resident(layers, ratio)
@@ -59,7 +63,7 @@ def test_what_stays_on_the_device_is_equation_3(script, layers, ratio):
     assert moments[held.index(max(held))] == pytest.approx(layers)
 
 
-@drawn_by("data_plane")
+@drawn_by("docs")
 def test_the_picture_has_the_roles_of_the_table(script):
     texts = {text.get_text().split("\n")[0] for text in script.roles().axes[0].texts}
     assert set(script.ROLES) <= texts

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts.md: ``python scripts/dev/plot_concepts.py FOLDER``.
+"""Draws pictures of the docs: ``python scripts/dev/plot_docs.py FOLDER``.
 
-Mesh and pipelines are real plans, timed by the cost model; ring and offload are diagrams whose
-numbers are computed here.
+Mesh, pipelines and the README's are real plans, timed by the cost model for LLaMA-7B; ring and
+offload are diagrams whose numbers are computed here; the data plane's is drawn by hand.
 """
 
 import sys
@@ -12,14 +12,25 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
+from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan
 from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
-from megatron_hdp.simulator.plan_bars import chart_of
+from megatron_hdp.simulator.plan_bars import chart_of, lanes_of
+from megatron_hdp.simulator.plot import add_rectangles
 
 MEMBERS = ("#225ea8", "#41b6c4", "#7fcdbb", "#f0a830")  # of a ring of four
 TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"
+METADATA, TOKENS, WATCHES = "#8e44ad", "#225ea8", "#7f7f7f"  # of the data plane
+ROLES = {
+    "host": "#7f7f7f",
+    "planner": "#8e44ad",
+    "constructor": "#225ea8",
+    "source loader": "#41b6c4",
+    "rank": "#f0a830",
+}
+"""Of the data plane, and the colour of each."""
 WIDTH = 7.6  # inches, of every picture
 TAIL = (
     *(8000, 8000, 6000, 5000, 4000, 4000, 3000, 3000),
@@ -133,9 +144,9 @@ def _cell(axes: Any, x: int, y: int, colour: str, text: str = "", half: bool = F
     _write(axes, x + 0.5, y + 0.5, text, colour)
 
 
-def _write(axes: Any, x: float, y: float, text: str, colour: str) -> None:
+def _write(axes: Any, x: float, y: float, text: str, colour: str, size: int = 7) -> None:
     ink = "white" if is_dark(colour) else "black"
-    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=7)
+    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=size)
 
 
 def _frame(axes: Any, columns: int, rows: int, title: str) -> None:
@@ -206,14 +217,124 @@ def _bar(axes: Any, row: int, start: float, width: float, colour: str, text: str
     _write(axes, start + width / 2, row, text, colour)
 
 
-PICTURES = {"mesh": mesh, "ring": ring, "offload": offload, "pipelines": pipelines}
+def roles() -> Figure:
+    """Two nodes of a job: who asks whom for what."""
+    height = 4.9  # inches, of the axes' units too
+    figure = Figure(figsize=(WIDTH, height))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, height))
+    axes.set_axis_off()
+    for left, name in ((0.1, "node 0"), (4.4, "node 1")):
+        _box(axes, left, 0.62, 3.1, 2.28, "#f4f4f4")
+        _text(axes, left, 0.47, f"{name}: ranks ask by a socket and map shared memory")
+        _role(axes, left + 0.3, 1.72, 1.4, "constructor")
+        for number in range(4):
+            _role(axes, left + 0.2 + 0.7 * number, 0.75, 0.6, "rank")
+            start = left + 0.5 + 0.7 * number, 1.17
+            _arrow(axes, start, (left + 1.0, 1.7), TOKENS, both=True)
+        _role(axes, left + 2.15, 1.72, 0.8, "host")
+    _role(axes, 0.4, 4.05, 1.4, "planner")
+    for number, name in enumerate(("web", "web", "code", "chat")):
+        left = 2.5 + 1.28 * number
+        _role(axes, left, 4.05, 1.18, "source loader", f"\nof {name}")
+        for constructor in (1.1, 5.4):
+            _arrow(axes, (left + 0.59, 4.03), (constructor, 2.16), TOKENS)
+    for constructor in (1.0, 5.3):
+        _arrow(axes, (1.1, 4.03), (constructor, 2.16), METADATA)
+    _arrow(axes, (2.48, 4.26), (1.82, 4.26), METADATA)
+    _arrow(axes, (2.6, 2.16), (1.5, 4.03), WATCHES, dashed=True)
+    _arrow(axes, (2.7, 2.16), (3.1, 4.03), WATCHES, dashed=True)
+    _arrow(axes, (2.25, 1.93), (1.82, 1.93), WATCHES, dashed=True)
+    _arrow(axes, (6.55, 1.93), (6.12, 1.93), WATCHES, dashed=True)
+    _text(axes, 0.1, 4.68, "one a job, on node 0")
+    _text(axes, 2.5, 4.68, "one or more a source, on any node")
+    legend = (
+        (0.1, METADATA, "metadata: lengths, shares of a step"),
+        (2.75, TOKENS, "tokens, each once a node"),
+        (4.95, WATCHES, "starts and watches (all loaders too)"),
+    )
+    for left, colour, told in legend:
+        axes.plot((left, left + 0.3), (0.16, 0.16), color=colour, linewidth=1.6)
+        _text(axes, left + 0.38, 0.16, told)
+    return figure
+
+
+def _role(axes: Any, left: float, bottom: float, width: float, name: str, more: str = "") -> None:
+    _box(axes, left, bottom, width, 0.42, ROLES[name])
+    _write(axes, left + width / 2, bottom + 0.21, name + more, ROLES[name], 8)
+
+
+def _box(axes: Any, left: float, bottom: float, width: float, height: float, colour: str) -> None:
+    style = "round,pad=0,rounding_size=0.06"
+    box = FancyBboxPatch((left, bottom), width, height, style, facecolor=colour, linewidth=0)
+    axes.add_patch(box)
+
+
+def _arrow(
+    axes: Any,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: str,
+    both: bool = False,
+    dashed: bool = False,
+) -> None:
+    line = {"color": colour, "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
+    line |= {"arrowstyle": "<->" if both else "->", "linestyle": "--" if dashed else "-"}
+    axes.annotate("", xy=end, xytext=start, arrowprops=line)
+
+
+def _text(axes: Any, x: float, y: float, text: str) -> None:
+    axes.text(x, y, text, va="center", color="black", fontsize=8)
+
+
+def readme() -> Figure:
+    """A global batch like GitHub's on 64 ranks: the static mesh above HDP, one time scale."""
+    ranks, capacity, exposing, longest_s = 64, 8192, "#d62728", 0.0
+    all_tokens = ranks * capacity
+    lengths = preset_lengths("github", num_tokens=4 * all_tokens, max_length=all_tokens, seed=3)
+    figure = Figure(figsize=(9.0, 5.0), dpi=90, layout="constrained")
+    all_axes = figure.subplots(2, sharex=True)
+    palette = Palette.of_degrees(2 ** np.arange(7), ranks)
+    strategies = {"static": "static DP x CP mesh", "auto": "HDP"}
+    for axes, (strategy, name) in zip(all_axes, strategies.items(), strict=True):
+        made = plan(lengths, ranks=ranks, tokens_per_rank=capacity, strategy=strategy)
+        times = evaluate(made, LLAMA_7B)
+        bars = lanes_of(made, times)
+        exposed_s = np.minimum(times.exposed_s[bars.micro_batch], bars.ring_end_s - bars.start_s)
+        for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
+            mine = (bars.degree >= least) & (bars.degree <= most)
+            ends = bars.start_s[mine], bars.own_end_s[mine]
+            add_rectangles(axes, bars.rank[mine], *ends, colour, separate=False)
+        ends = bars.own_end_s - exposed_s, bars.own_end_s
+        add_rectangles(axes, bars.rank, *ends, exposing, separate=False)
+        axes.set(ylim=(ranks - 0.5, -0.5), ylabel="rank", yticks=(0, 31, 63), facecolor=IDLE)
+        told = f"{name}: {times.makespan_s:.1f} s, efficiency {times.efficiency:.3f}"
+        axes.set_title(told, loc="left")
+        longest_s = max(longest_s, times.makespan_s)
+        axes.spines[:].set_visible(False)
+    axes.set_xlim(0, longest_s)  # of both
+    axes.set_xlabel("seconds of one step, by the cost model for LLaMA-7B")
+    legend = [
+        Patch(color=palette.colours[palette.index(1)], label="sequences on one rank"),
+        Patch(color=palette.colours[palette.index(ranks)], label="on rings, darker: wider"),
+        Patch(color=exposing, label="ring traffic that compute does not hide"),
+        Patch(color=IDLE, label="done, or waiting"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+PICTURES = {
+    **{"concept-mesh.svg": mesh, "concept-ring.svg": ring, "concept-offload.svg": offload},
+    **{"concept-pipelines.svg": pipelines, "data-plane.svg": roles, "mesh-and-hdp.png": readme},
+}
 
 
 def main(folder: str) -> None:
     """Draw all pictures into a folder."""
-    with matplotlib.rc_context({"svg.hashsalt": "concepts"}):
+    with matplotlib.rc_context({"svg.hashsalt": "docs"}):
         for name, draw in PICTURES.items():
-            draw().savefig(Path(folder) / f"concept-{name}.svg", metadata={"Date": None})
+            metadata = {"Date": None} if name.endswith(".svg") else {}
+            draw().savefig(Path(folder) / name, metadata=metadata)
 
 
 if __name__ == "__main__":
