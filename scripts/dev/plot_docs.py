@@ -1,25 +1,28 @@
 """Draws pictures of the docs: ``python scripts/dev/plot_docs.py FOLDER``.
 
-Mesh, pipelines and the README's are real plans, timed by the cost model for LLaMA-7B; ring and
+Mesh, pipelines, virtual stages and the README's are real plans, timed by the cost model; ring and
 offload are diagrams whose numbers are computed here; the data plane's is drawn by hand.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
+from megatron_hdp.cli.checking import cost_model_of, job_of, preset_batch
 from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan
 from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
 from megatron_hdp.simulator.plan_bars import chart_of, lanes_of
 from megatron_hdp.simulator.plot import add_rectangles
 
+_ROOT = Path(__file__).parents[2]
 MEMBERS = ("#225ea8", "#41b6c4", "#7fcdbb", "#f0a830")  # of a ring of four
 TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"
 METADATA, TOKENS, WATCHES = "#8e44ad", "#225ea8", "#7f7f7f"  # of the data plane
@@ -323,9 +326,108 @@ def readme() -> Figure:
     return figure
 
 
+SHOWN = 12
+"""HDP ranks of the picture of virtual stages, of many."""
+
+
+class Pictured(NamedTuple):
+    """A plan, and when it runs what."""
+
+    virtual_stages: int
+    plan: Plan
+    times: Evaluation
+
+    @property
+    def title(self) -> str:
+        """What it took."""
+        named = "virtual stages on each stage" if self.virtual_stages > 1 else "part on each stage"
+        return (
+            f"{self.virtual_stages} {named}: {self.times.makespan_s:.2f} s, "
+            f"{self.times.idle_share:.0%} idle"
+        )
+
+
+def planned(virtual_stages: int, preset: str = "github") -> Pictured:
+    """Plan a global batch of llama-70b-2m on 512 HDP ranks of two stages."""
+    config = str(_ROOT / "configs" / "bytescale" / "llama-70b-2m.yaml")
+    own = parse_arguments(["--config", config, "--hybrid-data-parallel"], needs_data=False)
+    options = virtual_stage_choices(own)[virtual_stages]
+    job = job_of(options, 8192)
+    cost_model = cost_model_of(options, job)
+    made = plan(
+        preset_batch(options, preset),
+        ranks=job.hdp_ranks,
+        tokens_per_rank=job.tokens_per_rank,
+        max_length=options.seq_length,
+        slice_multiple=options.hdp_slice_multiple,
+        cost_model=cost_model,
+        strategy="pp-balance",
+        pipeline_stages=job.stages,
+        virtual_stages=job.model_chunks,
+    )
+    times = evaluate(made, cost_model, job.stages, job.model_chunks)
+    return Pictured(virtual_stages, made, times)
+
+
+def virtual_stages() -> Figure:
+    """That batch with one part of the model on each stage, and with five."""
+    return waves([planned(1), planned(5)])
+
+
+def waves(pictured: Sequence[Pictured]) -> Figure:
+    """Draw plans on one scale of time: a row a stage of a rank, all of its parts in it."""
+    degrees = np.unique(np.concatenate([np.diff(one.plan.rank_offsets) for one in pictured]))
+    palette = Palette.of_degrees(degrees, pictured[0].plan.num_ranks)
+    stages = pictured[0].times.pipeline_stages
+    rows = min(SHOWN, pictured[0].plan.num_ranks) * stages
+    height = 1.2 + len(pictured) * (0.5 + 0.115 * rows)
+    figure = Figure(figsize=(12.0, height), dpi=110, layout="constrained")
+    all_axes = figure.subplots(len(pictured), sharex=True, squeeze=False)[:, 0]
+    for axes, one in zip(all_axes, pictured, strict=True):
+        _draw_waves(axes, one, palette)
+    all_axes[-1].set_xlim(0, 1.005 * max(one.times.makespan_s for one in pictured))
+    all_axes[-1].set_xlabel("seconds, by the cost model")
+    legend = [
+        Patch(color=colour, label=name)
+        for colour, name in zip(palette.colours, palette.names, strict=True)
+    ]
+    legend.append(Patch(color=pale(palette.colours[-1]), label="paler: forward"))
+    legend.append(Patch(color=IDLE, label="idle"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=9, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_waves(axes: Any, one: Pictured, palette: Palette) -> None:
+    num_ranks, stages = one.plan.num_ranks, one.times.pipeline_stages
+    ranks = np.linspace(0, num_ranks - 1, min(SHOWN, num_ranks)).round().astype(int)
+    place = np.full(num_ranks, -1)
+    place[ranks] = np.arange(len(ranks))
+    every_row = np.arange(len(ranks) * stages)
+    whole = np.full(len(every_row), one.times.makespan_s)
+    add_rectangles(axes, every_row, 0 * whole, whole, IDLE, separate=True)
+    for stage in range(stages):
+        bars = lanes_of(one.plan, one.times, stage)
+        for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
+            for backward in (False, True):
+                mine = (place[bars.rank] >= 0) & (bars.backward == backward)
+                mine &= (bars.degree >= least) & (bars.degree <= most)
+                row = place[bars.rank[mine]] * stages + stage
+                shade = colour if backward else pale(colour)
+                ends = bars.start_s[mine], bars.own_end_s[mine]
+                add_rectangles(axes, row, *ends, shade, separate=True)
+    axes.set_ylim(len(every_row) - 0.5, -0.5)
+    axes.set_yticks(
+        np.arange(len(ranks)) * stages + (stages - 1) / 2, [f"{rank}" for rank in ranks]
+    )
+    axes.set_ylabel(f"HDP rank, {stages} stages each")
+    axes.set_title(one.title, loc="left", fontsize=10)
+    _bare(axes)
+
+
 PICTURES = {
     **{"concept-mesh.svg": mesh, "concept-ring.svg": ring, "concept-offload.svg": offload},
-    **{"concept-pipelines.svg": pipelines, "data-plane.svg": roles, "mesh-and-hdp.png": readme},
+    **{"concept-pipelines.svg": pipelines, "pipeline-virtual.png": virtual_stages},
+    **{"data-plane.svg": roles, "mesh-and-hdp.png": readme},
 }
 
 
