@@ -174,7 +174,6 @@ def test_for_ranks_that_end_nothing_is_made(socket, setup, service):
 def test_a_reader_that_changes_is_another_one(socket, setup, service):
     with client_of(socket, hello=hello(setup)) as client:
         client.call(hello(setup, Reader(2, V)), 5)
-        assert service.figures()["splits"]["train"]["readers"] == 1
         client.call({"request": "get", "position": Position().to_record()}, 20)
     assert {ranks for _, ranks in service._others.planners["train"].asked} == {(2,)}
 

@@ -131,10 +131,9 @@ def test_data_that_changed_are_refused(tmp_path, opened):
     lengths = {"web": [31, 4, 60] * 50, "chat": [12, 40], "code": [99, 7, 90]}
     changed = setup_of(write_pairs(tmp_path, lengths))
     service = opened(changed)
-    with pytest.raises(ValueError, match="step 1 .*restore") as caught:
+    found = "found {'sequences of the step'.* expected {'sequences of the step'"
+    with pytest.raises(ValueError, match=f"step 1 .*{found}.*restore"):
         service.answer(Position(), RANKS)
-    assert "found {'sequences of the step'" in str(caught.value)
-    assert "expected {'sequences of the step'" in str(caught.value)
 
 
 @pytest.mark.parametrize("who", ["restarted", "same"])

@@ -146,7 +146,7 @@ def test_a_closed_client_ends_a_request_that_waits(server, echo, path):
 
 @pytest.mark.parametrize("fault", [b"{]", b"[1]"])
 def test_a_client_of_a_server_that_talks_nonsense_gives_up(path, fault):
-    def talk(listener):
+    def talk():
         with suppress(OSError):  # until the test is over
             while True:
                 connection, _ = listener.accept()
@@ -157,8 +157,7 @@ def test_a_client_of_a_server_that_talks_nonsense_gives_up(path, fault):
         listener.bind(str(path))
         listener.listen()
         listener.settimeout(5.0)
-        thread = threading.Thread(target=talk, args=(listener,), daemon=True)
-        thread.start()
+        threading.Thread(target=talk, daemon=True).start()
         with client_of(path) as client, pytest.raises(DataPlaneLost, match="plane for 'get'"):
             client.call({"request": "get"}, 0.5)
 
