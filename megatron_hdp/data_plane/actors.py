@@ -43,6 +43,7 @@ from megatron_hdp.data_plane.roles import (
     Wanted,
 )
 from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.starting import SOCKET
 from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
 
 _THREADS = 16
@@ -229,7 +230,7 @@ class Constructor:
         others = _Others(plane, timeout_s)
         segments = SegmentFolder.make("steps", Path(shared))
         self._service = NodeService(others, segments, timeout_s)
-        self._server = NodeServer(Path(folder) / "node.sock", self._service)
+        self._server = NodeServer(Path(folder) / SOCKET, self._service)
 
     def figures(self) -> dict[str, Any]:
         """Return what it has done."""

@@ -10,15 +10,7 @@ VARIABLE = "MEGATRON_HDP_DATA_PLANE_HOOK"
 
 
 def run_hook() -> None:
-    """Call the function that `VARIABLE` names.
-
-    Raises:
-        ValueError: it is not ``module:function``.
-    """
-    text = os.environ.get(VARIABLE, "")
-    if not text:
-        return
-    module, _, function = text.partition(":")
-    if not module or not function:
-        raise ValueError(f"{VARIABLE}: found {text!r}, expected module:function")
-    getattr(importlib.import_module(module), function)()
+    """Call the function that `VARIABLE` names."""
+    if text := os.environ.get(VARIABLE):
+        module, function = text.split(":")
+        getattr(importlib.import_module(module), function)()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
-from megatron_hdp.data_plane.cluster.connect import connect
+from megatron_hdp.data_plane.cluster.connect import connected
 from megatron_hdp.data_plane.cluster.ray_node import WARNINGS, ray_node
 from megatron_hdp.data_plane.names import CONTROL, END_SIGNAL, NAMESPACE, constructor_of
 from megatron_hdp.data_plane.node_files import mark_alive, mark_lost, write_status
@@ -44,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     mark_alive(folder)
     try:
         with ExitStack() as stack:
-            node = None
-            if options.address is not None:
-                limits = options.address, options.node, options.timeout
-                node = stack.enter_context(ray_node(*limits))
-            stack.enter_context(_connected(options.address, node, options.timeout))
-            _Host(options).run(node)
+            address, start_s, node = options.address, options.timeout, None
+            if address is not None:
+                node = stack.enter_context(ray_node(address, options.node, start_s))
+            with connected(address, node, start_s, namespace=NAMESPACE, log_to_driver=True):
+                _Host(options).run(node)
     except (OSError, ValueError, RuntimeError, RayError) as error:
         mark_lost(folder, str(error))
         print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
@@ -134,18 +132,6 @@ class _Host:
                         behind.setdefault(split, set()).add(source)
                     self._waited_for[node, split, source] = count
         return behind
-
-
-@contextmanager
-def _connected(
-    address: str | None, node: subprocess.Popen[bytes] | None, start_s: float
-) -> Iterator[None]:
-    """This process in the cluster at an address, or in the one that RAY_ADDRESS names."""
-    connect(address, node, start_s, namespace=NAMESPACE, log_to_driver=True)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from megatron_hdp.data.steps import RankStep, Reader
 from megatron_hdp.data_plane.node_files import why_lost
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
-from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, header_of, unpack
+from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, unpack
 
 _SPARE_S = 30.0  # what the constructor may need beyond its own time limit, to say so
 _TRIES = 3
@@ -88,7 +88,7 @@ class RayLoaders:
             except FileNotFoundError:  # dropped before it was mapped: the constructor makes it anew
                 if not tries_left:
                     raise
-        return unpack(header_of(mapped), mapped)
+        return unpack(mapped)
 
     def _connected(self) -> tuple[NodeClient, float]:
         timeout_s = self._setup.loaders.timeout_s * self._setup.making_waits + _SPARE_S
@@ -102,7 +102,6 @@ class RayLoaders:
                 self._socket,
                 timeout_s,
                 hello=hello,
-                reconnect_s=timeout_s,
                 why_lost=partial(why_lost, self._socket.parent),
             )
             self._segments = SegmentFolder(Path(self._client.greeting["segments"]))

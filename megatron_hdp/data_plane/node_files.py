@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.data_plane.cluster.job_folder import lock_in
 from megatron_hdp.files import write_atomically
 
 _ALIVE, _LOST, _STATUS = "alive", "lost", "status.json"
@@ -25,10 +26,7 @@ write_own = partial(write_atomically, durable=False, mode=0o600)
 
 def mark_alive(folder: Path) -> None:
     """Mark the node's part as alive until this process ends, however it does."""
-    unnamed = folder / f"{_ALIVE}.new"
-    file = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX)  # never closed: the kernel releases it
-    unnamed.rename(folder / _ALIVE)
+    lock_in(folder, _ALIVE)  # never closed: the kernel releases it
 
 
 def mark_lost(folder: Path, why: str) -> None:

@@ -47,7 +47,7 @@ class _Split:
 class NodeService:
     """Answers the requests of `data_plane.loaders.RayLoaders`; a `wire.Handler`.
 
-    Requests are ``hello`` (setup and reader), ``expect`` and ``get`` (a position), ``figures``.
+    Requests are ``hello`` (setup and reader) and ``get`` (a position).
     """
 
     def __init__(self, others: Others, segments: SegmentFolder, timeout_s: float) -> None:
@@ -67,9 +67,7 @@ class NodeService:
         self._numbers = itertools.count()
         self._answers: dict[str, Callable[[ClientRecord, Message], Message]] = {
             "hello": self._hello,
-            "expect": self._expect,
             "get": self._get,
-            "figures": lambda _client, _request: self.figures(),
         }
 
     def __call__(self, client: ClientRecord, request: Message) -> Message:
@@ -152,12 +150,10 @@ class NodeService:
             self._splits[setup.split] = made = _Split(setup, service)
             return made
 
-    def _expect(self, client: ClientRecord, request: Message) -> Message:
-        self._of(client).service.expect(Position.from_record(request["position"]))
-        return {}
-
     def _get(self, client: ClientRecord, request: Message) -> Message:
-        split = self._of(client)
+        if not client.facts:
+            raise ValueError("found a request without a hello before it, expected one")
+        split = self._splits[client.facts["split"]]
         service = split.service
         position = Position.from_record(request["position"])
         limit_s = self._timeout_s * split.setup.making_waits + _SPARE_S
@@ -167,11 +163,6 @@ class NodeService:
             "steps_ahead": service.num_ahead,
             "loaders": service.num_loaders,
         }
-
-    def _of(self, client: ClientRecord) -> _Split:
-        if not client.facts:
-            raise ValueError("found a request without a hello before it, expected one")
-        return self._splits[client.facts["split"]]
 
     def _lay_out(self, step: RankStep) -> str:
         packed = pack(step)

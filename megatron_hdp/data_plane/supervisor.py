@@ -22,49 +22,45 @@ _JUDGE_S = 0.45  # between two decisions how many loaders there are; looks may b
 _UNKNOWN = 0.5  # neither busy nor idle
 
 
+@dataclass(eq=False)
+class _Loader:
+    """One loader of a source."""
+
+    name: str
+    actor: Any
+    opening: Any = None
+    """What a spare was asked: to open the source."""
+    asked: Any = None
+    """What it was asked and has not answered yet."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What it said last; empty while it is being started."""
+    judged: Mapping[str, Any] = field(default_factory=dict)
+    """What it had said when the number of loaders was decided last."""
+
+    def forget(self) -> None:
+        """Take back what it has said: it has died, or has no source."""
+        self.figures, self.judged = {}, {}
+
+
 @dataclass
 class _Crew:
     """The loaders of one source of one split."""
 
     source: str
-    actors: dict[int, Any] = field(default_factory=dict)
-    """By number; the first ones serve, the rest stand by."""
-    names: dict[int, str] = field(default_factory=dict)
-    opening: dict[int, Any] = field(default_factory=dict)
-    """What spares among them were asked: to open the source."""
-    figures: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What each said last; a loader without any is being started."""
-    judged: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What each had said when their number was decided last."""
-    asked: dict[int, Any] = field(default_factory=dict)
-    """What each was asked and has not answered yet."""
-    next_number: int = 0
+    loaders: list[_Loader] = field(default_factory=list)
+    num_ever: int = 0
 
-    def add(self, name: str, actor: Any) -> int:
-        """Take one more; return its number."""
-        number, self.next_number = self.next_number, self.next_number + 1
-        self.actors[number], self.names[number] = actor, name
-        return number
+    def add(self, name: str, actor: Any, opening: Any = None) -> None:
+        self.loaders.append(_Loader(name, actor, opening))
+        self.num_ever += 1
 
-    def remove(self, number: int) -> Any:
-        """Let one go; return it."""
-        self.forget(number)
-        for kept in (self.names, self.opening, self.asked):
-            kept.pop(number, None)
-        return self.actors.pop(number)
-
-    def forget(self, number: int) -> None:
-        """Take back what one has said: it has died, or is no longer one of them."""
-        self.figures.pop(number, None)
-        self.judged.pop(number, None)
-
-    def order(self) -> list[int]:
-        """Those that answer first, those that are being started at the end."""
-        return sorted(self.actors, key=lambda number: (number not in self.figures, number))
+    def order(self) -> list[_Loader]:
+        """The first ones serve, the rest stand by; those that are being started come last."""
+        return sorted(self.loaders, key=lambda one: not one.figures)
 
     def num_serving(self, wanted: int) -> int:
         """How many of the first ones share the work: none that still opens the source."""
-        return max(1, min(wanted, len(self.figures)))
+        return max(1, min(wanted, sum(bool(one.figures) for one in self.loaders)))
 
 
 class Supervisor:
@@ -103,7 +99,7 @@ class Supervisor:
                 self._setups[split] = setup
                 self._scaling[split] = Scaling(setup.loaders, nodes)
                 self._crews[split] = {one.name: _Crew(one.name) for one in setup.spec.sources}
-        if not self._setups:
+        if self._num_spares and not self._setups:
             self._start_spares(nodes)
         epoch = self._ask_planner("figures")["epoch"]
         if epoch != self._epoch:  # another planner, which knows of nobody
@@ -126,7 +122,7 @@ class Supervisor:
             split: {
                 name: {
                     "wanted": self._scaling[split].wanted.get(name, 0),
-                    "loaders": [dict(crew.figures.get(one, {})) for one in crew.order()],
+                    "loaders": [dict(one.figures) for one in crew.order()],
                 }
                 for name, crew in crews.items()
             }
@@ -143,13 +139,12 @@ class Supervisor:
         wanted = scaling.wanted
         for name, crew in crews.items():
             total = wanted[name] + setup.loaders.shadows
-            while len(crew.actors) < total:
+            while len(crew.loaders) < total:
                 self._man(crew, setup)
-            for number in crew.order()[total:]:
-                ray.kill(crew.remove(number), no_restart=True)
-        serving = {
-            name: tuple(crew.names[one] for one in crew.order()) for name, crew in crews.items()
-        }
+            for one in crew.order()[total:]:
+                ray.kill(one.actor, no_restart=True)
+                crew.loaders.remove(one)
+        serving = {name: tuple(one.name for one in crew.order()) for name, crew in crews.items()}
         told = serving, {name: crew.num_serving(wanted[name]) for name, crew in crews.items()}
         if self._told.get(split) != told:
             self._ask_planner("serve", split, *told)
@@ -159,54 +154,47 @@ class Supervisor:
         """Give a source one more loader: a spare, as long as there are any."""
         if self._spares:
             name, spare = self._spares.pop(0)
-            number = crew.add(name, spare)
-            crew.opening[number] = open_spare(spare, setup, crew.source)
+            crew.add(name, spare, open_spare(spare, setup, crew.source))
             return
-        number = crew.next_number
+        number = crew.num_ever
         name = loader_of(self._plane, setup.split, crew.source, number)
         crew.add(name, start_loader(self._plane, setup, crew.source, number))
 
     def _start_spares(self, nodes: int) -> None:
         """Start the spares once all nodes are there, so that they are spread over them."""
-        if len(self._spares) < self._num_spares and _num_nodes() >= nodes:
-            for number in range(self._num_spares):
-                self._spares.append(
-                    (spare_of(self._plane, number), start_spare(self._plane, number))
-                )
+        if not self._spares and sum(one["Alive"] for one in ray.nodes()) >= nodes:
+            self._spares = [
+                (spare_of(self._plane, number), start_spare(self._plane, number))
+                for number in range(self._num_spares)
+            ]
 
     def _ask_planner(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._planner, method).options(concurrency_group=CONTROL)
         return ray.get(call.remote(*arguments), timeout=_ANSWER_S)
 
 
-def _num_nodes() -> int:
-    return sum(one["Alive"] for one in ray.nodes())
-
-
 def _hear(crew: _Crew, setup: SplitSetup) -> None:
     """Ask a source's loaders what they do, and note what those say that answer at once."""
-    for number, actor in crew.actors.items():
-        if number not in crew.asked:
-            crew.asked[number] = actor.figures.remote()
-    if not crew.asked:
-        return
-    asked = list(crew.asked.values())
-    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LOOK_S)
-    for number, one in list(crew.asked.items()):
-        if one not in ready:
+    for one in crew.loaders:
+        if one.asked is None:
+            one.asked = one.actor.figures.remote()
+    asked = [one.asked for one in crew.loaders]
+    ready = ray.wait(asked, num_returns=len(asked), timeout=_LOOK_S)[0] if asked else []
+    for one in crew.loaders:
+        if one.asked not in ready:
             continue
-        del crew.asked[number]
+        answer, one.asked = one.asked, None
         try:
-            found = ray.get(one)
+            found = ray.get(answer)
         except RayError:  # it has died; Ray starts it again
-            crew.forget(number)
+            one.forget()
             continue
         if found is not None:
-            crew.figures[number] = found
+            one.figures = found
             continue
-        crew.forget(number)  # a spare that has not opened its source, or was started again
-        if _may_open(crew.opening[number]):
-            crew.opening[number] = open_spare(crew.actors[number], setup, crew.source)
+        one.forget()  # a spare that has not opened its source, or was started again
+        if _may_open(one.opening):
+            one.opening = open_spare(one.actor, setup, crew.source)
 
 
 def _may_open(opening: Any) -> bool:
@@ -226,16 +214,16 @@ def _seen(crew: _Crew, is_behind: bool) -> Seen:
 
     While one is being started, nobody knows yet how much it will help.
     """
-    sizes = [one["rss_bytes"] / 2**20 for one in crew.figures.values()]
+    told = [one for one in crew.loaders if one.figures]
+    most_mb = max((one.figures["rss_bytes"] / 2**20 for one in told), default=0.0)
+    spans = [(one.judged, one.figures) for one in told if one.judged]
     busy = [
-        (found["busy_s"] - before["busy_s"]) / max(found["looked_s"] - before["looked_s"], 1e-3)
-        for number, found in crew.figures.items()
-        if (before := crew.judged.get(number)) is not None
-        and found["pid"] == before["pid"]
-        and found["looked_s"] > before["looked_s"]
+        (now["busy_s"] - before["busy_s"]) / max(now["looked_s"] - before["looked_s"], 1e-3)
+        for before, now in spans
+        if now["pid"] == before["pid"] and now["looked_s"] > before["looked_s"]
     ]
-    crew.judged = dict(crew.figures)
-    if len(crew.figures) < len(crew.actors):
-        return Seen(_UNKNOWN, False, max(sizes, default=0.0))
-    busy_share = sum(busy) / len(busy) if busy else _UNKNOWN
-    return Seen(busy_share, is_behind, max(sizes, default=0.0))
+    for one in told:
+        one.judged = one.figures
+    if len(told) < len(crew.loaders):
+        return Seen(_UNKNOWN, False, most_mb)
+    return Seen(sum(busy) / len(busy) if busy else _UNKNOWN, is_behind, most_mb)

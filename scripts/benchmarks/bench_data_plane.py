@@ -1,7 +1,6 @@
 """What the data plane beside the ranks costs and hides: each figure beside its goal and its bound.
 
     python bench_data_plane.py memory      # of a node, against loaders in the ranks
-    python bench_data_plane.py wait        # steps with slow preprocessing, in training
     python bench_data_plane.py recovery    # loaders that are killed
 
 Needs Ray. The machine's load is printed above each table: times of a busy machine are longer.
@@ -10,11 +9,10 @@ Needs Ray. The machine's load is printed above each table: times of a busy machi
 import argparse
 import sys
 
-from plane_bench import memory, recovery, wait
+from plane_bench import memory, recovery
 
 COMMANDS = {
     "memory": (memory, "of a node, against loaders in the ranks"),
-    "wait": (wait, "steps with slow preprocessing, in training"),
     "recovery": (recovery, "loaders that are killed"),
 }
 

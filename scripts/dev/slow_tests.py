@@ -18,9 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, Queue
 
 REPOSITORY = Path(__file__).parents[2]
 NO_TESTS = 5  # exit code of pytest
@@ -95,24 +93,10 @@ def run_all(
 
     `run` returns pytest's exit code, or None if the time was over.
     """
-    queue, left_out, failed = Queue[str](), [], []
-    for file in files:
-        queue.put(file)
-
-    def work() -> None:
-        with suppress(Empty):
-            while True:
-                file = queue.get_nowait()
-                code = run(file)
-                if code is None:
-                    left_out.append(file)
-                elif code not in (0, NO_TESTS):
-                    failed.append(file)
-
     with ThreadPoolExecutor(lanes) as pool:
-        for lane in [pool.submit(work) for _ in range(lanes)]:
-            lane.result()
-    return left_out, failed
+        codes = dict(zip(files, pool.map(run, files), strict=True))
+    left_out = [file for file, code in codes.items() if code is None]
+    return left_out, [file for file, code in codes.items() if code not in (None, 0, NO_TESTS)]
 
 
 def main() -> int:

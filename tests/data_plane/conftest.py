@@ -1,4 +1,7 @@
-"""Sources that are written and opened once."""
+"""Sources that are written and opened once; a folder for temporary files."""
+
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,12 @@ def corpus(setup):
 @pytest.fixture(scope="session")
 def services(setup):
     return plane.loading_of(setup)
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """An empty folder for temporary files with a short name."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(short)

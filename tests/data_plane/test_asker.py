@@ -74,20 +74,17 @@ def test_the_first_loader_is_asked_alone(plane):
 def test_the_next_one_takes_over_at_once(plane, first):
     actors = {"b": Actor("tokens")} | ({} if first == "not there" else {"a": Actor(first)})
     asker = plane(timeout_s=60.0, **actors)
-    began = time.monotonic()
     assert asker.load("web", ("a", "b"), "wanted") == "tokens"
-    took_s = time.monotonic() - began
     assert asker.num_takeovers == 1
-    assert 0 < asker.longest_takeover_s <= took_s
+    assert asker.longest_takeover_s > 0
 
 
 def test_one_that_hangs_is_left_after_its_share_of_the_time(plane):
-    asker = plane(timeout_s=6.0, a=Actor(HANGS), b=Actor(HANGS), c=Actor("tokens"))
+    asker = plane(timeout_s=1.5, a=Actor(HANGS), b=Actor(HANGS), c=Actor("tokens"))
     began = time.monotonic()
     assert asker.load("web", ("a", "b", "c"), "wanted") == "tokens"
-    assert time.monotonic() - began > 3.9
+    assert 0.9 < asker.longest_takeover_s <= time.monotonic() - began
     assert asker.num_takeovers == 1
-    assert asker.longest_takeover_s > 3.9
 
 
 def test_one_that_is_being_started_is_waited_for(plane):
@@ -97,21 +94,25 @@ def test_one_that_is_being_started_is_waited_for(plane):
     assert len(a.asked) == 4
 
 
-def test_when_all_are_dead_the_source_is_named(plane):
-    a, b = Actor(DEAD), Actor(DEAD)
-    asker = plane(timeout_s=0.3, a=a, b=b)
+@pytest.mark.parametrize(
+    ("actors", "timeout_s", "why"),
+    [
+        ({"a": DEAD, "b": DEAD}, 0.3, r"within 0 s \(The actor experienced an error"),
+        ({"a": HANGS, "b": HANGS}, 1.0, r"within 1 s \(b has not answered for 0 s\)|\(b has"),
+        ({}, 0.05, r"within 0 s \(it has none\)"),
+    ],
+    ids=["all dead", "all hang", "no loader"],
+)
+def test_a_source_that_gives_nothing_is_named(plane, actors, timeout_s, why):
+    loaders = {name: Actor(answer) for name, answer in actors.items()}
+    asker = plane(timeout_s=timeout_s, **loaders)
     began = time.monotonic()
-    with pytest.raises(DataPlaneLost, match="source 'web' gave no tokens within 0 s") as caught:
-        asker.load("web", ("a", "b"), "wanted")
-    assert time.monotonic() - began > 0.25
-    assert a.asked and len(a.asked) - len(b.asked) in (0, 1)
+    with pytest.raises(SourceLost, match=f"source 'web' gave no tokens {why}") as caught:
+        asker.load("web", tuple(loaders), "wanted")
+    assert time.monotonic() - began > 0.8 * timeout_s
+    asked = [len(one.asked) for one in loaders.values()]
+    assert not asked or (min(asked) and max(asked) - min(asked) <= 1)
     assert "look at its files and their disk, or raise timeout-s of loaders" in str(caught.value)
-
-
-def test_when_all_hang_who_did_is_named(plane):
-    asker = plane(timeout_s=1.0, a=Actor(HANGS), b=Actor(HANGS))
-    with pytest.raises(DataPlaneLost, match=r"within 1 s \(b has not answered for 0 s\)|\(b has"):
-        asker.load("web", ("a", "b"), "wanted")
 
 
 def test_a_silent_source_is_told_from_a_lost_planner(plane):
@@ -128,24 +129,15 @@ def test_a_silent_source_is_told_from_a_lost_planner(plane):
     assert not isinstance(caught.value, FAILURES)
 
 
-def test_another_time_limit_holds_for_one_question(plane):
-    with pytest.raises(DataPlaneLost, match="within 0 s"):
-        plane(timeout_s=60.0, planner=Actor(HANGS)).ask("planner", "answer", timeout_s=0.2)
-
-
-def test_a_source_without_loaders_is_named(plane):
-    with pytest.raises(DataPlaneLost, match=r"source 'web' .* \(it has none\)"):
-        plane(timeout_s=0.05).load("web", (), "wanted")
-
-
 @pytest.mark.parametrize("error", [ValueError("the file has changed"), KeyError("x")])
-def test_what_a_loader_says_of_the_data_is_raised_as_it_is(plane, error):
+@pytest.mark.parametrize("whom", ["loader", "planner"])
+def test_what_is_said_of_the_data_is_raised_as_it_is(plane, error, whom):
     a, b = Actor(said(error)), Actor("tokens")
     asker = plane(timeout_s=30.0, a=a, b=b)
     with pytest.raises(type(error)) as caught:
-        asker.load("web", ("a", "b"), "wanted")
+        asker.load("web", ("a", "b"), "wanted") if whom == "loader" else asker.ask("a", "load")
     assert caught.value is error
-    assert b.asked == []  # it would say the same
+    assert len(a.asked) == 1 and b.asked == []  # it would say the same
 
 
 def test_a_planner_that_is_being_started_is_waited_for(plane):
@@ -158,14 +150,9 @@ def test_a_planner_that_is_being_started_is_waited_for(plane):
     ("planner", "why"),
     [(DEAD, "actor experienced an error"), (HANGS, "does not answer"), (None, "Failed to look up")],
 )
-def test_a_planner_that_stays_away_is_named(plane, planner, why):
+@pytest.mark.parametrize("limits", [(0.2, None), (60.0, 0.2)], ids=["usual", "of one question"])
+def test_a_planner_that_stays_away_is_named(plane, planner, why, limits):
     actors = {} if planner is None else {"planner": Actor(planner)}
-    with pytest.raises(DataPlaneLost, match=f"planner .*gave no answer to 'answer' .*{why}"):
-        plane(timeout_s=0.2, **actors).ask("planner", "answer")
-
-
-def test_what_a_planner_says_of_the_question_is_raised_as_it_is(plane):
-    planner = Actor(said(ValueError("found no token with loss")))
-    with pytest.raises(ValueError, match="no token with loss"):
-        plane(timeout_s=30.0, planner=planner).ask("planner", "answer")
-    assert len(planner.asked) == 1
+    asker = plane(timeout_s=limits[0], **actors)
+    with pytest.raises(DataPlaneLost, match=f"planner .*'answer' within 0 s .*{why}"):
+        asker.ask("planner", "answer", timeout_s=limits[1])

@@ -1,17 +1,20 @@
 """Whatever dies in a data plane, ranks get the same steps, or hear at once that it is lost."""
 
-import json
 import os
 import random
 import signal
 import time
+from functools import partial
+from itertools import islice, takewhile
 
 import psutil
 import pytest
 
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.data_plane.wire import DataPlaneLost
+from tests.support import node
 from tests.support.plane import processes_of, running_plane
-from tests.support.sources import data_file, write_notes, write_sources
+from tests.support.thread_plane import write_notes, write_pairs
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 
@@ -31,12 +34,7 @@ def steps(plane, count=3):
     return max(waits)
 
 
-def until(is_so):
-    """Waits for what the node says of itself twice a second."""
-    deadline = time.monotonic() + MOST_WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+until = partial(node.until, timeout_s=MOST_WAIT_S)
 
 
 def pids_of(plane, source):
@@ -45,17 +43,17 @@ def pids_of(plane, source):
 
 def test_a_loader_the_planner_and_the_constructor_die(tmp_path):
     """One after the other, in one plane: its steps stay those of in-process loaders."""
-    path = data_file(write_sources(tmp_path))
+    path = write_pairs(tmp_path)
     with running_plane(path, shadows=1) as plane:
         steps(plane)
         before = plane.status()
         for number in (signal.SIGTERM, signal.SIGUSR1):  # as Slurm warns all of a job
             os.kill(before["pid"], number)
-        first, shadow = before["sources"]["train"]["web"]["loaders"]
-        kill(first["pid"])
+        first, shadow = pids_of(plane, "web")
+        kill(first)
         assert steps(plane, 6) < MOST_WAIT_S
-        until(lambda: first["pid"] not in pids_of(plane, "web"))
-        assert shadow["pid"] in pids_of(plane, "web")
+        until(lambda: first not in pids_of(plane, "web"))
+        assert shadow in pids_of(plane, "web")
 
         kill(before["planner"]["pid"])
         assert steps(plane, 6) < MOST_WAIT_S
@@ -68,22 +66,22 @@ def test_a_loader_the_planner_and_the_constructor_die(tmp_path):
 
 @pytest.mark.slow
 def test_a_source_without_a_shadow_waits_for_its_loader(tmp_path):
-    with running_plane(data_file(write_sources(tmp_path))) as plane:
+    with running_plane(write_pairs(tmp_path)) as plane:
         steps(plane)
-        (loader,) = plane.status()["sources"]["train"]["code"]["loaders"]
-        kill(loader["pid"])
+        (loader,) = pids_of(plane, "code")
+        kill(loader)
         assert steps(plane, 6) < MOST_WAIT_S
-        until(lambda: loader["pid"] not in pids_of(plane, "code"))
+        until(lambda: loader not in pids_of(plane, "code"))
 
 
 @pytest.mark.slow
 def test_text_that_is_tokenised_on_the_fly_survives_its_loaders(tmp_path):
-    write_sources(tmp_path)
+    write_pairs(tmp_path)
     path = write_notes(tmp_path, 200, range(40))
     with running_plane(path, min=2, shadows=1) as plane:
         steps(plane)
-        for one in plane.status()["sources"]["train"]["notes"]["loaders"]:
-            kill(one["pid"])
+        for one in pids_of(plane, "notes"):
+            kill(one)
             assert steps(plane, 4) < MOST_WAIT_S
 
 
@@ -93,16 +91,13 @@ def test_random_kills(tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    with running_plane(data_file(write_sources(tmp_path)), shadows=1) as plane:
+    with running_plane(write_pairs(tmp_path), shadows=1) as plane:
         steps(plane)  # there are no loaders before
         for _ in range(20):
             status = plane.status()
             pids = [status["planner"]["pid"], status["constructor"]["pid"]]
-            pids += [
-                one["pid"]
-                for crew in status["sources"]["train"].values()
-                for one in crew["loaders"]
-            ]
+            for source in status["sources"]["train"]:
+                pids += pids_of(plane, source)
             victim = rng.choice(pids)
             if psutil.pid_exists(victim):
                 kill(victim)
@@ -113,13 +108,11 @@ def test_random_kills(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["gcs_server", "raylet", "megatron_hdp.data_plane.host"])
 def test_what_never_comes_back_is_told_at_once(tmp_path, what):
-    with running_plane(data_file(write_sources(tmp_path))) as plane:
+    with running_plane(write_pairs(tmp_path)) as plane:
         steps(plane)
-        (process,) = (
-            one
-            for one in processes_of_plane(plane)
-            if any(what in word for word in one.cmdline()[:4])
-        )
+        host = psutil.Process(plane.status()["pid"])
+        processes = [host, *host.children(recursive=True)]
+        (process,) = (one for one in processes if what in " ".join(one.cmdline()[:4]))
         process.kill()
         with pytest.raises(DataPlaneLost, match=r"has ended") as lost:
             for _ in range(100):
@@ -128,12 +121,46 @@ def test_what_never_comes_back_is_told_at_once(tmp_path, what):
         assert "start the job again" in str(lost.value)
 
 
-def processes_of_plane(plane):
-    host = json.loads((plane.folder / "status.json").read_text())["pid"]
-    found = psutil.Process(host)
-    return [found, *found.children(recursive=True)]
-
-
 def test_no_process_outlives_the_one_that_started_the_plane(tmp_path):
     """A test of the check that all of these tests make."""
     assert processes_of(tmp_path / "nowhere") == []
+
+
+def steps_of(plane):
+    """What all readers get of steps, one after another."""
+    position = Position()
+    while True:
+        step = [one.get(position) for one in plane.remote]
+        position = step[0].totals.after
+        yield step
+
+
+@pytest.mark.slow  # roles/test_failures.py asks the same without Ray
+@pytest.mark.parametrize("how", ["their file changes", "their loaders hang"])
+def test_texts_that_the_run_goes_on_without(tmp_path, how):
+    """The planner asks their loaders how long rows are, and a constructor for tokens."""
+    write_pairs(tmp_path, more="")
+    schedule = "schedule: [{from: 0, weights: {notes: 0.5, web: 0.5}}]\n"
+    policy = ", on-failure: go-on-without"
+    path = write_notes(tmp_path, 2000, range(1, 41), policy, schedule)
+    with running_plane(path, timeout_s=30.0, min=2) as plane:
+        found = steps_of(plane)
+        fine = next(found), next(found), next(found)
+        if how == "their loaders hang":
+            for one in pids_of(plane, "notes"):
+                os.kill(one, signal.SIGSTOP)
+        else:
+            with open(tmp_path / "notes.jsonl", "a") as file:
+                file.write('\n{"text": "one more"}')
+            os.utime(tmp_path / "notes.jsonl")
+        later = [*takewhile(lambda step: not step[0].totals.without, found), *islice(found, 3)]
+        # a status is of some moment, perhaps before that
+        until(lambda: plane.status()["planner"]["failed"]["train"].keys() == {"notes"})
+    last = later[-1][0].totals
+    why = "no tokens within 30 s: " if how == "their loaders hang" else "has changed"
+    assert why in last.without["notes"]
+    assert [one.totals.amounts.source_tokens[0] for one in later[-1]] == [0] * 4
+    assert last.sequences == 12 and (len(later) < 12 or how != "their loaders hang")
+    lost = [lost for step in later for one in step for lost in one.lost]
+    assert {one.name for one in lost} <= {"notes"}
+    assert not fine[0][0].totals.without and fine[0][0].totals.amounts.source_tokens[0] > 0

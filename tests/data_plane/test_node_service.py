@@ -1,5 +1,6 @@
 """A node's constructor behind its socket, as the ranks see it; planner and loaders are threads."""
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -101,15 +102,15 @@ def test_ranks_get_the_steps_of_local_loaders(ranks, corpus, segments):
     loaders = [ranks(reader) for reader in node]
     expected = [local_steps(corpus, plan_settings(), reader, 5) for reader in node]
     position = Position()
-    for number in range(5):
+    for of_node in zip(*expected, strict=True):
         for one in loaders:
             one.expect(position)
-        for one, steps in zip(loaders, expected, strict=True):
-            require_same(one.get(position), steps[number])
-        position = expected[0][number].totals.after
+        for one, step in zip(loaders, of_node, strict=True):
+            require_same(one.get(position), step)
+        position = of_node[0].totals.after
     assert loaders[0].num_loaders == 3
     assert 0 <= loaders[0].steps_ahead <= 3
-    until(lambda: len(segments.names) <= 4 * len(set(node)))
+    until(lambda: len(os.listdir(segments.path)) <= 4 * len(set(node)))
 
 
 def test_a_step_that_was_mapped_is_read_after_it_was_dropped(ranks, corpus, segments, service):
@@ -118,7 +119,7 @@ def test_a_step_that_was_mapped_is_read_after_it_was_dropped(ranks, corpus, segm
     position = step.totals.after
     for _ in range(6):
         position = one.get(position).totals.after
-    assert "step-0" not in segments.names
+    assert not (segments.path / "step-0").exists()
     require_same(step, local_steps(corpus, plan_settings(), Reader(0, V), 1)[0])
     step.micro_batches[0].tokens[:] = 7  # the rank's own copy
 
@@ -140,17 +141,16 @@ def test_a_segment_that_goes_before_it_is_mapped_is_asked_for_again(
     assert len(missed) == 2
 
 
-def test_its_figures(socket, setup, ranks, others):
+def test_its_figures(setup, ranks, others, service):
     one = ranks(Reader(0, V))
     one.get(Position())
-    with client_of(socket) as client:
-        until(lambda: client.call({"request": "figures"}, 5)["splits"]["train"]["steps_ahead"] == 2)
-        found = client.call({"request": "figures"}, 5)
+    until(lambda: service.figures()["splits"]["train"]["steps_ahead"] == 2)
+    found = service.figures()
     of_split = found["splits"]["train"]
     assert found["segment_bytes"] > 1000
     assert (found["takeovers"], found["longest_takeover_s"]) == (2, 0.5)
     assert (of_split["steps"], of_split["readers"]) == (3, 1)
-    assert 0 < of_split["slice_bytes"] <= of_split["fetched_bytes"] <= 1.1 * of_split["slice_bytes"]
+    assert of_split["fetched_bytes"] > 0
     assert others.setups == [setup]
 
 
@@ -174,9 +174,7 @@ def test_for_ranks_that_end_nothing_is_made(socket, setup, service):
 def test_a_reader_that_changes_is_another_one(socket, setup, service):
     with client_of(socket, hello=hello(setup)) as client:
         client.call(hello(setup, Reader(2, V)), 5)
-        assert service.figures()["splits"]["train"]["readers"] == 1
-        client.call({"request": "expect", "position": Position().to_record()}, 5)
-        until(lambda: service.figures()["splits"]["train"]["steps"] == 2)
+        client.call({"request": "get", "position": Position().to_record()}, 20)
     assert {ranks for _, ranks in service._others.planners["train"].asked} == {(2,)}
 
 
@@ -204,10 +202,9 @@ def test_two_splits_are_apart(ranks, setup, others, service):
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"request": "open"}, "found the request 'open', expected hello, expect, get, figures"),
+        ({"request": "open"}, "found the request 'open', expected hello, get"),
         ({}, "found the request None"),
         ({"request": "get", "position": {}}, "without a hello before it"),
-        ({"request": "expect", "position": {}}, "without a hello before it"),
     ],
 )
 def test_other_requests_are_mistakes(socket, request_, words):
@@ -265,9 +262,9 @@ def test_who_waits_for_sources_that_may_fail_waits_longer(setup):
 
 
 @pytest.mark.parametrize("when", ["plan", "load"])
-def test_what_hangs_is_named_to_the_rank(tmp_path, setup, services, segments, when):
+def test_what_hangs_is_named_to_the_rank(ranks, others, service, when):
     """By who waited for it, although the step's own time is over as soon."""
-    others, limit_s = FakeOthers(services), 0.3
+    limit_s = service._timeout_s = 0.3
     real = others.plan
 
     def plan(split, position, ranks):
@@ -281,15 +278,5 @@ def test_what_hangs_is_named_to_the_rank(tmp_path, setup, services, segments, wh
         raise DataPlaneLost("source 'web' gave no tokens")
 
     others.plan, others.load = plan, load
-    service = NodeService(others, segments, limit_s)
-    tmp_path.chmod(0o700)
-    server = NodeServer(tmp_path / "node.sock", service)
-    try:
-        with (
-            client_of(server.path, hello=hello(setup)) as client,
-            pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"),
-        ):
-            client.call({"request": "get", "position": Position().to_record()}, 10)
-    finally:
-        server.close()
-        service.close()
+    with pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"):
+        ranks(Reader(0, V)).get(Position())

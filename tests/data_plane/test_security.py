@@ -20,14 +20,13 @@ import psutil
 import pytest
 
 from megatron_hdp.data_plane import starting
-from megatron_hdp.data_plane.cluster import ray_node as cluster
+from megatron_hdp.data_plane.cluster import ray_node
 from megatron_hdp.data_plane.node_files import write_status
-from megatron_hdp.data_plane.records import from_plain, to_plain
-from megatron_hdp.data_plane.roles import Journal, LoadingService, Wanted
-from megatron_hdp.data_plane.setup import SplitSetup
+from megatron_hdp.data_plane.roles import Entry, Journal, LoadingService, Wanted
+from megatron_hdp.data_plane.roles import journal as journal_module
 from megatron_hdp.data_plane.starting import PlanePlace, node_of_plane
-from tests.support.plane import running_plane, setup_of
-from tests.support.sources import data_file, write_sources
+from tests.support.plane import running_plane
+from tests.support.thread_plane import setup_of, write_pairs
 
 PACKAGE = Path(__file__).parents[2] / "megatron_hdp"
 UNPICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -35,34 +34,23 @@ OWN_WORKERS = {PACKAGE / "data/prepare/workers.py"}
 """They pickle to processes that they started themselves, through pipes; never to or from a file."""
 
 
+LOADS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load"}
+
+
 def unpickles(source):
     """What in a module's source makes objects of bytes that say which."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [one.name for one in node.names if one.name.split(".")[0] in UNPICKLES]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLES:
-            found.append(node.module)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [name for name in names if name.split(".")[0] in UNPICKLES]
         elif isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else ""
-            found += [name] if name in ("eval", "exec", "__import__") else []
-            found += [
-                "allow_pickle"
-                for one in node.keywords
-                if one.arg == "allow_pickle" and not is_false(one.value)
-            ]
-            if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in (
-                "yaml.load",
-                "yaml.unsafe_load",
-                "yaml.full_load",
-                "torch.load",
-            ):
-                found.append(ast.unparse(node.func))
+            called = ast.unparse(node.func)
+            found += [called] if called in {"eval", "exec", "__import__", *LOADS} else []
+            words = {one.arg: ast.unparse(one.value) for one in node.keywords}
+            found += ["allow_pickle"] if words.get("allow_pickle", "False") != "False" else []
     return found
-
-
-def is_false(value):
-    return isinstance(value, ast.Constant) and value.value is False
 
 
 @pytest.mark.parametrize("room", ["data", "data_plane"])
@@ -122,7 +110,7 @@ def sources(tmp_path):
     """A folder of sources, one of them of text, beside a file that none of them names."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    write_sources(folder)
+    write_pairs(folder)
     (tmp_path / "secret.jsonl").write_text(json.dumps({"text": "secret"}))
     lines = [json.dumps({"text": name}) for name in ("../secret.jsonl", "/etc/passwd", "three")]
     (folder / "notes.jsonl").write_text("\n".join(lines))
@@ -132,41 +120,29 @@ def sources(tmp_path):
         "  notes: {path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte}\n"
         "  web: {path: web/corpus}\n"
     )
-    return path
+    return setup_of(path), folder
 
 
 def test_a_loader_opens_the_files_of_its_source_alone(sources):
-    setup, _ = setup_of(sources, 1)
+    setup, folder = sources
     web, notes = (setup.alone(name, print).sources[0] for name in ("web", "notes"))
     with files_opened() as opened:
         assert LoadingService(web).load(wanted([0, 5], [30, 41])).num_bytes
         service = LoadingService(notes)
         (length, *_) = service.lengths(np.arange(3)).tolist()
         loaded = service.load(wanted([0], [length]))
-        (sources.parent / "notes.jsonl").read_bytes()  # so that the check sees something
+        (folder / "notes.jsonl").read_bytes()  # so that the check sees something
     assert bytes(loaded.tokens[:15].astype(np.uint8)) == b"../secret.jsonl"  # text, not a path
-    assert sources.parent / "notes.jsonl" in opened
-    assert [one for one in opened if sources.parent not in (one, *one.parents)] == []
+    assert folder / "notes.jsonl" in opened
+    assert [one for one in opened if folder not in (one, *one.parents)] == []
 
 
 def test_a_source_that_was_not_declared_is_not_opened(sources):
-    setup, _ = setup_of(sources, 1)
-    for name in ("secret", "../secret.jsonl", str(sources.parent.parent / "secret.jsonl")):
+    setup, folder = sources
+    for name in ("secret", "../secret.jsonl", str(folder.parent / "secret.jsonl")):
         with files_opened() as opened, pytest.raises(ValueError, match="not enough values"):
             setup.alone(name, print)
         assert opened == []
-
-
-def test_a_setup_is_what_its_types_say(sources):
-    setup, _ = setup_of(sources, 1)
-    plain = json.loads(json.dumps(to_plain(setup)))
-    assert from_plain(SplitSetup, plain) == setup
-    for change in ({"files": ["/etc/passwd"]}, {"split": ["train"]}, {"spec": "/etc/passwd"}):
-        with pytest.raises(ValueError, match="found "):
-            from_plain(SplitSetup, plain | change)
-    plain["spec"]["sources"][0]["also"] = "/etc/passwd"
-    with pytest.raises(ValueError, match=r"found the fields \['also'\] in a SourceSpec"):
-        from_plain(SplitSetup, plain)
 
 
 def mode(path):
@@ -178,15 +154,20 @@ def open_to_others(folder):
     return sorted(one.name for one in (folder, *folder.rglob("*")) if mode(one) & 0o077)
 
 
-def test_status_and_journal_are_the_users_alone(tmp_path):
+def test_status_and_journal_are_the_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_MOST_BYTES", 100)
     before = os.umask(0)
     try:
         write_status(tmp_path, {})
-        Journal(tmp_path / "journal")
+        journal = Journal(tmp_path / "journal")
+        for _ in range(3):  # appended to, and cut
+            journal.append(Entry("train", {"steps": 1}, {"steps": 2}, {"plan": 3}, None))
+            assert open_to_others(tmp_path / "journal") == []
     finally:
         os.umask(before)
     assert mode(tmp_path / "status.json") == 0o600
-    assert mode(tmp_path / "journal") == 0o700 and open_to_others(tmp_path / "journal") == []
+    names = {"epoch", "lock", "steps.jsonl"}
+    assert {one.name for one in (tmp_path / "journal").iterdir()} == names
     (tmp_path / "journal" / "epoch").chmod(0o640)
     assert open_to_others(tmp_path / "journal") == ["epoch"]
 
@@ -227,25 +208,23 @@ def test_a_cluster_of_one_node_asks_for_a_token_on_the_loopback(started):
     assert PlanePlace.make("127.0.0.1", 1).token != place.token
 
 
-def test_a_cluster_of_several_nodes_asks_for_a_token_too(started, monkeypatch):
+def test_other_clusters_ask_for_a_token_too_or_keep_their_own_ways(started, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the site")
-    _, environment = started(PlanePlace.make("10.0.0.7", 2))
+    _, environment = started(PlanePlace.make("10.0.0.7", 2))  # of several nodes
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN"] == "of the site"
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in environment
-
-
-def test_a_cluster_that_is_joined_keeps_its_own_ways(started, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")  # one that is joined
     words, environment = started(PlanePlace.make("127.0.0.1", 1))
     assert "--address" not in words
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & set(environment)
 
 
 def test_there_is_no_dashboard_and_nothing_is_reported():
-    head = cluster.start_command("127.0.0.1:24567", 0, "/tmp/x")
-    assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(head)
-    assert "--node-ip-address=127.0.0.1" in head
+    head = ray_node.start_command("127.0.0.1:24567", 0, "/tmp/x")
+    expected = {"--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"}
+    assert expected <= set(head)
     assert not any(word.startswith("--dashboard-host") for word in head)
 
 
@@ -299,8 +278,7 @@ def gets_inside(address, folder, **environment):
 @pytest.mark.slow
 def test_nobody_else_reaches_a_running_plane(tmp_path):
     pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
-    path = data_file(write_sources(tmp_path))
-    with running_plane(path, num_ranks=2) as plane:
+    with running_plane(write_pairs(tmp_path), num_ranks=2) as plane:
         plane.step()
         host = psutil.Process(plane.status()["pid"])
         processes = [host, *host.children(recursive=True)]

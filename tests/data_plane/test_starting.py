@@ -1,11 +1,9 @@
 """A real plane starts where names are long and the machine is slow."""
 
-import os
 import signal
-import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,7 +11,7 @@ import pytest
 
 from megatron_hdp.data_plane.cluster import job_folder as folders
 from tests.support.plane import running_plane
-from tests.support.sources import data_file, write_sources
+from tests.support.thread_plane import write_pairs
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 pytestmark = pytest.mark.slow
@@ -21,42 +19,22 @@ pytestmark = pytest.mark.slow
 RAYS_PATIENCE_S = 30
 
 
-@contextmanager
-def temporary_folder(monkeypatch, num_bytes):
-    """A folder for temporary files whose name has so many bytes."""
-    parent = tempfile.mkdtemp(prefix="t", dir="/tmp")
-    whole = Path(parent, "x" * (num_bytes - len(parent) - 1))
-    whole.mkdir()
-    monkeypatch.setenv("TMPDIR", str(whole))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    try:
-        yield whole
-        assert list(whole.iterdir()) == []
-    finally:
-        whole.rmdir()
-        os.rmdir(parent)
-
-
-def sockets_below(parent):
-    return [one for one in Path(parent).rglob("*") if one.is_socket()]
-
-
 @pytest.mark.parametrize("num_bytes", [folders._LONGEST_PARENT, 100])
-def test_a_long_folder_for_temporary_files(tmp_path, monkeypatch, num_bytes):
+def test_a_long_folder_for_temporary_files(tmp_path, monkeypatch, temporary, num_bytes):
     """The longest that Ray can have its sockets in is taken, of a longer one /tmp instead."""
-    path = data_file(write_sources(tmp_path))
-    with (
-        temporary_folder(monkeypatch, num_bytes) as long,
-        running_plane(path, timeout_s=240) as plane,
-    ):
+    long = temporary / ("x" * (num_bytes - len(f"{temporary}/")))
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with running_plane(write_pairs(tmp_path), timeout_s=240) as plane:
         for _ in range(3):
             plane.step()
+        names = [str(one) for one in long.rglob("*") if one.is_socket()]
         if num_bytes == 100:
-            assert plane.folder.parent == Path("/tmp")
-            return
-        names = [os.fspath(one) for one in sockets_below(long)]
-        assert plane.folder.parent == long
-        assert len(names) > 2 and max(map(len, names)) <= 107, names
+            assert plane.folder.parent == Path("/tmp") and names == []
+        else:
+            assert plane.folder.parent == long
+            assert len(names) > 2 and max(map(len, names)) <= 107, names
+    assert list(long.iterdir()) == []
 
 
 def test_a_raylet_that_is_slow_is_waited_for(tmp_path):
@@ -67,9 +45,10 @@ def test_a_raylet_that_is_slow_is_waited_for(tmp_path):
         deadline = time.monotonic() + 120
         while not stopped and time.monotonic() < deadline:
             for one in psutil.Process().children(recursive=True):
-                if process_name(one) == "raylet":
-                    one.send_signal(signal.SIGSTOP)
-                    stopped.append(one)
+                with suppress(psutil.Error):
+                    if one.name() == "raylet":
+                        one.send_signal(signal.SIGSTOP)
+                        stopped.append(one)
             time.sleep(0.01)
         time.sleep(RAYS_PATIENCE_S + 10)
         for one in stopped:
@@ -79,16 +58,9 @@ def test_a_raylet_that_is_slow_is_waited_for(tmp_path):
     thread.start()
     try:
         began = time.monotonic()
-        with running_plane(data_file(write_sources(tmp_path)), timeout_s=240) as plane:
+        with running_plane(write_pairs(tmp_path), timeout_s=240) as plane:
             plane.step()
             assert stopped and time.monotonic() - began > RAYS_PATIENCE_S
             plane.step()
     finally:
         thread.join()
-
-
-def process_name(process):
-    try:
-        return process.name()
-    except psutil.Error:
-        return ""

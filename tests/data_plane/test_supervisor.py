@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hdp.data_plane.records import to_plain
-from tests.support.plane import setup_of
-from tests.support.sources import data_file, write_sources
+from tests.support.thread_plane import setup_of, write_pairs
 
 supervisor = pytest.importorskip(
     "megatron_hdp.data_plane.supervisor", reason="no Ray: pip install 'megatron-hdp[ray]'"
@@ -20,18 +19,14 @@ class Died(supervisor.RayError):
     """Of an actor."""
 
 
-class Call:
+def call(answer):
     """A method of an actor, asked by Ray's words."""
 
-    def __init__(self, answer):
-        self.answer = answer
+    def remote(*arguments):
+        of = getattr(answer, "__self__", None)
+        return SimpleNamespace(value=lambda: answer(*arguments), of=of)
 
-    def options(self, **_):
-        return self
-
-    def remote(self, *arguments):
-        of = getattr(self.answer, "__self__", None)
-        return SimpleNamespace(value=lambda: self.answer(*arguments), of=of)
+    return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
 
 
 class Loader:
@@ -41,7 +36,7 @@ class Loader:
         self.number = number
         self.state = "opens"
         self.looks = self.busy_s = 0
-        self.figures = Call(self._figures)
+        self.figures = call(self._figures)
 
     def _figures(self):
         if self.state == "died":
@@ -63,7 +58,8 @@ class Plane:
         self.loaders, self.killed, self.opened, self.serves = [], [], [], None
         self.is_known, self.nodes = True, nodes
         self.opening = lambda: None
-        fake_ray = SimpleNamespace(get=self._get, wait=self._wait, kill=self._kill)
+        fake_ray = SimpleNamespace(wait=self._wait, kill=self._kill)
+        fake_ray.get = lambda asked, timeout=None: asked.value()
         fake_ray.nodes = lambda: [{"Alive": number < self.nodes} for number in range(9)]
         monkeypatch.setattr(supervisor, "ray", fake_ray)
         monkeypatch.setattr(supervisor, "start_loader", self._start)
@@ -71,9 +67,9 @@ class Plane:
         monkeypatch.setattr(supervisor, "open_spare", self._open_spare)
         monkeypatch.setattr(supervisor, "_JUDGE_S", 0.0)
         planner = SimpleNamespace(
-            setups=Call(lambda: {"train": to_plain(setup)} if self.is_known else {}),
-            figures=Call(lambda: {"epoch": 1}),
-            serve=Call(self._serve),
+            setups=call(lambda: {"train": to_plain(setup)} if self.is_known else {}),
+            figures=call(lambda: {"epoch": 1}),
+            serve=call(self._serve),
         )
         self._supervisor = supervisor.Supervisor("plane", planner, spares)
 
@@ -104,24 +100,16 @@ class Plane:
     def _kill(self, loader, no_restart):
         self.killed.append(loader.number)
 
-    def _get(self, asked, timeout=None):
-        return asked.value()
-
     def _wait(self, asked, num_returns=1, timeout=None):
-        opening = {id(one) for one in asked if self._opens(one)}
-        return [one for one in asked if id(one) not in opening], []
-
-    def _opens(self, asked):
-        return isinstance(asked.of, Loader) and asked.of.state == "opens"
+        return [one for one in asked if getattr(one.of, "state", "") != "opens"], []
 
 
 @pytest.fixture
 def plane(tmp_path, monkeypatch):
-    path = data_file(write_sources(tmp_path, ("web",)), "", ("web",))
+    path = write_pairs(tmp_path, {"web": [30, 3, 64]}, more="")
 
     def made(spares=0, nodes=1, **loaders):
-        setup, _ = setup_of(path, 1, **loaders)
-        return Plane(monkeypatch, setup, spares, nodes)
+        return Plane(monkeypatch, setup_of(path, **loaders), spares, nodes)
 
     return made
 
@@ -210,22 +198,18 @@ def test_a_spare_that_was_started_again_opens_its_source_again(plane):
     assert one.opened == [0, 0]
 
 
-def test_a_source_that_cannot_be_opened_is_not_opened_again_and_again(plane):
+@pytest.mark.parametrize(
+    ("error", "opened"),
+    [(supervisor.RayTaskError("open", "", ValueError("x")), [0]), (Died(), [0, 0, 0])],
+    ids=["the source cannot be opened", "it died while it opened"],
+)
+def test_a_spare_that_died_opens_again_and_none_for_a_mistake(plane, error, opened):
     one = plane(spares=1, min=1, max=1)
     one.is_known = False
     one.look()
-    one.is_known, one.opening = True, raises(supervisor.RayTaskError("open", "", ValueError("x")))
-    one.look(5)
-    assert one.opened == [0]
-
-
-def test_a_spare_that_died_while_it_opened_opens_again(plane):
-    one = plane(spares=1, min=1, max=1)
-    one.is_known = False
-    one.look()
-    one.is_known, one.opening = True, raises(Died())
+    one.is_known, one.opening = True, raises(error)
     one.look(3)
-    assert one.opened == [0, 0, 0]
+    assert one.opened == opened
 
 
 def raises(error):

@@ -136,9 +136,6 @@ COMMANDS = {
     "python scripts/benchmarks/bench_data_plane.py memory": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_memory", needs="slow"
     ),
-    "python scripts/benchmarks/bench_data_plane.py wait --rounds 2": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data_plane.py::test_wait", needs="slow"
-    ),
     "python scripts/benchmarks/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
@@ -172,7 +169,7 @@ COMMANDS = {
         needs=f"{IN_A_CHECKOUT} slow",
     ),
     "python scripts/dev/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
-        "tests/scripts/dev/test_plot_trace.py::test_a_picture"
+        "tests/scripts/dev/test_plots.py::test_a_traced_step_is_drawn_and_another_is_refused"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/pretrain.sbatch": Here("dry_run"),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/pretrain.sbatch --data-path data/corpus": (
@@ -185,7 +182,7 @@ COMMANDS = {
         "tests/training/test_data_plane.py::test_the_same_run", needs="slow"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/data_plane.sbatch": Elsewhere(
-        "tests/slurm/test_data_plane_script.py::test_the_documented_way_from_the_repository"
+        "tests/slurm/test_pretrain_script.py::test_the_documented_way_from_the_repository"
     ),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/data_plane.sbatch --data-path data/corpus": (
         NotHere("it becomes pretrain.sbatch with one flag more, as its tests show")

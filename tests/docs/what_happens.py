@@ -94,8 +94,7 @@ SHOWN_BY = {
         f"{NODES}test_a_node_is_lost_and_the_run_goes_on_without_it",
     ),
     "a source gives the data plane no tokens for `timeout-s`": (
-        "tests/data_plane/test_asker.py::test_when_all_are_dead_the_source_is_named",
-        "tests/data_plane/test_asker.py::test_when_all_hang_who_did_is_named",
+        "tests/data_plane/test_asker.py::test_a_source_that_gives_nothing_is_named",
     ),
     "the same, or its file changes or is gone, with `on-failure: go-on-without`": (
         "tests/training/test_data_plane_without.py::test_a_source_that_hangs",

@@ -102,11 +102,9 @@ class Cluster:
         Slurm finds out by itself only after `SlurmdTimeout`; it is told, as by a site's checks.
         """
         doomed: list[psutil.Process] = []
-        for one in psutil.process_iter():
+        for one, environment in self.processes_here():
             with suppress(psutil.Error):
-                environment = one.environ()
-                is_here = environment.get("SLURM_CONF", "").startswith(str(self.folder))
-                if is_here and environment.get("SLURMD_NODENAME") == node:
+                if environment.get("SLURMD_NODENAME") == node:
                     parent = one.parent()
                     is_step = parent is not None and "slurmstepd" in " ".join(parent.cmdline())
                     doomed += [parent, one] if parent is not None and is_step else [one]
@@ -118,6 +116,14 @@ class Cluster:
             with suppress(psutil.Error):
                 one.kill()
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def processes_here(self) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+        """Processes of this Slurm's jobs, whose ids begin at 1 in each, with their environments."""
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = one.environ()
+                if environment.get("SLURM_CONF", "").startswith(str(self.folder)):
+                    yield one, environment
 
     def wait_until_idle(self) -> None:
         """Until every node can take a job."""

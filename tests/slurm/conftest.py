@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.slurm.cluster import running_cluster
-from tests.slurm.jobs import JOB_S, Job, check_steps
+from tests.slurm.jobs import JOB_S, Job, check_completed
 from tests.support.gradients import write_corpus
 
 
@@ -40,7 +40,7 @@ def submit(cluster):
 def uninterrupted(cluster):
     """The losses of a job on two nodes that nobody disturbed."""
     job = Job(cluster, "uninterrupted", DOCTOR="1")
-    assert job.end() == ("COMPLETED", 0), job.told()
+    losses = check_completed(job)
     assert "doctor: training can run" in job.log and "start 0: 1 ranks on each of 2" in job.log
     assert set(job.node_logs(0)) == {"0", "1"}
-    return check_steps(job)
+    return losses

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.processes import free_port
@@ -60,6 +59,9 @@ class Job:
         paths = self.run_dir.glob(f"logs/{self.number}/start-{start}/node-*.log")
         return {path.name.split("-")[1]: path.read_text() for path in paths}
 
+    def node_text(self, start):
+        return "".join(self.node_logs(start).values())
+
     def fields(self):
         return self.cluster.job(self.at_slurm)
 
@@ -79,25 +81,16 @@ class Job:
 
     def processes(self):
         """All of the job's processes, with their environments."""
-        found = []
-        folder = str(self.cluster.folder)  # ids begin at 1 in every Slurm of the tests
-        for one in psutil.process_iter():
-            try:
-                environment = one.environ()
-            except psutil.Error:
-                continue
-            is_here = environment.get("SLURM_CONF", "").startswith(folder)
-            if is_here and environment.get("SLURM_JOB_ID") == str(self.number):
-                found.append((one, environment))
-        return found
+        return [
+            (one, environment)
+            for one, environment in self.cluster.processes_here()
+            if environment.get("SLURM_JOB_ID") == str(self.number)
+        ]
 
     def ranks(self):
         """The processes of the ranks, by rank."""
-        found = {}
-        for one, environment in self.processes():
-            if "RANK" in environment:
-                found.setdefault(int(environment["RANK"]), one)
-        return found
+        found = [(int(of["RANK"]), one) for one, of in self.processes() if "RANK" in of]
+        return dict(reversed(found))  # of each the first
 
     def wait_for(self, what, is_there, timeout_s=JOB_S):
         deadline = time.monotonic() + timeout_s
@@ -124,11 +117,19 @@ class Job:
         return "\n".join([str(self.fields()), self.log, *logs])
 
 
-def check_steps(job, expected=None):
-    """Every step once, with the expected losses; returns the losses."""
+def check_losses(job, expected=None):
+    """Every step once, with the expected losses of an undisturbed job; returns the losses."""
     steps = job.steps()
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), job.told()
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), job.told()
     losses = [step["loss"] for step in steps]
     if expected is not None:
-        assert losses == pytest.approx(expected, rel=1e-10)
+        assert losses == pytest.approx(expected[: len(losses)], rel=1e-10)
+    return losses
+
+
+def check_completed(job, expected=None):
+    """The job has ended well with all steps; returns the losses."""
+    assert job.end() == ("COMPLETED", 0), job.told()
+    losses = check_losses(job, expected)
+    assert len(losses) == STEPS, job.told()
     return losses

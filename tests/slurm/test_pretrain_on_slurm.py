@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.slurm import cluster as slurm
-from tests.slurm.jobs import check_steps
+from tests.slurm.jobs import check_completed, check_losses
 
 MISSING = slurm.what_is_missing()
 pytestmark = [
@@ -30,14 +30,13 @@ def test_a_warning_saves_and_queues_again(submit, uninterrupted, to):
         job.wait_for_step(3 if start == 0 else len(job.steps()) + 3)
         job.cluster.run("scancel", *options.split(), job.number)
         job.wait_for_start(start + 1)
-        text = "".join(job.node_logs(start).values())
+        text = job.node_text(start)
         assert "received: the job ends after iteration" in text, job.told()
         assert "saved checkpoint of iteration" in text, job.told()
-    assert job.end() == ("COMPLETED", 0), job.told()
+    check_completed(job, uninterrupted)
     assert job.fields()["Restarts"] == "2", job.told()
     assert job.log.count("queued again") == 2, job.told()
-    assert "loaded " in "".join(job.node_logs(2).values()), job.told()
-    check_steps(job, uninterrupted)
+    assert "loaded " in job.node_text(2), job.told()
 
 
 @pytest.fixture
@@ -60,11 +59,10 @@ def test_a_job_resumes_after_a_requeue_and_on_fewer_nodes(submit, uninterrupted,
     job.wait_for_step(3)
     job.cluster.run("scontrol", "requeue", job.number)
     take_away(slurm.NODES[0])
-    assert job.end() == ("COMPLETED", 0), job.told()
+    check_completed(job, uninterrupted)
     assert set(job.node_logs(0)) == {"0", "1"} and set(job.node_logs(1)) == {"0"}, job.told()
     assert "start 1: 1 ranks on each of 1 nodes" in job.log, job.told()
-    assert "saved checkpoint of iteration" in "".join(job.node_logs(0).values()), job.told()
-    check_steps(job, uninterrupted)
+    assert "saved checkpoint of iteration" in job.node_text(0), job.told()
 
 
 def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted):
@@ -78,10 +76,7 @@ def test_a_killed_rank_is_named_and_the_job_tried_again(submit, uninterrupted):
     assert job.end() == ("FAILED", 128 + signal.SIGKILL), job.told()
     assert job.log.count("rank 1 (host ") >= 2 and "died or was stopped" in job.log, job.told()
     assert job.log.count("queued again") == 1, job.told()
-    steps = job.steps()
-    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
-    losses = [step["loss"] for step in steps]
-    assert losses == pytest.approx(uninterrupted[: len(losses)], rel=1e-10)
+    check_losses(job, uninterrupted)
 
 
 def test_a_mistake_is_not_tried_again(submit):
@@ -111,4 +106,58 @@ def test_a_job_near_its_time_limit_saves_and_resumes(submit):
     before = len(job.steps())
     job.wait_for_step(before + 3)
     assert [step["step"] for step in job.steps()][: before + 3] == list(range(1, before + 4))
-    assert "loaded " in "".join(job.node_logs(1).values()), job.told()
+    assert "loaded " in job.node_text(1), job.told()
+
+
+def test_a_preempted_job_saves_waits_and_resumes(submit, uninterrupted):
+    """Slurm's own preemption, with a time of grace."""
+    job = submit("preempted")
+    job.wait_for_step(3)
+    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 5")
+    number = int(job.cluster.run("sbatch", "--parsable", "--output=urgent-%j", *urgent))
+    job.wait_for_start(1)
+    assert "received: the job ends after iteration" in job.log, job.told()
+    assert job.cluster.job(number)["JobState"] == "COMPLETED", job.told()
+    check_completed(job, uninterrupted)
+    assert job.fields()["Restarts"] == "1", job.told()
+    assert "loaded " in job.node_text(1), job.told()
+
+
+@pytest.fixture
+def lose(cluster):
+    """Lets a node fail; brings it back at the end of the test."""
+    lost = []
+
+    def lose_node(node):
+        cluster.lose_node(node)
+        lost.append(node)
+
+    yield lose_node
+    for node in lost:
+        cluster.bring_back(node)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["where-the-script-runs", "another"])
+def test_a_job_resumes_without_a_node_that_fails(submit, uninterrupted, lose, place):
+    """The job may start on one node or two."""
+    flags = ("--save-interval", "2")
+    job = submit(f"failing-{place}", "--nodes=1-2", flags=flags)
+    job.wait_for_step(5)
+    lose(slurm.NODES[place])
+    job.wait_for_start(1)
+    check_completed(job, uninterrupted)
+    last = int(job.fields()["Restarts"])
+    assert f"start {last}: 1 ranks on each of 1 nodes" in job.log, job.told()
+    assert "loaded " in job.node_text(last), job.told()
+
+
+def test_tasks_of_an_array_are_runs_of_their_own(submit, uninterrupted):
+    """Both at once, each on a node; one is warned and queued again, the other is left alone."""
+    job = submit("array", "--nodes=1", "--array=1-2", RUN_DIR="", RENDEZVOUS_PORT="")
+    first, second = job.task(1), job.task(2)
+    for one in (first, second):
+        one.wait_for_step(3)
+    first.cluster.run("scancel", "--signal=USR1", first.at_slurm)
+    for one in (first, second):
+        check_completed(one, uninterrupted)
+    assert first.fields()["Restarts"] == "1" and second.fields()["Restarts"] == "0"

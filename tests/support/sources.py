@@ -1,6 +1,5 @@
 """Three small sources on disk, one of them with masked conversations, and files that name them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -38,19 +37,6 @@ def data_file(folder, more=WEIGHTS, names=tuple(LENGTHS), name="data.yaml", **ke
     ]
     path = Path(folder) / name
     path.write_text("\n".join(["sources:", *lines, more, ""]))
-    return path
-
-
-def write_notes(folder, count, words, keys="", more=""):
-    """Texts that are tokenised on the fly, beside `web`; return the file that names both."""
-    lines = [json.dumps({"text": f"{i} " * words[i % len(words)]}) for i in range(count)]
-    (folder / "notes.jsonl").write_text("\n".join(lines))
-    path = folder / "data.yaml"
-    path.write_text(
-        "sources:\n"
-        f"  notes: {{path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte{keys}}}\n"
-        f"  web: {{path: web/corpus}}\n{more}"
-    )
     return path
 
 

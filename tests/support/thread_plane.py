@@ -1,5 +1,6 @@
 """A data plane of threads: real sources on disk and real roles, neither Ray nor torch."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -9,9 +10,8 @@ import numpy as np
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
 from megatron_hdp.data.spans import SpansWriter
-from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import LocalLoaders, PlanSettings, StepPlanner, StepTotals
-from megatron_hdp.data_plane.roles import Answer, LoadingService
+from megatron_hdp.data_plane.roles import Answer, Journal, LoadingService, PlanningService
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.planner import CostModel
 from tests.support.rank_steps import differences
@@ -46,6 +46,19 @@ def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
     return path
 
 
+def write_notes(folder, count, words, keys="", more=""):
+    """Texts that are tokenised on the fly, beside `web`; return the file that names both."""
+    lines = [json.dumps({"text": f"{i} " * words[i % len(words)]}) for i in range(count)]
+    (folder / "notes.jsonl").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(
+        "sources:\n"
+        f"  notes: {{path: notes.jsonl, tokenise: on-the-fly, tokenizer: byte{keys}}}\n"
+        f"  web: {{path: web/corpus}}\n{more}"
+    )
+    return path
+
+
 def plan_settings(**changes):
     """A step of 12 sequences on four ranks, rings among them."""
     settings = {
@@ -66,24 +79,37 @@ def plan_settings(**changes):
 
 def setup_of(path, settings=None, **loaders):
     """The training split of a file of --hdp-data."""
-    spec = read_data_file(path).training
-    opening = Opening(max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None)
+    file = read_data_file(path)
+    opening = Opening(max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None)
     return SplitSetup(
         split="train",
-        spec=spec,
+        spec=file.training,
         max_length=100,
         long_sequence="truncate",
-        tokenizer=None,
+        tokenizer="byte",
         cache_folder=None,
         settings=settings or plan_settings(),
-        orders=open_corpus(spec, opening).orders(),
-        loaders=LoadersSpec(backend="ray", **loaders),
+        orders=open_corpus(file.training, opening).orders(),
+        loaders=replace(file.loaders, backend="ray", **loaders),
     )
 
 
 def planner_of(setup):
     """Return what draws and plans a split, opened anew."""
     return setup.planner(lambda text: None, lambda source: source)
+
+
+def planning_of(setup, folder, steps_ahead=0, planner=None):
+    """Return a planning service with its journal in a folder, and a loader for each source."""
+    made = PlanningService(
+        setup.split,
+        planner or planner_of(setup),
+        Journal(folder / "journal"),
+        steps_ahead=steps_ahead,
+    )
+    names = [one.name for one in setup.spec.sources]
+    made.serve({name: (f"{name}-0",) for name in names}, dict.fromkeys(names, 1))
+    return made
 
 
 def loading_of(setup):
@@ -116,26 +142,29 @@ def require_same(one, other):
 
 
 class Planner:
-    """Answers from memory, without a journal; `epoch` may be set."""
+    """Answers from memory, without a journal; `epoch` may be set.
 
-    def __init__(self, step_planner, num_loaders=1, num_shadows=0):
+    Step by step there may be other numbers of loaders.
+    """
+
+    def __init__(self, step_planner, num_loaders=(1,), num_shadows=0):
         self._planner = step_planner
-        names = step_planner.corpus.names
-        total = num_loaders + num_shadows
-        self.loaders = {name: tuple(f"{name}-{i}" for i in range(total)) for name in names}
-        self.num_serving = dict.fromkeys(names, num_loaders)
+        self._num_loaders, self._num_shadows = num_loaders, num_shadows
         self.epoch = 1
         self.asked = []
 
     def __call__(self, position, ranks):
         self.asked.append((position.steps, tuple(ranks)))
         planned = self._planner.plan(position)
+        names = self._planner.corpus.names
+        count = self._num_loaders[position.steps % len(self._num_loaders)]
+        numbers = range(count + self._num_shadows)
         return Answer(
             epoch=self.epoch,
-            totals=StepTotals.of(planned, len(self.loaders)),
+            totals=StepTotals.of(planned, len(names)),
             shares=self._planner.shares(planned).of(ranks),
-            loaders=self.loaders,
-            num_serving=self.num_serving,
+            loaders={name: tuple(f"{name}-{i}" for i in numbers) for name in names},
+            num_serving=dict.fromkeys(names, count),
         )
 
 

@@ -17,7 +17,8 @@ from megatron_hdp.data_plane.watcher import Watcher
 from tests.support import slow_text
 from tests.support.metric_lines import lines_of
 from tests.support.plane import processes_of
-from tests.support.sources import write_notes, write_sources
+from tests.support.sources import write_sources
+from tests.support.thread_plane import write_notes
 from tests.training.test_data_plane import figures, run, trained
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")

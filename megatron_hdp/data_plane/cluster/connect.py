@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from megatron_hdp.data_plane.cluster.ray_node import answers, temporary_folder_of
+from megatron_hdp.data_plane.cluster.ray_node import answers
 
 _PAUSE_S = 0.5
 _LISTENS_S = 10.0  # for a head that is just being started
 
 
-def connect(
+@contextmanager
+def connected(
     address: str | None,
     process: subprocess.Popen[bytes] | None,
     start_s: float,
     **options: Any,
-) -> None:
-    """Join the cluster at an address.
+) -> Iterator[None]:
+    """This process in the cluster at an address, while the block runs.
 
     Args:
         address: of its head; None: that of RAY_ADDRESS, which must run already.
@@ -38,11 +41,13 @@ def connect(
     if address is None:
         _require_cluster(os.environ.get("RAY_ADDRESS", ""))
     if process is not None:  # there may be others' nodes of the cluster on this host
-        options["_temp_dir"] = temporary_folder_of(process)
+        assert isinstance(process.args, list)
+        (folder,) = [one for one in process.args if str(one).startswith("--temp-dir=")]
+        options["_temp_dir"] = str(folder).removeprefix("--temp-dir=")
     while True:
         try:
             ray.init(address=address or "auto", **options)
-            return
+            break
         except (ValueError, RuntimeError, OSError, RayError) as error:
             ray.shutdown()
             why = _first_line(error)
@@ -58,6 +63,10 @@ def connect(
                     f"Ray on this node does not answer after {start_s:.0f} s ({why})"
                 ) from None
         time.sleep(_PAUSE_S)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _require_cluster(address: str) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,13 +39,13 @@ def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[
     """
     of_sockets = parent is None
     parent = parent or Path(_short_folder())
-    for dead in parent.glob(f"{prefix}*"):
-        _remove_if_dead(dead)
+    for other in parent.glob(f"{prefix}*"):
+        _lives(other, fcntl.LOCK_EX, if_dead=shutil.rmtree)
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise (_no_folder(error) if of_sockets else error) from None
-    lock = _lock(folder)
+    lock = lock_in(folder, _LOCK, socket.gethostname())
     try:
         yield str(folder), lock
     finally:
@@ -61,18 +61,21 @@ def folders_of_living_jobs(prefix: str = PREFIX, parent: Path | None = None) -> 
         parent: in which they are; None: the folder of temporary files.
     """
     parent = parent or Path(_short_folder())
-    return [folder for folder in sorted(parent.glob(f"{prefix}*")) if _is_alive(folder)]
+    folders = sorted(parent.glob(f"{prefix}*"))
+    return [one for one in folders if _lives(one, fcntl.LOCK_SH)]  # shared: others may look, too
 
 
-def _is_alive(folder: Path) -> bool:
+def _lives(folder: Path, kind: int, if_dead: Callable[[Path], None] = lambda folder: None) -> bool:
+    """Whether a job of this user on this host lives; something may be done where it is dead."""
     with suppress(OSError):  # not ours to read, or gone by now
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return False
-        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         try:
             if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
                 return False
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look, too
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            if_dead(folder)
         except BlockingIOError:
             return True
         finally:
@@ -101,26 +104,11 @@ def _no_folder(error: OSError) -> ValueError:
     )
 
 
-def _lock(folder: Path) -> int:
-    """Locks the folder; who sees the file under its name finds it locked."""
-    unnamed = folder / f"{_LOCK}.new"
-    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def lock_in(folder: Path, name: str, text: str = "") -> int:
+    """Make a file and lock it; who sees it under its name finds it locked."""
+    unnamed = folder / f"{name}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.write(lock, socket.gethostname().encode())
-    os.rename(unnamed, folder / _LOCK)
+    os.write(lock, text.encode())
+    unnamed.rename(folder / name)
     return lock
-
-
-def _remove_if_dead(folder: Path) -> None:
-    """Removes the folder of a job of this user on this host, unless that lives or is not known."""
-    with suppress(OSError):  # not ours to read, gone by now, or its job lives
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
-                return
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-        finally:
-            os.close(lock)

@@ -103,17 +103,6 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     return words
 
 
-def temporary_folder_of(process: "subprocess.Popen[bytes]") -> str:
-    """The folder of temporary files of a node that `ray_node` has started."""
-    assert isinstance(process.args, list)
-    (folder,) = (
-        word.removeprefix("--temp-dir=")
-        for word in map(str, process.args)
-        if word.startswith("--temp-dir=")
-    )
-    return folder
-
-
 def _wait_for_head(
     address: str, start_s: float, process: "subprocess.Popen[bytes] | None" = None
 ) -> None:

@@ -1,7 +1,7 @@
 """What planner, loaders and constructors do, wherever they run: no Ray, no sockets."""
 
-from megatron_hdp.data_plane.roles.constructing import ConstructingService, ConstructorFigures
-from megatron_hdp.data_plane.roles.failures import FAILURES, SourceFailure, SourceSilent, why_of
+from megatron_hdp.data_plane.roles.constructing import ConstructingService
+from megatron_hdp.data_plane.roles.failures import FAILURES, SourceSilent, why_of
 from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
 from megatron_hdp.data_plane.roles.loading import Loaded, LoaderFigures, LoadingService, Wanted
 from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
@@ -12,7 +12,6 @@ __all__ = [
     "FAILURES",
     "Answer",
     "ConstructingService",
-    "ConstructorFigures",
     "Entry",
     "FencedError",
     "Journal",
@@ -23,7 +22,6 @@ __all__ = [
     "PublishedSource",
     "Scaling",
     "Seen",
-    "SourceFailure",
     "SourceSilent",
     "Wanted",
     "why_of",

@@ -41,9 +41,7 @@ class ConstructorFigures:
 
     steps: int = 0
     fetched_bytes: int = 0
-    slice_bytes: int = 0
-    """Of the tokens of the slices that the node's ranks hold, in the loaders' integers."""
-    waited_for: dict[str, int] = field(default_factory=dict)
+    waited_for: Counter[str] = field(default_factory=Counter)
     """By source: steps that a rank waited for and whose tokens it gave last."""
 
 
@@ -149,14 +147,9 @@ class ConstructingService(Generic[T]):
                 raise failure
         made = future.result()
         if is_late and made.slowest is not None:
-            waited_for = self.figures.waited_for
-            waited_for[made.slowest] = waited_for.get(made.slowest, 0) + 1
+            self.figures.waited_for[made.slowest] += 1
         self._expect(made.after.knowing(position), self._steps_ahead)
         return made.steps[reader]
-
-    def expect(self, position: Position) -> None:
-        """Begin to make the step that begins at a position, and those behind it."""
-        self._expect(position, self._steps_ahead)
 
     def close(self) -> None:
         """End all threads and drop all steps; what is being fetched ends by its own time limit."""
@@ -300,7 +293,6 @@ class ConstructingService(Generic[T]):
             slowest = name if is_late else slowest
             fetched.add(source, wanted, loaded)
             self.figures.fetched_bytes += loaded.num_bytes
-            self.figures.slice_bytes += wanted.num_tokens * loaded.tokens.itemsize
         return fetched, slowest
 
 

@@ -52,10 +52,8 @@ class LoaderFigures:
     """What one loader has done since it began."""
 
     tokens: int = 0
-    sent_bytes: int = 0
     busy_s: float = 0.0
     """In which it worked at one request or several, up to now."""
-    requests: int = 0
 
 
 class LoadingService:
@@ -99,7 +97,6 @@ class LoadingService:
             loaded = self._load(wanted)
             with self._lock:
                 self._figures.tokens += wanted.num_tokens
-                self._figures.sent_bytes += loaded.num_bytes
             return loaded
 
     def _load(self, wanted: Wanted) -> Loaded:
@@ -137,7 +134,6 @@ class LoadingService:
                 self._num_running -= 1
                 if not self._num_running:
                     self._figures.busy_s += time.perf_counter() - self._begun
-                self._figures.requests += 1
 
 
 def turns_of(rows: Int64Array, num_serving: int) -> Int64Array:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hdp.data.mixture import Position
-from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps import (
     PackedShares,
     PlannedStep,
@@ -122,13 +121,6 @@ class PlanningService:
             )
         with self._lock:
             self._failed.setdefault(source, why)
-
-    def follow(self, orders: Mapping[str, SourceOrder]) -> None:
-        """Draw from now on in these orders of the sources."""
-        with self._lock:
-            self._steps.clear()
-            self._before.clear()
-            self._planner.follow(orders)
 
     def serve(self, loaders: Mapping[str, tuple[str, ...]], num_serving: Mapping[str, int]) -> None:
         """Tell from now on that these loaders serve the sources; see `Answer`."""

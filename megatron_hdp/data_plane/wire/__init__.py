@@ -1,31 +1,21 @@
 """How a rank gets its steps on its node: questions over a socket, arrays in shared memory."""
 
 from megatron_hdp.data_plane.wire.client import NodeClient
-from megatron_hdp.data_plane.wire.layout import Packed, header_of, pack, unpack
-from megatron_hdp.data_plane.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    DataPlaneLost,
-    Message,
-    Peer,
-    ProtocolError,
-)
+from megatron_hdp.data_plane.wire.layout import pack, unpack
+from megatron_hdp.data_plane.wire.protocol import MAX_MESSAGE_BYTES, DataPlaneLost, Message, Peer
 from megatron_hdp.data_plane.wire.segments import SHARED_MEMORY, SegmentFolder
-from megatron_hdp.data_plane.wire.server import ClientRecord, Handler, NodeServer
+from megatron_hdp.data_plane.wire.server import ClientRecord, NodeServer
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "SHARED_MEMORY",
     "ClientRecord",
     "DataPlaneLost",
-    "Handler",
     "Message",
     "NodeClient",
     "NodeServer",
-    "Packed",
     "Peer",
-    "ProtocolError",
     "SegmentFolder",
-    "header_of",
     "pack",
     "unpack",
 ]

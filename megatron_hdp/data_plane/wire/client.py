@@ -37,7 +37,6 @@ class NodeClient:
         timeout_s: float,
         *,
         hello: Message | None = None,
-        reconnect_s: float = 30.0,
         why_lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Connect; wait until the server listens.
@@ -46,7 +45,6 @@ class NodeClient:
             path: of the server's socket.
             timeout_s: within which it must listen, and answer the hello.
             hello: the first request of every connection, the one after a restart too.
-            reconnect_s: for which a server that has gone is waited for.
             why_lost: says why a server that does not listen will never come back; None: it may.
 
         Raises:
@@ -55,7 +53,6 @@ class NodeClient:
         """
         self.path = path
         self._hello = hello
-        self._reconnect_s = reconnect_s
         self._why_lost = why_lost
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
@@ -63,7 +60,7 @@ class NodeClient:
         self.greeting: Message = {}
         """The server's answer to the latest hello."""
         begun = time.monotonic()
-        self._connect("the first connection", begun, begun + timeout_s, begun + timeout_s)
+        self._connect("the first connection", begun, begun + timeout_s)
 
     def call(self, request: Message, timeout_s: float) -> Message:
         """Return the server's answer.
@@ -73,20 +70,15 @@ class NodeClient:
             timeout_s: the longest that this takes, a restart of the server included.
 
         Raises:
-            DataPlaneLost: no answer in time, or the server is gone for longer than `reconnect_s`.
+            DataPlaneLost: no answer in time.
             ValueError: a user's mistake, in the server's words.
         """
         begun = time.monotonic()
         deadline = begun + timeout_s
         what = _name(request)
-        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
-            raise self._lost(what, begun, "another request of this process still waits")
-        try:
-            while True:
-                if self._is_closed:
-                    raise self._lost(what, begun, "the client is closed")
-                give_up = min(deadline, time.monotonic() + self._reconnect_s)
-                connection = self._connection or self._connect(what, begun, deadline, give_up)
+        with self._lock:
+            while not self._is_closed:
+                connection = self._connection or self._connect(what, begun, deadline)
                 try:
                     answer = _ask(connection, request, deadline)
                 except TimeoutError:
@@ -95,13 +87,12 @@ class NodeClient:
                 except ConnectionError:
                     self._disconnect()
                     time.sleep(_RETRY_S)
+                    continue
                 except BaseException:
                     self._disconnect()  # an answer may come yet, and is not one to what comes next
                     raise
-                else:
-                    return answer_in(answer)
-        finally:
-            self._lock.release()
+                return answer_in(answer)
+        raise self._lost(what, begun, "the client is closed")
 
     def close(self) -> None:
         """Hang up; a request that waits in another thread ends with `DataPlaneLost`."""
@@ -114,20 +105,13 @@ class NodeClient:
             self._disconnect()
             self._lock.release()
 
-    def _connect(self, what: str, begun: float, deadline: float, give_up: float) -> socket.socket:
-        """Return a connection on which hello was said.
-
-        Args:
-            what: is asked.
-            begun: the time when it was.
-            deadline: of the request.
-            give_up: the time until which the server is waited for.
-        """
+    def _connect(self, what: str, begun: float, deadline: float) -> socket.socket:
+        """Return a connection on which hello was said; for what is asked since `begun`."""
         while not self._is_closed:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._connection = connection
             try:
-                connection.settimeout(max(_RETRY_S, give_up - time.monotonic()))
+                connection.settimeout(max(_RETRY_S, deadline - time.monotonic()))
                 connection.connect(os.fspath(self.path))
                 require_same_user(connection)
                 if self._hello is not None:
@@ -136,7 +120,7 @@ class NodeClient:
             except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
                 self._disconnect()
                 why = self._why_lost()
-                if why is not None or time.monotonic() + _RETRY_S >= give_up:
+                if why is not None or time.monotonic() + _RETRY_S >= deadline:
                     raise self._lost(what, begun, why or _reason(error)) from None
             except BaseException:
                 self._disconnect()
@@ -163,8 +147,8 @@ class NodeClient:
 
 
 def _ask(connection: socket.socket, request: Message, deadline: float) -> Message:
-    send(connection, request, deadline - time.monotonic())
-    return receive(connection, deadline - time.monotonic())
+    send(connection, request, deadline)
+    return receive(connection, deadline)
 
 
 def _name(request: Message) -> str:

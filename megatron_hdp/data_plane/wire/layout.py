@@ -7,7 +7,7 @@ nothing. Fields are taken from the dataclasses: a new one travels without a chan
 
 from __future__ import annotations
 
-import math
+import json
 import struct
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
@@ -37,15 +37,7 @@ class Packed:
     """Of the buffer that it needs."""
 
     def write_into(self, buffer: memoryview) -> None:
-        """Write prefix, header and arrays.
-
-        Args:
-            buffer: writable, of at least `num_bytes` bytes; what lies between arrays stays as it
-                is.
-
-        Raises:
-            ValueError: the buffer is smaller.
-        """
+        """Write prefix, header and arrays into a buffer of at least `num_bytes` bytes."""
         _require_bytes(buffer, self.num_bytes)
         begin = _PREFIX.size
         _PREFIX.pack_into(buffer, 0, _MAGIC, len(self.header))
@@ -56,30 +48,39 @@ class Packed:
 
 
 def pack(step: RankStep) -> Packed:
-    """Return how a step lies in a buffer; its arrays are not copied before they are written.
-
-    Args:
-        step: of one rank.
-    """
+    """Return how a rank's step lies in a buffer; arrays are not copied before they are written."""
     arrays = _Arrays()
-    totals = step.totals.to_record()
-    _require_finite(totals)
     record = {
-        "totals": totals,
+        "totals": step.totals.to_record(),
         "share": _record_of(step.share, arrays),
         "micro_batches": [_record_of(one, arrays) for one in step.micro_batches],
         "lost": [asdict(one) for one in step.lost],
     }
-    header = orjson.dumps(record)
+    # orjson would write NaN and infinity as null
+    header = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
     return Packed(header, tuple(arrays.placed), _data_start(header) + arrays.num_bytes)
 
 
-def header_of(buffer: memoryview) -> bytes:
-    """Return the header that stands at the beginning of a buffer.
+def unpack(buffer: memoryview) -> RankStep:
+    """Return the step that `Packed.write_into` wrote; its arrays are views of the buffer.
+
+    They can be written if the buffer can, and keep it alive.
 
     Raises:
-        ValueError: the buffer holds no step.
+        ValueError: the buffer holds no step, or ends before an array does.
     """
+    header = _header_of(buffer)
+    data = _data_start(header)
+    record = orjson.loads(header)
+    return RankStep(
+        StepTotals.from_record(record["totals"]),
+        _from_record(RankShare, record["share"], buffer, data),
+        tuple(_from_record(RankMicroBatch, one, buffer, data) for one in record["micro_batches"]),
+        tuple(LostSource(**{**one, "ids": tuple(one["ids"])}) for one in record["lost"]),
+    )
+
+
+def _header_of(buffer: memoryview) -> bytes:
     _require_bytes(buffer, _PREFIX.size)
     magic, length = _PREFIX.unpack_from(buffer)
     if magic != _MAGIC:
@@ -89,28 +90,6 @@ def header_of(buffer: memoryview) -> bytes:
         )
     _require_bytes(buffer, _PREFIX.size + length)
     return bytes(buffer[_PREFIX.size : _PREFIX.size + length])
-
-
-def unpack(header: bytes, buffer: memoryview) -> RankStep:
-    """Return the step that `Packed.write_into` wrote; its arrays are views of the buffer.
-
-    They can be written if the buffer can, and keep it alive.
-
-    Args:
-        header: see `header_of`.
-        buffer: the whole of it, prefix and header included.
-
-    Raises:
-        ValueError: the buffer ends before an array does.
-    """
-    data = _data_start(header)
-    record = orjson.loads(header)
-    return RankStep(
-        StepTotals.from_record(record["totals"]),
-        _from_record(RankShare, record["share"], buffer, data),
-        tuple(_from_record(RankMicroBatch, one, buffer, data) for one in record["micro_batches"]),
-        tuple(LostSource(**{**one, "ids": tuple(one["ids"])}) for one in record["lost"]),
-    )
 
 
 class _Arrays:
@@ -134,7 +113,6 @@ def _record_of(one: RankShare | RankMicroBatch, arrays: _Arrays) -> dict[str, An
     for name, value in record.items():
         if isinstance(value, np.ndarray):
             record[name] = arrays.place(value)
-    _require_finite(record)
     return record
 
 
@@ -167,17 +145,6 @@ def _require_bytes(buffer: memoryview, num_bytes: int) -> None:
             f"found a buffer of {buffer.nbytes:,} bytes, expected at least {num_bytes:,} for the "
             "step in it: it is cut short, or belongs to another header"
         )
-
-
-def _require_finite(value: Any) -> None:
-    """JSON knows no NaN and no infinity: they would arrive as None."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for one in value:
-            _require_finite(one)
-    else:
-        assert not isinstance(value, float) or math.isfinite(value), value
 
 
 def _data_start(header: bytes) -> int:

@@ -23,10 +23,6 @@ class ProtocolError(ConnectionError):
     """The other side ended, or sent what is no message: the connection is of no more use."""
 
 
-class EndedError(ProtocolError):
-    """The other side ended between two messages."""
-
-
 class DataPlaneLost(RuntimeError):
     """The data plane did not answer: what was asked, of whom, for how long."""
 
@@ -61,8 +57,8 @@ def require_same_user(connection: socket.socket) -> Peer:
     return peer
 
 
-def send(connection: socket.socket, message: Message, timeout_s: float) -> None:
-    """Send a message.
+def send(connection: socket.socket, message: Message, deadline: float) -> None:
+    """Send a message before a time of `time.monotonic`.
 
     Raises:
         ValueError: it is longer than a message may be.
@@ -75,25 +71,18 @@ def send(connection: socket.socket, message: Message, timeout_s: float) -> None:
             f"found a message of {len(text):,} bytes, expected at most {MAX_MESSAGE_BYTES:,}: "
             "arrays travel in shared memory, not in messages"
         )
-    connection.settimeout(_left(time.monotonic() + timeout_s))
+    connection.settimeout(_left(deadline))
     connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def receive(connection: socket.socket, timeout_s: float) -> Message:
-    """Return the next message.
+def receive(connection: socket.socket, deadline: float) -> Message:
+    """Return the next message, which must be there before a time of `time.monotonic`.
 
     Raises:
-        EndedError: the other side ended.
-        ProtocolError: it sent what is no message, or ended inside one.
+        ProtocolError: the other side ended, or sent what is no message.
         TimeoutError: none came, or not the whole of it.
     """
-    deadline = time.monotonic() + timeout_s
-    connection.settimeout(_left(deadline))
-    first = connection.recv(_LENGTH.size)
-    if not first:
-        raise EndedError("found the end of the connection, expected a message")
-    rest = _exactly(connection, _LENGTH.size - len(first), deadline)
-    (length,) = _LENGTH.unpack(first + rest)
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"found a message of {length:,} bytes, expected at most {MAX_MESSAGE_BYTES:,}"

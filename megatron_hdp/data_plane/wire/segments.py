@@ -16,12 +16,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Condition
+from threading import Lock
+
+from megatron_hdp.files import is_named
 
 SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _NAME = re.compile(r"[a-z0-9-]{1,120}")
-_WRITE_S = 30.0  # longer than writing a step takes anywhere
 _LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
@@ -38,9 +39,7 @@ class SegmentFolder:
         self.path = Path(os.path.abspath(path))
         self._folder = _open_folder(self.path)
         self._is_made_here = False
-        self._lock = Condition()
-        self._is_closed = False
-        self._num_writing = 0
+        self._lock = Lock()
         self._num_bytes: dict[str, int] = {}
 
     @classmethod
@@ -66,7 +65,7 @@ class SegmentFolder:
         made = cls(path)
         try:
             fcntl.flock(made._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(made._folder, path):  # its owner has removed it in between
+            if not is_named(made._folder, path):  # its owner has removed it in between
                 made.close()
                 return cls.make(name, parent)
         except BlockingIOError:
@@ -85,92 +84,62 @@ class SegmentFolder:
         with self._lock:
             return sum(self._num_bytes.values())
 
-    @property
-    def names(self) -> list[str]:
-        """Those of the segments that were created here and not removed, in order."""
-        with self._lock:
-            return list(self._num_bytes)
-
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[memoryview]:
         """Give a buffer to write in; the segment appears when the block ends without an exception.
 
         Args:
-            name: of lower-case letters, digits and hyphens.
+            name: of lower-case letters, digits and hyphens; a new one.
             num_bytes: of the segment.
 
         Raises:
-            ValueError: there is no room in shared memory, or a segment of this name is there.
+            ValueError: there is no room in shared memory.
         """
         assert self._is_made_here, f"{self.path} is another process's"
         part = _checked(name, "a segment") + ".part"
-        if num_bytes < 1:
-            raise ValueError(f"found {num_bytes} bytes for segment {name}, expected at least one")
         with self._lock:
-            if self._is_closed:
-                raise ValueError(f"{self.path} is closed, no segment is made any more")
-            if name in self._num_bytes:
-                raise ValueError(
-                    f"found segment {name} in {self.path}, expected a new name: a segment never "
-                    "changes; remove it first"
-                )
+            assert name not in self._num_bytes, f"{name} is there, and a segment never changes"
+            try:
+                mapped = self._map_new(part, num_bytes)
+                buffer = memoryview(mapped)
+                yield buffer
+                buffer.release()
+                mapped.close()
+                os.rename(part, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(part, dir_fd=self._folder)
+                raise
             self._num_bytes[name] = num_bytes
-            self._num_writing += 1
-        try:
-            mapped = self._map_new(part, num_bytes)
-            buffer = memoryview(mapped)
-            yield buffer
-            buffer.release()
-            mapped.close()
-            os.rename(part, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(part, dir_fd=self._folder)
-            with self._lock:
-                self._num_bytes.pop(name, None)
-            raise
-        finally:
-            with self._lock:
-                self._num_writing -= 1
-                self._lock.notify_all()
 
     def remove(self, name: str) -> None:
         """Take a segment's name away; one that is not there is no mistake."""
         assert self._is_made_here, f"{self.path} is another process's"
         with self._lock:
-            if self._is_closed:
+            if self._folder < 0:
                 return  # nothing is left
             with suppress(FileNotFoundError):
                 os.unlink(_checked(name, "a segment"), dir_fd=self._folder)
             self._num_bytes.pop(name, None)
 
-    def attach(self, path: Path | str) -> mmap.mmap:
+    def attach(self, name: str) -> mmap.mmap:
         """Map a segment copy-on-write: writing to it changes this process's memory alone.
-
-        Args:
-            path: of the segment, or its name.
 
         Raises:
             FileNotFoundError: it was removed.
             ValueError: it is not a segment of this folder, or not this user's alone.
         """
-        full = self.path / path
-        if full.parent != self.path:
-            raise ValueError(
-                f"{full}: found a path outside of {self.path}, expected a segment in it: a step is "
-                "read from its node's own folder alone"
-            )
-        name = _checked(full.name, "a segment")
+        full = self.path / _checked(name, "a segment")
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._folder)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                error.errno,
+                "found no segment, expected the step that was announced there: it was removed; "
+                "ask for the step again",
+                str(full),
+            ) from None
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    "found no segment, expected the step that was announced there: it was removed; "
-                    "ask for the step again",
-                    str(full),
-                ) from None
             if error.errno != errno.ELOOP:
                 raise
             raise ValueError(
@@ -180,7 +149,7 @@ class SegmentFolder:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 raise ValueError(f"{full}: found no regular file, expected a segment: remove it")
-            _require_private(full, found)
+            require_private(full, found)
             return mmap.mmap(file, found.st_size, access=mmap.ACCESS_COPY)
         finally:
             os.close(file)
@@ -189,22 +158,16 @@ class SegmentFolder:
         """Let go of the folder; the process that made it removes it with all that is in it.
 
         What is being written is waited for, and nothing is begun any more.
-
-        Raises:
-            TimeoutError: a segment is still being written after `_WRITE_S`.
         """
         with self._lock:
-            self._is_closed = True
-            if not self._lock.wait_for(lambda: not self._num_writing, _WRITE_S):
-                raise TimeoutError(f"{self.path}: a segment is still written after {_WRITE_S:g} s")
-        if self._folder < 0:
-            return
-        if self._is_made_here:
-            self._empty()
-            with suppress(FileNotFoundError):
-                self.path.rmdir()
-        os.close(self._folder)
-        self._folder = -1
+            if self._folder < 0:
+                return
+            if self._is_made_here:
+                self._empty()
+                with suppress(FileNotFoundError):
+                    self.path.rmdir()
+            os.close(self._folder)
+            self._folder = -1
 
     def _map_new(self, part: str, num_bytes: int) -> mmap.mmap:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -232,8 +195,7 @@ class SegmentFolder:
         for name in os.listdir(self._folder):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._folder)
-        with self._lock:
-            self._num_bytes.clear()
+        self._num_bytes.clear()
 
 
 def _checked(name: str, what: str) -> str:
@@ -256,21 +218,15 @@ def _open_folder(path: Path) -> int:
             "steps: remove it, or name another one"
         ) from None
     try:
-        _require_private(path, os.fstat(folder))
+        require_private(path, os.fstat(folder))
     except ValueError:
         os.close(folder)
         raise
     return folder
 
 
-def _is_at(folder: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(folder), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _require_private(path: Path, found: os.stat_result) -> None:
+def require_private(path: Path, found: os.stat_result) -> None:
+    """Refuse what belongs to another user, or what others may enter, read or change."""
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid == os.geteuid() and not mode & 0o077:
         return

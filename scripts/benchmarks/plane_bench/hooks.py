@@ -1,6 +1,6 @@
 """What measurements put into processes that read tokens; see `megatron_hdp.data_plane.hooks`.
 
-Each function reads its figures from the environment, because Ray starts the processes.
+Each function reads its figure from the environment, because Ray starts the processes.
 """
 
 import os
@@ -14,8 +14,6 @@ STATE_MB = "PLANE_BENCH_STATE_MB"
 """What a source's reader holds once it has read."""
 TOKEN_US = "PLANE_BENCH_TOKEN_US"
 """What preprocessing takes for a token, in microseconds."""
-BURNS = "PLANE_BENCH_BURNS"
-"""Whether it burns CPU instead of sleeping: 1 or 0."""
 
 _read = TableSource.tokens
 _states: dict[str, object] = {}
@@ -35,19 +33,10 @@ def hold_state() -> None:
 
 def take_time() -> None:
     """Take time for each token that is read."""
-    token_s, burns = float(os.environ[TOKEN_US]) * 1e-6, os.environ[BURNS] == "1"
+    token_s = float(os.environ[TOKEN_US]) * 1e-6
 
     def tokens(self, row, start, count):  # type: ignore[no-untyped-def]
-        _spend(token_s * count, burns)
+        time.sleep(token_s * count)
         return _read(self, row, start, count)
 
     TableSource.tokens = tokens
-
-
-def _spend(seconds: float, burns: bool) -> None:
-    if not burns:
-        time.sleep(seconds)
-        return
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass

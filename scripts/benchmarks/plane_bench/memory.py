@@ -1,18 +1,20 @@
 """Memory of a node: sources whose readers hold state, loaded in the ranks or beside them."""
 
 import argparse
+import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 from plane_bench.common import (
     VOCABULARY,
-    environment,
+    digest,
     heading,
-    hook,
-    rank_processes,
+    hooked,
+    local_loaders,
     running_plane,
     setup_of,
     table,
@@ -20,15 +22,16 @@ from plane_bench.common import (
 )
 from plane_bench.hooks import STATE_MB
 
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import Reader
+from megatron_hdp.data_plane.hooks import run_hook
+from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.node_files import read_status
+from megatron_hdp.data_plane.setup import SplitSetup
 
-_MB = 2**20
 _GOAL = 4.0
-_OURS = ("Planner", "Loader", "Constructor")
-Sizes = Counter[str]
-"""Bytes by kind of process."""
+_KINDS = ("ranks", "Loader", "Planner", "Constructor", "host", "Ray", "steps in /dev/shm")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,116 +44,108 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; print tables; return 1 if steps differ."""
+    """Measure; print a table; return 1 if steps differ."""
     print(heading())
-    rows, kinds = [], []
-    is_same = True
+    rows, is_same = [], True
     for ranks in options.ranks:
-        local, local_rss, bases, expected = _measure(options, ranks, "local")
-        remote, remote_rss, _, found = _measure(options, ranks, "ray")
+        base, local, expected = _measure(options, ranks, "local")
+        _, remote, found = _measure(options, ranks, "ray")
         is_same &= found == expected
         ratio = local.total() / remote.total()
-        added = (local.total() - bases) / max(remote.total() - bases, 1)
         rows.append(
             [
                 str(ranks),
-                *(_mb(one) for one in (bases, local.total(), remote.total())),
+                *(_mb(one) for one in (base, local.total(), remote.total())),
                 f"{ratio:.2f} (goal >= {_GOAL:.0f})",
-                f"{added:.2f}",
-                f"{_mb(local_rss)} and {_mb(remote_rss)}",
+                *(_mb(remote[kind]) for kind in _KINDS),
                 "same" if found == expected else "DIFFERENT",
             ]
         )
-        kinds.append((ranks, remote))
-    header = ["ranks", "ranks before loading", "in-process", "remote", "ratio"]
-    header += ["ratio above the ranks", "RSS", "steps"]
     print("MB of PSS over all processes; state of a node:", options.sources * options.state_mb)
-    print(table(header, rows))
-    names = sorted({name for _, sizes in kinds for name in sizes})
-    print("MB of PSS of the remote way, by kind of process (how many):")
-    print(
-        table(
-            ["ranks", *names],
-            [[str(ranks), *(_mb(sizes[name]) for name in names)] for ranks, sizes in kinds],
-        )
-    )
+    header = ["ranks", "ranks before loading", "in-process", "remote", "ratio"]
+    print(table([*header, *(f"remote: {kind}" for kind in _KINDS), "steps"], rows))
     return 0 if is_same else 1
 
 
 def _measure(
-    options: argparse.Namespace, ranks: int, way: str
-) -> tuple[Sizes, int, int, list[list[str]]]:
-    """PSS by kind, RSS, PSS of the ranks before they load, and digests by rank."""
+    options: argparse.Namespace, num_ranks: int, way: str
+) -> tuple[int, Counter[str], list[list[str]]]:
+    """PSS of the ranks before they load; PSS by kind of process; digests of steps by rank."""
     loaders = LoadersSpec(backend=way, steps_ahead=2, max=1)
-    with tempfile.TemporaryDirectory() as own:
+    with (
+        tempfile.TemporaryDirectory() as own,
+        hooked("hold_state", **{STATE_MB: options.state_mb}),
+    ):
         path = write_sources(Path(own), options.sources, options.documents)
-        with environment(**hook("hold_state"), **{STATE_MB: str(options.state_mb)}):
-            setup = setup_of(path, ranks=ranks, sequences=40 * ranks, loaders=loaders)
-            if way == "local":
-                return _loaded(options, setup, ranks, None)
-            with running_plane(num_spares=len(setup.spec.sources)) as folder:
-                return _loaded(options, setup, ranks, folder)
+        setup = setup_of(path, ranks=num_ranks, sequences=40 * num_ranks, loaders=loaders)
+        plane = nullcontext() if way == "local" else running_plane(num_spares=options.sources)
+        with plane as folder:
+            return _loaded(setup, num_ranks, options.steps, folder)
 
 
-def _loaded(options, setup, ranks, folder):  # type: ignore[no-untyped-def]
-    readers = [Reader(rank, VOCABULARY) for rank in range(ranks)]
-    socket = None if folder is None else folder / "node.sock"
-    with rank_processes(setup, readers, socket, steps=options.steps) as processes:
-        for one in processes:
-            one.said()
-        bases = sum(_pss(one.pid) for one in processes)
-        for one in processes:
-            one.go_on()
-        digests = [one.said()["digests"] for one in processes]
-        sizes: Sizes = Counter({"ranks": sum(_pss(one.pid) for one in processes)})
-        rss = sum(psutil.Process(one.pid).memory_info().rss for one in processes)
-        if folder is not None:
-            status = read_status(folder)
-            assert status is not None
-            host = psutil.Process(status["pid"])
-            for process in [host, *host.children(recursive=True)]:
-                sizes[_kind(process)] += _pss(process.pid)
-                rss += process.memory_info().rss
-            sizes["steps in /dev/shm"] = status["constructor"]["segment_bytes"]
-        return sizes, rss, bases, digests
+def _loaded(
+    setup: SplitSetup, num_ranks: int, steps: int, folder: Path | None
+) -> tuple[int, Counter[str], list[list[str]]]:
+    fresh = multiprocessing.get_context("spawn")  # without what this process has imported and read
+    pipes, ranks = [], []
+    for number in range(num_ranks):
+        ours, theirs = fresh.Pipe()
+        arguments = theirs, setup, Reader(number, VOCABULARY), folder, steps
+        ranks.append(fresh.Process(target=_rank, args=arguments, daemon=True))
+        ranks[-1].start()
+        theirs.close()  # so that a rank that fails is heard of
+        pipes.append(ours)
+    for one in pipes:
+        one.recv()
+    base = sum(_pss(one.pid) for one in ranks)
+    for one in pipes:
+        one.send("load")
+    digests = [one.recv() for one in pipes]
+    sizes = Counter({"ranks": sum(_pss(one.pid) for one in ranks)})
+    if folder is not None:
+        status = read_status(folder)
+        assert status is not None
+        host = psutil.Process(status["pid"])
+        for process in [host, *host.children(recursive=True)]:
+            sizes["host" if process == host else _kind(process)] += _pss(process.pid)
+        sizes["steps in /dev/shm"] = status["constructor"]["segment_bytes"]
+    for pipe, rank in zip(pipes, ranks, strict=True):
+        pipe.send("end")
+        rank.join()
+    return base, sizes, digests
+
+
+def _rank(
+    pipe: Connection, setup: SplitSetup, reader: Reader, folder: Path | None, num_steps: int
+) -> None:
+    """A rank without torch: loads steps, says their digests, and waits until it is measured."""
+    run_hook()
+    pipe.send("ready")
+    pipe.recv()
+    if folder is None:
+        loaders = local_loaders(setup, reader)
+    else:
+        loaders = RayLoaders(folder / "node.sock", setup, reader)
+    position, digests = Position(), []
+    for _ in range(num_steps):
+        step = loaders.get(position)
+        position = step.totals.after
+        loaders.expect(position)
+        digests.append(digest(step))
+    pipe.send(digests)
+    pipe.recv()
+    loaders.close()
 
 
 def _kind(process: psutil.Process) -> str:
-    words = process.cmdline()
-    if not words:
-        return process.name()
-    if words[0].startswith("ray::"):
-        name = words[0].removeprefix("ray::").split(".")[0].split(" ")[0]
-        return name if name in _OURS else f"ray worker {name}"
-    if "megatron_hdp.data_plane.host" in words:
-        return "host"
-    for name in _named(words):
-        return name
-    return Path(words[0]).name
+    name = (process.cmdline() or [""])[0].removeprefix("ray::").split(".")[0].split(" ")[0]
+    return name if name in _KINDS else "Ray"
 
 
-def _named(words: Iterable[str]) -> Iterable[str]:
-    known = {
-        "gcs_server": "ray gcs",
-        "raylet/raylet": "ray raylet",
-        "dashboard/agent.py": "ray dashboard agent",
-        "runtime_env/agent": "ray runtime env agent",
-        "default_worker.py": "ray worker IDLE",
-        "cluster/start_node": "ray start",
-        "client.server": "ray client server",
-        "dashboard/dashboard.py": "ray web server",
-    }
-    first = " ".join(list(words)[:4])
-    return [name for part, name in known.items() if part in first]
-
-
-def _pss(pid: int) -> int:
+def _pss(pid: int | None) -> int:
     """Bytes of a process, pages that several share by parts."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/{pid}/smaps_rollup has no line of Pss")
+    return int(psutil.Process(pid).memory_full_info().pss)
 
 
 def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / _MB:.0f}"
+    return f"{num_bytes / 2**20:.0f}"

@@ -4,7 +4,7 @@ Read from ``metrics.jsonl`` (``--metrics-path``) and the trace of all steps (``-
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,8 @@ def _ranks(bars: Sequence[tuple[str, dict[str, Any]]], first: float) -> tuple[Ra
             stretch = Stretch(start_s, start_s + bar["dur"] / 1e6, degree)
             stretches.setdefault(bar["pid"], {}).setdefault(lane, []).append(stretch)
     by_rank = [stretches[process] for process in sorted(stretches)]
-    all_there_s = max(_starts(rank.get(_SYNC, ()) for rank in by_rank), default=0.0)
-    return tuple(_rank_time(rank, all_there_s) for rank in by_rank)
-
-
-def _starts(syncs: Iterable[Sequence[Stretch]]) -> list[float]:
-    return [sync[0].start_s for sync in syncs if sync]
+    syncs = [rank[_SYNC][0].start_s for rank in by_rank if _SYNC in rank]
+    return tuple(_rank_time(rank, max(syncs, default=0.0)) for rank in by_rank)
 
 
 def _rank_time(lanes: dict[str, list[Stretch]], all_there_s: float) -> RankTime:

@@ -24,6 +24,8 @@ from measured import (
     wait_share,
 )
 
+from megatron_hdp.simulator.units import aligned
+
 MAX_LOSS_DIFFERENCE = 1e-4  # relative; float32 sums in another order differ by less
 _WIDTH = 100
 Row = tuple[str, ...]
@@ -45,7 +47,7 @@ def loss_difference(static: Sequence[Step], hdp: Sequence[Step]) -> float:
             raise ValueError(
                 f"step {a.number}: losses or tokens cannot be compared: {a.metrics} {b.metrics}"
             )
-        worst = max(worst, _difference(a, b))
+        worst = max(worst, abs(a.metrics["loss"] - b.metrics["loss"]) / abs(a.metrics["loss"]))
     return worst
 
 
@@ -114,16 +116,6 @@ def table(static: Sequence[Step], hdp: Sequence[Step]) -> str:
     return f"{_format(steps)}\n\n{_format(runs)}"
 
 
-def _difference(a: Step, b: Step) -> float:
-    losses = a.metrics["loss"], b.metrics["loss"]
-    return abs(losses[0] - losses[1]) / abs(losses[0])
-
-
-def _which(step: Step, num_steps: int) -> str:
-    """Which step is shown, and by what rule."""
-    return f"step {step.number} of {num_steps}, its speed-up is nearest to that of all steps"
-
-
 def _tokens_per_second(run: Sequence[Step]) -> float:
     tokens = sum(step.metrics["tokens_per_second"] * step.seconds for step in run)
     return tokens / seconds_of(run)
@@ -162,12 +154,8 @@ def _micro_batches(run: Sequence[Step]) -> str:
 
 def _format(rows: Sequence[Row]) -> str:
     """The first column to the left, the others to the right, a line under the heads."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    lines.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+    lines = [line.removeprefix("  ") for line in aligned(rows)]
+    lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
 
 
@@ -192,8 +180,10 @@ def main(folder: Path) -> int:
     parts = [sentence(*runs, worst), table(*runs)]
     if ranks > 1:
         parts.append(bound(*runs, cores))
-    title = f"Measured: {_which(static, len(runs[0]))}; "
-    title += f"{_counted(ranks, 'rank')} on {_counted(cores, 'core')}"
+    title = (
+        f"Measured: step {static.number} of {len(runs[0])}, its speed-up is nearest to that of all "
+        f"steps; {_counted(ranks, 'rank')} on {_counted(cores, 'core')}"
+    )
     name = f"static mesh, DP {ranks // degree} x CP {degree}"
     figure = picture.draw({name: static, "hybrid data parallelism": hdp}, title)
     figure.savefig(folder / "measured.png")

@@ -76,9 +76,8 @@ def _step(run: StepExecution, was: dict) -> Step:
                 (run.forward_start_s, run.forward_end_s),
                 (run.backward_start_s, run.backward_end_s),
             ):
-                compute.append(
-                    Stretch(float(starts[0, number]), float(ends[0, number]), len(members))
-                )
+                ends_s = float(starts[0, number]), float(ends[0, number])
+                compute.append(Stretch(*ends_s, len(members)))
         waits = [Stretch(float(run.end_s[0, rank]), run.makespan_s)]
         sync = [Stretch(run.makespan_s, run.step_s)]
         ranks.append(RankTime(tuple(compute), tuple(waits), tuple(sync)))

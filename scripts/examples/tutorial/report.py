@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_hdp.simulator.units import aligned
+
 _RUNS = ("base", "more", "chat")
 
 
@@ -33,12 +35,7 @@ def _sum(figures: Sequence[dict[str, Any]], key: str) -> int:
 def main(folder: Path) -> None:
     """Prints the table."""
     header = ("run", "source", "steps", "tokens", "trained", "first loss", "last loss")
-    table = [header, *rows(folder)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        print("  ".join(cells))
+    print(*aligned([header, *rows(folder)], texts=(0, 1)), sep="\n")
     print(f"Every step's figures by source: {folder}/*.jsonl, key sources.")
 
 

@@ -22,7 +22,7 @@ from megatron_hdp.exit_codes import ExitCode
 
 def loader(pid, *, busy_s=0.0, tokens=0, looked_s=100.0):
     return {
-        **{"tokens": tokens, "sent_bytes": 2 * tokens, "busy_s": busy_s, "requests": 3},
+        **{"tokens": tokens, "busy_s": busy_s},
         **{"pid": pid, "rss_bytes": 50_000_000, "looked_s": looked_s},
     }
 
@@ -38,7 +38,7 @@ def status(node=0, loaders=None, **changes):
             "longest_takeover_s": 0.84,
             "splits": {
                 "train": {
-                    **{"steps": 1234, "fetched_bytes": 4_000_000, "slice_bytes": 3_900_000},
+                    **{"steps": 1234, "fetched_bytes": 4_000_000},
                     **{"steps_ahead": 2, "readers": 8},
                 }
             },

@@ -90,13 +90,10 @@ def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
 
 def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
     """Below it the names of Ray's sockets would be longer than names of sockets may be."""
-    socket_below = "/hdp-ray-12345678" + folders._RAYS_SOCKET
-    for bytes_left, expected in ((0, "{}"), (-1, "/tmp")):
-        parent = "/" + "x" * (107 - len(socket_below) - 1 - bytes_left)
-        monkeypatch.setattr(folders.tempfile, "gettempdir", lambda found=parent: found)
-        assert folders._short_folder() == expected.format(parent)
-    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: "/scratch/größer/als/gut")
-    assert folders._short_folder() == "/tmp"
+    longest = "/" + "x" * (107 - len("/hdp-ray-12345678" + folders._RAYS_SOCKET) - 1)
+    for found in (longest, longest + "x", "/scratch/größer/als/gut"):
+        monkeypatch.setattr(folders.tempfile, "gettempdir", lambda found=found: found)
+        assert folders._short_folder() == (longest if found == longest else "/tmp")
 
 
 def test_no_folder_at_all_is_told(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megatron_hdp.data_plane.cluster import ray_node
+from tests.support.node import until
 from tests.support.processes import free_port
 
 START_S = 240.0
@@ -33,15 +34,15 @@ time.sleep(60)
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch, temporary):
     """A folder to work in, with a package ray; ``mode`` tells what it does."""
-    scripts = tmp_path / "packages/ray/scripts"
-    scripts.mkdir(parents=True)
-    internals = scripts.parent / "_private"
-    internals.mkdir()
-    for folder in (scripts, scripts.parent, internals):
-        (folder / "__init__.py").touch()
-    (internals / "node.py").write_text("class Node: ...")
-    (internals / "services.py").write_text("def get_node(gcs_address, node_id): ...")
-    (scripts / "scripts.py").write_text(RAY)
+    for name, text in {
+        **dict.fromkeys(("__init__.py", "scripts/__init__.py", "_private/__init__.py"), ""),
+        "_private/node.py": "class Node: ...",
+        "_private/services.py": "def get_node(gcs_address, node_id): ...",
+        "scripts/scripts.py": RAY,
+    }.items():
+        path = tmp_path / "packages/ray" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     (tmp_path / "mode").write_text("runs")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     monkeypatch.chdir(tmp_path)
@@ -60,13 +61,6 @@ def is_alive(process):
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _wait_until(is_there):
-    deadline = time.monotonic() + START_S
-    while not is_there():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_head_is_up_in_the_block_and_gone_after_it(stand_in):
@@ -95,17 +89,25 @@ def test_a_worker_joins_a_head_that_answers(stand_in):
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         with ray_node.ray_node(address, 1, START_S) as process:
-            _wait_until(Path("words").exists)
+            until(Path("words").exists, START_S)
             assert process.poll() is None
     assert f"--address={address}" in Path("words").read_text()
 
 
-def test_a_head_that_does_not_start_is_reported(stand_in):
+@pytest.mark.parametrize(
+    ("node", "start_s", "error", "words"),
+    [
+        (0, START_S, RuntimeError, "head on {} ended with 1"),
+        (1, 0.5, TimeoutError, "{} after 0 s.*timeout-s"),
+    ],
+    ids=["does not start", "never answers"],
+)
+def test_a_head_that_is_not_there_is_reported(stand_in, node, start_s, error, words):
     (stand_in / "mode").write_text("fails")
     address = f"127.0.0.1:{free_port()}"
     with (
-        pytest.raises(RuntimeError, match=f"head on {address} ended with 1"),
-        ray_node.ray_node(address, 0, START_S),
+        pytest.raises(error, match=words.format(address)),
+        ray_node.ray_node(address, node, start_s),
     ):
         pass
 
@@ -120,15 +122,6 @@ def test_ray_gets_the_time_that_a_start_may_take(stand_in, monkeypatch):
     assert environment["RAY_agent_register_timeout_ms"] == "7"
 
 
-def test_a_head_that_never_answers_is_reported(stand_in):
-    address = f"127.0.0.1:{free_port()}"
-    with (
-        pytest.raises(TimeoutError, match=f"{address} after 0 s.*timeout-s"),
-        ray_node.ray_node(address, 1, 0.5),
-    ):
-        pass
-
-
 def test_what_ray_is_started_with(monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "96")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
@@ -136,6 +129,9 @@ def test_what_ray_is_started_with(monkeypatch):
     expected = {"--head", "--port=24567", "--node-ip-address=10.0.0.7", "--temp-dir=/tmp/x"}
     expected |= {"--num-cpus=96", "--num-gpus=8", "--include-dashboard=false", "--block"}
     assert expected | {"--disable-usage-stats"} <= set(head)
+    for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
+        (port,) = [one.partition("=")[2] for one in head if one.startswith(f"--{name}-port=")]
+        assert int(port) > 0, name  # Ray would wait for its agents to name theirs
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
     worker = ray_node.start_command("10.0.0.7:24567", 3, "/tmp/x")
     assert "--address=10.0.0.7:24567" in worker and "--head" not in worker
@@ -148,14 +144,6 @@ def test_ray_knows_these_options():
     for node in (0, 1):
         words = ray_node.start_command("10.0.0.7:24567", node, "/tmp/x")
         scripts.start.make_context("start", words[words.index("start") + 1 :])
-
-
-def test_ray_does_not_wait_for_ports_of_its_agents():
-    words = ray_node.start_command("10.0.0.7:24567", 0, "/tmp/x")
-    agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
-    for name in (*agents, "metrics-export"):
-        (port,) = [one.partition("=")[2] for one in words if one.startswith(f"--{name}-port=")]
-        assert int(port) > 0, name
 
 
 NODE = """
@@ -178,7 +166,7 @@ def test_ray_ends_when_the_process_that_started_it_is_killed(stand_in, monkeypat
     try:
         starter.kill()
         starter.wait()
-        _wait_until(lambda: not is_alive(ray))
+        until(lambda: not is_alive(ray), START_S)
     finally:
         for one in tree:
             if is_alive(one):

@@ -80,15 +80,10 @@ def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
     assert "not up after 0 s" in last and "no node at address" in last
 
 
-def test_ray_has_what_is_left_out():
+def test_ray_has_what_is_left_out_and_asks_for_its_raylet_where_it_is_waited_for():
     """Otherwise a newer Ray starts its web server again, and nobody notices."""
     node = pytest.importorskip("ray._private.node", reason="pip install 'megatron-hdp[ray]'")
     assert callable(node.Node.start_api_server)
-
-
-def test_ray_asks_for_its_raylet_where_it_is_waited_for():
-    node = pytest.importorskip("ray._private.node", reason="pip install 'megatron-hdp[ray]'")
     assert "services.get_node(" in inspect.getsource(node.Node.__init__)
-    assert list(inspect.signature(node.ray._private.services.get_node).parameters) == [
-        *("gcs_address", "node_id")
-    ]
+    parameters = inspect.signature(node.ray._private.services.get_node).parameters
+    assert list(parameters) == ["gcs_address", "node_id"]

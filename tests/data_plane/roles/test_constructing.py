@@ -104,7 +104,7 @@ def first(corpus, reader, count, settings=None):
 @unhurried
 @given(
     of_node=st.lists(readers, min_size=1, max_size=7),
-    num_loaders=st.integers(1, 6),
+    num_loaders=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     num_shadows=st.integers(0, 2),
     delays_ms=st.lists(st.sampled_from([0, 0, 1, 4]), min_size=1, max_size=7),
     lockstep=st.sampled_from([(1, 1), (2, 1), (1, 5)]),
@@ -113,6 +113,7 @@ def first(corpus, reader, count, settings=None):
 def test_any_readers_get_their_own_steps(
     corpus, services, of_node, num_loaders, num_shadows, delays_ms, lockstep, steps_ahead
 ):
+    """Also when loaders come and go between steps."""
     num_stages, lockstep_ranks = lockstep
     of_run = plan_settings(num_ranks=5, num_stages=num_stages, lockstep_ranks=lockstep_ranks)
     one = Made(
@@ -136,7 +137,7 @@ def _expected(corpus, of_run, reader, count):
     return local_steps(corpus, of_run, reader, count)
 
 
-@pytest.mark.parametrize("num_loaders", [1, 3])
+@pytest.mark.parametrize("num_loaders", [(1,), (3, 1)])
 def test_each_piece_is_fetched_once_and_nothing_else(made, corpus, num_loaders):
     """Of a node with tensor-parallel ranks and pipeline stages."""
     one = made(steps_ahead=0, num_loaders=num_loaders)
@@ -168,41 +169,20 @@ def test_each_piece_is_fetched_once_and_nothing_else(made, corpus, num_loaders):
         )
     )
     assert fetched == held
-    tokens = Counter()
-    for (source, row, start, count), times in fetched.items():
-        for token in range(start, start + count):
-            tokens[source, row, token] += times
-    assert len(tokens) > 300
+    assert sum(piece[-1] for piece in fetched) > 300
 
 
 def test_a_node_fetches_little_more_than_its_slices(made, corpus):
-    one = made(steps_ahead=0, num_loaders=2)
-    steps = one.steps(Reader(0, V), 8)
-    one.service.add(Reader(1, V))
-    steps += one.steps(Reader(1, V), 8)
-    figures = one.service.figures
-    held = sum(
-        int((part.sequence_index >= 0).sum()) for step in steps for part in step.micro_batches
-    )
+    one = made(steps_ahead=0, num_loaders=(2,))
+    for rank in range(2):
+        one.steps(Reader(rank, V), 8)
     wanted = sum(wanted.num_tokens for _, _, wanted in one.loaders.asked)
-    assert figures.slice_bytes == 2 * wanted  # ids below 2**16
-    assert figures.slice_bytes <= figures.fetched_bytes <= 1.1 * figures.slice_bytes
-    assert held <= wanted
-
-
-def test_what_slices_take_is_what_the_ranks_hold(made, corpus):
-    """Beyond the tokens of a slice only the label of its last one is read."""
-    one = made(steps_ahead=0)
-    (step,) = one.steps(Reader(0, V), 1)
-    runs = sum(2 * len(part.ring_slices) + len(part.local_lengths) for part in step.micro_batches)
-    held = sum(int((part.sequence_index >= 0).sum()) for part in step.micro_batches)
-    wanted = sum(wanted.num_tokens for _, _, wanted in one.loaders.asked)
-    assert held <= wanted <= held + runs
-    assert one.service.figures.slice_bytes == 2 * wanted
+    held = 2 * wanted  # ids below 2**16
+    assert held <= one.service.figures.fetched_bytes <= 1.1 * held
 
 
 def test_loaders_share_the_rows_and_those_that_stand_by_come_last(made):
-    one = made(steps_ahead=0, num_loaders=3, num_shadows=1)
+    one = made(steps_ahead=0, num_loaders=(3,), num_shadows=1)
     one.steps(Reader(0, V), 12)
     of_web = [loaders for source, loaders, _ in one.loaders.asked if source == "web"]
     assert {loaders[0] for loaders in of_web} == {"web-0", "web-1", "web-2"}
@@ -219,25 +199,13 @@ def test_a_constructor_that_was_restarted_makes_the_same_steps(made, corpus):
     reader = Reader(1, V)
     expected = first(corpus, reader, 6)
     before = made()
-    for step, other in zip(before.steps(reader, 3), expected, strict=False):
-        require_same(step, other)
+    before.steps(reader, 3)
     before.service.close()
-    after = made(num_loaders=4)
+    after = made(num_loaders=(4,))
     after.service.add(reader)
     for at in (2, 3, 4):  # it asks again for what it has not trained
         position = expected[at].totals.before
         require_same(after.get(position, reader), expected[at])
-
-
-def test_a_reader_that_comes_late_gets_its_part(made, corpus):
-    early, late = Reader(0, V), Reader(3, V)
-    one = made()
-    steps = one.steps(early, 3)
-    one.service.add(late)
-    position = steps[-1].totals.before
-    require_same(one.get(position, late), first(corpus, late, 3)[-1])
-    require_same(one.get(position, early), steps[-1])
-    assert one.service.num_readers == 2
 
 
 def test_a_reader_that_comes_while_others_wait_disturbs_none(made, corpus):
@@ -306,10 +274,7 @@ def test_steps_are_dropped_in_order_and_let_go_once(made):
 def test_so_many_steps_are_made_ahead(made):
     one = made(steps_ahead=3)
     reader = Reader(0, V)
-    one.service.add(reader)
-    one.service.expect(Position())
-    until(lambda: len(one.laid.out) == 3)
-    step = one.get(Position(), reader)
+    (step,) = one.steps(reader, 1)
     until(lambda: one.service.num_ahead == 3)
     assert [at for at, _ in one.planner.asked] == [0, 1, 2, 3]
     one.get(step.totals.after, reader)
@@ -328,25 +293,16 @@ def test_a_slow_reader_is_served_after_its_step_was_dropped(made, corpus):
 def test_a_planner_that_was_replaced_is_not_believed(made, corpus):
     one = made(steps_ahead=0)
     reader = Reader(0, V)
-    one.service.add(reader)
     one.planner.epoch = 3
-    step = one.get(Position(), reader)
+    (step,) = one.steps(reader, 1)
+    one.planner.epoch = 2
+    with pytest.raises(RuntimeError, match="a planner of epoch 2 has answered, expected 3"):
+        one.get(step.totals.after, reader)
     real, epochs = one.service._ask_planner, iter([2, 4])
     one.service._ask_planner = lambda *asked: replace(real(*asked), epoch=next(epochs))
     after = one.get(step.totals.after, reader)
     assert next(epochs, None) is None  # it asked until the new one answered
     require_same(after, first(corpus, reader, 2)[1])
-
-
-def test_a_planner_that_stays_behind_is_an_error(made):
-    one = made(steps_ahead=0)
-    reader = Reader(0, V)
-    one.service.add(reader)
-    one.planner.epoch = 3
-    step = one.get(Position(), reader)
-    one.planner.epoch = 2
-    with pytest.raises(RuntimeError, match="a planner of epoch 2 has answered, expected 3"):
-        one.get(step.totals.after, reader)
 
 
 @pytest.mark.parametrize("who", ["planner", "loaders"])
@@ -367,8 +323,7 @@ def test_a_mistake_is_told_to_all_who_ask_and_the_next_step_goes_on(made, corpus
 
     one.service._ask_planner, one.service._ask_loader = planner, loader
     for reader in (Reader(0, V), Reader(1, V)):
-        one.service.add(reader)
-    one.get(Position(), Reader(0, V))
+        one.steps(reader, 1)
     for reader in (Reader(0, V), Reader(1, V)):
         with pytest.raises(ValueError, match="no token with loss|file has changed"):
             one.get(bad, reader)
@@ -384,9 +339,8 @@ def test_a_loader_that_sends_too_little_is_found(made):
         return replace(loaded, tokens=loaded.tokens[:-1])
 
     one.service._ask_loader = short
-    one.service.add(Reader(0, V))
     with pytest.raises(RuntimeError, match=r"a loader sent [\d,]+ tokens, expected"):
-        one.get(Position(), Reader(0, V))
+        one.steps(Reader(0, V), 1)
 
 
 def test_a_step_that_failed_is_made_when_it_is_asked_for_again(made, corpus):
@@ -399,9 +353,8 @@ def test_a_step_that_failed_is_made_when_it_is_asked_for_again(made, corpus):
         return real(*asked)
 
     one.service._ask_loader = fails_once
-    one.service.add(Reader(0, V))
     with pytest.raises(RuntimeError, match="no loader lives"):
-        one.get(Position(), Reader(0, V))
+        one.steps(Reader(0, V), 1)
     assert one.service.num_ahead == 0
     require_same(one.get(Position(), Reader(0, V)), first(corpus, Reader(0, V), 1)[0])
 
@@ -445,7 +398,6 @@ def test_a_step_that_is_waited_for_names_who_gave_its_tokens_last(made, services
     waited_for = dict(one.service.figures.waited_for)
     assert max(waited_for, key=waited_for.__getitem__) == corpus.names[1]
     position = found[-1].totals.after
-    one.service.expect(position)
     until(lambda: any(step.totals.before == position for step in one.laid.out))
     time.sleep(0.1)  # from laid out to made
     one.get(position, reader)

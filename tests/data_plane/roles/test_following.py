@@ -1,13 +1,13 @@
 """A mixture that follows the loss draws the same steps here and there, however far ahead."""
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from megatron_hdp.data.mixture import Position, SeenLosses
+from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.steps import LocalLoaders, Reader
-from megatron_hdp.data_plane.roles import ConstructingService, Journal, PlanningService
+from megatron_hdp.data_plane.roles import ConstructingService
 from tests.support.node import until
 from tests.support.thread_plane import (
     WEIGHTS,
@@ -15,6 +15,7 @@ from tests.support.thread_plane import (
     loading_of,
     plan_settings,
     planner_of,
+    planning_of,
     require_same,
     setup_of,
     write_pairs,
@@ -68,29 +69,20 @@ class ThreadLoaders:
     """The loaders of a rank, over a constructor and a planner in this process."""
 
     def __init__(self, setup, folder, steps_ahead):
-        self.planning = PlanningService(
-            "train", planner_of(setup), Journal(folder / "journal"), steps_ahead=steps_ahead
-        )
-        names = [one.name for one in setup.spec.sources]
-        self.planning.serve({name: (name,) for name in names}, dict.fromkeys(names, 1))
-        self.most_ahead, self.reader, self._lock = 0, Reader(0, 10**6), threading.Lock()
+        self.planning = planning_of(setup, folder, steps_ahead)
+        reader = Reader(0, 10**6)
         self.service = ConstructingService(
-            *(names, self.planning.answer, Loaders(loading_of(setup)), lambda step: step),
-            lambda step: None,
+            *([one.name for one in setup.spec.sources], self.planning.answer),
+            *(Loaders(loading_of(setup)), lambda step: step, lambda step: None),
             steps_ahead=steps_ahead,
         )
-        self.service.add(self.reader)
-
-    def get(self, position):
-        found = self.service.get(position, self.reader, 30)
-        self.most_ahead = max(self.most_ahead, self.service.num_ahead)
-        return found
-
-    def expect(self, position):
-        self.service.expect(position)
+        self.service.add(reader)
+        ahead = OneAhead(lambda position: self.service.get(position, reader, 30), Position.key)
+        self.get, self.expect, self._end = ahead.get, ahead.expect, ahead.close
 
     def close(self):
         self.service.close()
+        self._end()
         self.planning.close()
 
 
@@ -127,10 +119,7 @@ def test_a_planner_that_was_restarted_decides_the_same(setup, tmp_path):
     steps = trained(first, 3)
     first.close()
     latest = steps[-1].totals.before
-    again = PlanningService(
-        "train", planner_of(of_run), Journal(tmp_path / "journal"), steps_ahead=0
-    )
-    again.serve({"web": ("web",)}, {"web": 1})
+    again = planning_of(of_run, tmp_path)
     seen = latest.losses.with_step(latest.steps, {"web": 3.0})
     answer = again.answer(replace(latest, losses=seen), [0])
     again.close()

@@ -24,20 +24,12 @@ class Table:
     def lengths(self, rows):
         return np.full(len(rows), len(self.values))
 
-    def num_labels(self, rows, lengths):
-        return lengths - 1
-
-    def num_trained(self, rows, starts, stops):
-        return stops - starts
-
     def tokens(self, row, start, count):
         return self.values[start : start + count] + row
 
     def is_trained(self, row, start, stop):
         places = np.arange(start, stop)
-        return (
-            np.ones(stop - start, bool) if self.untrained is None else places % self.untrained > 0
-        )
+        return places % self.untrained > 0 if self.untrained else places >= 0
 
 
 def wanted(*pieces):
@@ -45,28 +37,11 @@ def wanted(*pieces):
     return Wanted(*columns)
 
 
-def test_pieces_come_one_after_another():
-    loaded = LoadingService(Table([10, 11, 12, 13], untrained=2)).load(
-        wanted((0, 0, 2, 1), (5, 1, 3, 3), (0, 3, 1, 0))
-    )
-    assert loaded.tokens.tolist() == [10, 11, 16, 17, 18, 13]
-    assert np.unpackbits(loaded.trained, count=4).tolist() == [0, 1, 0, 1]
-
-
-def test_nothing_wanted_is_nothing_loaded():
-    loaded = LoadingService(Table([1, 2])).load(wanted())
-    assert (loaded.tokens.tolist(), loaded.trained, loaded.num_bytes) == ([], None, 0)
-
-
 @pytest.mark.parametrize(
     ("values", "num_bytes"),
     [
-        ([0, 65535], 2),
-        ([0, 65536], 4),
-        ([-1, 5], 4),
-        ([2**31 - 1], 4),
-        ([2**31], 8),
-        ([-(2**40)], 8),
+        *(([0, 65535], 2), ([0, 65536], 4), ([-1, 5], 4), ([2**31 - 1], 4)),
+        *(([2**31], 8), ([-(2**40)], 8), ([], 2)),
     ],
 )
 def test_tokens_travel_in_the_narrowest_integers(values, num_bytes):
@@ -85,13 +60,11 @@ def test_any_pieces_are_what_the_source_holds(pieces):
     loaded = service.load(wanted(*((row, start, n + 1, n) for row, start, n in pieces)))
     expected = [table.tokens(row, start, n + 1) for row, start, n in pieces]
     assert loaded.tokens.tolist() == np.concatenate([[], *expected]).tolist()
-    trained = np.concatenate(
-        [np.ones(0, bool), *(table.is_trained(0, s, s + n) for _, s, n in pieces)]
-    )
+    trained = [one for _, s, n in pieces for one in table.is_trained(0, s, s + n)]
     if loaded.trained is None:
-        assert trained.all()
+        assert all(trained)
     else:
-        assert np.unpackbits(loaded.trained, count=len(trained)).tolist() == trained.tolist()
+        assert np.unpackbits(loaded.trained, count=len(trained)).tolist() == trained
     assert service.figures.tokens == len(loaded.tokens)
 
 
@@ -99,10 +72,8 @@ def test_its_figures_count_all_threads():
     service = LoadingService(Table(np.arange(50), untrained=2))
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: service.load(wanted((0, 0, 9, 8))), range(200)))
-    figures = service.figures
-    assert (figures.requests, figures.tokens) == (200, 1800)
-    assert figures.sent_bytes == sum(one.num_bytes for one in found) == 200 * (9 * 2 + 1)
-    assert figures.busy_s > 0
+    assert {one.num_bytes for one in found} == {9 * 2 + 1}
+    assert service.figures.tokens == 1800 and service.figures.busy_s > 0
 
 
 def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
@@ -122,12 +93,12 @@ def test_it_is_busy_while_a_request_runs_and_once_however_many_do():
         begin.wait(60)
         time.sleep(0.05)
         during, so_far_s = service.figures, time.perf_counter() - began
-        assert 0.05 <= during.busy_s <= so_far_s and during.requests == 0
+        assert 0.05 <= during.busy_s <= so_far_s
         end.set()
         assert [one.result(60).tolist() for one in asked] == [[2, 2]] * 2
         all_s = time.perf_counter() - began
     after = service.figures
-    assert during.busy_s < after.busy_s <= all_s and after.requests == 2
+    assert during.busy_s < after.busy_s <= all_s
     time.sleep(0.01)
     assert service.figures == after
 
@@ -141,7 +112,7 @@ def test_a_request_that_fails_has_ended():
     with pytest.raises(ValueError, match="planted"):
         service.load(wanted((0, 0, 2, 1)))
     after = service.figures
-    assert (after.requests, after.tokens) == (1, 0) and service.figures == after
+    assert after.tokens == 0 and service.figures == after
 
 
 def test_metadata_are_the_sources_own(services, corpus):

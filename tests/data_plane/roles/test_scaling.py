@@ -4,11 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
-from megatron_hdp.data.steps import Reader, StepPlanner
-from megatron_hdp.data_plane.roles import ConstructingService, Scaling, Seen
-from tests.support.thread_plane import Loaders, Planner, local_steps, plan_settings, require_same
+from megatron_hdp.data_plane.roles import Scaling, Seen
 
 unhurried = settings(deadline=None, max_examples=100)
 IDLE, BUSY, WELL = Seen(0.05, False, 10), Seen(0.95, False, 10), Seen(0.5, False, 10)
@@ -23,27 +20,21 @@ def scaling_of(**spec):
     return Scaling(LoadersSpec(backend="ray", **spec))
 
 
-def test_a_busy_source_gets_another_loader_after_three_looks():
-    assert looks(scaling_of(), *[BUSY] * 7) == [1, 1, 2, 2, 2, 3, 3]
-
-
-def test_one_that_steps_wait_for_gets_it_sooner():
-    assert looks(scaling_of(), *[BEHIND] * 4) == [1, 2, 2, 3]
-
-
-def test_an_idle_one_gives_them_back_one_by_one():
-    scaling = scaling_of(min=1)
-    scaling.wanted["web"] = 4
-    assert looks(scaling, *[IDLE] * 10) == [4, 4, 3, 3, 3, 2, 2, 2, 1, 1]
-
-
-def test_what_was_idle_before_grows_as_soon():
-    assert looks(scaling_of(), *[IDLE] * 2, *[BEHIND] * 2)[-1] == 2
-
-
-@pytest.mark.parametrize("between", [WELL, IDLE])
-def test_looks_in_a_row_decide(between):
-    assert set(looks(scaling_of(), *[BUSY, BUSY, between] * 6)) == {1}
+@pytest.mark.parametrize(
+    ("begins", "seen", "wanted"),
+    [
+        pytest.param(1, [BUSY] * 7, [1, 1, 2, 2, 2, 3, 3], id="busy: after three looks"),
+        pytest.param(1, [BEHIND] * 4, [1, 2, 2, 3], id="steps wait for it: sooner"),
+        pytest.param(4, [IDLE] * 10, [4, 4, 3, 3, 3, 2, 2, 2, 1, 1], id="idle: one by one"),
+        pytest.param(1, [IDLE, IDLE, BEHIND, BEHIND], [1, 1, 1, 2], id="idle before: as soon"),
+        pytest.param(1, [BUSY, BUSY, WELL] * 6, [1] * 18, id="not in a row"),
+        pytest.param(1, [BUSY, BUSY, IDLE] * 6, [1] * 18, id="idle in between"),
+    ],
+)
+def test_looks_in_a_row_decide(begins, seen, wanted):
+    scaling = scaling_of()
+    scaling.wanted["web"] = begins
+    assert looks(scaling, *seen) == wanted
 
 
 def test_it_keeps_between_min_and_max():
@@ -95,25 +86,3 @@ def test_no_limit_is_ever_exceeded(bounds, memory_mb, seen):
         if found != before and sum(found.values()) > sum(before.values()):
             assert sum(found.values()) * size_mb <= memory_mb + 1e-6
         before = found
-
-
-def test_how_many_there_are_never_changes_a_step(corpus, services):
-    """Scaled up and down between steps; shadows come and go."""
-    reader = Reader(1, 10**6)
-    planner = Planner(StepPlanner(corpus, plan_settings()))
-    service = ConstructingService(
-        corpus.names, planner, Loaders(services), lambda s: s, lambda s: None, steps_ahead=0
-    )
-    service.add(reader)
-    position = Position()
-    for count, expected in zip(
-        (1, 4, 2, 6, 3, 1), local_steps(corpus, plan_settings(), reader, 6), strict=True
-    ):
-        planner.num_serving = dict.fromkeys(corpus.names, count)
-        planner.loaders = {
-            name: tuple(f"{name}-{count}-{i}" for i in range(count + 1)) for name in corpus.names
-        }
-        step = service.get(position, reader, 60)
-        require_same(step, expected)
-        position = step.totals.after
-    service.close()

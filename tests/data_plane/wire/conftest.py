@@ -21,4 +21,5 @@ def echo():
 def server(path, echo):
     made = NodeServer(path, echo, message_s=0.5)
     yield made
+    echo.may_answer.set()
     made.close()

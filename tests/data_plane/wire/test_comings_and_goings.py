@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.data_plane.wire import NodeServer, SegmentFolder
+from tests.support.node import until
 
 REPOSITORY = Path(__file__).parents[3]
 AT_ONCE = 16
@@ -30,14 +31,14 @@ class Segments:
         if kind == "hello":
             client.facts["segments"] = []
         elif kind == "wait":
-            client.ended.wait(30.0)
+            time.sleep(0.2)  # longer than the rank lives
         elif kind == "get":
             name = f"step-{next(self._numbers)}"
             with self._folder.create(name, 4096) as buffer:
                 buffer[:8] = request["rank"].to_bytes(8, "little")
             client.facts["segments"].append(name)
             self.most_bytes = max(self.most_bytes, self._folder.num_bytes)
-            return {"segment": str(self._folder.path / name)}
+            return {"segment": name}
         return {}
 
     def gone(self, client):
@@ -75,16 +76,14 @@ def test_ranks_that_are_killed_leave_nothing_behind(tmp_path, num_ranks, forgets
         f"{third} of {num_ranks}: is killed, -9",
         f"{third} of {num_ranks}: is killed while it waits, -9",
     ] or pytest.fail(done.stdout + done.stderr)
-    deadline = time.monotonic() + 10.0
-    while server.clients and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.clients == [] and handler.num_gone == num_ranks
+    until(lambda: not server.clients, 10.0)
+    assert handler.num_gone == num_ranks
     assert 4096 <= handler.most_bytes <= (AT_ONCE * 2 + forgets) * 4096
     after = what_is_held(folder)
     if forgets:  # the same measure finds what a handler does not release
         assert len(after[3]) == len(before[3]) + forgets
     else:
-        assert after == before and folder.names == []
+        assert after == before
     server.close()
     folder.close()
     assert not folder.path.exists()

@@ -23,13 +23,13 @@ def tables(*words):
 @pytest.mark.slow
 def test_memory():
     small = ("--ranks", "2", "--sources", "2", "--state-mb", "10", "--documents", "100")
-    (_, _, ranks, names, _, sizes), text = tables("memory", *small, "--steps", "2")
-    assert ranks[0] == "2" and ranks[-1] == "same"
+    (names, _, sizes), text = tables("memory", *small, "--steps", "2")
+    assert sizes[0] == "2" and sizes[-1] == "same"
     assert "of a node: 20.0" in text
     held = dict(zip(names, sizes, strict=True))
-    assert int(held["Loader"]) > 2 * (10 + 20)
-    assert {"Planner", "Constructor", "host", "ray raylet", "ray gcs", "ranks"} <= set(held)
-    assert not {"ray client server", "ray web server", "python"} & set(held)
+    assert int(held["remote: Loader"]) > 2 * (10 + 20)
+    others = ("ranks", "Planner", "Constructor", "host", "Ray")
+    assert all(int(held[f"remote: {kind}"]) > 20 for kind in others)
 
 
 @pytest.mark.slow
@@ -40,10 +40,3 @@ def test_recovery():
         ("1", "1 kills: same"),
         ("0", "1 kills: same"),
     ]
-
-
-@pytest.mark.slow
-def test_wait():
-    small = ("--steps", "4", "--rounds", "1", "--documents", "100", "--sequences", "6")
-    rows, text = tables("wait", *small, "--hidden-size", "16")
-    assert len(rows[2:]) == 6 and "losses of all runs: same" in text

@@ -1,7 +1,6 @@
 """The quickstart's corpus: what of the standard library it holds, and that it has a long tail."""
 
 import json
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -35,22 +34,11 @@ class Class{place}:
 '''
 
 
-def written(folder, *arguments):
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/examples/quickstart/corpus.py", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.fixture(scope="module")
 def whole_corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    written(folder, "corpus.jsonl")
-    return folder / "corpus.jsonl"
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    corpus.main(str(path))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +116,7 @@ def test_a_file_is_read_in_the_encoding_that_it_declares(tmp_path):
 
 
 def test_one_library_gives_one_corpus(tmp_path, whole_corpus):
-    written(tmp_path, "again")
+    corpus.main(str(tmp_path / "again"))
     assert (tmp_path / "again").read_bytes() == whole_corpus.read_bytes()
 
 

@@ -26,14 +26,9 @@ import picture  # noqa: E402
 import report  # noqa: E402
 
 METRICS = {
-    "loss": 5.5,
-    "tokens": 100,
-    "ring_bytes": 4_000_000,
-    "planned_efficiency": 0.5,
-    "measured_efficiency": 0.4,
-    "planning_ms": 1.0,
-    "micro_batches_min": 3,
-    "micro_batches_max": 3,
+    **{"loss": 5.5, "tokens": 100, "ring_bytes": 4_000_000, "planning_ms": 1.0},
+    **{"planned_efficiency": 0.5, "measured_efficiency": 0.4},
+    **{"micro_batches_min": 3, "micro_batches_max": 3},
 }
 
 
@@ -47,10 +42,8 @@ def ranks_of_a_step(unit_s, began_s):
     for hdp_rank, noted in enumerate(notes):
         place = RankPlace(hdp_rank, 2, 0, 1, 0, 1, lockstep_ranks=1, token_multiple=1)
         spans = [
-            Span(
-                kind, began_s + start * unit_s, began_s + end * unit_s, None if kind == SYNC else 0
-            )
-            for kind, start, end in [*noted, (OPTIMIZER, 3.5, 4)]
+            Span(kind, *(began_s + at * unit_s for at in times), None if kind == SYNC else 0)
+            for kind, *times in [*noted, (OPTIMIZER, 3.5, 4)]
         ]
         ranks.append(RankSpans.of_rank(place, "a", began_s, spans, cpu_s=2 * unit_s))
     return ranks
@@ -190,22 +183,16 @@ def test_the_step_whose_speed_up_is_nearest_to_that_of_all_is_shown(steps, runs)
     assert measured.nearest_step([static] * 3, [hdp] * 3) == 0
 
 
-def test_the_sentence_speaks_of_all_steps(runs):
+def test_the_sentence_and_the_table_speak_of_all_steps(runs):
     static, hdp = runs
     text = on_one_line(report.sentence(static, hdp, 2e-8))
-    assert text == (
-        "The 3 steps took the static mesh 16.0 s and HDP 9.0 s, which sent 6 and 1 MB a step "
-        "around their rings, for the same losses (they differ by 2e-08 at most): HDP trained "
-        "1.78 x as fast."
-    )
+    assert "took the static mesh 16.0 s and HDP 9.0 s, which sent 6 and 1 MB a step" in text
+    assert text.endswith("HDP trained 1.78 x as fast.")
     one = on_one_line(report.sentence(static[:1], hdp[:1], 0.0))
     assert one.startswith("The only step took the static mesh 2.0 s and HDP 1.0 s, which sent 4 ")
-
-
-def test_the_table_ends_with_all_steps(runs):
-    lines = report.table(*runs).splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["1", "1", "1", "all"]  # one step, thrice
-    assert [line.split()[-1] for line in lines[2:6]] == ["shown", "3.00", "1.00", "1.78"]
+    rows = [line.split() for line in report.table(*runs).splitlines()[2:6]]
+    assert [row[0] for row in rows] == ["1", "1", "1", "all"]  # one step, thrice
+    assert [row[-1] for row in rows] == ["shown", "3.00", "1.00", "1.78"]
 
 
 def test_the_bound_is_over_all_steps(runs):
@@ -276,14 +263,6 @@ def test_the_picture_has_both_runs_on_one_scale(steps, tmp_path):
     assert pixels_per_unit(above_traffic) == pytest.approx(pixels_per_unit(below_traffic))
     below.set_xlim(0, 2.0)
     assert above.get_xlim() == (0, 2.0)  # one axis cannot be stretched without the other
-
-
-def test_every_degree_is_in_the_legend(steps):
-    figure = picture.draw(dict(zip(("static", "HDP"), steps, strict=True)), "Measured")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == [
-        "sequences over 1 rank",
-        "sequences over 2 ranks",
-        "waiting for other ranks",
-        "gradient sync, optimizer",
-    ]
+    of_degrees = ["sequences over 1 rank", "sequences over 2 ranks"]
+    assert labels == [*of_degrees, "waiting for other ranks", "gradient sync, optimizer"]
