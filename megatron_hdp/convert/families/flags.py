@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.convert.families import rope
-from megatron_hdp.convert.families.table import Config
+from megatron_hdp.convert.families.table import Config, is_tied
 from megatron_hdp.megatron.options import TrainingArguments
 
 NAMES = {
@@ -62,18 +62,8 @@ def plain_flags(config: Config) -> dict[str, Any]:
         "init_method_std": config.get("initializer_range", 0.02),
         "vocab_size": config["vocab_size"],
         "make_vocab_size_divisible_by": 1,
-        "bf16": is_16_bit(config),
+        "bf16": _TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), True),
     }
-
-
-def is_tied(config: Config) -> bool:
-    """Whether the output layer has the embedding's weights."""
-    return bool(config.get("tie_word_embeddings", False))
-
-
-def is_16_bit(config: Config) -> bool:
-    """Whether the weights are trained in bfloat16."""
-    return _TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), True)
 
 
 def window_flags(window: int | None, layers: list[bool] | None = None) -> dict[str, Any]:

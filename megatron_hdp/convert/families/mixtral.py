@@ -31,7 +31,6 @@ MIXTRAL = Family(
         **expert_flags(config),
         **window_flags(config.get("sliding_window")),
     },
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *_EXPERTS)),),
     expected=rows.NO_BIAS,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_hdp.convert.families.flags import is_tied
 from megatron_hdp.convert.families.layouts import BY_GROUP
 from megatron_hdp.convert.families.table import Row
 
@@ -12,16 +11,6 @@ NO_BIAS = {
     "mlp_bias": (False,),
 }
 WINDOW_OFF = {"use_sliding_window": (False,)}
-
-OUTER = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-    Row(
-        "output_layer.weight",
-        {"lm_head.weight": "vocabulary hidden"},
-        when=lambda config: not is_tied(config),
-    ),
-)
 
 NORMS = (
     Row("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
