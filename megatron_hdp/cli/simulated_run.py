@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.check import memory_bytes
@@ -18,9 +17,8 @@ from megatron_hdp.cli.checking import (
     job_of,
     preset_batch,
 )
-from megatron_hdp.cli.lengths import PRESET, read_lengths
+from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
-from megatron_hdp.data.presets import PRESETS
 from megatron_hdp.megatron.options import (
     expert_domain_size,
     parse_arguments,
@@ -109,25 +107,16 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
             )
         return _of_mixture(arguments.hdp_data, options, steps, seed)
     source = arguments.data or f"{PRESET}github"
-    if not source.startswith(PRESET):
+    if (name := preset_of("--data", source)) is None:
         return _of_file(source, options, steps, seed)
-    name = source.removeprefix(PRESET)
-    if name not in PRESETS:
-        expected = " or ".join(f"{PRESET}{known}" for known in PRESETS)
-        raise ValueError(f"--data {source}: expected {expected}, or a file")
     return [preset_batch(options, name, seed + step) for step in range(steps)]
 
 
 def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """The first steps of a run on a mixture, as the run draws them."""
-    from megatron_hdp.data.mixture import (
-        BatchSize,
-        Opening,
-        Position,
-        open_corpus,
-        read_data_file,
-    )
-    from megatron_hdp.data.spec import PrimitivesSpec
+    from megatron_hdp.cli.data_commands.drawn_steps import steps_of
+    from megatron_hdp.cli.data_commands.flags import mixture_of
+    from megatron_hdp.data.mixture import BatchSize, Opening, read_data_file
 
     def say(line: str) -> None:
         print(f"megatron-hdp simulate: {line}", file=sys.stderr, flush=True)
@@ -140,23 +129,15 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
         cache_folder=None if folder is None else Path(folder),
         say=say,
     )
-    spec = read_data_file(path).training
-    if spec.primitives != PrimitivesSpec():
-        say(f"the primitives of {path} are not called here: shares are the schedule's")
-    corpus = open_corpus(spec, opening)
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
-    mixture = corpus.mixture(corpus.orders(), batch, seed)
-    position, batches = Position(), []
-    for number in range(steps):
-        if mixture.is_over(position):
-            raise ValueError(
-                f"--steps {steps:,}: every source of {path} has ended after {number:,} steps; "
-                "expected as many as are run: give fewer"
-            )
-        step = mixture.step(position)
-        batches.append(step.lengths)
-        position = step.after
+    _, mixture = mixture_of(path, read_data_file(path).training, opening, batch, seed)
+    batches = [step.lengths for step in steps_of(mixture, steps)]
+    if len(batches) < steps:
+        raise ValueError(
+            f"--steps {steps:,}: every source of {path} has ended after {len(batches):,} steps; "
+            "expected as many as are run: give fewer"
+        )
     return batches
 
 
@@ -229,15 +210,14 @@ def table(run: Run) -> str:
     return "\n".join(aligned(rows) + notes)
 
 
-def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
-    """All figures; the same bytes for the same flags."""
-    report = {
+def record(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures; the same for the same flags."""
+    return {
         "config": " ".join(arguments.config),
         "gpus": run.setting.num_gpus,
         "seed": run.seed,
         "strategies": {name: run.figures(name) for name in run.outcomes},
     }
-    return orjson.dumps(report, option=orjson.OPT_INDENT_2)
 
 
 def subject_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Subject:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_hdp.cli.checking import as_json, as_text
-from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
+from megatron_hdp.cli.checking.finding import Tried, best_of
 from megatron_hdp.cli.main import main
 from tests.cli.test_check import PAGE, PAPERS, finding, with_lines
 

@@ -355,7 +355,7 @@ def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):
 
 
 def test_the_help_names_the_models_there_are():
-    from megatron_hdp.cli.shared.ranks import _MODELS
+    from megatron_hdp.cli.plan import _MODELS
     from megatron_hdp.planner.shape import MODELS
 
     named = _MODELS.split(", ")

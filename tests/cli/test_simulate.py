@@ -233,7 +233,7 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--output", "here.txt"), "expected a name that ends in .json"),
         (("--report", "here.txt"), "--report here.txt: expected a name that ends in .html, .png"),
         (("--report", "no/such/r.html"), "found no folder no/such"),
-        (("--report", "r.html", "--report", "./r.html"), "the file is written, too"),
+        (("--report", "r.html", "--report", "./r.html"), "r.html is the file of --report as well"),
         (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
@@ -253,12 +253,12 @@ def test_files_of_no_use(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = refusal(capsys, *argv, "--machine", str(machine))
     assert "unknown key 'network_bytes_per_sec'; nearest is 'network_bytes_per_s'" in found
     found = refusal(capsys, *argv, "--machine", str(machine), "--output", str(machine))
-    assert "the file is read, too" in found
+    assert "is the file of --machine as well" in found
     assert machine.read_text() == '{"network_bytes_per_sec": 1}'
     costs = config.with_name("costs.json")
     costs.write_bytes(LLAMA_7B.to_json())
     of_config = (*argv, "--output", str(costs), "--", "--hdp-cost-model", str(costs))
-    assert "the file is read, too" in refusal(capsys, *of_config)
+    assert "is the file of --cost-model as well" in refusal(capsys, *of_config)
     speeds = config.with_name("speeds.txt")
     speeds.write_text("1\n1\n")
     found = refusal(capsys, *argv, "--rank-speeds", str(speeds))
@@ -307,9 +307,9 @@ def test_a_report_never_overwrites_what_is_read_or_written(
     lengths = config.with_name("lengths.html")
     lengths.write_text("5\n")
     found = refusal(capsys, *argv, "--data", str(lengths), "--report", str(lengths))
-    assert f"--report {lengths}: the file is read, too" in found
+    assert f"--report {lengths} is the file of --data as well" in found
     assert lengths.read_text() == "5\n"
     output, link = config.with_name("report.json"), config.with_name("link.html")
     link.symlink_to(output)
     found = refusal(capsys, *argv, "--output", str(output), "--report", str(link))
-    assert f"--report {link}: the file is written, too" in found
+    assert f"--report {link} is the file of --output as well" in found

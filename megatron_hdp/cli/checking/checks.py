@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.checking.finding import Finding
+from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
 from megatron_hdp.cli.checking.planned_step import cost_model_of, plan_longest, plan_step
-from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
 from megatron_hdp.planner import told_as

@@ -2,10 +2,8 @@
 
 from dataclasses import asdict
 
-import orjson
-
-from megatron_hdp.cli.checking.finding import Finding
-from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
+from megatron_hdp.cli.checking.finding import NEAR, Finding, Tried
+from megatron_hdp.cli.shared.outputs import indented
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.units import aligned, seconds, short
@@ -36,7 +34,7 @@ def as_json(finding: Finding) -> str:
         "needed_bytes": finding.memory.total if finding.memory else None,
         "hdp_ranks": finding.job.hdp_ranks if finding.job else None,
     }
-    return orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode()
+    return indented(figures)
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:

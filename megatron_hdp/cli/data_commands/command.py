@@ -1,7 +1,7 @@
 """``megatron-hdp data``: the flags of describe, plan, prepare and top."""
 
 import argparse
-from collections.abc import Callable
+import importlib
 
 from megatron_hdp.cli.shared.numbers import whole
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "describe", "print tokens and lengths of each source", _describe)
+    parser = _added(below, "describe", "print tokens and lengths of each source")
     add = parser.add_argument
     add(
         "data",
@@ -48,7 +48,7 @@ def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "plan", "draw the steps of a run without training", _plan)
+    parser = _added(below, "plan", "draw the steps of a run without training")
     parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     run = parser.add_argument_group("the run")
     add = run.add_argument
@@ -97,24 +97,27 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _add_prepare(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "prepare", "tokenise sources to where a run finds them", _prepare)
+    parser = _added(below, "prepare", "tokenise sources to where a run finds them")
     parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     _add_text(parser)
 
 
 def _add_top(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "top", "watch the data planes on this host", _top)
+    parser = _added(below, "top", "watch the data planes on this host")
     add = parser.add_argument
     add("--once", action="store_true", help="print once, instead of every second until Ctrl-C")
     add("--json", action="store_true", help="print lines of JSON")
 
 
 def _added(
-    below: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    words: str,
-    run: Callable[[argparse.Namespace], int],
+    below: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, words: str
 ) -> argparse.ArgumentParser:
+    """The parser of a command, which the module of its name runs."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        module = importlib.import_module(f"megatron_hdp.cli.data_commands.{name}")
+        return int(module.run(arguments))
+
     parser = below.add_parser(name, help=words)
     parser.set_defaults(run=run, subcommand=f"data {name}")
     return parser
@@ -136,27 +139,3 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         help="processes that tokenise (default: all CPUs of this process)",
     )
     add("--data-cache-path", metavar="DIR", help=_CACHE)
-
-
-def _describe(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.describe import run
-
-    return run(arguments)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.plan import run
-
-    return run(arguments)
-
-
-def _prepare(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.prepare import run
-
-    return run(arguments)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.top import run
-
-    return run(arguments)
