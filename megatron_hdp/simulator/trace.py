@@ -22,13 +22,10 @@ def write_trace(
     *,
     ranks_per_node: int,
 ) -> None:
-    """Write the trace of a plan; its times are microseconds with three decimals.
+    """Write the trace of a plan to ``path``, a JSON file.
 
-    Args:
-        plan: what to write.
-        evaluation: its times.
-        path: the JSON file; written under another name and renamed when it is complete.
-        ranks_per_node: ranks ``k * ranks_per_node`` and following share process k.
+    Times are microseconds with three decimals; ranks ``k * ranks_per_node`` and following share
+    process k.
 
     Raises:
         ValueError: the evaluation belongs to another plan.

@@ -132,24 +132,22 @@ class Outcome:
     @property
     def step_time_s(self) -> float | None:
         """Seconds of a step."""
-        return self._median("step_s")
+        return _median(one.step_s for one in self.steps)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Of all GPUs together."""
-        if not self.steps:
-            return None
-        return statistics.median(one.num_tokens / one.step_s for one in self.steps)
+        return _median(one.num_tokens / one.step_s for one in self.steps)
 
     @property
     def bubble_share(self) -> float | None:
         """See `StepRecord`."""
-        return self._median("bubble_share")
+        return _median(one.bubble_share for one in self.steps)
 
     @property
     def ring_bytes(self) -> float | None:
         """Sent in rings in a step, by all ranks."""
-        return self._median("ring_bytes")
+        return _median(one.ring_bytes for one in self.steps)
 
     @property
     def peak_memory_bytes(self) -> float | None:
@@ -162,10 +160,11 @@ class Outcome:
         mine, theirs = self.step_time_s, other.step_time_s if other is not None else None
         return theirs / mine if mine and theirs else None
 
-    def _median(self, name: str) -> float | None:
-        if not self.steps:
-            return None
-        return float(statistics.median(getattr(one, name) for one in self.steps))
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return float(statistics.median(known)) if known else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -184,18 +183,9 @@ class Run:
     def figures(self, strategy: str) -> dict[str, Any]:
         """A strategy's figures by the names of report.json."""
         outcome = self.outcomes[strategy]
-        return {
-            "step_time_s": outcome.step_time_s,
-            "tokens_per_s": outcome.tokens_per_s,
-            "bubble_share": outcome.bubble_share,
-            "ring_bytes": outcome.ring_bytes,
-            "mfu": outcome.mfu,
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-            "speedup": self.speedup(strategy),
-            "planned_by": outcome.planned_by,
-            "reason": outcome.reason,
-            "steps": [vars(one) for one in outcome.steps],
-        }
+        steps = [vars(one) for one in outcome.steps]
+        others = {"speedup": self.speedup(strategy), "steps": steps}
+        return {key: others[key] if key in others else getattr(outcome, key) for key in REPORT_KEYS}
 
 
 def simulate(
@@ -243,11 +233,10 @@ def outcome_of(
         records.append(execution.record)
         shares.append(setting.mfu(lengths, execution.step_s))
         done()
-    known = [share for share in shares if share is not None]
     return Outcome(
         strategy=strategy,
         planned_by=planned_by,
         steps=tuple(records),
-        mfu=statistics.median(known) if known else None,
+        mfu=_median(shares),
         first=first,
     )

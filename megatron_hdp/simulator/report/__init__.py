@@ -1,6 +1,6 @@
 """What a run would be, as a page or a picture for a person who has to decide.
 
-`figures` is the table, `parts` where the time of a step goes, `bars` what ranks do when, `charts`
+`figures` is the table and where the time of a step goes, `bars` what ranks do when, `charts` are
 curves over steps and time; `page` and `picture` put them together.
 """
 

@@ -8,8 +8,7 @@ from megatron_hdp.arrays import Float64Array
 from megatron_hdp.simulator.charts import COLOURS, Chart
 from megatron_hdp.simulator.execution import MemoryTrace, Outcome, Run, StepExecution
 from megatron_hdp.simulator.report.bars import computing_share
-from megatron_hdp.simulator.report.figures import Subject
-from megatron_hdp.simulator.report.parts import PARTS, mean_parts
+from megatron_hdp.simulator.report.figures import PARTS, Subject, mean_parts
 from megatron_hdp.simulator.units import seconds
 from megatron_hdp.strategies import BASELINE
 

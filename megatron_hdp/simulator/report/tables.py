@@ -6,8 +6,14 @@ from html import escape
 from typing import Any
 
 from megatron_hdp.simulator.execution import Run
-from megatron_hdp.simulator.report.figures import COLUMNS, Subject, cells, headline, warnings
-from megatron_hdp.simulator.report.parts import mean_parts
+from megatron_hdp.simulator.report.figures import (
+    COLUMNS,
+    Subject,
+    cells,
+    headline,
+    mean_parts,
+    warnings,
+)
 from megatron_hdp.simulator.units import num_bytes, seconds
 
 _MOST_SLOW = 16  # ranks that are named

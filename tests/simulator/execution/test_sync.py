@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_hdp.planner.lockstep import end_together, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
-from megatron_hdp.simulator.execution.sync import reduced_s
+from megatron_hdp.simulator.execution.step import reduced_s
 from tests.planner.problems import Problem, problems
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance
-from megatron_hdp.simulator.report.parts import PARTS, mean_parts, parts_of
+from megatron_hdp.simulator.report.figures import PARTS, mean_parts, parts_of
 from tests.simulator.execution.test_run import batches
 from tests.simulator.report.runs import run_of, setting_of
 
