@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 from megatron_hdp.cli.shared.outputs import check_outputs
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import AUTO, CHOICES, HELP
@@ -38,51 +38,36 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
         help="a text file with one sequence length per line, an .idx file, or lengths drawn from a "
         "preset of the paper's datasets",
     )
-    add(
-        "--global-batch-tokens",
-        type=whole(1, 2**60),
-        metavar="T",
-        help="size of the batch in tokens; with a file, take sequences in order while they fit "
+    number(
+        add,
+        *("--global-batch-tokens", "T", 1, 2**60),
+        "size of the batch in tokens; with a file, take sequences in order while they fit "
         "(default: 4 x N x C with a preset, else all sequences)",
     )
-    add(
-        "--seed",
-        type=whole(0, 2**64 - 1),
-        metavar="S",
-        help="seed with which a preset is drawn (default: 0)",
-    )
-    add(
-        "--max-length",
-        type=whole(1, 2**40),
-        metavar="L",
-        help="context length; longer sequences are cut to it (default with a preset: 2M or N x C, "
+    number(add, "--seed", "S", 0, 2**64 - 1, "seed with which a preset is drawn (default: 0)")
+    number(
+        add,
+        *("--max-length", "L", 1, 2**40),
+        "context length; longer sequences are cut to it (default with a preset: 2M or N x C, "
         "whichever is smaller)",
     )
 
 
 def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("--ranks", type=whole(1, 2**20), required=True, metavar="N", help="HDP ranks")
-    add(
-        "--tokens-per-rank",
-        type=whole(1, 2**40),
+    number(add, "--ranks", "N", 1, 2**20, "HDP ranks", required=True)
+    number(
+        add,
+        *("--tokens-per-rank", "C", 1, 2**40),
+        "capacity: the most tokens that one rank holds in a micro-batch",
         required=True,
-        metavar="C",
-        help="capacity: the most tokens that one rank holds in a micro-batch",
     )
-    add(
-        "--pipeline-stages",
-        type=whole(1, 1024),
+    number(add, "--pipeline-stages", "P", 1, 1024, "pipeline stages of a rank", default=1)
+    number(
+        add,
+        *("--virtual-stages", "V", 1, 1024),
+        "model chunks on each stage; above 1 the schedule is interleaved",
         default=1,
-        metavar="P",
-        help="pipeline stages of a rank (default: 1)",
-    )
-    add(
-        "--virtual-stages",
-        type=whole(1, 1024),
-        default=1,
-        metavar="V",
-        help="model chunks on each stage; above 1 the schedule is interleaved (default: 1)",
     )
     add(
         "--stage-weights",
@@ -103,11 +88,10 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="JSON file with measured coefficients, instead of --model",
     )
-    add(
-        "--ranks-per-node",
-        type=whole(1, 2**20),
-        metavar="K",
-        help="HDP ranks of a node (default: the cost model's, or 8)",
+    number(
+        add,
+        *("--ranks-per-node", "K", 1, 2**20),
+        "HDP ranks of a node (default: the cost model's, or 8)",
     )
     add(
         "--rank-speeds",
@@ -128,13 +112,11 @@ def _weights(text: str) -> tuple[float, ...]:
 
 def _add_experts(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add(
-        "--expert-parallel-size",
-        type=whole(1, 2**20),
+    number(
+        add,
+        *("--expert-parallel-size", "E", 1, 2**20),
+        "neighbouring HDP ranks that share experts and wait for each other in every layer",
         default=1,
-        metavar="E",
-        help="neighbouring HDP ranks that share experts and wait for each other in every layer "
-        "(default: 1)",
     )
     add(
         "--expert-share",
@@ -159,12 +141,11 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         default="off",
         help="auto moves activations to host memory where that saves ranks (default: off)",
     )
-    add(
-        "--effort",
-        type=whole(1, 10**6),
+    number(
+        add,
+        *("--effort", "K", 1, 10**6),
+        "multiply the iterations of local search by this",
         default=1,
-        metavar="K",
-        help="multiply the iterations of local search by this (default: 1)",
     )
 
 

@@ -1,8 +1,9 @@
 """``megatron-hdp simulate``: runs a configuration's steps by several strategies, without a GPU."""
 
 import argparse
+from pathlib import Path
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 from megatron_hdp.cli.shared.outputs import check_outputs, steps_bar, write_json
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import CHOICES
@@ -27,14 +28,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="S,S",
         help=f"strategies of plan; static always runs, for comparison (default: {_DEFAULT})",
     )
-    add("--steps", type=whole(1, 10**6), default=5, metavar="K", help="global batches (default: 5)")
-    add(
-        "--seed",
-        type=whole(0, 2**62),
-        default=0,
-        metavar="S",
-        help="seed of batches and noise (default: 0)",
-    )
+    number(add, "--steps", "K", 1, 10**6, "global batches", default=5)
+    number(add, "--seed", "S", 0, 2**62, "seed of batches and noise", default=0)
     add("--output", metavar="FILE.json", help="write all figures as JSON")
     add(
         "--report",
@@ -56,7 +51,7 @@ def _add_job(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="YAML file of training's flags; later files win",
     )
-    add("--gpus", type=whole(1, 2**24), required=True, metavar="N", help="GPUs of the job")
+    number(add, "--gpus", "N", 1, 2**24, "GPUs of the job", required=True)
     add(
         "--data",
         metavar="FILE|preset:github|preset:byted",
@@ -135,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _check_files(arguments: argparse.Namespace, cost_model: str | None) -> None:
+def _check_files(arguments: argparse.Namespace, cost_model: Path | None) -> None:
     """Refuse what cannot be written, before the work is done."""
     from megatron_hdp.simulator.plot import import_figure
     from megatron_hdp.simulator.report import SUFFIXES
@@ -145,7 +140,7 @@ def _check_files(arguments: argparse.Namespace, cost_model: str | None) -> None:
         *(("--config", path) for path in arguments.config),
         ("--data", arguments.data),
         ("--hdp-data", arguments.hdp_data),
-        ("--cost-model", cost_model),
+        ("--cost-model", cost_model and str(cost_model)),
         ("--rank-speeds", arguments.rank_speeds),
         ("--machine", arguments.machine),
     ]

@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,32 +145,24 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
 def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
     lengths = _fitting(path, read_lengths(path), options)
-    most_tokens = options.hdp_global_batch_tokens
-    most = options.global_batch_size if most_tokens is None else None
-    batches: list[Int64Array] = []
-    epoch, order = 0, np.zeros(0, dtype=np.int64)
-    taken: list[int] = []
-    tokens = 0
-    while len(batches) < steps:
-        if not len(order):
+    most_tokens, most = options.hdp_global_batch_tokens, options.global_batch_size or 1
+
+    def batches() -> Iterator[Int64Array]:
+        taken: list[int] = []
+        tokens = 0
+        for epoch in itertools.count():
             order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-            epoch += 1
-        for used, length in enumerate(lengths[order].tolist()):
-            full = (
-                len(taken) == (most or 1)
-                if most_tokens is None
-                else bool(taken and tokens + length > most_tokens)
-            )
-            if full:
-                batches.append(np.array(taken, dtype=np.int64))
-                taken, tokens = [], 0
-                order = order[used:]
-                break
-            taken.append(length)
-            tokens += length
-        else:
-            order = order[:0]
-    return batches
+            for length in lengths[order].tolist():
+                is_full = len(taken) == most
+                if most_tokens is not None:
+                    is_full = bool(taken) and tokens + length > most_tokens
+                if is_full:
+                    yield np.array(taken, dtype=np.int64)
+                    taken, tokens = [], 0
+                taken.append(length)
+                tokens += length
+
+    return list(itertools.islice(batches(), steps))
 
 
 def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> Int64Array:

@@ -71,10 +71,6 @@ def latest_good(findings: Sequence["Verdict"], named: int | None) -> int | None:
     """Return the iteration to resume from, None if there is none.
 
     What is later than the one that the tracker names was given up, unless nothing else is good.
-
-    Args:
-        findings: of all checkpoints, the oldest first.
-        named: the iteration that the tracker names, if it names one.
     """
     good = [one.iteration for one in findings if one.is_good]
     kept = [iteration for iteration in good if named is None or iteration <= named]

@@ -69,9 +69,7 @@ class Finding:
 def best_of(tried: Sequence[Tried], own: int) -> int | None:
     """The virtual stages on a rank to take; None if none fits.
 
-    Args:
-        tried: each number that the layers allow.
-        own: the configuration's, which is kept where it is as fast as the fastest.
+    The configuration's own number is kept where it is as fast as the fastest.
     """
     times = {one.virtual_stages: one.step_s for one in tried if one.fits and one.step_s is not None}
     if not times:

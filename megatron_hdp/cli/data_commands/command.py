@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 
 _MOST_TOKENS = 2**40
 _CACHE = (
@@ -37,11 +37,10 @@ def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="describe the training, validation and test parts of this --split (default: all "
         "documents)",
     )
-    add(
-        "--max-length",
-        type=whole(1, _MOST_TOKENS),
-        metavar="L",
-        help="context length; longer documents are truncated, or split if the source says so",
+    number(
+        add,
+        *("--max-length", "L", 1, _MOST_TOKENS),
+        "context length; longer documents are truncated, or split if the source says so",
     )
     _add_text(parser)
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -52,26 +51,23 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     run = parser.add_argument_group("the run")
     add = run.add_argument
-    add("--steps", type=whole(1, 10**9), required=True, metavar="N", help="steps to draw")
+    number(add, "--steps", "N", 1, 10**9, "steps to draw", required=True)
     size = run.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--hdp-global-batch-tokens",
-        type=whole(1, _MOST_TOKENS),
-        metavar="T",
-        help="size of a step in tokens",
+    number(
+        size.add_argument,
+        *("--hdp-global-batch-tokens", "T", 1, _MOST_TOKENS),
+        "size of a step in tokens",
     )
-    size.add_argument(
-        "--global-batch-size",
-        type=whole(1, _MOST_TOKENS),
-        metavar="B",
-        help="size of a step in sequences",
+    number(
+        size.add_argument,
+        *("--global-batch-size", "B", 1, _MOST_TOKENS),
+        "size of a step in sequences",
     )
-    add(
-        "--seq-length",
-        type=whole(1, _MOST_TOKENS),
-        metavar="L",
-        help="context length of the run (default: the schedule's greatest max-length, or the "
-        "longest document)",
+    number(
+        add,
+        *("--seq-length", "L", 1, _MOST_TOKENS),
+        "context length of the run (default: the schedule's greatest max-length, or the longest "
+        "document)",
     )
     add(
         "--hdp-long-sequence",
@@ -79,13 +75,7 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         default="error",
         help="what to do with longer documents, unless the source says (default: error)",
     )
-    add(
-        "--seed",
-        type=whole(0, 2**31 - 1),
-        default=1234,
-        metavar="S",
-        help="the run's seed (default: 1234)",
-    )
+    number(add, "--seed", "S", 0, 2**31 - 1, "the run's seed", default=1234)
     _add_text(parser)
     parser.add_argument(
         "--output",
@@ -132,10 +122,9 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="byte, hf:PATH or tiktoken:NAME, for sources without one (default: byte)",
     )
-    add(
-        "--workers",
-        type=whole(1, 4096),
-        metavar="N",
-        help="processes that tokenise (default: all CPUs of this process)",
+    number(
+        add,
+        *("--workers", "N", 1, 4096),
+        "processes that tokenise (default: all CPUs of this process)",
     )
     add("--data-cache-path", metavar="DIR", help=_CACHE)

@@ -20,10 +20,7 @@ def opening_of(
 ) -> Opening:
     """Return how the flags want sources opened.
 
-    Args:
-        arguments: with those of text.
-        max_length: tokens of the longest sequence.
-        long_sequence: what happens to longer documents of sources that say nothing.
+    ``long_sequence`` happens to longer documents of sources that say nothing themselves.
     """
     folder = arguments.data_cache_path
     return Opening(

@@ -126,12 +126,7 @@ written back.
 
 
 def as_yaml(flags: Mapping[str, Any], about: str) -> str:
-    """The flags as a file for ``--config``.
-
-    Args:
-        flags: by their names in Megatron, with underscores.
-        about: a comment.
-    """
+    """The flags, by their names with underscores, as a file for ``--config`` with a comment."""
     lines = [f"# {about}", "", "model:"]
     for flag, value in flags.items():
         name = flag.replace("_", "-")

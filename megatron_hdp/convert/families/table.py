@@ -109,10 +109,7 @@ class Piece:
 def pieces(family: Family, config: Config, *, stacked: bool) -> list[Piece]:
     """All pieces of a model, in the order of its layers.
 
-    Args:
-        family: of the model.
-        config: of the model, as Hugging Face writes it.
-        stacked: whether Megatron keeps all layers in one tensor, or each in its own.
+    Megatron keeps all layers in one tensor (``stacked``), or each in its own.
     """
     sizes = family.sizes(config)
     rows: list[tuple[Row, int | None]] = [(_EMBEDDING, None)]

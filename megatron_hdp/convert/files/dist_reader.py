@@ -18,9 +18,6 @@ Numbers = Sequence[int]
 class DistReader:
     """The tensors of one checkpoint.
 
-    Args:
-        folder: of its files.
-
     Raises:
         ValueError: it is no such checkpoint.
     """

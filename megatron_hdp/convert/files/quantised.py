@@ -104,10 +104,6 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
 def as_read(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
     """The tensors of a model by name, those that are quantised in bfloat16.
 
-    Args:
-        config: of the model.
-        tensors: as they lie in files.
-
     Raises:
         ValueError: scales are missing.
     """

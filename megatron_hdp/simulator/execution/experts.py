@@ -43,15 +43,7 @@ class SharedExperts:
         speeds: Float64Array,
         lockstep_ranks: int,
     ) -> Self:
-        """Look at a plan as it is laid out.
-
-        Args:
-            plan: the plan.
-            launches: its layout.
-            cost_model: its experts' time counts, if ranks share them.
-            speeds: of all ranks.
-            lockstep_ranks: ranks beside each other that do.
-        """
+        """Look at a plan as it is laid out, for ranks of these speeds."""
         lists, size = launches.lists, lockstep_ranks
         ranks = np.repeat(np.arange(plan.num_ranks), lists.counts)
         position = np.arange(len(ranks)) - (np.cumsum(lists.counts) - lists.counts)[ranks]

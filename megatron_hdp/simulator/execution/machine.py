@@ -67,10 +67,7 @@ class Machine:
     def of_job(cls, job: Job, cost_model: CostModel, **changes: Any) -> Self:
         """What the job's shape and layout say; speeds are the cost model's, of one GPU each.
 
-        Args:
-            job: what is trained, and how.
-            cost_model: of an HDP rank of ``job.tensor_ranks`` GPUs.
-            changes: fields that are something else.
+        The cost model is of an HDP rank of ``job.tensor_ranks`` GPUs.
         """
         stages = [stage_memory(job, stage) for stage in range(job.stages)]
         weights = max(one.weights for one in stages) / job.value_bytes

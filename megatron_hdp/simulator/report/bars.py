@@ -112,12 +112,7 @@ def chosen_ranks(execution: StepExecution, always: Iterable[int]) -> tuple[int, 
 
 
 def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
-    """Lay out a step.
-
-    Args:
-        execution: the step.
-        always: ranks that are shown in any case, a few.
-    """
+    """Lay out a step; some ranks, a few, are shown always."""
     ranks, stages = chosen_ranks(execution, always), execution.pipeline.stages
     place = np.full(execution.plan.num_ranks, -1)
     place[list(ranks)] = np.arange(len(ranks))
@@ -193,12 +188,7 @@ def _behind(execution: StepExecution) -> tuple[tuple[str, float, float], ...]:
 
 
 def computing_share(execution: StepExecution, edges_s: Float64Array) -> Float64Array:
-    """Share of ranks and stages that work, mean between each edge and the next.
-
-    Args:
-        execution: the step.
-        edges_s: times that rise.
-    """
+    """Share of ranks and stages that work, mean between each edge and the next; edges rise."""
     worked = np.zeros(len(edges_s))
     for stage in range(execution.pipeline.stages):
         lanes = lanes_of(execution, stage)

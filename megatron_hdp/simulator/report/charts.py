@@ -37,10 +37,8 @@ def first_steps(run: Run) -> dict[str, StepExecution]:
 def window_s(ends: Mapping[str, float]) -> float:
     """Where a common axis of time ends: at the longest step that is not much beyond the mesh's.
 
-    Without a mesh it is the shortest step that others are held to.
-
-    Args:
-        ends: seconds of a step of each strategy.
+    Without a mesh it is the shortest step that others are held to. Ends are seconds of a step of
+    each strategy.
     """
     reference = ends.get(BASELINE, min(ends.values()))
     return max(end for end in ends.values() if end <= _TOO_LONG * reference)

@@ -1,11 +1,12 @@
 """The parts of a report that are text: the table, what was assumed, what is not known."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from megatron_hdp.simulator.execution import Run
+from megatron_hdp.planner import CostModel
+from megatron_hdp.simulator.execution import Machine, Run
 from megatron_hdp.simulator.report.figures import (
     COLUMNS,
     Subject,
@@ -90,8 +91,8 @@ def closing(run: Run, subject: Subject, left_out: Sequence[str]) -> str:
     parts = [
         "<h2>What was assumed</h2>\n<div class=columns>\n",
         table("The run", ("what", "value"), _run_rows(run, subject)),
-        table("Machine", ("key", "value"), _rows(vars(run.setting.machine))),
-        table("Cost model", ("coefficient", "value"), _rows(_cost_model(run))),
+        table("Machine", ("key", "value"), _rows(run.setting.machine)),
+        table("Cost model", ("coefficient", "value"), _rows(run.setting.cost_model)),
         "</div>\n<h2>What the simulation does not know</h2>\n",
         _list(NOT_KNOWN),
         "<h2>What this page leaves out</h2>\n",
@@ -139,13 +140,9 @@ def _run_rows(run: Run, subject: Subject) -> list[tuple[str, str]]:
     ]
 
 
-def _cost_model(run: Run) -> dict[str, Any]:
-    model = run.setting.cost_model
-    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-
-
-def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _value(name, value)) for name, value in values.items()]
+def _rows(values: Machine | CostModel) -> list[tuple[str, str]]:
+    names = [field.name for field in dataclasses.fields(values)]
+    return [(name, _value(name, getattr(values, name))) for name in names]
 
 
 def _value(name: str, value: Any) -> str:
