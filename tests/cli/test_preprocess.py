@@ -83,11 +83,9 @@ def test_json_lines(tmp_path):
 def test_a_json_key_makes_every_file_json_lines(tmp_path):
     path = tmp_path / "data.json"
     path.write_text('{"body": "x"}\n{"body": "\\ud800"}')
-    assert (
-        run("--input", path, "--json-key", "body", "--output-prefix", tmp_path / "new/folder/out")
-        == 0
-    )
-    assert documents(tmp_path / "new/folder/out") == [[120, 256], [63, 256]]
+    prefix = tmp_path / "new/folder/out"
+    assert run("--input", path, "--json-key", "body", "--output-prefix", prefix) == 0
+    assert documents(prefix) == [[120, 256], [63, 256]]
 
 
 @pytest.mark.parametrize(
@@ -109,27 +107,19 @@ def test_a_bad_json_line_names_file_and_line(tmp_path, capsys, line, found):
     assert os.listdir(tmp_path) == ["data.jsonl"]
 
 
-def test_missing_input(tmp_path, capsys):
-    assert run("--input", tmp_path / "absent", "--output-prefix", tmp_path / "out") == 2
-    fails(capsys, "absent: no such file or folder")
-
-
-def test_no_file_matches(folder, tmp_path, capsys):
-    code = run("--input", folder, "--glob", "*.rs", "--output-prefix", tmp_path / "out")
-    assert code == 2
-    fails(capsys, "no file whose name matches --glob '*.rs'")
-
-
-def test_only_empty_documents_write_nothing(folder, tmp_path, capsys):
-    assert run("--input", folder / "a/empty.py", "--output-prefix", tmp_path / "out") == 2
-    fails(capsys, "none of 1 files has a token (1 empty documents): nothing was written")
+@pytest.mark.parametrize(
+    ("path", "flags", "expected"),
+    [
+        ("absent", [], "absent: no such file or folder"),
+        ("source", ["--glob", "*.rs"], "no file whose name matches --glob '*.rs'"),
+        ("source/a/empty.py", [], "none of 1 files has a token (1 empty documents): nothing was"),
+        ("source", ["--tokenizer", "gpt"], "'gpt': expected byte, hf:PATH"),
+    ],
+)
+def test_nothing_to_write(folder, tmp_path, capsys, path, flags, expected):
+    assert run("--input", tmp_path / path, *flags, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, expected)
     assert os.listdir(tmp_path) == ["source"]
-
-
-def test_bad_tokenizer(folder, tmp_path, capsys):
-    code = run("--input", folder, "--tokenizer", "gpt", "--output-prefix", tmp_path / "out")
-    assert code == 2
-    fails(capsys, "'gpt': expected byte, hf:PATH")
 
 
 def zip_of(raw, path):
@@ -204,9 +194,8 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
         raise AssertionError("the signal did nothing")
 
     monkeypatch.setattr("megatron_hdp.data.tokenizers.ByteTokenizer.tokenize_batch", end)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored by what a shell starts with &
+    # ignored by what a shell starts with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
     assert run("--input", folder, "--output-prefix", tmp_path / "out") == 130
     assert capsys.readouterr().err.endswith("megatron-hdp preprocess: interrupted\n")
