@@ -8,7 +8,7 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.plan_outcomes import Outcome, Request
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
-from megatron_hdp.simulator.units import aligned, num_bytes, seconds
+from megatron_hdp.simulator.units import aligned, num_bytes, seconds, stages_of
 
 _COLUMNS = (
     "strategy",
@@ -27,10 +27,7 @@ _SAME = 1e-6  # relative difference of two bounds that are one
 
 def batch_line(request: Request) -> str:
     """Return one line on what is planned for what."""
-    lengths, stages = request.lengths, request.pipeline.stages
-    pipeline = f" and {stages} stages" if stages > 1 else ""
-    if request.pipeline.chunks > 1:
-        pipeline += f" of {request.pipeline.chunks} virtual stages each"
+    lengths, pipeline = request.lengths, stages_of(request.pipeline, " and {} stages")
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens "
         f"(median {int(np.median(lengths)):,}, longest {lengths.max():,}) "

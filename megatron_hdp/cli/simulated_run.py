@@ -30,7 +30,7 @@ from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
-from megatron_hdp.simulator.units import aligned
+from megatron_hdp.simulator.units import aligned, stages_of
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -185,13 +185,11 @@ def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> In
 def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:
     """One line on what is run."""
     tokens = np.mean([batch.sum() for batch in batches])
-    pipeline = setting.pipeline
-    stages = f" and {pipeline.stages} stages" if pipeline.stages > 1 else ""
-    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
     return (
         f"{len(batches):,} steps of {tokens:,.0f} tokens (longest "
         f"{max(int(batch.max()) for batch in batches):,}) on {setting.num_gpus:,} GPUs: "
-        f"{setting.ranks:,} HDP ranks of {setting.tokens_per_rank:,} tokens{stages}"
+        f"{setting.ranks:,} HDP ranks of {setting.tokens_per_rank:,} tokens"
+        f"{stages_of(setting.pipeline, ' and {} stages')}"
     )
 
 

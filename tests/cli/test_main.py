@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ except SystemExit as leaving:
 loaded = [name for name in {HEAVY!r} if name in sys.modules]
 assert not loaded, loaded
 """
-    began = time.perf_counter()
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert time.perf_counter() - began < 20.0  # 0.1 s on a free core
 
 
 def test_commands_never_load_torch(tmp_path):

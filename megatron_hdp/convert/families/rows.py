@@ -75,17 +75,17 @@ SHARED_EXPERTS = (
     ),
 )
 
-EXPERTS = (
-    Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}),
-    Row(
-        "mlp.experts.experts.linear_fc1.weight",
-        {
-            "mlp.experts.{e}.gate_proj.weight": "expert_ffn hidden",
-            "mlp.experts.{e}.up_proj.weight": "expert_ffn hidden",
-        },
-    ),
-    Row(
-        "mlp.experts.experts.linear_fc2.weight",
-        {"mlp.experts.{e}.down_proj.weight": "hidden expert_ffn"},
-    ),
-)
+
+def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A router and gated experts, in the words of a family."""
+    one = f"{module}.experts.{{e}}"
+    both = {f"{one}.{name}.weight": "expert_ffn hidden" for name in (gate, up)}
+    back = {f"{one}.{down}.weight": "hidden expert_ffn"}
+    return (
+        Row("mlp.router.weight", {f"{module}.gate.weight": "experts hidden"}),
+        Row("mlp.experts.experts.linear_fc1.weight", both),
+        Row("mlp.experts.experts.linear_fc2.weight", back),
+    )
+
+
+EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")

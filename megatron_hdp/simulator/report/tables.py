@@ -15,7 +15,7 @@ from megatron_hdp.simulator.report.figures import (
     mean_parts,
     warnings,
 )
-from megatron_hdp.simulator.units import num_bytes, seconds
+from megatron_hdp.simulator.units import num_bytes, seconds, stages_of
 
 _MOST_SLOW = 16  # ranks that are named
 _MEANINGS = (
@@ -60,9 +60,7 @@ def about(run: Run, subject: Subject) -> str:
     steps = [step for one in run.outcomes.values() for step in one.steps]
     count = max((len(one.steps) for one in run.outcomes.values()), default=0)
     tokens = f" of {sum(s.num_tokens for s in steps) / len(steps):,.0f} tokens" if steps else ""
-    pipeline = setting.pipeline
-    stages = f", {pipeline.stages} pipeline stages" if pipeline.stages > 1 else ""
-    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
+    stages = stages_of(setting.pipeline, ", {} pipeline stages")
     return (
         f"{subject.config}; lengths: {subject.data}; {setting.num_gpus:,} GPUs: {setting.ranks:,} "
         f"HDP ranks of {setting.tokens_per_rank:,} tokens{stages}; {count:,} "

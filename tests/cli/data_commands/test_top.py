@@ -224,11 +224,6 @@ def test_a_status_of_another_release_is_a_mistake(planes, capsys):
     assert f"{folder}/status.json: found a status without 'constructor', expected one" in message
 
 
-def until_shown(lines):
-    """Other planes may run on this host."""
-    assert any("hdp-data-here" in line for line in lines)
-
-
 def test_it_ends_with_ctrl_c_and_loads_no_ray():
     code = (
         "import sys; from megatron_hdp.cli.main import main; code = main(['data', 'top'])\n"
@@ -236,14 +231,11 @@ def test_it_ends_with_ctrl_c_and_loads_no_ray():
     )
     with folder_of_job(PREFIX) as (folder, _):
         write_status(Path(folder), status(plane="hdp-data-here"))
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", code], **pipes)
         try:
-            until_shown(process.stdout)
+            # other planes may run on this host
+            assert any("hdp-data-here" in line for line in process.stdout)
             time.sleep(0.1)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)

@@ -110,17 +110,15 @@ def test_a_slower_network_or_host_is_never_faster(
     assert (other.forward_start_s >= one.forward_start_s * (1 - 1e-9)).all()
 
 
+def costs_of(seconds: float, **others: int) -> CostModel:
+    """A micro-batch takes so many seconds, and as many bytes of a token may leave, 1 a second."""
+    free = {"a": 0.0, "b": 0.0, "kv_bytes_per_token": 0.0, "host_bytes_per_s": 1.0}
+    return CostModel(**free, **others, g=seconds, activation_bytes_per_token=seconds)
+
+
 def test_the_host_is_the_bottleneck() -> None:
     # 6 layers, 1 s forward and 2 s backward each; 12 bytes leave, 1 a second: 3 s a layer
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=18.0,
-        activation_bytes_per_token=18.0,
-        host_bytes_per_s=1.0,
-        num_layers=6,
-    )
+    costs = costs_of(18.0, num_layers=6)
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs)
     assert run.forward_s[0].tolist() == [13.0, 6.0]  # the last layer begins when all has left
     assert run.backward_s[0].tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
@@ -130,15 +128,7 @@ def test_the_host_is_the_bottleneck() -> None:
 
 def test_each_chunk_sends_its_share_to_the_host() -> None:
     # 6 layers in 2 chunks: 3 leave of the first, 1 of the second; 3 s of copies a layer
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=36.0,
-        activation_bytes_per_token=36.0,
-        host_bytes_per_s=1.0,
-        num_layers=6,
-    )
+    costs = costs_of(36.0, num_layers=6)
     pipeline = Pipeline(2, 2)
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs, pipeline=pipeline)
     # on a row 3 s forward and 6 s backward, 1 and 2 s a layer
@@ -150,17 +140,11 @@ def test_each_chunk_sends_its_share_to_the_host() -> None:
 
 
 def test_stages_of_unequal_layers_send_their_own() -> None:
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=30.0,
-        activation_bytes_per_token=30.0,
-        host_bytes_per_s=1.0,
-    )
     # 2 layers of 1 s, which stay; 8 of 1 s, of which 6 leave in 3 s each
     pipeline = Pipeline(2, 1, (2, 8))
-    run = execute(plan_of([[0]], ratios=[1.0]), costs, pipeline=pipeline, row_layers=(2, 8))
+    run = execute(
+        plan_of([[0]], ratios=[1.0]), costs_of(30.0), pipeline=pipeline, row_layers=(2, 8)
+    )
     assert run.forward_s[:, 0].tolist() == pytest.approx([2.0, 8.0 + 11.0])
     assert run.backward_s[:, 0].tolist() == pytest.approx([4.0, 16.0 + 6 * 1.0])
 
@@ -235,9 +219,8 @@ def test_loading_hides_behind_the_step_before() -> None:
 def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
     def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
         disturbed = Disturbance(noise=0.2, seed=seed)
-        return (
-            execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
-        )
+        run = execute(plan_of(rings), COSTS, disturbance=disturbed, step=step)
+        return run.forward_s[0].tolist()
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3

@@ -13,9 +13,8 @@ from tests.simulator.report.runs import run_of, setting_of
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_parts_add_up_to_the_step(stages: int) -> None:
-    for name, outcome in run_of(
-        "naive", "auto", pipeline=Pipeline(stages), job=None
-    ).outcomes.items():
+    run = run_of("naive", "auto", pipeline=Pipeline(stages), job=None)
+    for name, outcome in run.outcomes.items():
         for record in outcome.steps:
             parts = parts_of(record)
             assert list(parts) == list(PARTS)
@@ -29,16 +28,9 @@ def test_parts_add_up_to_the_step(stages: int) -> None:
 
 def test_each_part_is_named_right() -> None:
     record = run_of("auto").outcomes["auto"].steps[0]
-    names = {
-        "exposed ring traffic": "ring_exposed_s",
-        "host copies": "copies_s",
-        "waiting": "waiting_s",
-        "gradient sync": "sync_s",
-        "optimizer": "optimizer_s",
-        "parameter gather": "gather_s",
-        "loading": "loading_s",
-    }
-    for number, (part, field) in enumerate(names.items()):
+    fields = "ring_exposed_s, copies_s, waiting_s, sync_s, optimizer_s, gather_s, loading_s"
+    names = zip([*PARTS][1:], fields.split(", "), strict=True)
+    for number, (part, field) in enumerate(names):
         changed = dataclasses.replace(record, **{field: 1000.0 + number})
         assert parts_of(changed)[part] == 1000.0 + number
         if number < 3:  # of the makespan: the rest of it is compute
