@@ -66,12 +66,9 @@ def plot_plan(
 def import_figure(what: str, instead: str = "") -> Any:
     """Return matplotlib's class of figures.
 
-    Args:
-        what: is to be drawn, for the message.
-        instead: how the message ends, where there is another way.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed; says ``what`` needs it, and ``instead``
+            of what, where there is another way.
     """
     try:
         return importlib.import_module("matplotlib.figure").Figure

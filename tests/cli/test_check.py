@@ -11,12 +11,7 @@ from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import as_text, check, cost_model_of, job_of
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.options import parse_arguments
-from megatron_hdp.planner.memory.gpu import (
-    RESERVE,
-    fullest_stage,
-    most_tokens_per_rank,
-    stage_memory,
-)
+from megatron_hdp.planner.memory import RESERVE, stage_memory
 from megatron_hdp.planner.shape import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -198,14 +193,6 @@ def test_offload_lets_the_long_sequence_fit(tmp_path):
     assert found.is_sound
     assert found.step.most_tokens > 16384
     assert found.host_bytes > 0
-
-
-def test_the_capacity_that_fits_is_the_greatest(tmp_path):
-    job = finding(with_lines(tmp_path, "pipeline-model-parallel-size: 2"), 8).job
-    fitting = most_tokens_per_rank(job, 40e9)
-    for tokens, fits in ((fitting, True), (fitting + 2, False)):
-        memory = fullest_stage(replace(job, tokens_per_rank=tokens))
-        assert (memory.total <= 40e9) is fits
 
 
 def test_what_lockstep_costs_is_reported():

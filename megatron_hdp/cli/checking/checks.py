@@ -32,16 +32,10 @@ def check(
     host_memory_bytes: float | None = None,
     gpus_per_node: int = 8,
 ) -> Finding:
-    """Check one configuration.
+    """Check one configuration of YAML files, of which later ones win, with a preset's lengths.
 
-    Args:
-        configs: YAML files, later ones win.
-        num_gpus: of the job.
-        gpu_memory_bytes: of one GPU.
-        preset: lengths to plan a global batch of.
-        vocab_size: of the tokenizer; None for its own (byte) or LLaMA 3's.
-        host_memory_bytes: of one node; None leaves it unchecked.
-        gpus_per_node: that share it.
+    The vocabulary's size is by default that of the tokenizer (byte) or LLaMA 3's; the memory of a
+    node is checked if it is given.
     """
     found = Finding(
         configs=tuple(configs),

@@ -89,14 +89,7 @@ def steps_of(mixture: Mixture, num_steps: int) -> Iterator[Step]:
 def forecast(
     corpus: Corpus, mixture: Mixture, num_steps: int, done: Callable[[], object]
 ) -> Forecast:
-    """Draw and count the steps of a run.
-
-    Args:
-        corpus: what is drawn from.
-        mixture: draws it.
-        num_steps: wanted.
-        done: called after each.
-    """
+    """Draw and count the steps of a run; ``done`` is called after each."""
     found = Forecast(corpus.names, num_steps, [], dict.fromkeys(corpus.names), None)
     for step in steps_of(mixture, num_steps):
         before, after = step.before, step.after

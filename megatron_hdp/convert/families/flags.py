@@ -84,10 +84,8 @@ def window_flags(window: int | None, layers: list[bool] | None = None) -> dict[s
 def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with what training has changed.
 
-    Args:
-        config: that the weights came from.
-        flags: its flags.
-        trained: the flags of the run that saved the weights; those that it does not name are kept.
+    The flags are the configuration's, and those of the run that saved the weights; those that the
+    run does not name are kept.
 
     Raises:
         ValueError: the run trained another model.

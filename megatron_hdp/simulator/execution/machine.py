@@ -129,7 +129,7 @@ def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
 
 
-_SWITCHES = {"one_node", "distributed_optimizer", "overlaps_sync"}
+_SWITCHES = {one.name for one in dataclasses.fields(Machine) if isinstance(one.default, bool)}
 _ABOVE_ZERO = {"network_bytes_per_s", "nvlink_bytes_per_s", "peak_flops_per_s", "gradient_buckets"}
 
 

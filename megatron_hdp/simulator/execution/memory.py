@@ -115,17 +115,10 @@ def trace_of(
     pipeline: Pipeline,
     row_layers: Int64Array,
 ) -> MemoryTrace:
-    """Memory of the fullest rank and stage, the first of several that are alike.
+    """Memory of the fullest rank and stage, the first of several that are equal.
 
-    Args:
-        costs: of a GPU.
-        lists: what each rank runs.
-        tokens: of each entry of the lists.
-        ratios: offload ratio of each micro-batch, of padding too.
-        starts_s: of forwards and of backwards, ``[rows, micro-batches]``.
-        ends_s: likewise.
-        pipeline: stages of each rank.
-        row_layers: layers of each of its rows.
+    Tokens are those of each entry of the lists, ratios those of each micro-batch and padding;
+    starts and ends are of forwards and of backwards, ``[rows, micro-batches]``.
     """
     resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline, row_layers)
     fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)

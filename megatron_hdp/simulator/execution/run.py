@@ -195,14 +195,9 @@ def simulate(
     seed: int = 0,
     done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Run every batch by every strategy.
+    """Run every batch, the lengths of a step, by every strategy and by the static mesh.
 
-    Args:
-        setting: what they share.
-        batches: lengths of the global batch of each step.
-        strategies: names that the planner knows; the static mesh is run in any case.
-        seed: that the batches were drawn by.
-        done: called after each step of each strategy.
+    ``done`` is called after each step of each strategy; ``seed`` is noted.
 
     Raises:
         ValueError: speeds that are not those of the ranks. A strategy without a plan raises

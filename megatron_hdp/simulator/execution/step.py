@@ -221,14 +221,7 @@ def reduced_s(
     each other. Where the runtime overlaps, a rank has them one by one, evenly over its last
     backward. A rank that `planner.lockstep.end_together` does not name has all of them at its end,
     and decides nothing: it stands in a ring, or beside one, whose members go on, so that the last
-    backward of one of them begins later.
-
-    Args:
-        end_s: of each rank's last backward.
-        last_backward_s: how long it takes.
-        overlaps: whether parts are given away inside of it.
-        reduction_s: of all parts, once all ranks have them.
-        parts: equal ones.
+    backward of one of them begins later. All parts, which are equal, take ``reduction_s``.
     """
     # ready times are linear in the part on each rank, so that only the first and last part decide
     first_s = end_s - (1 - 1 / parts) * last_backward_s if overlaps else end_s

@@ -17,13 +17,7 @@ SUFFIXES = (".html", ".png", ".svg", ".pdf")
 
 
 def write_report(run: Run, subject: Subject, path: str) -> None:
-    """Write what a run would be; the same run gives the same bytes.
-
-    Args:
-        run: what was simulated.
-        subject: what it was asked for.
-        path: the file, of one of `SUFFIXES`; written under another name and renamed when it is
-            complete.
+    """Write what a run would be to a file of one of `SUFFIXES`; the same run, the same bytes.
 
     Raises:
         ImportError: a picture is wanted, and matplotlib is not installed.
