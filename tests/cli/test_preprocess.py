@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -122,26 +123,21 @@ def test_nothing_to_write(folder, tmp_path, capsys, path, flags, expected):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def zip_of(raw, path):
-    with zipfile.ZipFile(path, "w") as archive:
+def zip_of(raw):
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:
         archive.writestr("a", raw)
-    return path.read_bytes()
+    return stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        ("gzip", lambda raw, path: gzip.compress(raw)),
-        ("bzip2", lambda raw, path: bz2.compress(raw)),
-        ("xz", lambda raw, path: lzma.compress(raw)),
-        ("zip", zip_of),
-        ("zstd", lambda raw, path: b"\x28\xb5\x2f\xfd" + raw),
-    ],
-)
+PACKERS = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zip": zip_of}
+PACKERS["zstd"] = b"\x28\xb5\x2f\xfd".__add__
+
+
+@pytest.mark.parametrize("name", PACKERS)
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_a_compressed_file_is_no_text(tmp_path, capsys, name, pack, suffix):
+def test_a_compressed_file_is_no_text(tmp_path, capsys, name, suffix):
     path = tmp_path / f"data.{suffix}"
-    path.write_bytes(pack(b'{"text": "a"}\n', path))
+    path.write_bytes(PACKERS[name](b'{"text": "a"}\n'))
     assert run("--input", path, "--output-prefix", tmp_path / "out") == 2
     fails(capsys, f"{path} is compressed ({name}), expected text: decompress it")
     assert os.listdir(tmp_path) == [path.name]
@@ -220,11 +216,11 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch, workers):
     assert sorted(os.listdir(tmp_path)) == ["data.jsonl", "out.bin", "out.idx"]
 
 
-@pytest.mark.parametrize("workers", ["0", "-1", "x"])
-def test_bad_numbers_of_workers(tmp_path, capsys, workers):
-    with pytest.raises(SystemExit):
-        run("--input", tmp_path, "--output-prefix", tmp_path / "out", "--workers", workers)
-    assert "--workers" in capsys.readouterr().err
+def test_bad_numbers_of_workers(tmp_path, capsys):
+    for workers in ("0", "-1", "x"):
+        with pytest.raises(SystemExit):
+            run("--input", tmp_path, "--output-prefix", tmp_path / "out", "--workers", workers)
+        assert "--workers" in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_worker_costs_one_line(tmp_path, capsys, monkeypatch):
