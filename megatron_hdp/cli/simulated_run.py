@@ -17,17 +17,12 @@ from megatron_hdp.cli.checking import (
     degree_refusals,
     job_of,
     preset_batch,
+    run_setting,
 )
 from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
-from megatron_hdp.megatron.options import (
-    expert_domain_size,
-    parse_arguments,
-    planned_weights,
-    tokenizer_of,
-)
+from megatron_hdp.megatron.options import parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
-from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
 from megatron_hdp.simulator.units import aligned, stages_of
@@ -73,21 +68,11 @@ def setting_of(
     changes: dict[str, Any] = {"overlaps_sync": options.overlap_grad_reduce}
     if arguments.machine:
         changes |= read_changes(arguments.machine)
-    return Setting(
-        ranks=job.hdp_ranks,
-        tokens_per_rank=job.tokens_per_rank,
-        cost_model=cost_model,
-        num_gpus=arguments.gpus,
-        pipeline=Pipeline(
-            job.stages, job.model_chunks, planned_weights(options, job.shape.vocab_size) or ()
-        ),
-        lockstep_ranks=expert_domain_size(options),
-        max_length=options.seq_length,
-        slice_multiple=options.hdp_slice_multiple,
-        offload=options.hdp_offload,
+    return run_setting(
+        options,
+        job,
+        cost_model,
         machine=Machine.of_job(job, cost_model, **changes),
-        job=job,
-        flops_of=job.shape.flops,
         disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
         flags=PLANNER_FLAGS,
     )

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
-from megatron_hdp.cli.checking.planned_step import cost_model_of, plan_longest, plan_step
+from megatron_hdp.cli.checking.planned_step import (
+    cost_model_of,
+    plan_longest,
+    plan_step,
+    run_setting,
+)
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
 from megatron_hdp.planner import told_as
@@ -93,8 +98,9 @@ def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str)
     try:
         with told_as(PLANNER_FLAGS):
             cost_model = cost_model_of(arguments, job)
-            plan_longest(arguments, job, cost_model)
-            found.step = plan_step(arguments, job, cost_model, preset)
+            setting = run_setting(arguments, job, cost_model)
+            plan_longest(setting, arguments.hdp_strategy)
+            found.step = plan_step(arguments, job, setting, preset)
     except ValueError as error:
         found.refusals.append(
             f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"

@@ -64,6 +64,20 @@ class Setting:
         """Whether a micro-batch stands at one position in the lists of all its ranks."""
         return self.pipeline.stages > 1 or self.lockstep_ranks > 1
 
+    def problem(self, lengths: Int64Array) -> Problem:
+        """A global batch to plan."""
+        return Problem(
+            lengths=lengths,
+            ranks=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            max_length=self.max_length,
+            slice_multiple=self.slice_multiple,
+            cost_model=self.cost_model,
+            pipeline=self.pipeline,
+            expert_parallel_size=self.lockstep_ranks,
+            offload=self.offload,
+        )
+
     def planned(self, lengths: Int64Array, strategy: str) -> Plan:
         """Plan a global batch as training does (`data.steps.planning`).
 
@@ -71,18 +85,7 @@ class Setting:
             ValueError: this strategy has no plan for it.
         """
         with told_as(self.flags):
-            problem = Problem(
-                lengths=lengths,
-                ranks=self.ranks,
-                tokens_per_rank=self.tokens_per_rank,
-                max_length=self.max_length,
-                slice_multiple=self.slice_multiple,
-                cost_model=self.cost_model,
-                pipeline=self.pipeline,
-                expert_parallel_size=self.lockstep_ranks,
-                offload=self.offload,
-            )
-            made = make_plan(planned_for(strategy, problem), strategy)
+            made = make_plan(planned_for(strategy, self.problem(lengths)), strategy)
         made.validate(num_layers=self.cost_model.num_layers)
         return made
 
