@@ -9,10 +9,7 @@ from pathlib import Path
 def advice(name: str, what: str, reason: ImportError) -> str:
     """Return what was found in the place of an extension, what was expected, and the remedy.
 
-    Args:
-        name: of the extension, such as ``megatron_hdp.data._order``.
-        what: it is, in words.
-        reason: why it was not imported.
+    Its name is one such as ``megatron_hdp.data._order``; ``what`` it is, in words.
     """
     *rooms, file = name.split(".")[1:]
     folder = Path(__file__).parent.joinpath(*rooms)

@@ -19,7 +19,8 @@ _kept: list[dist.Work] = []  # a send whose handle is dropped never arrives
 def _sum_of_ranks(offset: float) -> dict:
     total = torch.tensor([dist.get_rank() + offset], dtype=torch.float64)
     dist.all_reduce(total)
-    return {"rank": int(os.environ["RANK"]), "total": total, "threads": torch.get_num_threads()}
+    about = {"threads": torch.get_num_threads(), "parent": os.getppid()}
+    return {"rank": int(os.environ["RANK"]), "total": total, **about}
 
 
 def _send_late() -> int:
@@ -63,11 +64,10 @@ def test_results_come_in_rank_order_with_tensors(run_ranks) -> None:
     assert {result["threads"] for result in results} == {1}
 
 
-def test_a_warm_run_is_fast(run_ranks) -> None:
-    run_ranks(4, _sum_of_ranks, 0.0)
-    start = time.monotonic()
-    run_ranks(4, _sum_of_ranks, 0.0)
-    assert time.monotonic() - start < 15  # measured: 0.2 s; four imports would take 20 s
+def test_a_warm_run_is_of_the_same_server(run_ranks) -> None:
+    """It has imported torch: 0.2 s a run, where four imports would take 20 s."""
+    runs = [run_ranks(2, _sum_of_ranks, 0.0) for _ in range(2)]
+    assert len({result["parent"] for results in runs for result in results}) == 1
 
 
 def test_a_rank_may_return_before_its_peers_have_read(run_ranks) -> None:

@@ -4,7 +4,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="YAML files as for --config; later files win")
-    add("--gpus", type=whole(1, 2**20), required=True, metavar="N", help="GPUs of the job")
+    number(add, "--gpus", "N", 1, 2**20, "GPUs of the job", required=True)
     add(
         "--gpu-memory",
         default="80GB",
@@ -37,24 +37,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="memory of one node, like 2TB; offloaded activations must fit into it (default: not "
         "checked)",
     )
-    add(
-        "--gpus-per-node",
-        type=whole(1, 2**20),
-        default=8,
-        metavar="N",
-        help="GPUs that share it (default: 8)",
-    )
+    number(add, "--gpus-per-node", "N", 1, 2**20, "GPUs that share it", default=8)
     add(
         "--preset",
         choices=_PRESETS,
         default="github",
         help="plan a global batch with lengths drawn from this preset (default: github)",
     )
-    add(
-        "--vocab-size",
-        type=whole(1, 2**31 - 1),
-        metavar="V",
-        help="entries of the tokenizer (default: 257 for byte, else LLaMA 3's 128,256)",
+    number(
+        add,
+        *("--vocab-size", "V", 1, 2**31 - 1),
+        "entries of the tokenizer (default: 257 for byte, else LLaMA 3's 128,256)",
     )
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)

@@ -1,9 +1,10 @@
 """``megatron-hdp convert``: weights of Hugging Face's files to a checkpoint, and back."""
 
 import argparse
+import functools
 from pathlib import Path
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 from megatron_hdp.exit_codes import ExitCode
 
 
@@ -45,33 +46,30 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="with --from: the model that training began with; its config.json and tokenizer are "
         "copied (default: DIR/hugging_face, which --to and runs keep)",
     )
-    parser.add_argument(
-        "--ckpt-step",
-        type=whole(1, 10**15),
-        metavar="N",
-        help="with --from: step of the checkpoint to convert (default: the latest)",
+    number(
+        parser.add_argument,
+        *("--ckpt-step", "N", 1, 10**15),
+        "with --from: step of the checkpoint to convert (default: the latest)",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    say = functools.partial(print, flush=True)
     from megatron_hdp.megatron import known_warnings
 
     known_warnings.leave_out()
     if arguments.from_hf is not None:
         from megatron_hdp.convert.to_megatron import to_megatron
 
-        to_megatron(arguments.from_hf, arguments.to, arguments.config, _say)
+        to_megatron(arguments.from_hf, arguments.to, arguments.config, say)
         print(f"{arguments.to}: give it to --load; {arguments.to}/model.yaml to --config")
     else:
         from megatron_hdp.convert.to_hugging_face import to_hugging_face
 
-        to_hugging_face(
-            *(arguments.source, arguments.to_hf, _say),
-            like=arguments.like,
-            step=arguments.ckpt_step,
-        )
+        source, target, step = arguments.source, arguments.to_hf, arguments.ckpt_step
+        to_hugging_face(source, target, say, like=arguments.like, step=step)
         print(f"{arguments.to_hf}: transformers' from_pretrained takes it")
     return ExitCode.DONE
 
@@ -91,7 +89,3 @@ def _check(arguments: argparse.Namespace) -> None:
     if given:
         side = "--from-hf" if from_hf else "--from"
         raise ValueError(f"{given[0]}: found it with {side}, expected it with the other: remove it")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.shared.numbers import lines_of, pieces, shown
-
-if TYPE_CHECKING:
-    Int64Array = Int64Array
+from megatron_hdp.data import read_document_index
+from megatron_hdp.data.presets import LONGEST, PRESETS, preset_lengths
 
 PRESET = "preset:"
 _PLAIN = re.compile(r"[0-9\n]*+")
@@ -19,7 +19,7 @@ _PRESET_CAPACITIES = 4  # a preset's global batch, in capacities of all ranks to
 class Batch:
     """The sequences to plan for, and what was done to get them."""
 
-    lengths: "Int64Array"
+    lengths: Int64Array
     max_length: int | None
     """The context length; None if nothing says it."""
     notes: tuple[str, ...] = ()
@@ -48,25 +48,44 @@ def batch_of(
     Raises:
         ValueError: a length, name or number that cannot be used.
     """
-    if source.startswith(PRESET):
-        from megatron_hdp.data.presets import LONGEST
-
+    if (name := preset_of("--lengths", source)) is not None:
         room = ranks * tokens_per_rank
-        batch = _draw(
-            source.removeprefix(PRESET),
-            num_tokens or _PRESET_CAPACITIES * room,
-            max_length or min(LONGEST, room),
-            seed or 0,
-        )
+        num_tokens, seed = num_tokens or _PRESET_CAPACITIES * room, seed or 0
+        max_length = max_length or min(LONGEST, room)
+        lengths = preset_lengths(name, num_tokens=num_tokens, max_length=max_length, seed=seed)
+        cut = f"cut to {max_length:,} a sequence"
+        notes = [f"preset {name}, seed {seed}: {num_tokens:,} tokens, {cut}"]
     elif seed is not None:
         raise ValueError(f"--seed {seed} has no effect on {source}: it draws presets; leave it out")
     else:
-        batch = _limited(_cut(Batch(read_lengths(source), max_length)), num_tokens, source)
-    batch.lengths.setflags(write=False)  # so that a plan of millions shares it
-    return batch
+        lengths, notes = read_lengths(source), []
+        if max_length is not None and (num_longer := int((lengths > max_length).sum())):
+            cut = f"cut to {max_length:,} tokens"
+            notes.append(f"{num_longer:,} of {len(lengths):,} sequences {cut}")
+            lengths = lengths.clip(max=max_length)
+        if num_tokens is not None:
+            lengths, note = _limited(lengths, num_tokens, source)
+            notes.append(note)
+    lengths.setflags(write=False)  # so that a plan of millions shares it
+    return Batch(lengths, max_length, tuple(notes))
 
 
-def read_lengths(path: str) -> "Int64Array":
+def preset_of(flag: str, source: str) -> str | None:
+    """The preset that a flag names; None where it names a file.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if not source.startswith(PRESET):
+        return None
+    name = source.removeprefix(PRESET)
+    if name not in PRESETS:
+        expected = " or ".join(f"{PRESET}{known}" for known in PRESETS)
+        raise ValueError(f"{flag} {source}: expected {expected}, or a file")
+    return name
+
+
+def read_lengths(path: str) -> Int64Array:
     """Return the lengths in a file: one integer a line, or the documents of an ``.idx``.
 
     Empty documents of an ``.idx`` are left out, as training leaves them out.
@@ -74,10 +93,6 @@ def read_lengths(path: str) -> "Int64Array":
     Raises:
         ValueError: a line is no positive integer (named), or there is no length at all.
     """
-    import numpy as np
-
-    from megatron_hdp.data import read_document_index
-
     if path.endswith(".idx"):
         lengths = read_document_index(path).lengths
         lengths = lengths[lengths > 0]
@@ -88,14 +103,12 @@ def read_lengths(path: str) -> "Int64Array":
     return lengths
 
 
-def _parsed(path: str, first: int, piece: str) -> "Int64Array":
+def _parsed(path: str, first: int, piece: str) -> Int64Array:
     """The lengths in a piece of the file that begins with line ``first``.
 
     Millions of plain lines are read at once. Any other line, and a number that has no place in 64
     bits, sends the piece line by line.
     """
-    import numpy as np
-
     if _PLAIN.fullmatch(piece) and not piece.isspace():
         lengths = np.fromstring(piece, dtype=np.int64, sep="\n")  # too large a number saturates
         if len(lengths) and 0 < lengths.min() <= lengths.max() < 2**63 - 1:
@@ -113,34 +126,8 @@ def _length(path: str, number: int, text: str) -> int:
     return int(text)
 
 
-def _draw(name: str, num_tokens: int, max_length: int, seed: int) -> Batch:
-    from megatron_hdp.data.presets import PRESETS, preset_lengths
-
-    if name not in PRESETS:
-        expected = " or ".join(f"{PRESET}{known}" for known in PRESETS)
-        raise ValueError(f"--lengths {PRESET}{name}: expected {expected}, or a file")
-    lengths = preset_lengths(name, num_tokens=num_tokens, max_length=max_length, seed=seed)
-    note = f"preset {name}, seed {seed}: {num_tokens:,} tokens, cut to {max_length:,} a sequence"
-    return Batch(lengths, max_length, (note,))
-
-
-def _cut(batch: Batch) -> Batch:
-    lengths, max_length = batch.lengths, batch.max_length
-    if max_length is None:
-        return batch
-    num_longer = int((lengths > max_length).sum())
-    if not num_longer:
-        return batch
-    note = f"{num_longer:,} of {len(lengths):,} sequences cut to {max_length:,} tokens"
-    return Batch(lengths.clip(max=max_length), max_length, (*batch.notes, note))
-
-
-def _limited(batch: Batch, num_tokens: int | None, source: str) -> Batch:
-    if num_tokens is None:
-        return batch
-    import numpy as np
-
-    lengths = batch.lengths
+def _limited(lengths: Int64Array, num_tokens: int, source: str) -> tuple[Int64Array, str]:
+    """The first sequences of at most so many tokens, and what to say of it."""
     if lengths[0] > num_tokens:
         raise ValueError(
             f"--global-batch-tokens {num_tokens:,}: the first sequence of {source} has "
@@ -155,4 +142,4 @@ def _limited(batch: Batch, num_tokens: int | None, source: str) -> Batch:
             f"the first {taken:,} of {len(lengths):,} sequences taken: the next one would exceed "
             f"{num_tokens:,} tokens"
         )
-    return Batch(lengths[:taken].copy(), batch.max_length, (*batch.notes, note))
+    return lengths[:taken].copy(), note

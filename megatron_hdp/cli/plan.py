@@ -1,16 +1,18 @@
 """``megatron-hdp plan``: plans one global batch of given lengths and says how good the plan is."""
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import whole
-from megatron_hdp.cli.shared.ranks import add_ranks, cost_model_of
+from megatron_hdp.cli.shared.numbers import number
+from megatron_hdp.cli.shared.outputs import check_outputs
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import AUTO, CHOICES, HELP
 
 if TYPE_CHECKING:
     from megatron_hdp.cli.plan_outcomes import Outcome, Request
+
+_WRITTEN = ("--output", "--plot", "--trace")
+_MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -20,7 +22,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_batch(parser.add_argument_group("the global batch"))
     ranks = parser.add_argument_group("the ranks and what they cost")
-    add_ranks(ranks)
+    _add_ranks(ranks)
     _add_experts(ranks)
     _add_planning(parser.add_argument_group("how to plan"))
     _add_results(parser.add_argument_group("results"))
@@ -36,37 +38,85 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
         help="a text file with one sequence length per line, an .idx file, or lengths drawn from a "
         "preset of the paper's datasets",
     )
-    add(
-        "--global-batch-tokens",
-        type=whole(1, 2**60),
-        metavar="T",
-        help="size of the batch in tokens; with a file, take sequences in order while they fit "
+    number(
+        add,
+        *("--global-batch-tokens", "T", 1, 2**60),
+        "size of the batch in tokens; with a file, take sequences in order while they fit "
         "(default: 4 x N x C with a preset, else all sequences)",
     )
-    add(
-        "--seed",
-        type=whole(0, 2**64 - 1),
-        metavar="S",
-        help="seed with which a preset is drawn (default: 0)",
-    )
-    add(
-        "--max-length",
-        type=whole(1, 2**40),
-        metavar="L",
-        help="context length; longer sequences are cut to it (default with a preset: 2M or N x C, "
+    number(add, "--seed", "S", 0, 2**64 - 1, "seed with which a preset is drawn (default: 0)")
+    number(
+        add,
+        *("--max-length", "L", 1, 2**40),
+        "context length; longer sequences are cut to it (default with a preset: 2M or N x C, "
         "whichever is smaller)",
     )
 
 
+def _add_ranks(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    number(add, "--ranks", "N", 1, 2**20, "HDP ranks", required=True)
+    number(
+        add,
+        *("--tokens-per-rank", "C", 1, 2**40),
+        "capacity: the most tokens that one rank holds in a micro-batch",
+        required=True,
+    )
+    number(add, "--pipeline-stages", "P", 1, 1024, "pipeline stages of a rank", default=1)
+    number(
+        add,
+        *("--virtual-stages", "V", 1, 1024),
+        "model chunks on each stage; above 1 the schedule is interleaved",
+        default=1,
+    )
+    add(
+        "--stage-weights",
+        type=_weights,
+        default=None,
+        metavar="W,W,...",
+        help="relative time of each of the P x V virtual stages in the model's order (default: all "
+        "equal)",
+    )
+    add(
+        "--model",
+        metavar="NAME|FILE.yaml",
+        help=f"{_MODELS}, or a YAML file of training's flags with the model's shape (default: "
+        "llama-7b)",
+    )
+    add(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON file with measured coefficients, instead of --model",
+    )
+    number(
+        add,
+        *("--ranks-per-node", "K", 1, 2**20),
+        "HDP ranks of a node (default: the cost model's, or 8)",
+    )
+    add(
+        "--rank-speeds",
+        metavar="FILE",
+        help="text file with the speed of one rank per line; 1 is full speed",
+    )
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected numbers with commas between them, as 1,1,1,0.8"
+        ) from None
+
+
 def _add_experts(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add(
-        "--expert-parallel-size",
-        type=whole(1, 2**20),
+    number(
+        add,
+        *("--expert-parallel-size", "E", 1, 2**20),
+        "neighbouring HDP ranks that share experts and wait for each other in every layer",
         default=1,
-        metavar="E",
-        help="neighbouring HDP ranks that share experts and wait for each other in every layer "
-        "(default: 1)",
     )
     add(
         "--expert-share",
@@ -91,12 +141,11 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         default="off",
         help="auto moves activations to host memory where that saves ranks (default: off)",
     )
-    add(
-        "--effort",
-        type=whole(1, 10**6),
+    number(
+        add,
+        *("--effort", "K", 1, 10**6),
+        "multiply the iterations of local search by this",
         default=1,
-        metavar="K",
-        help="multiply the iterations of local search by this (default: 1)",
     )
 
 
@@ -115,7 +164,11 @@ def _add_results(group: "argparse._ArgumentGroup") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import plan_outcomes, plan_text
     from megatron_hdp.cli.lengths import batch_of
-    from megatron_hdp.cli.shared.ranks import exchanged_bytes, with_expert_share
+    from megatron_hdp.cli.shared.models import (
+        cost_model_of,
+        exchanged_bytes,
+        with_expert_share,
+    )
 
     _check_files(arguments)
     batch = batch_of(
@@ -158,20 +211,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse to write one file over another, or over what is read."""
-    written = {"--output": arguments.output, "--plot": arguments.plot, "--trace": arguments.trace}
-    read = {
-        "--lengths": arguments.lengths,
-        "--model": arguments.model,
-        "--cost-model": arguments.cost_model,
-        "--rank-speeds": arguments.rank_speeds,
+    named = {
+        flag: getattr(arguments, flag[2:].replace("-", "_"))
+        for flag in (*_WRITTEN, "--lengths", "--model", "--cost-model", "--rank-speeds")
     }
-    seen: dict[str, str] = {os.path.realpath(path): flag for flag, path in read.items() if path}
-    for flag, path in written.items():
-        if not path:
-            continue
-        if other := seen.get(os.path.realpath(path)):
-            raise ValueError(f"{flag} {path} is the file of {other} as well: give another name")
-        seen[os.path.realpath(path)] = flag
+    written = [(flag, named.pop(flag)) for flag in _WRITTEN]
+    check_outputs(written, named.items())
 
 
 def _write(arguments: argparse.Namespace, chosen: "Outcome", request: "Request") -> None:

@@ -8,7 +8,7 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.plan_outcomes import Outcome, Request
 from megatron_hdp.planner import Figures, Plan
 from megatron_hdp.planner.flat_plan import pieces
-from megatron_hdp.simulator.units import aligned, num_bytes, seconds
+from megatron_hdp.simulator.units import aligned, num_bytes, seconds, stages_of
 
 _COLUMNS = (
     "strategy",
@@ -27,10 +27,7 @@ _SAME = 1e-6  # relative difference of two bounds that are one
 
 def batch_line(request: Request) -> str:
     """Return one line on what is planned for what."""
-    lengths, stages = request.lengths, request.pipeline.stages
-    pipeline = f" and {stages} stages" if stages > 1 else ""
-    if request.pipeline.chunks > 1:
-        pipeline += f" of {request.pipeline.chunks} virtual stages each"
+    lengths, pipeline = request.lengths, stages_of(request.pipeline, " and {} stages")
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens "
         f"(median {int(np.median(lengths)):,}, longest {lengths.max():,}) "
@@ -39,12 +36,9 @@ def batch_line(request: Request) -> str:
 
 
 def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> str:
-    """Return a few aligned lines on one plan.
+    """Return a few aligned lines on one plan, and on what its cost model stands for.
 
-    Args:
-        outcome: the plan and its times.
-        costs_of: what the cost model stands for.
-        exchanged_bytes: what all ranks send each other for experts; 0 if that is not known.
+    Of what all ranks send each other for experts there is a line if it is known, not 0.
     """
     made, evaluation = outcome.plan, outcome.evaluation
     assert made is not None and evaluation is not None
@@ -56,12 +50,12 @@ def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> st
         ("makespan", seconds(evaluation.makespan_s)),
         ("idle", f"{evaluation.idle_share:.1%} of the ranks' time"),
         ("micro-batches", f"{made.num_micro_batches:,}  (a rank runs {_micro_batch_span(made)})"),
-        *_lockstep_rows(made),
+        *([("slots", _slots(made))] if "num_positions" in made.summary else []),
         ("ring degrees", _degree_counts(made)),
         ("ring traffic", num_bytes(evaluation.ring_bytes)),
         *([("all-to-all", num_bytes(exchanged_bytes))] if exchanged_bytes else []),
         ("fullest rank", f"{int(made.summary['max_tokens_on_a_rank']):,} tokens in a micro-batch"),
-        *_offload_rows(made),
+        *([("offloading", _offloading(made))] if made.offload_ratios.any() else []),
         ("planning", f"{made.summary['planning_ms']:.2f} ms"),
     ]
     lines = [f"  {name:<15} {value}" for name, value in rows]
@@ -105,35 +99,24 @@ def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
         return name, f"{share(part_s, evaluation):.3f}  ({what} {seconds(part_s)})"
 
     bound_s = evaluation.lower_bound_s
-    rows = [row("bound/makespan", bound_s, "no plan takes less than")]
+    least = "no plan takes less than"
+    rows = [row("bound/makespan", bound_s, least)]
     if proven_s > bound_s * (1 + _SAME):
-        rows = [
-            row("bound/makespan", bound_s, "bound"),
-            row("proven/makespan", proven_s, "no plan takes less than"),
-        ]
+        rows = [row("bound/makespan", bound_s, "bound"), row("proven/makespan", proven_s, least)]
     if evaluation.pipeline_stages > 1:
         target_s = evaluation.pipeline_bound_s
         rows.append(row("target/makespan", target_s, "equal micro-batches on full ranks take"))
     return rows
 
 
-def _lockstep_rows(made: Plan) -> list[tuple[str, str]]:
-    if "num_positions" not in made.summary:
-        return []
+def _slots(made: Plan) -> str:
     padding = f"padding in {made.summary['padding_share']:.1%} of them"
-    return [("slots", f"{int(made.summary['num_positions']):,} at most, {padding}")]
+    return f"{int(made.summary['num_positions']):,} at most, {padding}"
 
 
-def _offload_rows(made: Plan) -> list[tuple[str, str]]:
-    offloading = made.offload_ratios > 0
-    if not offloading.any():
-        return []
-    return [
-        (
-            "offloading",
-            f"{int(offloading.sum()):,} micro-batches, ratio up to {made.offload_ratios.max():.2f}",
-        )
-    ]
+def _offloading(made: Plan) -> str:
+    ratios = made.offload_ratios
+    return f"{int((ratios > 0).sum()):,} micro-batches, ratio up to {ratios.max():.2f}"
 
 
 def _row(made: Plan, evaluation: Figures) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 from megatron_hdp.exit_codes import ExitCode
 
 _ANY = "*"
@@ -47,11 +47,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=True,
         help="end every document with the tokenizer's end-of-document token (default: yes)",
     )
-    parser.add_argument(
-        "--workers",
-        type=whole(1, 4096),
-        metavar="N",
-        help="processes that tokenise (default: all CPUs of this process)",
+    number(
+        parser.add_argument,
+        *("--workers", "N", 1, 4096),
+        "processes that tokenise (default: all CPUs of this process)",
     )
     parser.set_defaults(run=_run)
 

@@ -1,20 +1,14 @@
 """``megatron-hdp simulate``: runs a configuration's steps by several strategies, without a GPU."""
 
 import argparse
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
+from megatron_hdp.cli.shared.outputs import check_outputs, steps_bar, write_json
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import CHOICES
 
-if TYPE_CHECKING:
-    from megatron_hdp.simulator.execution import Run
-    from megatron_hdp.simulator.report import Subject
-
 _DEFAULT = "static,naive,bytescale,auto"
-_SILENT_S = 2.0  # before a bar is shown
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,14 +28,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="S,S",
         help=f"strategies of plan; static always runs, for comparison (default: {_DEFAULT})",
     )
-    add("--steps", type=whole(1, 10**6), default=5, metavar="K", help="global batches (default: 5)")
-    add(
-        "--seed",
-        type=whole(0, 2**62),
-        default=0,
-        metavar="S",
-        help="seed of batches and noise (default: 0)",
-    )
+    number(add, "--steps", "K", 1, 10**6, "global batches", default=5)
+    number(add, "--seed", "S", 0, 2**62, "seed of batches and noise", default=0)
     add("--output", metavar="FILE.json", help="write all figures as JSON")
     add(
         "--report",
@@ -63,7 +51,7 @@ def _add_job(group: "argparse._ArgumentGroup") -> None:
         metavar="FILE",
         help="YAML file of training's flags; later files win",
     )
-    add("--gpus", type=whole(1, 2**24), required=True, metavar="N", help="GPUs of the job")
+    number(add, "--gpus", "N", 1, 2**24, "GPUs of the job", required=True)
     add(
         "--data",
         metavar="FILE|preset:github|preset:byted",
@@ -120,57 +108,45 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import simulated_run
     from megatron_hdp.simulator.execution import simulate
+    from megatron_hdp.simulator.report import write_report
 
     strategies = _strategies(arguments.strategies)
     slow = _slow(arguments.slow)
     options = simulated_run.options_of(arguments)
-    read = [*arguments.config, arguments.data, arguments.hdp_data, options.hdp_cost_model]
-    _check_files(arguments, [*read, arguments.rank_speeds, arguments.machine])
+    _check_files(arguments, options.hdp_cost_model)
     subject = simulated_run.subject_of(arguments, options)
     setting = simulated_run.setting_of(arguments, options, slow)
     batches = simulated_run.batches_of(arguments, options)
     print(simulated_run.headline(setting, batches))
     total = len(dict.fromkeys(["static", *strategies])) * len(batches)
-    with _bar(total) as bar:
+    with steps_bar("steps run", total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
     print(simulated_run.table(run))
-    _write(arguments, run, subject)
-    return ExitCode.DONE
-
-
-def _check_files(arguments: argparse.Namespace, read: list[str | None]) -> None:
-    """Refuse what cannot be written, before the work is done."""
-    from megatron_hdp.cli.data_commands.flags import check_outputs
-    from megatron_hdp.simulator.plot import import_figure
-    from megatron_hdp.simulator.report import SUFFIXES
-
-    inputs = [path for path in read if path]
-    output = [arguments.output] if arguments.output else []
-    check_outputs(output, (".json",), inputs)
-    check_outputs(arguments.report, SUFFIXES, inputs, written=output, flag="--report")
-    if any(not path.endswith(".html") for path in arguments.report):
-        import_figure("a report", ", or write a page (.html)")
-
-
-def _write(arguments: argparse.Namespace, run: "Run", subject: "Subject") -> None:
-    from megatron_hdp.cli import simulated_run
-    from megatron_hdp.files import new_file
-    from megatron_hdp.simulator.report import write_report
-
     if arguments.output:
-        with new_file(arguments.output, durable=False) as temporary:
-            Path(temporary).write_bytes(simulated_run.as_json(run, arguments))
-        print(f"written to {arguments.output}")
+        write_json(arguments.output, simulated_run.record(run, arguments))
     for path in arguments.report:
         write_report(run, subject, path)
         print(f"report written to {path}")
+    return ExitCode.DONE
 
 
-def _bar(total: int):  # type: ignore[no-untyped-def]
-    from tqdm import tqdm
+def _check_files(arguments: argparse.Namespace, cost_model: Path | None) -> None:
+    """Refuse what cannot be written, before the work is done."""
+    from megatron_hdp.simulator.plot import import_figure
+    from megatron_hdp.simulator.report import SUFFIXES
 
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=total, desc="steps run", delay=_SILENT_S, mininterval=interval)
+    written = [("--output", arguments.output), *(("--report", path) for path in arguments.report)]
+    read = [
+        *(("--config", path) for path in arguments.config),
+        ("--data", arguments.data),
+        ("--hdp-data", arguments.hdp_data),
+        ("--cost-model", cost_model and str(cost_model)),
+        ("--rank-speeds", arguments.rank_speeds),
+        ("--machine", arguments.machine),
+    ]
+    check_outputs(written, read, {"--output": (".json",), "--report": SUFFIXES})
+    if any(not path.endswith(".html") for path in arguments.report):
+        import_figure("a report", ", or write a page (.html)")
 
 
 def _strategies(text: str) -> list[str]:

@@ -2,13 +2,13 @@
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.check import memory_bytes
@@ -17,21 +17,15 @@ from megatron_hdp.cli.checking import (
     degree_refusals,
     job_of,
     preset_batch,
+    run_setting,
 )
-from megatron_hdp.cli.lengths import PRESET, read_lengths
+from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
-from megatron_hdp.data.presets import PRESETS
-from megatron_hdp.megatron.options import (
-    expert_domain_size,
-    parse_arguments,
-    planned_weights,
-    tokenizer_of,
-)
+from megatron_hdp.megatron.options import parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
-from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
-from megatron_hdp.simulator.units import aligned
+from megatron_hdp.simulator.units import aligned, stages_of
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -74,21 +68,11 @@ def setting_of(
     changes: dict[str, Any] = {"overlaps_sync": options.overlap_grad_reduce}
     if arguments.machine:
         changes |= read_changes(arguments.machine)
-    return Setting(
-        ranks=job.hdp_ranks,
-        tokens_per_rank=job.tokens_per_rank,
-        cost_model=cost_model,
-        num_gpus=arguments.gpus,
-        pipeline=Pipeline(
-            job.stages, job.model_chunks, planned_weights(options, job.shape.vocab_size) or ()
-        ),
-        lockstep_ranks=expert_domain_size(options),
-        max_length=options.seq_length,
-        slice_multiple=options.hdp_slice_multiple,
-        offload=options.hdp_offload,
+    return run_setting(
+        options,
+        job,
+        cost_model,
         machine=Machine.of_job(job, cost_model, **changes),
-        job=job,
-        flops_of=job.shape.flops,
         disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
         flags=PLANNER_FLAGS,
     )
@@ -109,25 +93,16 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
             )
         return _of_mixture(arguments.hdp_data, options, steps, seed)
     source = arguments.data or f"{PRESET}github"
-    if not source.startswith(PRESET):
+    if (name := preset_of("--data", source)) is None:
         return _of_file(source, options, steps, seed)
-    name = source.removeprefix(PRESET)
-    if name not in PRESETS:
-        expected = " or ".join(f"{PRESET}{known}" for known in PRESETS)
-        raise ValueError(f"--data {source}: expected {expected}, or a file")
     return [preset_batch(options, name, seed + step) for step in range(steps)]
 
 
 def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """The first steps of a run on a mixture, as the run draws them."""
-    from megatron_hdp.data.mixture import (
-        BatchSize,
-        Opening,
-        Position,
-        open_corpus,
-        read_data_file,
-    )
-    from megatron_hdp.data.spec import PrimitivesSpec
+    from megatron_hdp.cli.data_commands.drawn_steps import steps_of
+    from megatron_hdp.cli.data_commands.flags import mixture_of
+    from megatron_hdp.data.mixture import BatchSize, Opening, read_data_file
 
     def say(line: str) -> None:
         print(f"megatron-hdp simulate: {line}", file=sys.stderr, flush=True)
@@ -140,55 +115,39 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
         cache_folder=None if folder is None else Path(folder),
         say=say,
     )
-    spec = read_data_file(path).training
-    if spec.primitives != PrimitivesSpec():
-        say(f"the primitives of {path} are not called here: shares are the schedule's")
-    corpus = open_corpus(spec, opening)
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
-    mixture = corpus.mixture(corpus.orders(), batch, seed)
-    position, batches = Position(), []
-    for number in range(steps):
-        if mixture.is_over(position):
-            raise ValueError(
-                f"--steps {steps:,}: every source of {path} has ended after {number:,} steps; "
-                "expected as many as are run: give fewer"
-            )
-        step = mixture.step(position)
-        batches.append(step.lengths)
-        position = step.after
+    _, mixture = mixture_of(path, read_data_file(path).training, opening, batch, seed)
+    batches = [step.lengths for step in steps_of(mixture, steps)]
+    if len(batches) < steps:
+        raise ValueError(
+            f"--steps {steps:,}: every source of {path} has ended after {len(batches):,} steps; "
+            "expected as many as are run: give fewer"
+        )
     return batches
 
 
 def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
     lengths = _fitting(path, read_lengths(path), options)
-    most_tokens = options.hdp_global_batch_tokens
-    most = options.global_batch_size if most_tokens is None else None
-    batches: list[Int64Array] = []
-    epoch, order = 0, np.zeros(0, dtype=np.int64)
-    taken: list[int] = []
-    tokens = 0
-    while len(batches) < steps:
-        if not len(order):
+    most_tokens, most = options.hdp_global_batch_tokens, options.global_batch_size or 1
+
+    def batches() -> Iterator[Int64Array]:
+        taken: list[int] = []
+        tokens = 0
+        for epoch in itertools.count():
             order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-            epoch += 1
-        for used, length in enumerate(lengths[order].tolist()):
-            full = (
-                len(taken) == (most or 1)
-                if most_tokens is None
-                else bool(taken and tokens + length > most_tokens)
-            )
-            if full:
-                batches.append(np.array(taken, dtype=np.int64))
-                taken, tokens = [], 0
-                order = order[used:]
-                break
-            taken.append(length)
-            tokens += length
-        else:
-            order = order[:0]
-    return batches
+            for length in lengths[order].tolist():
+                is_full = len(taken) == most
+                if most_tokens is not None:
+                    is_full = bool(taken) and tokens + length > most_tokens
+                if is_full:
+                    yield np.array(taken, dtype=np.int64)
+                    taken, tokens = [], 0
+                taken.append(length)
+                tokens += length
+
+    return list(itertools.islice(batches(), steps))
 
 
 def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> Int64Array:
@@ -211,13 +170,11 @@ def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> In
 def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:
     """One line on what is run."""
     tokens = np.mean([batch.sum() for batch in batches])
-    pipeline = setting.pipeline
-    stages = f" and {pipeline.stages} stages" if pipeline.stages > 1 else ""
-    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
     return (
         f"{len(batches):,} steps of {tokens:,.0f} tokens (longest "
         f"{max(int(batch.max()) for batch in batches):,}) on {setting.num_gpus:,} GPUs: "
-        f"{setting.ranks:,} HDP ranks of {setting.tokens_per_rank:,} tokens{stages}"
+        f"{setting.ranks:,} HDP ranks of {setting.tokens_per_rank:,} tokens"
+        f"{stages_of(setting.pipeline, ' and {} stages')}"
     )
 
 
@@ -229,15 +186,14 @@ def table(run: Run) -> str:
     return "\n".join(aligned(rows) + notes)
 
 
-def as_json(run: Run, arguments: argparse.Namespace) -> bytes:
-    """All figures; the same bytes for the same flags."""
-    report = {
+def record(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures; the same for the same flags."""
+    return {
         "config": " ".join(arguments.config),
         "gpus": run.setting.num_gpus,
         "seed": run.seed,
         "strategies": {name: run.figures(name) for name in run.outcomes},
     }
-    return orjson.dumps(report, option=orjson.OPT_INDENT_2)
 
 
 def subject_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Subject:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_hdp.cli.shared.outputs import indented
 from megatron_hdp.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import orjson
-
     from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
     from megatron_hdp.megatron.checkpoint.verification import verify
 
@@ -61,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "latest_good": best,
             "checkpoints": [asdict(one) | {"is_good": one.is_good} for one in findings],
         }
-        print(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode())
+        print(indented(report))
     else:
         print(*_verdict(folder, best, named, trouble), sep="\n")
     is_fine = trouble is None and all(one.is_good for one in findings)
@@ -72,10 +71,6 @@ def latest_good(findings: Sequence["Verdict"], named: int | None) -> int | None:
     """Return the iteration to resume from, None if there is none.
 
     What is later than the one that the tracker names was given up, unless nothing else is good.
-
-    Args:
-        findings: of all checkpoints, the oldest first.
-        named: the iteration that the tracker names, if it names one.
     """
     good = [one.iteration for one in findings if one.is_good]
     kept = [iteration for iteration in good if named is None or iteration <= named]

@@ -6,21 +6,20 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_hdp.convert.families.flags import update
 from megatron_hdp.convert.families.registry import family_of
-from megatron_hdp.convert.families.table import Family, Piece, pieces
+from megatron_hdp.convert.families.table import Family, Piece, by_file, pieces
 from megatron_hdp.convert.files import hf_folder
 from megatron_hdp.convert.files.dist_reader import DistReader
 from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
 from megatron_hdp.convert.files.quantised import without_quantisation
 from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter
-from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
+from megatron_hdp.convert.files.workplace import require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
@@ -29,7 +28,6 @@ from megatron_hdp.megatron.checkpoint.verification import inventory
 SHARD_BYTES = 5_000_000_000
 """Of a file: what transformers takes."""
 _VERSION = 1
-_DTYPE = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,8 @@ class Trained:
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
         _require_all(place, reader, plan)
-        _set_dtype(config, reader.dtype(plan[0].key))
+        saved_in = str(reader.dtype(plan[0].key)).removeprefix("torch.")
+        config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, saved_in)
         return cls(place, like, config, family, reader, plan)
 
     def identity(self) -> str:
@@ -78,20 +77,6 @@ class Trained:
         """Of a piece in the files."""
         itemsize: int = self.reader.dtype(piece.key).itemsize
         return math.prod(piece.region) * itemsize
-
-    def shards(self) -> list[list[Piece]]:
-        """The pieces of each file: never does one tensor lie in two."""
-        found: list[list[Piece]] = [[]]
-        num_bytes = 0
-        for piece in self.pieces:
-            held = {entry.name for one in found[-1][-1:] for entry in one.entries}
-            goes_on = held & {entry.name for entry in piece.entries}
-            if found[-1] and num_bytes + self.num_bytes(piece) > SHARD_BYTES and not goes_on:
-                found.append([])
-                num_bytes = 0
-            found[-1].append(piece)
-            num_bytes += self.num_bytes(piece)
-        return found
 
 
 def to_hugging_face(
@@ -117,10 +102,11 @@ def to_hugging_face(
     """
     require_new(target)
     trained = Trained.find(source, like, step)
-    shards = trained.shards()
+    shards = by_file(trained.pieces, trained.num_bytes, SHARD_BYTES, whole=True)
+    total = sum(map(trained.num_bytes, trained.pieces))
     with workplace(target, trained.identity(), say) as work:
         shard_of: dict[str, str] = {}
-        with progress_bar("convert", sum(map(trained.num_bytes, trained.pieces))) as tell:
+        with progress_bar("convert", total) as tell:
             for number, shard in enumerate(shards):
                 name = _shard_name(number, len(shards))
                 if work.record_of(name) is None:
@@ -130,9 +116,8 @@ def to_hugging_face(
                     tell(sum(map(trained.num_bytes, shard)))
                 shard_of.update({one.name: name for piece in shard for one in piece.entries})
         if len(shards) > 1:
-            total = sum(map(trained.num_bytes, trained.pieces))
             hf_folder.write_index(work.folder, shard_of, total)
-        _write_rest(trained, work)
+        hf_folder.carry(trained.like, work.folder, trained.config)
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
@@ -186,12 +171,6 @@ def _require_all(place: Path, reader: DistReader, plan: Sequence[Piece]) -> None
             )
 
 
-def _set_dtype(config: dict[str, Any], dtype: torch.dtype) -> None:
-    for key in _DTYPE:
-        if key in config:
-            config[key] = str(dtype).removeprefix("torch.")
-
-
 def _shard_name(number: int, of: int) -> str:
     return SINGLE if of == 1 else f"model-{number + 1:05d}-of-{of:05d}.safetensors"
 
@@ -204,13 +183,10 @@ def _write_shard(
         for piece in shard
         for entry in piece.entries
     }
-    file = SafetensorsWriter(path, dict(sorted(tensors.items())))
-    try:
+    with closing(SafetensorsWriter(path, dict(sorted(tensors.items())))) as file:
         for piece in shard:
             _write_piece(trained, piece, file)
             tell(trained.num_bytes(piece))
-    finally:
-        file.close()
 
 
 def _write_piece(trained: Trained, piece: Piece, file: SafetensorsWriter) -> None:
@@ -219,8 +195,3 @@ def _write_piece(trained: Trained, piece: Piece, file: SafetensorsWriter) -> Non
     tensors = piece.layout.to_hugging_face(region, trained.family.sizes(trained.config))
     for entry, tensor in zip(piece.entries, tensors, strict=True):
         file.write(entry.name, tensor, entry.part)
-
-
-def _write_rest(trained: Trained, work: Workplace) -> None:
-    hf_folder.carry(trained.like, work.folder)
-    hf_folder.rewrite(work.folder / CONFIG, trained.config)

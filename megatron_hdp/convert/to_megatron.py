@@ -6,13 +6,14 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_hdp.convert.families.flags import as_yaml
 from megatron_hdp.convert.families.registry import family_of
-from megatron_hdp.convert.families.table import Config, Family, Piece, pieces
+from megatron_hdp.convert.families.table import Config, Family, Piece, by_file, pieces
 from megatron_hdp.convert.files import dist_writer, hf_folder
 from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
 from megatron_hdp.convert.files.hf_folder import CONFIG, listed
@@ -119,8 +120,7 @@ def to_megatron(folder: Path, target: Path, yaml: Path | None, say: Callable[[st
         release.mkdir(exist_ok=True)
         files, sums = _write_tensors(model, work, release)
         _write_rest(model, release, files, sums)
-        hf_folder.carry(folder, work.folder / MODEL_FILES)
-        hf_folder.rewrite(work.folder / MODEL_FILES / CONFIG, model.config)
+        hf_folder.carry(folder, work.folder / MODEL_FILES, model.config)
         (work.folder / MODEL_YAML).write_text(text)
     if yaml is not None:
         yaml.write_text(text)
@@ -130,7 +130,7 @@ def _write_tensors(
     model: Model, work: Workplace, release: Path
 ) -> tuple[list[tuple[str, list[Chunk]]], dict[str, FileSum]]:
     """The files of tensors, those of earlier runs included, and their checksums."""
-    groups = list(_groups(model))
+    groups = by_file(model.pieces, model.num_bytes, FILE_BYTES)
     total = sum(map(model.num_bytes, model.pieces))
     files, sums = [], {}
     with progress_bar("convert", total) as tell:
@@ -147,28 +147,13 @@ def _write_tensors(
     return files, sums
 
 
-def _groups(model: Model) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    num_bytes = 0
-    for piece in model.pieces:
-        if group and num_bytes + model.num_bytes(piece) > FILE_BYTES:
-            yield group
-            group, num_bytes = [], 0
-        group.append(piece)
-        num_bytes += model.num_bytes(piece)
-    yield group
-
-
 def _write_file(
     model: Model, group: Sequence[Piece], path: Path, tell: Callable[[int], Any]
 ) -> dict[str, Any]:
-    file = DistFile(path)
-    try:
+    with closing(DistFile(path)) as file:
         for piece in group:
             _write_piece(model, piece, file)
             tell(model.num_bytes(piece))
-    finally:
-        file.close()
     chunks = [dist_writer.as_record(chunk) for chunk in file.chunks]
     return {"chunks": chunks, "sum": asdict(FileSum.of_file(path))}
 
@@ -189,12 +174,12 @@ def _write_rest(
 ) -> None:
     """What Megatron reads besides weights."""
     name = f"__{len(files)}_0.distcp"
-    file = DistFile(release / name)
-    empty = file.write_nothing(sorted(set(_states(model.pieces))))
-    file.close()
+    with closing(DistFile(release / name)) as file:
+        empty = file.write_nothing(sorted(set(_states(model.pieces))))
     sums[name] = FileSum.of_file(release / name)
     dist_writer.write_metadata(release, files, (name, empty))
-    released.write_common(release, model.flags | {"seq_length": _longest(model)} | _padded(model))
+    padded = {"padded_vocab_size": model.flags["vocab_size"]}
+    released.write_common(release, model.flags | {"seq_length": _longest(model)} | padded)
     released.finish(release, sums)
 
 
@@ -216,10 +201,6 @@ def _states(plan: Sequence[Piece]) -> Iterator[str]:
 
 def _longest(model: Model) -> int:
     return int(model.flags["max_position_embeddings"])
-
-
-def _padded(model: Model) -> dict[str, int]:
-    return {"padded_vocab_size": model.flags["vocab_size"]}
 
 
 def _yaml_of(model: Model, target: Path) -> str:

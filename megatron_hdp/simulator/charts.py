@@ -10,7 +10,6 @@ import numpy as np
 from megatron_hdp.files import new_file
 
 KINDS = ("lines", "stairs", "piles")
-UNITS = ("", "s", "bytes", "share")
 COLOURS = (  # ColorBrewer's Set2 and Dark2, light ones first
     *("#66c2a5", "#fc8d62", "#8da0cb", "#e78ac3", "#a6d854", "#ffd92f", "#e5c494", "#b3b3b3"),
     *("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666"),
@@ -39,7 +38,7 @@ class Chart:
     limits: Mapping[str, float] = field(default_factory=dict)
     """Values to compare with, by name."""
     colours: Sequence[str] = ()
-    """Of the series; by default those of `colour_of`."""
+    """Of the series; by default those of `COLOURS`, again from the first."""
     x_unit: str = ""
     """Of places: "s", or none."""
     unit: str = ""
@@ -51,14 +50,9 @@ class Chart:
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
-        assert self.unit in UNITS and self.x_unit in UNITS, (self.x_unit, self.unit)
+        assert {self.unit, self.x_unit} <= _NAMES.keys(), (self.x_unit, self.unit)
         for name, values in self.series.items():
             assert len(values) == len(self.own_x.get(name, self.x)), (self.title, name)
-
-
-def colour_of(i: int) -> str:
-    """Return the colour of a chart's series."""
-    return COLOURS[i % len(COLOURS)]
 
 
 def on_page(chart: Chart) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def on_page(chart: Chart) -> dict[str, Any]:
 
 def colours_of(chart: Chart) -> list[str]:
     """One a series."""
-    return list(chart.colours) or [colour_of(i) for i in range(len(chart.series))]
+    return list(chart.colours) or [COLOURS[i % len(COLOURS)] for i in range(len(chart.series))]
 
 
 def draw(axes: Any, chart: Chart) -> None:
@@ -94,17 +88,7 @@ def draw(axes: Any, chart: Chart) -> None:
             axes.set_xlim(0, chart.x_end)
     axes.set_title(chart.title, loc="left", fontsize=10)
     if chart.note:
-        axes.annotate(
-            chart.note,
-            (1.0, 1.0),
-            (0, 3),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=7,
-            color="#555555",
-        )
+        axes.set_title(chart.note, loc="right", fontsize=7, color="#555555")
     axes.set_xlabel(chart.x_label + _NAMES[chart.x_unit])
     axes.set_ylabel(chart.y_label + (_NAMES[chart.unit] if chart.kind != "piles" else ""))
     axes.spines[["top", "right"]].set_visible(False)

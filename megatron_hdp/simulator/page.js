@@ -291,12 +291,12 @@ class Gantt {
       drawnTo = bottom;
       fill(0, gantt.makespan, row, colour("idle"));
       for (const [, at, length, paint] of gantt.behind) fill(at, at + length, row, paint);
-      for (let bar = this.at(row, view.t0); bar < this.first[row + 1] && this.start[bar] <= view.t1; bar++) {
+      for (let bar = this.at(row, view.t0); bar < this.first[row + 1] && this.start_s[bar] <= view.t1; bar++) {
         const group = this.group(bar), isPale = gantt.stages > 1 && !this.backward[bar];
         if (bars.hidden.has(group)) continue;
-        const until = this.start[bar] + this.busy[bar];
-        fill(this.start[bar], until, row, (isPale ? bars.pale : bars.colours)[group]);
-        if (this.plan) fill(until, this.end[bar], row, bars.local);
+        const until = this.start_s[bar] + this.busy_s[bar];
+        fill(this.start_s[bar], until, row, (isPale ? bars.pale : bars.colours)[group]);
+        if (this.plan) fill(until, this.end_s[bar], row, bars.local);
       }
     }
     for (const [time, paint, dash] of gantt.limits) {
@@ -313,9 +313,9 @@ class Gantt {
   outline(pen) {
     pen.strokeStyle = "#d1007a"; pen.lineWidth = 2;
     for (let bar = 0; bar < this.row.length; bar++)
-      if (bar === this.chosen || this.plan && this.microBatch[bar] === this.microBatch[this.chosen])
-        pen.strokeRect(this.toX(this.start[bar]), this.toY(this.row[bar]),
-          Math.max(2, (this.end[bar] - this.start[bar]) * this.perSecond), Math.max(1, this.perRow));
+      if (bar === this.chosen || this.plan && this.micro_batch[bar] === this.micro_batch[this.chosen])
+        pen.strokeRect(this.toX(this.start_s[bar]), this.toY(this.row[bar]),
+          Math.max(2, (this.end_s[bar] - this.start_s[bar]) * this.perSecond), Math.max(1, this.perRow));
   }
 
   axes(pen, colour) {
@@ -344,13 +344,13 @@ class Gantt {
     let low = this.first[row], high = this.first[row + 1];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.end[middle] < time) low = middle + 1; else high = middle;
+      if (this.end_s[middle] < time) low = middle + 1; else high = middle;
     }
     return low;
   }
 
   describe(bar) {
-    const { gantt, plan } = this, row = this.row[bar], rank = this.rank(row), m = this.microBatch[bar];
+    const { gantt, plan } = this, row = this.row[bar], rank = this.rank(row), m = this.micro_batch[bar];
     const pass = (gantt.chunks > 1 ? `, chunk ${this.chunk[bar]}` : "")
       + (this.backward[bar] ? ", backward" : ", forward");
     const joined = this.joined ? this.joined[bar] : 1, few = (ids) => [...ids.subarray(0, 20)].join(", ")
@@ -360,20 +360,20 @@ class Gantt {
         + (gantt.stages > 1 ? `, stage ${row % gantt.stages}${pass}` : ""),
       joined > 1 ? `${count(joined)} short micro-batches, from ${m}` : `micro-batch ${m}`,
       `ring of ${several(this.degree[bar], "rank")}`
-        + (plan ? `: ${few(plan.ranks.subarray(plan.rankOffsets[m], plan.rankOffsets[m + 1]))}`
+        + (plan ? `: ${few(plan.ranks.subarray(plan.rank_offsets[m], plan.rank_offsets[m + 1]))}`
           : `; ${count(this.tokens[bar])} tokens on this rank`),
     ];
     if (plan) {
       const tokens = (ids) => several(ids.reduce((sum, id) => sum + plan.lengths[id], 0), "token");
-      const ids = plan.sequences.subarray(plan.sequenceOffsets[m], plan.sequenceOffsets[m + 1]);
-      const [from, to] = [plan.localOffsets[m], plan.localOffsets[m + 1]];
-      const local = plan.localSequences.subarray(from, to).filter((_, i) => plan.localRanks[from + i] === rank);
+      const ids = plan.sequences.subarray(plan.sequence_offsets[m], plan.sequence_offsets[m + 1]);
+      const [from, to] = [plan.local_offsets[m], plan.local_offsets[m + 1]];
+      const local = plan.local_sequences.subarray(from, to).filter((_, i) => plan.local_ranks[from + i] === rank);
       lines.push(`${several(ids.length, "sequence")}, ${tokens(ids)}: ${few(ids)}`);
       if (local.length) lines.push(`local on this rank: ${several(local.length, "sequence")}, ${tokens(local)}: ${few(local)}`);
-      if (plan.offload[m] > 0) lines.push(`offload ratio ${plan.offload[m].toFixed(3)}`);
+      if (plan.offload_ratios[m] > 0) lines.push(`offload ratio ${plan.offload_ratios[m].toFixed(3)}`);
     }
-    const works = plan ? this.end[bar] - this.start[bar] : this.busy[bar];
-    return [...lines, `starts at ${brief(this.start[bar])}, works ${brief(works)}`].join("\n");
+    const works = plan ? this.end_s[bar] - this.start_s[bar] : this.busy_s[bar];
+    return [...lines, `starts at ${brief(this.start_s[bar])}, works ${brief(works)}`].join("\n");
   }
 
   place(event) {
@@ -386,7 +386,7 @@ class Gantt {
   point(event) {
     const { gantt, view } = this, { time, row: at } = this.place(event), row = Math.floor(at);
     if (at < view.r0 || at >= view.r1 || time < view.t0 || time > gantt.step) { this.choose(-1, event); return; }
-    const found = this.at(row, time), there = found < this.first[row + 1] && this.start[found] <= time;
+    const found = this.at(row, time), there = found < this.first[row + 1] && this.start_s[found] <= time;
     const bar = there && !this.bars.hidden.has(this.group(found)) ? found : -1;
     this.choose(bar, event);
     if (bar >= 0) return;
@@ -436,7 +436,7 @@ class Gantt {
       if (next >= 0) bar = next;
     }
     const box = this.canvas.getBoundingClientRect();
-    this.choose(bar, { clientX: box.left + this.toX(this.start[bar]),
+    this.choose(bar, { clientX: box.left + this.toX(this.start_s[bar]),
       clientY: box.top + this.toY(this.row[bar] + 1) });
     document.getElementById("said").textContent = this.describe(bar);
   }

@@ -59,15 +59,9 @@ def bars_on_page(
     legend: Sequence[tuple[str, str]],
     **more: Any,
 ) -> dict[str, Any]:
-    """What ``drawBars`` of page.js takes.
+    """What ``drawBars`` of page.js takes: pictures on one axis of time, of so many seconds.
 
-    Args:
-        gantts: one a picture.
-        palette: of all of them.
-        window_s: where their axis ends.
-        note: above them.
-        legend: names and colours after those of the degrees.
-        more: further keys.
+    The legend's names and colours stand behind those of the degrees.
     """
     degrees = zip(palette.names, palette.colours, strict=True)
     return {

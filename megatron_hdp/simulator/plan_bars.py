@@ -1,6 +1,7 @@
 """The bars of a plan's picture: what every rank does when, as flat arrays."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,9 +60,8 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
         for share, of_chunks in zip((1, 2), rows, strict=True)
         for chunk, starts_s in enumerate(of_chunks)
     ]
-    joined = {name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
-    joined["backward"] = np.repeat([False, True], len(joined["rank"]) // 2)
-    return Lanes(**joined)
+    joined = _joined(parts)
+    return replace(joined, backward=np.repeat([False, True], joined.num_bars // 2))
 
 
 def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
@@ -69,6 +69,12 @@ def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
     bars = np.lexsort((lanes.own_end_s, lanes.start_s, lanes.rank))
     counts = np.bincount(lanes.rank, minlength=num_ranks)
     return bars, np.concatenate([[0], np.cumsum(counts)])
+
+
+def _joined(parts: Sequence[Lanes]) -> Lanes:
+    return Lanes(
+        **{name: np.concatenate([vars(one)[name] for one in parts]) for name in vars(parts[0])}
+    )
 
 
 def of_chunk(lanes: Lanes, chunk: int) -> Lanes:
@@ -117,9 +123,7 @@ def chart_of(plan: Plan, evaluation: Evaluation, max_rows: int) -> Chart:
     stages = evaluation.pipeline_stages
     shown = stages if plan.num_ranks * stages <= max_rows else 1
     parts = [lanes_of(plan, evaluation, stage) for stage in range(shown)]
-    bars = Lanes(
-        **{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])}
-    )
+    bars = _joined(parts)
     stage = np.repeat(np.arange(shown), [part.num_bars for part in parts])
     return Chart(bars, bars.rank * shown + stage, plan.num_ranks * shown, shown)
 

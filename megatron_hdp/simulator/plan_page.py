@@ -15,6 +15,11 @@ from megatron_hdp.simulator.palette import LOCAL, MAKESPAN, Palette, pale
 from megatron_hdp.simulator.plan_bars import chart_of, default_title
 from megatron_hdp.simulator.units import seconds
 
+_ARRAYS = ("micro_batch", "degree", "start_s", "backward", "chunk")
+_OF_PLAN = (
+    *("rank_offsets", "ranks", "sequence_offsets", "sequences"),
+    *("local_offsets", "local_sequences", "local_ranks", "offload_ratios"),
+)
 _MAX_ROWS = 65_536  # more lanes show the first stage of each rank only
 
 
@@ -24,13 +29,7 @@ def write_plan_page(
     path: str | os.PathLike[str],
     title: str | None = None,
 ) -> None:
-    """Write a plan's page to ``path``.
-
-    Args:
-        plan: what to draw.
-        evaluation: its times.
-        path: the file; written under another name and renamed when it is complete.
-        title: first line; the strategy and its efficiency if not given.
+    """Write a plan's page to ``path``; the title is by default the strategy and its efficiency.
 
     Raises:
         ValueError: the evaluation belongs to something else.
@@ -41,15 +40,12 @@ def write_plan_page(
     palette = Palette.of_degrees(bars.degree, plan.num_ranks)
     makespan_s, bound_s = evaluation.makespan_s, evaluation.lower_bound_s
     arrays = {
+        **{name: getattr(bars, name) for name in _ARRAYS},
         "row": chart.row,
-        "microBatch": bars.micro_batch,
-        "degree": bars.degree,
-        "start": bars.start_s,
-        "busy": bars.ring_end_s - bars.start_s,
-        "end": bars.own_end_s,
-        "backward": bars.backward,
-        "chunk": bars.chunk,
+        "busy_s": bars.ring_end_s - bars.start_s,
+        "end_s": bars.own_end_s,
     }
+    of_plan = {name: getattr(plan, name) for name in _OF_PLAN}
     gantt = {
         "name": "",
         "rows": chart.num_rows,
@@ -60,19 +56,7 @@ def write_plan_page(
         "limits": [(makespan_s, MAKESPAN, []), (bound_s, "#888", [6, 4])],
         "behind": [],
         "arrays": encoded({name: array[order] for name, array in arrays.items()}),
-        "plan": encoded(
-            {
-                "rankOffsets": plan.rank_offsets,
-                "ranks": plan.ranks,
-                "sequenceOffsets": plan.sequence_offsets,
-                "sequences": plan.sequences,
-                "localOffsets": plan.local_offsets,
-                "localSequences": plan.local_sequences,
-                "localRanks": plan.local_ranks,
-                "lengths": plan.lengths.astype(np.float64),
-                "offload": plan.offload_ratios,
-            }
-        ),
+        "plan": encoded({**of_plan, "lengths": plan.lengths.astype(np.float64)}),
     }
     legend = [(f"idle {evaluation.idle_share:.1%}", WAITING[1])]
     if len(plan.local_sequences):

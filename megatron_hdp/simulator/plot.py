@@ -6,15 +6,17 @@ model chunks of a stage (virtual stages) are in its lane, named where there is r
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array, Int64Array
-from megatron_hdp.files import new_file
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.simulator.charts import save
 from megatron_hdp.simulator.palette import IDLE, LOCAL, MAKESPAN, Palette, is_dark, pale
 from megatron_hdp.simulator.plan_bars import Chart, chart_of, default_title
+from megatron_hdp.simulator.units import short
 
 _MAX_LABELLED_ROWS = 32
 _MAX_SEPARATE_ROWS = 128
@@ -31,11 +33,7 @@ def plot_plan(
 ) -> None:
     """Draw a plan and write it to ``path``; its suffix gives the format (png, svg, pdf).
 
-    Args:
-        plan: what to draw.
-        evaluation: its times.
-        path: picture file; written under another name and renamed when it is complete.
-        title: first line; the strategy and its efficiency if not given.
+    The title is by default the strategy and its efficiency.
 
     Raises:
         ValueError: the suffix names no format, or the evaluation belongs to something else.
@@ -59,18 +57,18 @@ def plot_plan(
     _draw_legend(axes, palette, evaluation, has_local=len(plan.local_sequences) > 0)
     _name_axes(axes, plan, chart, evaluation.model_chunks, unit)
     axes.set_title(title or default_title(plan, evaluation), loc="left", fontsize=11)
-    _save(figure, os.fspath(path))
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if os.path.splitext(path)[1].lstrip(".") not in known:
+        raise ValueError(f"picture {path}: expected a name that ends in .{', .'.join(known)}")
+    save(figure, os.fspath(path))
 
 
 def import_figure(what: str, instead: str = "") -> Any:
     """Return matplotlib's class of figures.
 
-    Args:
-        what: is to be drawn, for the message.
-        instead: how the message ends, where there is another way.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed; says ``what`` needs it, and ``instead``
+            of what, where there is another way.
     """
     try:
         return importlib.import_module("matplotlib.figure").Figure
@@ -85,10 +83,8 @@ def import_figure(what: str, instead: str = "") -> Any:
 
 
 def _time_unit(makespan_s: float) -> tuple[float, str]:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if makespan_s >= scale:
-            return scale, unit
-    return 1e-6, "µs"
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    return next((one for one in units if makespan_s >= one[0]), units[-1])
 
 
 def _draw_bars(axes: Any, chart: Chart, makespan_s: float, scale: float, palette: Palette) -> None:
@@ -98,18 +94,52 @@ def _draw_bars(axes: Any, chart: Chart, makespan_s: float, scale: float, palette
     few = chart.num_rows <= _MAX_SEPARATE_ROWS
     add_rectangles(axes, every_row, *idle, IDLE, separate=few)
     pipelined = bool(bars.backward.any())
-    for of_pass, is_pale in ((~bars.backward, pipelined), (bars.backward, False)):
-        for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
-            chosen = of_pass & (bars.degree >= least) & (bars.degree <= most)
-            start, stop = bars.start_s[chosen] / scale, bars.ring_end_s[chosen] / scale
-            shade = pale(colour) if is_pale else colour
-            add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
+    ring_s = bars.start_s / scale, bars.ring_end_s / scale
+    for is_backward in (False, True):
+        of_pass = bars.backward == is_backward
+        is_pale = pipelined and not is_backward
+        add_bars(axes, chart.row, *ring_s, bars.degree, of_pass, palette, is_pale, separate=few)
         chosen = of_pass & (bars.own_end_s > bars.ring_end_s)
         start, stop = bars.ring_end_s[chosen] / scale, bars.own_end_s[chosen] / scale
         shade = pale(LOCAL) if is_pale else LOCAL
         add_rectangles(axes, chart.row[chosen], start, stop, shade, separate=few)
     if not few:
         _outline_rings(axes, chart, scale)
+
+
+def add_bars(
+    axes: Any,
+    row: Int64Array,
+    start: Float64Array,
+    stop: Float64Array,
+    degree: Int64Array,
+    chosen: BoolArray,
+    palette: Palette,
+    is_pale: bool,
+    *,
+    separate: bool,
+) -> None:
+    """Draw the chosen bars in the colours of their degrees."""
+    for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
+        mine = chosen & (degree >= least) & (degree <= most)
+        shade = pale(colour) if is_pale else colour
+        add_rectangles(axes, row[mine], start[mine], stop[mine], shade, separate=separate)
+
+
+def legend_of(axes: Any, palette: Palette, entries: Sequence[tuple[str, str]]) -> None:
+    """Name the colours of degrees, then others by name, then lines that have a label."""
+    patch = importlib.import_module("matplotlib.patches").Patch
+    named = [*zip(palette.names, palette.colours, strict=True), *entries]
+    patches = [patch(facecolor=colour, label=name) for name, colour in named]
+    lines, _ = axes.get_legend_handles_labels()
+    axes.legend(
+        handles=[*patches, *lines],
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1.0),
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0.0,
+    )
 
 
 def add_rectangles(
@@ -197,7 +227,7 @@ def _label_bars(
     for i in np.flatnonzero(width > 3 * _POINTS_A_CHARACTER).tolist():
         m = int(bars.micro_batch[i])
         sequences = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
-        tokens = _short(int(plan.lengths[sequences].sum()))
+        tokens = short(int(plan.lengths[sequences].sum()))
         texts = [f"{len(sequences)} seq, {tokens}", tokens][len(sequences) < 2 :]
         if has_chunks:
             chunk = int(bars.chunk[i])
@@ -221,29 +251,11 @@ def _label_bars(
         )
 
 
-def _short(tokens: int) -> str:
-    return f"{tokens / 1000:.3g}K" if tokens >= 1000 else str(tokens)
-
-
 def _draw_legend(axes: Any, palette: Palette, evaluation: Evaluation, *, has_local: bool) -> None:
-    patch = importlib.import_module("matplotlib.patches").Patch
-    named = zip(palette.colours, palette.names, strict=True)
-    entries = [patch(facecolor=colour, label=name) for colour, name in named]
-    if has_local:
-        entries.append(patch(facecolor=LOCAL, label="local (whole sequences\non a ring member)"))
+    entries = [("local (whole sequences\non a ring member)", LOCAL)] if has_local else []
     if evaluation.pipeline_stages > 1:
-        shade = pale(palette.colours[-1])
-        entries.append(patch(facecolor=shade, label="a forward is paler\nthan its backward"))
-    entries.append(patch(facecolor=IDLE, label=f"idle {evaluation.idle_share:.1%}"))
-    lines, _ = axes.get_legend_handles_labels()
-    axes.legend(
-        handles=[*entries, *lines],
-        loc="upper left",
-        bbox_to_anchor=(1.005, 1.0),
-        frameon=False,
-        fontsize=9,
-        borderaxespad=0.0,
-    )
+        entries.append(("a forward is paler\nthan its backward", pale(palette.colours[-1])))
+    legend_of(axes, palette, [*entries, (f"idle {evaluation.idle_share:.1%}", IDLE)])
 
 
 def _name_axes(axes: Any, plan: Plan, chart: Chart, chunks: int, unit: str) -> None:
@@ -263,12 +275,3 @@ def _name_axes(axes: Any, plan: Plan, chart: Chart, chunks: int, unit: str) -> N
             axes.set_yticks(range(plan.num_ranks))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _save(figure: Any, path: str) -> None:
-    suffix = os.path.splitext(path)[1].lstrip(".")
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if suffix not in known:
-        raise ValueError(f"picture {path}: expected a name that ends in .{', .'.join(known)}")
-    with new_file(path, durable=False) as temporary:
-        figure.savefig(temporary, format=suffix)

@@ -1,10 +1,9 @@
 """A plan as a Chrome trace, for Perfetto or chrome://tracing: a process a node, a thread a rank.
 
 With pipeline stages there is a thread for each stage of a rank, with several model chunks (virtual
-stages) one for each chunk of it. Every micro-batch is one complete
-event on the thread of each member, named by its degree (Perfetto colours by name); waiting is not
-drawn. The file is written line by line, so that a plan for many thousand ranks needs no more memory
-than its arrays.
+stages) one for each chunk of it. Every micro-batch is one complete event on the thread of each
+member, named by its degree (Perfetto colours by name); waiting is not drawn. The file is written
+line by line, so that a plan for many thousand ranks needs no more memory than its arrays.
 """
 
 import os
@@ -22,13 +21,10 @@ def write_trace(
     *,
     ranks_per_node: int,
 ) -> None:
-    """Write the trace of a plan; its times are microseconds with three decimals.
+    """Write the trace of a plan to ``path``, a JSON file.
 
-    Args:
-        plan: what to write.
-        evaluation: its times.
-        path: the JSON file; written under another name and renamed when it is complete.
-        ranks_per_node: ranks ``k * ranks_per_node`` and following share process k.
+    Times are microseconds with three decimals; ranks ``k * ranks_per_node`` and following share
+    process k.
 
     Raises:
         ValueError: the evaluation belongs to another plan.
@@ -58,12 +54,7 @@ def _events(plan: Plan, lanes: dict[str, Lanes], ranks_per_node: int) -> Iterato
             yield from labels("thread", node, thread, f"rank {rank}{place}", thread)
             for i in bars[offsets[rank] : offsets[rank + 1]].tolist():
                 arguments = details.of(int(one.micro_batch[i]), rank)
-                name = _name(one, i, len(lanes) > 1)
+                name = f"degree {one.degree[i]}"
+                if len(lanes) > 1:
+                    name += ", backward" if one.backward[i] else ", forward"
                 yield bar(name, node, thread, one.start_s[i], one.own_end_s[i], arguments)
-
-
-def _name(lanes: Lanes, i: int, pipelined: bool) -> str:
-    name = f"degree {lanes.degree[i]}"
-    if pipelined:
-        name += ", backward" if lanes.backward[i] else ", forward"
-    return name

@@ -21,12 +21,9 @@ _MAX_NAMED_SEQUENCES = 16
 def write_events(
     path: str | os.PathLike[str], events: Iterable[Event], about: dict[str, Any] | None = None
 ) -> None:
-    """Write a trace, event by event, under another name that is changed when it is complete.
+    """Write a trace as JSON, event by event in the order in which a viewer lists its threads.
 
-    Args:
-        path: the JSON file.
-        events: what it holds, in the order in which a viewer lists processes and threads.
-        about: facts on the whole file.
+    ``about`` holds facts on the whole file, which takes its name when it is complete.
     """
     with new_file(path, durable=False) as temporary, open(temporary, "wb") as stream:
         stream.write(b'{"displayTimeUnit": "ms", ')

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from megatron_hdp.planner.pipeline import Pipeline
+
 
 def seconds(value: float) -> str:
     """Return a duration in the unit that keeps it readable."""
@@ -25,6 +27,12 @@ def short(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def stages_of(pipeline: Pipeline, words: str) -> str:
+    """Return a pipeline in words that end with its stages; nothing if it is none."""
+    virtual = f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
+    return f"{words.format(pipeline.stages)}{virtual}" if pipeline.stages > 1 else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], *, texts: Collection[int] = (0,)) -> list[str]:

@@ -3,9 +3,8 @@
 import pytest
 
 from megatron_hdp.cli.checking import as_json, as_text, cost_model_of, job_of
-from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner import CostModel
-from tests.cli.test_check import finding, with_lines
+from tests.cli.test_check import finding, options_of, with_lines
 
 STAGES = "pipeline-model-parallel-size: 4"
 LAYOUT = "pipeline-model-parallel-layout"
@@ -48,9 +47,8 @@ def test_the_output_layer_s_time_is_planned_for(tmp_path):
     balanced = finding(with_lines(tmp_path, "num-layers: 12", STAGES, f"{LAYOUT}: {BALANCED}"), 8)
     assert even.is_sound and balanced.is_sound
     assert balanced.job.split.layers == (4, 4, 4, 0)
-    heavy = finding(
-        with_lines(tmp_path, "num-layers: 12", STAGES, f"{LAYOUT}: Et*2|t*2|t*2|t*6,L"), 8
-    )
+    last = f"{LAYOUT}: Et*2|t*2|t*2|t*6,L"
+    heavy = finding(with_lines(tmp_path, "num-layers: 12", STAGES, last), 8)
     assert heavy.step.efficiency < 0.6 < balanced.step.efficiency
 
 
@@ -88,6 +86,5 @@ def test_with_offload_plans_count_the_fewest_layers(tmp_path, is_measured, offlo
         path.write_bytes(model.to_json())
         lines.append(f"hdp-cost-model: {path}")
     config = with_lines(tmp_path, *lines)
-    words = ["--hybrid-data-parallel", "--config", str(config)]
-    arguments = parse_arguments(words, needs_data=False)
+    arguments = options_of(config)
     assert cost_model_of(arguments, job_of(arguments, 8)).num_layers == planned

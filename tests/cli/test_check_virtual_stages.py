@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron_hdp.cli.checking import as_json, as_text
-from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
+from megatron_hdp.cli.checking.finding import Tried, best_of
 from megatron_hdp.cli.main import main
-from tests.cli.test_check import PAGE, PAPERS, finding, with_lines
+from tests.cli.test_check import OFFLOADED, PAGE, PAPERS, finding, with_lines
 
 STAGES = ("num-layers: 8", "pipeline-model-parallel-size: 2")
 TITLES = ["virtual stages", "layers each", "GB, at most", "efficiency", "step time"]
@@ -94,12 +94,8 @@ def test_a_configuration_that_does_not_fit_learns_what_would(tmp_path):
 
 
 def test_what_a_node_cannot_hold_is_not_proposed(tmp_path):
-    lines = ["num-layers: 16", "pipeline-model-parallel-size: 2", "hdp-offload: auto"]
-    lines += [
-        "seq-length: 262144",
-        "hdp-tokens-per-rank: 16384",
-        "hdp-global-batch-tokens: 1048576",
-    ]
+    offloaded = [line.replace("524288", "1048576") for line in OFFLOADED]
+    lines = ["num-layers: 16", "pipeline-model-parallel-size: 2", *offloaded]
     needs = {
         own: finding(with_lines(tmp_path, *lines, *chosen), 8).node_host_bytes / 0.95
         for own, chosen in ((1, []), (2, [f"{FLAG}: 2"]))
@@ -136,15 +132,8 @@ def test_chunks_that_differ_are_told(tmp_path):
 
 
 def one(number, step_s, *, fits=True):
-    layers, efficiency = (8 // number,), 1 / step_s if step_s else None
-    return Tried(
-        virtual_stages=number,
-        layers=layers,
-        needed_bytes=1.0,
-        fits=fits,
-        efficiency=efficiency,
-        step_s=step_s,
-    )
+    figures = {"layers": (8 // number,), "needed_bytes": 1.0, "efficiency": None}
+    return Tried(virtual_stages=number, fits=fits, step_s=step_s, **figures)
 
 
 @pytest.mark.parametrize(

@@ -7,37 +7,13 @@ from megatron_hdp.cli.lengths import read_lengths
 from megatron_hdp.planner import CostModel, Plan, PlanError, plan
 
 LINES = (
-    "1",
-    "12",
-    " 7 ",
-    "",
-    "007",
-    "0",
-    "-1",
-    "1.5",
-    "x",
-    "1 2",
-    str(2**63 - 1),
-    str(2**63),
-    "9" * 30,
+    *("1", "12", " 7 ", "", "007"),  # good ones
+    *("0", "-1", "1.5", "x", "1 2", str(2**63 - 1), str(2**63), "9" * 30),
 )
 GOOD = plan([5, 900, 30, 30], ranks=4, tokens_per_rank=300).to_json()
 VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**63,
-    2**70,
-    1.5,
-    1e308,
-    "x",
-    [],
-    {},
-    [[1]],
-    {"1": [2]},
-    "9" * 5000,
+    *(None, True, -1, 0, 2**31, 2**63, 2**70, 1.5, 1e308),
+    *("x", [], {}, [[1]], {"1": [2]}, "9" * 5000),
 )
 
 

@@ -63,11 +63,6 @@ def test_pieces_of_a_file_join(tmp_path):
     assert np.array_equal(read_lengths(str(path)), lengths)
 
 
-def test_a_draw_of_too_many_sequences_is_refused():
-    with pytest.raises(ValueError, match=r"about [\d,]+ sequences; expected at most 134,217,728"):
-        batch("preset:github", num_tokens=2**60)
-
-
 def test_a_file_without_flags_is_taken_whole(tmp_path):
     taken = batch(file_of(tmp_path, 5, 700, 3))
     assert (taken.lengths.tolist(), taken.notes) == ([5, 700, 3], ())
@@ -95,17 +90,22 @@ def test_cut_first_then_limited(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("source", "options", "message"),
     [
-        ({"num_tokens": 4}, r"--global-batch-tokens 4: the first sequence of .* has 5 tokens; rai"),
-        ({"seed": 0}, r"--seed 0 has no effect on .*lengths.txt: it draws presets; leave it out"),
+        ("", {"num_tokens": 4}, r"--global-batch-tokens 4: the first sequence of .* has 5 tokens;"),
+        (
+            "",
+            {"seed": 0},
+            r"--seed 0 has no effect on .*lengths.txt: it draws presets; leave it out",
+        ),
+        ("preset:gitlab", {}, r"preset:gitlab: expected preset:github or preset:byted"),
+        (
+            "preset:github",
+            {"num_tokens": 2**60},
+            r"about [\d,]+ sequences; expected at most 134,217",
+        ),
     ],
 )
-def test_what_a_file_cannot_do(tmp_path, options, message):
+def test_what_cannot_be_done(tmp_path, source, options, message):
     with pytest.raises(ValueError, match=message):
-        batch(file_of(tmp_path, 5, 7), **options)
-
-
-def test_an_unknown_preset():
-    with pytest.raises(ValueError, match=r"preset:gitlab: expected preset:github or preset:byted"):
-        batch("preset:gitlab")
+        batch(source or file_of(tmp_path, 5, 7), **options)

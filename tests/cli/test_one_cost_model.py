@@ -9,6 +9,7 @@ import argparse
 import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -36,16 +37,6 @@ RECOMPUTED = {
 }
 
 
-class Latent(AttentionByLatent):
-    """Stands for attention that can pass latents on."""
-
-    def __init__(self):
-        pass
-
-    def decide_by(self, decision):
-        pass
-
-
 def costs_of(path, recomputed, monkeypatch):
     """The cost model of a configuration by command, recomputing so."""
     flags = [word for name, value in recomputed.items() for word in (f"--{name}", str(value))]
@@ -66,6 +57,7 @@ def costs_of(path, recomputed, monkeypatch):
 
 
 def in_training(arguments, job, monkeypatch):
+    latent = mock.create_autospec(AttentionByLatent, instance=True)
     executor = SimpleNamespace(
         place=RankPlace(
             hdp_rank=0,
@@ -78,7 +70,7 @@ def in_training(arguments, job, monkeypatch):
             token_multiple=1,
         ),
         chunks=[SimpleNamespace(vocab_size=vocab_size_of(arguments))],
-        attention=Latent() if job.shape.latent_size and arguments.hdp_mla_ring != "kv" else None,
+        attention=latent if job.shape.latent_size and arguments.hdp_mla_ring != "kv" else None,
         layers=job.shape.layers,
         activation_bytes_per_token=lambda: kept_after_forward(job),
     )

@@ -31,25 +31,33 @@ def run(*arguments):
         return leaving.code
 
 
-def test_summary(lengths, capsys):
-    assert run("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096) == 0
-    printed = capsys.readouterr().out
-    assert "50 sequences" in printed
-    assert "on 4 ranks of 4,096 tokens" in printed
-    for name in (
-        "strategy",
-        "cost model",
-        "efficiency",
-        "bound/makespan",
-        "makespan",
-        "micro-batches",
-        "ring traffic",
-        "planning",
-    ):
-        assert f"\n  {name} " in printed
-    assert "llama-7b  (7B parameters" in printed
-    assert "(total compute / ranks / makespan)" in printed
-    assert "target" not in printed
+def on_ranks(lengths, *flags, ranks=4):
+    return run("--lengths", lengths, "--ranks", ranks, "--tokens-per-rank", 4096, *flags)
+
+
+@pytest.fixture
+def printed(lengths, capsys):
+    """Runs the command on four ranks, or others, and returns what it prints."""
+
+    def of(*flags, ranks=4):
+        assert on_ranks(lengths, *flags, ranks=ranks) == 0
+        return capsys.readouterr().out
+
+    return of
+
+
+SUMMARY = "strategy, cost model, efficiency, bound/makespan, makespan, micro-batches, ring traffic"
+
+
+def test_summary(printed):
+    text = printed()
+    assert "50 sequences" in text
+    assert "on 4 ranks of 4,096 tokens" in text
+    for name in (*SUMMARY.split(", "), "planning"):
+        assert f"\n  {name} " in text
+    assert "llama-7b  (7B parameters" in text
+    assert "(total compute / ranks / makespan)" in text
+    assert "target" not in text
 
 
 def figures(printed):
@@ -62,54 +70,57 @@ def figure(printed, name):
     return float(figures(printed)[name].split()[0])
 
 
-def test_both_efficiencies_are_what_they_say(lengths, tmp_path, capsys):
+def cost_model(folder, **figures):
+    path = folder / "cost.json"
+    path.write_text(json.dumps(figures))
+    return "--cost-model", path
+
+
+def test_both_efficiencies_are_what_they_say(tmp_path, capsys):
     """A sequence that only one rank could run faster: far from even, and at the bound."""
     (tmp_path / "one").write_text("8192\n")
-    free = {"a": 0, "b": 1, "kv_bytes_per_token": 1e9, "ranks_per_node": 1}
-    (tmp_path / "cost.json").write_text(json.dumps(free | {"inter_node_bytes_per_s": 1.0}))
-    arguments = ("--ranks", 4, "--tokens-per-rank", 8192, "--cost-model", tmp_path / "cost.json")
-    assert run("--lengths", tmp_path / "one", *arguments, "--strategy", "naive") == 0
-    printed = capsys.readouterr().out
-    assert figure(printed, "efficiency") == 0.25
-    assert figure(printed, "bound/makespan") == 1.0
-    assert figures(printed)["cost model"].endswith("cost.json")
+    slow = {"kv_bytes_per_token": 1e9, "ranks_per_node": 1, "inter_node_bytes_per_s": 1.0}
+    free = cost_model(tmp_path, a=0, b=1, **slow)
+    arguments = ("--ranks", 4, "--tokens-per-rank", 8192, *free, "--strategy", "naive")
+    assert run("--lengths", tmp_path / "one", *arguments) == 0
+    text = capsys.readouterr().out
+    assert figure(text, "efficiency") == 0.25
+    assert figure(text, "bound/makespan") == 1.0
+    assert figures(text)["cost model"].endswith("cost.json")
 
 
 def test_a_tighter_bound_has_its_own_line(tmp_path, capsys):
     links = {"intra_node_bytes_per_s": 7e9, "inter_node_bytes_per_s": 7e9}
-    slow = json.loads(LLAMA_7B.to_json()) | links
-    (tmp_path / "cost.json").write_text(json.dumps(slow))
+    slow = cost_model(tmp_path, **json.loads(LLAMA_7B.to_json()) | links)
     (tmp_path / "lengths").write_text("16384\n" * 3)
     arguments = ("--lengths", tmp_path / "lengths", "--ranks", 4, "--tokens-per-rank", 16_384)
-    assert run(*arguments, "--cost-model", tmp_path / "cost.json") == 0
-    printed = capsys.readouterr().out
-    assert figure(printed, "bound/makespan") < figure(printed, "proven/makespan") <= 1
-    assert "no plan takes less than" in figures(printed)["proven/makespan"]
+    assert run(*arguments, *slow) == 0
+    text = capsys.readouterr().out
+    assert figure(text, "bound/makespan") < figure(text, "proven/makespan") <= 1
+    assert "no plan takes less than" in figures(text)["proven/makespan"]
 
 
 def test_a_preset(capsys):
     arguments = ("--lengths", "preset:github", "--ranks", 8, "--tokens-per-rank", 1024)
     assert run(*arguments, "--seed", 2, "--global-batch-tokens", 20_000, "--max-length", 2000) == 0
-    printed = capsys.readouterr().out
-    assert "preset github, seed 2: 20,000 tokens, cut to 2,000 a sequence" in printed
-    assert "20,000 tokens (median" in printed
+    text = capsys.readouterr().out
+    assert "preset github, seed 2: 20,000 tokens, cut to 2,000 a sequence" in text
+    assert "20,000 tokens (median" in text
     assert run(*arguments) == 0
     assert "seed 0: 32,768 tokens, cut to 8,192 a sequence" in capsys.readouterr().out
 
 
-def test_stages(lengths, tmp_path, capsys):
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    arguments += ("--pipeline-stages", 2, "--strategy", "static")
+def test_stages(printed, tmp_path):
+    stages = ("--pipeline-stages", 2, "--strategy", "static")
     trace = tmp_path / "trace.json"
-    assert run(*arguments, "--trace", trace, "--plot", tmp_path / "plan.html") == 0
-    printed = capsys.readouterr().out
-    assert "on 4 ranks of 4,096 tokens and 2 stages" in printed
-    assert "(total compute / ranks / stages / makespan)" in printed
-    assert 0 < figure(printed, "efficiency") < figure(printed, "target/makespan") <= 1.1
+    text = printed(*stages, "--trace", trace, "--plot", tmp_path / "plan.html")
+    assert "on 4 ranks of 4,096 tokens and 2 stages" in text
+    assert "(total compute / ranks / stages / makespan)" in text
+    assert 0 < figure(text, "efficiency") < figure(text, "target/makespan") <= 1.1
     names = [event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]]
     assert any(name.endswith(", backward") for name in names)
-    assert run(*arguments, "--virtual-stages", 3) == 0
-    assert "4,096 tokens and 2 stages of 3 virtual stages each\n" in capsys.readouterr().out
+    virtual = printed(*stages, "--virtual-stages", 3)
+    assert "4,096 tokens and 2 stages of 3 virtual stages each\n" in virtual
 
 
 @pytest.mark.parametrize("stages, offloads", [(1, True), (8, True), (16, False)])
@@ -122,51 +133,44 @@ def test_offload_leaves_two_layers_of_every_stage(tmp_path, capsys, stages, offl
     assert ("offloading" in capsys.readouterr().out) == offloads
 
 
-def test_a_slow_rank(lengths, tmp_path, capsys):
+def test_a_slow_rank(printed, tmp_path):
     speeds = tmp_path / "speeds"
     speeds.write_text("1\n1\n1\n0.5\n")
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    makespans = []
-    for flags in ((), ("--rank-speeds", speeds)):
-        assert run(*arguments, "--strategy", "static", *flags) == 0
-        printed = capsys.readouterr().out
-        makespans.append(figure(printed, "makespan"))
-    assert "(total compute / sum of speeds / makespan)" in printed
-    assert makespans[1] == pytest.approx(2 * makespans[0], rel=0.01)  # every ring has the slow one
+    even, slow = printed("--strategy=static"), printed("--strategy=static", "--rank-speeds", speeds)
+    assert "(total compute / sum of speeds / makespan)" in slow
+    twice = 2 * figure(even, "makespan")  # every ring has the slow one
+    assert figure(slow, "makespan") == pytest.approx(twice, rel=0.01)
 
 
-def test_a_larger_model_takes_longer(lengths, capsys):
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    makespans = []
-    for model in ("llama-7b", "llama-70b"):
-        assert run(*arguments, "--strategy", "naive", "--model", model) == 0
-        makespans.append(figure(capsys.readouterr().out, "makespan"))
-    assert makespans[1] > 4 * makespans[0]
+def test_a_larger_model_takes_longer(printed):
+    small, large = (
+        figure(printed("--strategy=naive", "--model", model), "makespan")
+        for model in ("llama-7b", "llama-70b")
+    )
+    assert large > 4 * small
 
 
-def test_the_output_is_a_valid_plan(lengths, tmp_path):
+def test_the_output_is_a_valid_plan(lengths, printed, tmp_path):
     output = tmp_path / "plan.json"
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--strategy", "naive", "--output", output) == 0
+    printed("--strategy", "naive", "--output", output)
     made = Plan.load(output)
     made.validate()
     assert (made.num_ranks, made.strategy) == (4, "naive")
     assert made.lengths.tolist() == [int(line) for line in lengths.read_text().split()]
 
 
-def test_compare_has_a_row_for_every_strategy(lengths, capsys):
-    assert run("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096, "--compare") == 0
-    printed = capsys.readouterr().out
-    rows = [line.split() for line in printed.splitlines()[1:]]
+def test_compare_has_a_row_for_every_strategy(printed):
+    text = printed("--compare")
+    rows = [line.split() for line in text.splitlines()[1:]]
     assert rows[0][:4] == ["strategy", "efficiency", "bound/makespan", "makespan"]
     assert [row[0] for row in rows[1:7]] == list(COMPARED)
     table = {row[0]: row[1:] for row in rows[1:7]}
     for strategy in ("static", "naive", "dynamic-cp", "dp-balance"):
         assert 0 < float(table[strategy][0]) <= float(table[strategy][1]) <= 1
-    assert "no plan takes less than" in printed
+    assert "no plan takes less than" in text
 
 
-def test_compare_says_why_a_row_is_empty(lengths, capsys, monkeypatch):
+def test_compare_says_why_a_row_is_empty(printed, monkeypatch):
     def refuse(strategy, request):
         if strategy == "naive":
             raise ValueError("gives up")
@@ -174,30 +178,24 @@ def test_compare_says_why_a_row_is_empty(lengths, capsys, monkeypatch):
 
     plan_with = plan_outcomes.plan_with
     monkeypatch.setattr(plan_outcomes, "plan_with", refuse)
-    arguments = ("--ranks", 4, "--tokens-per-rank", 4096)
-    assert run("--lengths", lengths, *arguments, "--strategy", "static", "--compare") == 0
-    printed = capsys.readouterr().out.splitlines()
-    (row,) = [line.split() for line in printed if line.startswith("  naive ")]
+    lines = printed("--strategy", "static", "--compare").splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("  naive ")]
     assert set(row[1:]) == {"-"}
-    assert any(line == "  naive: gives up" for line in printed)
+    assert "  naive: gives up" in lines
 
 
-def test_trace_and_page(lengths, tmp_path, capsys):
+def test_trace_and_page(printed, tmp_path):
     trace, page = tmp_path / "trace.json", tmp_path / "plan.html"
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--trace", trace, "--plot", page, "--ranks-per-node", 2) == 0
-    printed = capsys.readouterr().out
-    assert f"picture written to {page}" in printed and f"trace written to {trace}" in printed
+    text = printed("--trace", trace, "--plot", page, "--ranks-per-node", 2)
+    assert f"picture written to {page}" in text and f"trace written to {trace}" in text
     assert page.read_text().startswith("<!doctype html>")
     assert {event["pid"] for event in json.loads(trace.read_bytes())["traceEvents"]} == {0, 1}
 
 
-def test_plot(lengths, tmp_path):
+def test_plot(printed, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
     picture = tmp_path / "plan.png"
-    assert (
-        run("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096, "--plot", picture) == 0
-    )
+    printed("--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -210,26 +208,21 @@ def test_lengths_of_an_idx_without_its_bin(tmp_path, capsys):
     assert "3 sequences, 912 tokens (median 7, longest 900)" in capsys.readouterr().out
 
 
-def test_longer_sequences_are_cut_and_counted(lengths, capsys):
-    arguments = ("--lengths", lengths, "--ranks", 2, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--max-length", 1000) == 0
-    printed = capsys.readouterr().out
+def test_longer_sequences_are_cut_and_counted(lengths, printed):
+    text = printed("--max-length", 1000, ranks=2)
     num_longer = sum(int(line) > 1000 for line in lengths.read_text().split())
-    assert f"{num_longer} of 50 sequences cut to 1,000 tokens" in printed
-    assert "longest 1,000" in printed
+    assert f"{num_longer} of 50 sequences cut to 1,000 tokens" in text
+    assert "longest 1,000" in text
 
 
-def test_the_cost_model_and_the_node_size_count(lengths, tmp_path, capsys):
-    slow = json.loads(LLAMA_7B.to_json()) | {"inter_node_bytes_per_s": 1e9, "ranks_per_node": 8}
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps(slow))
-    makespans = []
-    for node in (8, 1):
-        arguments = ("--ranks", 4, "--tokens-per-rank", 4096, "--strategy", "static")
-        options = ("--cost-model", path, "--ranks-per-node", node)
-        assert run("--lengths", lengths, *arguments, *options) == 0
-        makespans.append(figure(capsys.readouterr().out, "makespan"))
-    assert makespans[1] > 2 * makespans[0]
+def test_the_cost_model_and_the_node_size_count(printed, tmp_path):
+    nodes = {"inter_node_bytes_per_s": 1e9, "ranks_per_node": 8}
+    slow = cost_model(tmp_path, **json.loads(LLAMA_7B.to_json()) | nodes)
+    one_node, four = (
+        figure(printed("--strategy=static", *slow, "--ranks-per-node", node), "makespan")
+        for node in (8, 1)
+    )
+    assert four > 2 * one_node
 
 
 @pytest.mark.parametrize(
@@ -285,14 +278,8 @@ ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
         ((*ROOMY, "--global-batch-tokens", 1), "the first sequence of"),
         ((*ROOMY, "--seed", 1), "--seed 1 has no effect"),
         ((*ROOMY, "--model", "llama"), "nearest: llama-7b"),
-        (
-            ("--ranks", 2**20 + 1, "--tokens-per-rank", 1),
-            "--ranks: found 1,048,577, expected at most",
-        ),
-        (
-            (*ROOMY[:3], 10**20),
-            "--tokens-per-rank: found 100,000,000,000,000,000,000, expected",
-        ),
+        (("--ranks", 2**20 + 1, "--tokens-per-rank", 1), "--ranks: found 1,048,577, expected at"),
+        ((*ROOMY[:3], 10**20), "--tokens-per-rank: found 100,000,000,000,000,000,000, expected"),
         ((*ROOMY, "--effort", 10**20), "--effort: found 100,000"),
         (("--ranks", 1, "--tokens-per-rank", 100), "raise --tokens-per-rank or add ranks"),
         (("--ranks", 2, "--tokens-per-rank", 1), "raise --tokens-per-rank"),
@@ -320,7 +307,6 @@ def test_the_remedy_names_the_flags_of_plan(tmp_path, capsys):
 
 
 def test_results_do_not_overwrite_each_other_or_what_is_read(lengths, tmp_path, capsys):
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
     one, other = tmp_path / "result", tmp_path / "." / "sub" / ".." / "result"
     (tmp_path / "sub").mkdir()
     text = lengths.read_text()
@@ -329,7 +315,7 @@ def test_results_do_not_overwrite_each_other_or_what_is_read(lengths, tmp_path, 
         (("--plot", f"{one}.html", "--trace", f"{one}.html"), "is the file of --plot as well"),
         (("--output", lengths), "is the file of --lengths as well"),
     ):
-        assert run(*arguments, *flags) == 2
+        assert on_ranks(lengths, *flags) == 2
         assert message in capsys.readouterr().err
     assert lengths.read_text() == text
     assert sorted(os.listdir(tmp_path)) == ["lengths.txt", "sub"]
@@ -342,20 +328,18 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(lengths, tmp_path, monkeyp
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Plan, "save", fail)
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--output", tmp_path / "plan.json") == 2
+    assert on_ranks(lengths, "--output", tmp_path / "plan.json") == 2
     assert os.listdir(tmp_path) == ["lengths.txt"]
 
 
 def test_a_missing_file_and_a_refused_picture(lengths, tmp_path, capsys):
-    assert run("--lengths", tmp_path / "absent", "--ranks", 2, "--tokens-per-rank", 100) == 2
-    arguments = ("--lengths", lengths, "--ranks", 4, "--tokens-per-rank", 4096)
-    assert run(*arguments, "--plot", tmp_path / "plan.txt") == 2
+    assert on_ranks(tmp_path / "absent") == 2
+    assert on_ranks(lengths, "--plot", tmp_path / "plan.txt") == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_the_help_names_the_models_there_are():
-    from megatron_hdp.cli.shared.ranks import _MODELS
+    from megatron_hdp.cli.plan import _MODELS
     from megatron_hdp.planner.shape import MODELS
 
     named = _MODELS.split(", ")
@@ -381,11 +365,9 @@ def test_num_bytes(value, text):
 EXPERTS = ("--expert-parallel-size", 4, "--expert-share", 0.5)
 
 
-def test_ranks_that_share_experts(lengths, tmp_path, capsys):
+def test_ranks_that_share_experts(printed, tmp_path):
     output = tmp_path / "plan.json"
-    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
-    assert run(*ranks, *EXPERTS, "--output", output) == 0
-    found = figures(capsys.readouterr().out)
+    found = figures(printed(*EXPERTS, "--output", output, ranks=8))
     assert found["strategy"] == "ep-balance"
     made = Plan.load(output)
     number = int(made.summary["num_positions"])
@@ -395,11 +377,10 @@ def test_ranks_that_share_experts(lengths, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stages", [(), ("--pipeline-stages", 2, "--virtual-stages", 2)])
-def test_plans_in_lockstep_are_drawn(lengths, tmp_path, capsys, stages):
-    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
+def test_plans_in_lockstep_are_drawn(printed, tmp_path, stages):
     plot, trace = tmp_path / "plan.html", tmp_path / "trace.json"
-    assert run(*ranks, *EXPERTS, *stages, "--plot", plot, "--trace", trace) == 0
-    makespan, unit = figures(capsys.readouterr().out)["makespan"].split()
+    text = printed(*EXPERTS, *stages, "--plot", plot, "--trace", trace, ranks=8)
+    makespan, unit = figures(text)["makespan"].split()
     makespan_us = float(makespan) * {"s": 1e6, "ms": 1e3}[unit]
     assert plot.stat().st_size > 10_000
     bars = [one for one in json.loads(trace.read_bytes())["traceEvents"] if one["ph"] == "X"]
@@ -407,34 +388,21 @@ def test_plans_in_lockstep_are_drawn(lengths, tmp_path, capsys, stages):
     assert 0.9 * makespan_us < max(ends) < 1.001 * makespan_us
 
 
-def test_what_experts_are_sent_is_shown_where_a_model_says_it(lengths, capsys):
-    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
+def test_what_experts_are_sent_is_shown_where_a_model_says_it(printed):
     shared = ("--expert-parallel-size", 4)
-    assert run(*ranks, *shared) == 0
-    assert "all-to-all" not in capsys.readouterr().out
-    assert run(*ranks, *shared, "--model", "mistral-8x7b") == 0
-    text = capsys.readouterr().out
+    assert "all-to-all" not in printed(*shared, ranks=8)
+    text = printed(*shared, "--model", "mistral-8x7b", ranks=8)
     tokens = int(re.search(r"sequences, ([\d,]+) tokens", text)[1].replace(",", ""))
     # out and back, forward and backward: two experts in each of 32 layers, three of four elsewhere
     sent = 2 * 2 * tokens * 32 * 2 * 4096 * 2 * 3 / 4
     assert figures(text)["all-to-all"] == num_bytes(sent)
 
 
-def test_strategies_are_compared_in_lockstep(lengths, capsys):
-    ranks = ("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096)
-    assert run(*ranks, "--compare") == 0
-    alone = capsys.readouterr().out
-    assert run(*ranks, *EXPERTS, "--compare") == 0
-    together = capsys.readouterr().out
-    shares = {
-        name: [
-            float(line.split()[1]) for line in text.splitlines() if line.startswith(f"  {name} ")
-        ]
-        for text in (alone, together)
-        for name in ("dp-balance", "ep-balance")
-    }
-    assert "ep-balance" not in alone
-    assert shares["ep-balance"][0] >= shares["dp-balance"][0]
+def test_strategies_are_compared_in_lockstep(printed):
+    assert "ep-balance" not in printed("--compare", ranks=8)
+    rows = [line.split() for line in printed(*EXPERTS, "--compare", ranks=8).splitlines()]
+    efficiency = {row[0]: row[1] for row in rows if len(row) > 1}
+    assert float(efficiency["ep-balance"]) >= float(efficiency["dp-balance"])
 
 
 @pytest.mark.parametrize(
@@ -445,5 +413,5 @@ def test_strategies_are_compared_in_lockstep(lengths, capsys):
     ],
 )
 def test_experts_that_cannot_be_planned(lengths, capsys, flags, message):
-    assert run("--lengths", lengths, "--ranks", 8, "--tokens-per-rank", 4096, *flags) == 2
+    assert on_ranks(lengths, *flags, ranks=8) == 2
     assert message in capsys.readouterr().err

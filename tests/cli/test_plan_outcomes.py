@@ -25,12 +25,19 @@ def request_of(**changes):
     return Request.of(**(arguments | changes))
 
 
-def test_every_strategy_of_the_planner_is_compared(monkeypatch):
-    def asked(strategy, request):
+def test_a_comparison_is_of_every_strategy_and_keeps_what_is_known(monkeypatch):
+    planned = []
+
+    def pretend(strategy, request):
+        planned.append(strategy)
         return Outcome(strategy, problem="pretended")
 
-    monkeypatch.setattr(plan_outcomes, "outcome_of", asked)
-    shared = compare(request_of(expert_parallel_size=2), Outcome("naive"))
+    monkeypatch.setattr(plan_outcomes, "outcome_of", pretend)
+    known = Outcome("naive")
+    outcomes = compare(request_of(), known)
+    assert [outcome.strategy for outcome in outcomes] == list(COMPARED)
+    assert known in outcomes and "naive" not in planned
+    shared = compare(request_of(expert_parallel_size=2), known)
     assert {one.strategy for one in shared} == set(STRATEGIES) - {"auto"}
 
 
@@ -44,11 +51,9 @@ def test_an_outcome_is_a_plan_with_its_times(strategy):
 
 def test_arguments_reach_the_planner():
     short = LENGTHS.clip(max=4000)
-    made = plan_outcomes.plan_with("static", request_of(lengths=short, max_length=16_000))
-    assert set(np.diff(made.rank_offsets)) == {4}
-    assert set(
-        np.diff(plan_outcomes.plan_with("static", request_of(lengths=short)).rank_offsets)
-    ) == {1}
+    for changes, degree in (({"max_length": 16_000}, 4), ({}, 1)):
+        made = plan_outcomes.plan_with("static", request_of(lengths=short, **changes))
+        assert set(np.diff(made.rank_offsets)) == {degree}
 
 
 def test_a_plan_that_only_does_not_fit_has_its_times():
@@ -99,17 +104,3 @@ def test_stages_count():
     )
     assert (alone.pipeline_stages, piped.pipeline_stages) == (1, 2)
     assert piped.makespan_s < alone.makespan_s
-
-
-def test_a_comparison_keeps_what_is_known(monkeypatch):
-    planned = []
-
-    def pretend(strategy, request):
-        planned.append(strategy)
-        return Outcome(strategy, problem="pretended")
-
-    monkeypatch.setattr(plan_outcomes, "outcome_of", pretend)
-    known = Outcome("naive")
-    outcomes = compare(request_of(), known)
-    assert [outcome.strategy for outcome in outcomes] == list(COMPARED)
-    assert known in outcomes and "naive" not in planned

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -83,11 +84,9 @@ def test_json_lines(tmp_path):
 def test_a_json_key_makes_every_file_json_lines(tmp_path):
     path = tmp_path / "data.json"
     path.write_text('{"body": "x"}\n{"body": "\\ud800"}')
-    assert (
-        run("--input", path, "--json-key", "body", "--output-prefix", tmp_path / "new/folder/out")
-        == 0
-    )
-    assert documents(tmp_path / "new/folder/out") == [[120, 256], [63, 256]]
+    prefix = tmp_path / "new/folder/out"
+    assert run("--input", path, "--json-key", "body", "--output-prefix", prefix) == 0
+    assert documents(prefix) == [[120, 256], [63, 256]]
 
 
 @pytest.mark.parametrize(
@@ -109,49 +108,36 @@ def test_a_bad_json_line_names_file_and_line(tmp_path, capsys, line, found):
     assert os.listdir(tmp_path) == ["data.jsonl"]
 
 
-def test_missing_input(tmp_path, capsys):
-    assert run("--input", tmp_path / "absent", "--output-prefix", tmp_path / "out") == 2
-    fails(capsys, "absent: no such file or folder")
-
-
-def test_no_file_matches(folder, tmp_path, capsys):
-    code = run("--input", folder, "--glob", "*.rs", "--output-prefix", tmp_path / "out")
-    assert code == 2
-    fails(capsys, "no file whose name matches --glob '*.rs'")
-
-
-def test_only_empty_documents_write_nothing(folder, tmp_path, capsys):
-    assert run("--input", folder / "a/empty.py", "--output-prefix", tmp_path / "out") == 2
-    fails(capsys, "none of 1 files has a token (1 empty documents): nothing was written")
+@pytest.mark.parametrize(
+    ("path", "flags", "expected"),
+    [
+        ("absent", [], "absent: no such file or folder"),
+        ("source", ["--glob", "*.rs"], "no file whose name matches --glob '*.rs'"),
+        ("source/a/empty.py", [], "none of 1 files has a token (1 empty documents): nothing was"),
+        ("source", ["--tokenizer", "gpt"], "'gpt': expected byte, hf:PATH"),
+    ],
+)
+def test_nothing_to_write(folder, tmp_path, capsys, path, flags, expected):
+    assert run("--input", tmp_path / path, *flags, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, expected)
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_bad_tokenizer(folder, tmp_path, capsys):
-    code = run("--input", folder, "--tokenizer", "gpt", "--output-prefix", tmp_path / "out")
-    assert code == 2
-    fails(capsys, "'gpt': expected byte, hf:PATH")
-
-
-def zip_of(raw, path):
-    with zipfile.ZipFile(path, "w") as archive:
+def zip_of(raw):
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as archive:
         archive.writestr("a", raw)
-    return path.read_bytes()
+    return stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        ("gzip", lambda raw, path: gzip.compress(raw)),
-        ("bzip2", lambda raw, path: bz2.compress(raw)),
-        ("xz", lambda raw, path: lzma.compress(raw)),
-        ("zip", zip_of),
-        ("zstd", lambda raw, path: b"\x28\xb5\x2f\xfd" + raw),
-    ],
-)
+PACKERS = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zip": zip_of}
+PACKERS["zstd"] = b"\x28\xb5\x2f\xfd".__add__
+
+
+@pytest.mark.parametrize("name", PACKERS)
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_a_compressed_file_is_no_text(tmp_path, capsys, name, pack, suffix):
+def test_a_compressed_file_is_no_text(tmp_path, capsys, name, suffix):
     path = tmp_path / f"data.{suffix}"
-    path.write_bytes(pack(b'{"text": "a"}\n', path))
+    path.write_bytes(PACKERS[name](b'{"text": "a"}\n'))
     assert run("--input", path, "--output-prefix", tmp_path / "out") == 2
     fails(capsys, f"{path} is compressed ({name}), expected text: decompress it")
     assert os.listdir(tmp_path) == [path.name]
@@ -204,9 +190,8 @@ def test_a_signal_leaves_nothing(folder, tmp_path, capsys, monkeypatch, number):
         raise AssertionError("the signal did nothing")
 
     monkeypatch.setattr("megatron_hdp.data.tokenizers.ByteTokenizer.tokenize_batch", end)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored by what a shell starts with &
+    # ignored by what a shell starts with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
     assert run("--input", folder, "--output-prefix", tmp_path / "out") == 130
     assert capsys.readouterr().err.endswith("megatron-hdp preprocess: interrupted\n")
@@ -231,11 +216,11 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch, workers):
     assert sorted(os.listdir(tmp_path)) == ["data.jsonl", "out.bin", "out.idx"]
 
 
-@pytest.mark.parametrize("workers", ["0", "-1", "x"])
-def test_bad_numbers_of_workers(tmp_path, capsys, workers):
-    with pytest.raises(SystemExit):
-        run("--input", tmp_path, "--output-prefix", tmp_path / "out", "--workers", workers)
-    assert "--workers" in capsys.readouterr().err
+def test_bad_numbers_of_workers(tmp_path, capsys):
+    for workers in ("0", "-1", "x"):
+        with pytest.raises(SystemExit):
+            run("--input", tmp_path, "--output-prefix", tmp_path / "out", "--workers", workers)
+        assert "--workers" in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_worker_costs_one_line(tmp_path, capsys, monkeypatch):

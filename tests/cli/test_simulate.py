@@ -82,9 +82,8 @@ def test_virtual_stages_wait_less_and_hold_more(
     assert virtual["bubble_share"] < plain["bubble_share"]
     assert virtual["step_time_s"] < plain["step_time_s"]
     assert virtual["peak_memory_bytes"] > plain["peak_memory_bytes"]
-    assert "8 HDP ranks of 8,192 tokens and 2 stages of 2 virtual stages each" in (
-        capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "8 HDP ranks of 8,192 tokens and 2 stages of 2 virtual stages each" in shown
 
 
 def test_stages_of_unequal_layers_take_their_weights(config: Path) -> None:
@@ -156,11 +155,9 @@ def test_the_same_bytes_every_time(config: Path, tmp_path: Path) -> None:
 
 
 def test_pipelines_and_flags_behind_the_files(config: Path) -> None:
-    found = report(config, "--steps", "1", "--", "--pipeline-model-parallel-size", "2")
+    found = report(config, "--steps", "1", "--", *TWO_STAGES)
     assert found["strategies"]["auto"]["planned_by"] == "pp-balance"
-    found = report(
-        config, "--steps", "1", "--strategies", "auto", "--", "--tensor-model-parallel-size", "2"
-    )
+    found = report(config, "--steps", "1", "--strategies", "auto", "--", *TENSOR)
     assert list(found["strategies"]) == ["static", "auto"]
 
 
@@ -179,10 +176,8 @@ def test_a_cost_model_replaces_the_configurations(config: Path) -> None:
     costs = config.with_name("costs.json")
     fast = CostModel(a=0.0, b=1e-9, kv_bytes_per_token=0.0)
     costs.write_bytes(fast.to_json())
-    steps = report(config, "--steps", "1", "--cost-model", str(costs))["strategies"]["auto"][
-        "steps"
-    ]
-    assert steps[0]["makespan_s"] == pytest.approx(262144 * 1e-9 / 16, rel=0.01)
+    auto = report(config, "--steps", "1", "--cost-model", str(costs))["strategies"]["auto"]
+    assert auto["steps"][0]["makespan_s"] == pytest.approx(262144 * 1e-9 / 16, rel=0.01)
 
 
 def test_a_slow_rank_that_is_known_costs_less(config: Path) -> None:
@@ -233,7 +228,7 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
         (("--output", "here.txt"), "expected a name that ends in .json"),
         (("--report", "here.txt"), "--report here.txt: expected a name that ends in .html, .png"),
         (("--report", "no/such/r.html"), "found no folder no/such"),
-        (("--report", "r.html", "--report", "./r.html"), "the file is written, too"),
+        (("--report", "r.html", "--report", "./r.html"), "r.html is the file of --report as well"),
         (("--gpu-memory", "80"), "--gpu-memory"),
         (("--", "--pipeline-model-parallel-size", "8", *TENSOR), "--gpus 16 is not a multiple"),
         (("--hdp-data", "m.yaml", "--data", "preset:byted"), "expected one of them"),
@@ -246,27 +241,47 @@ def test_refusals(
     assert message in found
 
 
-def test_files_of_no_use(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--config", str(config), "--gpus", "16", "--steps", "1")
-    machine = config.with_name("machine.json")
-    machine.write_text('{"network_bytes_per_sec": 1}')
-    found = refusal(capsys, *argv, "--machine", str(machine))
-    assert "unknown key 'network_bytes_per_sec'; nearest is 'network_bytes_per_s'" in found
-    found = refusal(capsys, *argv, "--machine", str(machine), "--output", str(machine))
-    assert "the file is read, too" in found
-    assert machine.read_text() == '{"network_bytes_per_sec": 1}'
-    costs = config.with_name("costs.json")
-    costs.write_bytes(LLAMA_7B.to_json())
-    of_config = (*argv, "--output", str(costs), "--", "--hdp-cost-model", str(costs))
-    assert "the file is read, too" in refusal(capsys, *of_config)
-    speeds = config.with_name("speeds.txt")
-    speeds.write_text("1\n1\n")
-    found = refusal(capsys, *argv, "--rank-speeds", str(speeds))
-    assert "has 2 speeds, expected one a line for each of 16 GPUs' HDP ranks: 16" in found
-    lengths = config.with_name("lengths.txt")
-    lengths.write_text("70000\n")
-    found = refusal(capsys, *argv, "--data", str(lengths))
-    assert "expected at most --seq-length 65,536: set --hdp-long-sequence" in found
+FILES = {
+    "machine.json": '{"network_bytes_per_sec": 1}',
+    "costs.json": LLAMA_7B.to_json().decode(),
+    "speeds.txt": "1\n1\n",
+    "long.txt": "70000\n",
+    "lengths.html": "5\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--machine machine.json", "'network_bytes_per_sec'; nearest is 'network_bytes_per_s'"),
+        ("--rank-speeds speeds.txt", "2 speeds, expected one a line for each of 16 GPUs' HDP ran"),
+        ("--data long.txt", "expected at most --seq-length 65,536: set --hdp-long-sequence"),
+        ("--machine machine.json --output machine.json", "is the file of --machine as well"),
+        ("--output costs.json -- --hdp-cost-model costs.json", "is the file of --cost-model as"),
+        (
+            "--data lengths.html --report lengths.html",
+            "--report lengths.html is the file of --data",
+        ),
+        (
+            "--output r.json --report link.html",
+            "--report link.html is the file of --output as well",
+        ),
+    ],
+)
+def test_files_of_no_use_and_those_that_are_not_overwritten(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(config.parent)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    Path("link.html").symlink_to("r.json")
+    argv = ["--config", "small.yaml", "--gpus", "16", "--steps", "1", *flags.split()]
+    assert message in refusal(capsys, *argv)
+    assert {name: Path(name).read_text() for name in FILES} == FILES
 
 
 def test_reports_beside_the_figures(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,18 +313,3 @@ def test_a_measured_cost_model_is_named(config: Path) -> None:
     page = config.with_name("run.html")
     report(config, "--steps", "1", "--cost-model", str(model), "--report", str(page))
     assert str(model) in page.read_text() and "not measured" not in page.read_text()
-
-
-def test_a_report_never_overwrites_what_is_read_or_written(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ("--config", str(config), "--gpus", "16", "--steps", "1")
-    lengths = config.with_name("lengths.html")
-    lengths.write_text("5\n")
-    found = refusal(capsys, *argv, "--data", str(lengths), "--report", str(lengths))
-    assert f"--report {lengths}: the file is read, too" in found
-    assert lengths.read_text() == "5\n"
-    output, link = config.with_name("report.json"), config.with_name("link.html")
-    link.symlink_to(output)
-    found = refusal(capsys, *argv, "--output", str(output), "--report", str(link))
-    assert f"--report {link}: the file is written, too" in found

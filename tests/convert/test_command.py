@@ -60,9 +60,15 @@ def test_it_shows_no_warning_that_users_cannot_act_on(tmp_path):
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
 
 
+def converted(name, folder):
+    """Saves a model and converts it to ``weights``; returns its folder."""
+    model = save_model(name, folder / "model")
+    assert main(["convert", "--from-hf", str(model), "--to", str(folder / "weights")]) == 0
+    return model
+
+
 def test_what_the_checkpoint_says_of_itself(tmp_path):
-    model = save_model("qwen2", tmp_path / "model")
-    assert main(["convert", "--from-hf", str(model), "--to", str(tmp_path / "weights")]) == 0
+    converted("qwen2", tmp_path)
     release = CheckpointFolder(tmp_path / "weights").release()
     verdict = verify(release, 0)
     assert verdict.is_good and verdict.has_checksums and not verdict.added_files
@@ -76,8 +82,7 @@ def test_what_the_checkpoint_says_of_itself(tmp_path):
 
 
 def test_another_configuration_comes_back_with_like(tmp_path):
-    model = save_model("qwen2", tmp_path / "model")
-    assert main(["convert", "--from-hf", str(model), "--to", str(tmp_path / "weights")]) == 0
+    model = converted("qwen2", tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(
@@ -93,8 +98,7 @@ def test_another_configuration_comes_back_with_like(tmp_path):
 
 def test_keys_of_transformer_engine_lead_to_the_same_bytes(tmp_path):
     """Its specification has another norm before experts, and more states besides weights."""
-    model = save_model("mixtral", tmp_path / "model")
-    assert main(["convert", "--from-hf", str(model), "--to", str(tmp_path / "weights")]) == 0
+    converted("mixtral", tmp_path)
     metadata = FileSystemReader(tmp_path / "weights" / "release").read_metadata()
     places = {}
     for index, place in metadata.storage_data.items():

@@ -25,6 +25,18 @@ TRAINING = ["--train-iters=1", "--lr=0", "--split=1,0,0", f"--global-batch-size=
 HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank=64", "--hdp-long-sequence=error"]
 
 
+@pytest.fixture
+def converted(tmp_path):
+    """Saves and converts a model; returns the folders of both."""
+
+    def of(name):
+        model = save_model(name, tmp_path / "model")
+        to_megatron(model, tmp_path / "checkpoint", None, print)
+        return model, tmp_path / "checkpoint"
+
+    return of
+
+
 def our_model(folder, argv):
     """In a rank: the model that the written YAML describes with the converted weights."""
     arguments = parse_arguments(["--config", str(folder / "model.yaml"), *argv], needs_data=False)
@@ -104,19 +116,17 @@ def largest_difference(model, found, sequences):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tensors_come_back(tmp_path, name):
-    model = save_model(name, tmp_path / "model")
-    to_megatron(model, tmp_path / "checkpoint", None, print)
-    to_hugging_face(tmp_path / "checkpoint", tmp_path / "back", print)
+def test_tensors_come_back(converted, tmp_path, name):
+    model, checkpoint = converted(name)
+    to_hugging_face(checkpoint, tmp_path / "back", print)
     assert same_tensors(tmp_path / "back", model)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
 )
-def test_logits_under_hdp(run_ranks, tmp_path, name):
-    model, checkpoint = save_model(name, tmp_path / "model"), tmp_path / "checkpoint"
-    to_megatron(model, checkpoint, tmp_path / "model.yaml", print)
+def test_logits_under_hdp(run_ranks, converted, name):
+    model, checkpoint = converted(name)
     generator = np.random.default_rng(0)
     sequences = [generator.integers(0, VOCABULARY, length) for length in LENGTHS]
     (found, _) = run_ranks(2, log_probs_of_ours, checkpoint, sequences, [*TRAINING, *HDP])
@@ -125,19 +135,16 @@ def test_logits_under_hdp(run_ranks, tmp_path, name):
     assert difference <= 1e-5
 
 
-def test_logits_of_stock_attention(run_ranks, tmp_path):
-    model = save_model("llama3", tmp_path / "model")
-    to_megatron(model, tmp_path / "checkpoint", None, print)
+def test_logits_of_stock_attention(run_ranks, converted):
+    model, checkpoint = converted("llama3")
     tokens = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
-    (found,) = run_ranks(1, logits_of_ours, tmp_path / "checkpoint", tokens, TRAINING)
+    (found,) = run_ranks(1, logits_of_ours, checkpoint, tokens, TRAINING)
     assert np.abs(found - logits_of(model, tokens).numpy()).max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
-def test_first_loss_under_hdp(run_ranks, tmp_path, name):
-    model = save_model(name, tmp_path / "model")
-    checkpoint = tmp_path / "checkpoint"
-    to_megatron(model, checkpoint, None, print)
+def test_first_loss_under_hdp(run_ranks, converted, tmp_path, name):
+    model, checkpoint = converted(name)
     prefix, sequences = documents(tmp_path)
     argv = [f"--config={checkpoint}/model.yaml", f"--load={checkpoint}", f"--data-path={prefix}"]
     argv += [*TRAINING, *HDP, "--moe-aux-loss-coeff=0"]
@@ -145,11 +152,10 @@ def test_first_loss_under_hdp(run_ranks, tmp_path, name):
     assert found[0] == pytest.approx(loss_of(model, sequences), rel=2e-6)
 
 
-def test_back_from_a_run_on_another_layout(run_ranks, tmp_path):
-    model = save_model("mixtral", tmp_path / "model")
-    to_megatron(model, tmp_path / "checkpoint", None, print)
+def test_back_from_a_run_on_another_layout(run_ranks, converted, tmp_path):
+    model, checkpoint = converted("mixtral")
     prefix, _ = documents(tmp_path)
-    argv = [f"--config={tmp_path}/checkpoint/model.yaml", f"--load={tmp_path}/checkpoint"]
+    argv = [f"--config={checkpoint}/model.yaml", f"--load={checkpoint}"]
     argv += [f"--data-path={prefix}", *TRAINING, *HDP, f"--save={tmp_path}/saved"]
     layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
     layout += ["--sequence-parallel", "--expert-model-parallel-size=2", "--hdp-tokens-per-rank=128"]

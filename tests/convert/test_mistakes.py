@@ -26,114 +26,94 @@ def saved(tmp_path_factory):
     return folder
 
 
-def changed(path, **values):
-    content = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in content.items() if value != "gone"}))
+def changed(name="config.json", **values):
+    """Damage: a file of JSON that says something else."""
+
+    def change(folder):
+        content = json.loads((folder / name).read_text()) | values
+        kept = {key: value for key, value in content.items() if value != "gone"}
+        (folder / name).write_text(json.dumps(kept))
+
+    return change
 
 
-def change_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+def tensors(change):
+    """Damage: other tensors."""
+
+    def rewrite(folder):
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return rewrite
 
 
-def shard(folder, number=1):
-    return sorted(folder.glob("model-*.safetensors"))[number]
+def without(name):
+    """Damage: a file that is not there."""
+    return lambda folder: (folder / name).unlink()
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size - 3)
+def cut(name):
+    """Damage: a file without its last bytes."""
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 3)
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2)]
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 MODELS = {
     "another architecture": (
-        "model",
-        lambda folder: changed(folder / "config.json", architectures=["GPT2LMHeadModel"]),
+        changed(architectures=["GPT2LMHeadModel"]),
         "found the architecture GPT2LMHeadModel, expected one of LlamaForCausalLM",
     ),
-    "no such configuration": (
-        "model",
-        lambda folder: changed(folder / "config.json", rms_norm_eps="gone"),
-        "found no 'rms_norm_eps', expected it",
-    ),
+    "no such configuration": (changed(rms_norm_eps="gone"), "found no 'rms_norm_eps', expected it"),
     "another activation": (
-        "model",
-        lambda folder: changed(folder / "config.json", hidden_act="gelu"),
+        changed(hidden_act="gelu"),
         "found hidden_act gelu in a model of Qwen3, expected silu",
     ),
     "unknown scaling of positions": (
-        "model",
-        lambda folder: changed(folder / "config.json", rope_parameters={"rope_type": "longrope"}),
+        changed(rope_parameters={"rope_type": "longrope"}),
         "rope_type: found longrope, expected",
     ),
-    "no folder": ("model", shutil.rmtree, "config.json: found no such file, expected a model's"),
+    "no folder": (shutil.rmtree, "config.json: found no such file, expected a model's"),
     "no JSON": (
-        "model",
         lambda folder: (folder / "config.json").write_text("{"),
         "config.json: not valid JSON",
     ),
-    "a truncated file": (
-        "model",
-        lambda folder: cut(folder / "model.safetensors"),
-        "bytes where its header speaks of",
-    ),
+    "a truncated file": (cut(WEIGHTS), "bytes where its header speaks of"),
     "an empty file": (
-        "model",
-        lambda folder: os.truncate(folder / "model.safetensors", 0),
+        lambda folder: os.truncate(folder / WEIGHTS, 0),
         "expected a whole file of safetensors: fetch it again",
     ),
-    "no weights": (
-        "model",
-        lambda folder: (folder / "model.safetensors").unlink(),
-        "found no weights, expected model.safetensors or shards with",
-    ),
-    "a truncated shard": (
-        "shards",
-        lambda folder: cut(shard(folder)),
-        "-of-00004.safetensors: found",
-    ),
-    "no index": (
-        "shards",
-        lambda folder: (folder / "model.safetensors.index.json").unlink(),
-        "without model.safetensors.index.json, expected it beside them",
-    ),
-    "a missing shard": (
-        "shards",
-        lambda folder: shard(folder).unlink(),
-        "found 3 of 4 shards, expected those of model.safetensors.index.json: fetch model-00002",
-    ),
-    "shards of two revisions": (
-        "shards",
-        lambda folder: shutil.copyfile(shard(folder, 0), shard(folder)),
-        "speaks of tensors that their shards do not hold: ",
-    ),
+    "no weights": (without(WEIGHTS), "found no weights, expected model.safetensors or shards with"),
     "a tensor too many": (
-        "model",
-        lambda folder: change_tensors(
-            folder, lambda tensors: tensors.update({"model.extra": torch.zeros(2)})
-        ),
+        tensors(lambda found: found.update({"model.extra": torch.zeros(2)})),
         "found 1 tensors that no model of Qwen3 with this config.json has, expected none: "
         "model.extra",
     ),
     "a missing tensor": (
-        "model",
-        lambda folder: change_tensors(folder, lambda tensors: tensors.pop(Q_NORM)),
+        tensors(lambda found: found.pop(Q_NORM)),
         f"expected also {Q_NORM}: fetch all shards",
     ),
     "another shape": (
-        "model",
-        lambda folder: change_tensors(
-            folder, lambda tensors: tensors.update({Q_NORM: torch.zeros(13)})
-        ),
+        tensors(lambda found: found.update({Q_NORM: torch.zeros(13)})),
         f"found {Q_NORM} of shape [13], expected [12] by config.json",
     ),
     "layers of two types": (
-        "model",
-        lambda folder: change_tensors(
-            folder, lambda tensors: tensors.update({Q_NORM: tensors[Q_NORM].half()})
-        ),
+        tensors(lambda found: found.update({Q_NORM: found[Q_NORM].half()})),
         "found layers in torch.float16 and in torch.float32, expected one type",
+    ),
+}
+OF_SHARDS = {
+    "a truncated shard": (cut(SHARDS[1]), "-of-00004.safetensors: found"),
+    "no index": (without(INDEX), f"without {INDEX}, expected it beside them"),
+    "a missing shard": (
+        without(SHARDS[1]),
+        f"found 3 of 4 shards, expected those of {INDEX}: fetch model-00002",
+    ),
+    "shards of two revisions": (
+        lambda folder: shutil.copyfile(folder / SHARDS[0], folder / SHARDS[1]),
+        "speaks of tensors that their shards do not hold: ",
     ),
 }
 
@@ -145,10 +125,10 @@ def refused(capsys, argv, expected):
     assert error.startswith("megatron-hdp convert: error: ") and expected in error, error
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OF_SHARDS])
 def test_models(saved, tmp_path, capsys, name):
-    which, damage, expected = MODELS[name]
-    shutil.copytree(saved / which, tmp_path / "model")
+    damage, expected = (MODELS | OF_SHARDS)[name]
+    shutil.copytree(saved / ("shards" if name in OF_SHARDS else "model"), tmp_path / "model")
     damage(tmp_path / "model")
     target = tmp_path / "checkpoint"
     refused(capsys, ["--from-hf", tmp_path / "model", "--to", target], expected)
@@ -201,33 +181,26 @@ def test_two_at_once(saved, tmp_path, capsys):
         assert main(["convert", *map(str, argv)]) == 0
 
 
+CONFIG = "hugging_face/config.json"
 CHECKPOINTS = {
     "nothing there": (shutil.rmtree, "found no checkpoint, expected the folder of --save"),
     "no configuration": (
         lambda folder: shutil.rmtree(folder / "hugging_face"),
         "expected the model's configuration: give --like",
     ),
-    "a truncated file": (
-        lambda folder: cut(folder / "release" / "__0_0.distcp"),
-        "the checkpoint is damaged, take another one",
-    ),
-    "no list of tensors": (
-        lambda folder: (folder / "release" / ".metadata").unlink(),
-        ".metadata: found no such file",
-    ),
+    "a truncated file": (cut("release/__0_0.distcp"), "checkpoint is damaged, take another one"),
+    "no list of tensors": (without("release/.metadata"), ".metadata: found no such file"),
     "another model": (
-        lambda folder: changed(folder / "hugging_face" / "config.json", num_hidden_layers=3),
+        changed(CONFIG, num_hidden_layers=3),
         "of another model: found --num-layers 2, expected 3 as in config.json: give --like",
     ),
     "another family": (
-        lambda folder: changed(
-            folder / "hugging_face" / "config.json", architectures=["LlamaForCausalLM"]
-        ),
+        changed(CONFIG, architectures=["LlamaForCausalLM"]),
         "found tensors that the model in config.json does not have, expected none: "
         "decoder.layers.self_attention.k_layernorm.weight, decoder.layers.self_attention.q_",
     ),
     "more embeddings than there are": (
-        lambda folder: changed(folder / "hugging_face" / "config.json", vocab_size=301),
+        changed(CONFIG, vocab_size=301),
         "of shape [300, 32], expected [301, 32] or more rows by config.json",
     ),
 }
@@ -249,6 +222,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path):
     file.write("a", torch.ones(100))
     file.close()
     (stored,) = read_header(path).values()
-    cut(path)
+    cut("a.safetensors")(tmp_path)
     with pytest.raises(ValueError, match="it became shorter meanwhile"):
         stored.read()

@@ -103,6 +103,13 @@ def content(folder):
     }
 
 
+def assert_equal(target, whole):
+    """Of two conversions of one model; their folders' names stand in some files."""
+    old, new = (f"/{folder.name}/".encode() for folder in (whole, target))
+    expected = {name: text.replace(old, new) for name, text in content(whole).items()}
+    assert content(target) == expected
+
+
 def killed_at(owner, method, call, convert, *arguments):
     """Converts, and kills its process at a call of a method; returns whether it came that far."""
 
@@ -158,10 +165,7 @@ def test_a_killed_one_goes_on(tmp_path, way, capsys):
         assert not target.exists()
         assert num_calls(*where, *convert, target, *rest) == 0
         assert "resuming with" in capsys.readouterr().out
-    assert content(target) == {
-        name: text.replace(b"/whole/", b"/target/")
-        for name, text in content(tmp_path / "whole").items()
-    }
+    assert_equal(target, tmp_path / "whole")
     assert not target.with_name("target.partial").exists()
 
 
@@ -185,7 +189,4 @@ def test_another_source_begins_anew(tmp_path, capsys):
             assert killed_at(Stored, "read", 9, to_megatron.to_megatron, model, target, None, print)
         to_megatron.to_megatron(model, target, None, print)
         to_megatron.to_megatron(model, tmp_path / "whole", None, print)
-    assert content(target) == {
-        name: text.replace(b"/whole/", b"/target/")
-        for name, text in content(tmp_path / "whole").items()
-    }
+    assert_equal(target, tmp_path / "whole")

@@ -12,25 +12,17 @@ from megatron_hdp.simulator.page import write_page
 from tests.simulator.browser import needs_node, seen_on
 
 PILES = Chart(
-    kind="piles",
-    title="parts",
-    x_label="x",
-    y_label="y",
+    **{"kind": "piles", "title": "parts", "x_label": "x", "y_label": "y", "unit": "s"},
     x=["long", "short"],
     series={"a": [10.0, 2.0], "b": [30.0, 1.0]},
-    unit="s",
     x_end=20.0,
 )
 STAIRS = Chart(
-    kind="stairs",
-    title="memory",
-    x_label="t",
-    y_label="m",
+    **{"kind": "stairs", "title": "memory", "x_label": "t", "y_label": "m", "unit": "bytes"},
     series={"one": [5e9, 9e9, 1e9], "two": [4e9, 2e9]},
     own_x={"one": [0.0, 4.0, 30.0], "two": [0.0, 3.0]},
     limits={"has": 8e9},
     x_unit="s",
-    unit="bytes",
     x_end=10.0,
 )
 

@@ -44,19 +44,24 @@ def test_a_worked_example():
     assert lanes.own_end_s.tolist() == [12, 10, 14, 21]
 
 
+def assert_they_add_up(lanes, busy_s):
+    """Each rank's bars take so long, and none begins before the one before it has ended."""
+    work = lanes.own_end_s - lanes.start_s
+    np.testing.assert_allclose(np.bincount(lanes.rank, work, minlength=len(busy_s)), busy_s)
+    for rank in range(len(busy_s)):
+        mine = np.flatnonzero(lanes.rank == rank)
+        mine = mine[np.argsort(lanes.start_s[mine])]
+        assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
+
+
 @pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
 def test_bars_add_up_and_never_overlap(strategy):
     lengths = np.random.default_rng(0).integers(1, 5000, size=60)
     made = plan(lengths, ranks=7, tokens_per_rank=2000, strategy=strategy)
     evaluation = evaluate(made, LLAMA_7B)
     lanes = lanes_of(made, evaluation)
-    busy = np.bincount(lanes.rank, weights=lanes.own_end_s - lanes.start_s, minlength=7)
-    np.testing.assert_allclose(busy, evaluation.busy_s)
+    assert_they_add_up(lanes, evaluation.busy_s)
     assert lanes.own_end_s.max() == pytest.approx(evaluation.makespan_s)
-    for rank in range(7):
-        mine = np.flatnonzero(lanes.rank == rank)
-        mine = mine[np.argsort(lanes.start_s[mine])]
-        assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
 
 
 def test_another_plan_is_refused():
@@ -87,32 +92,23 @@ def test_a_worked_example_of_a_pipeline():
     assert first.start_s.tolist()[3] == 24
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_bars_of_every_stage_add_up(stages):
+@pytest.mark.parametrize(
+    ("stages", "chunks", "weights"),
+    [(2, 1, ()), (3, 1, ()), (2, 3, ()), (2, 3, (1, 2, 0, 5, 3, 1))],
+)
+def test_bars_of_every_stage_and_chunk_add_up(stages, chunks, weights):
     made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
-    evaluation = evaluate(made, COST, stages)
+    evaluation = evaluate(made, COST, stages, chunks, weights)
+    shares = evaluation.pipeline.row_weights
     for stage in range(stages):
         lanes = lanes_of(made, evaluation, stage)
-        busy = np.bincount(lanes.rank, weights=lanes.own_end_s - lanes.start_s, minlength=2)
-        np.testing.assert_allclose(busy, evaluation.busy_s)
-        for rank in range(2):
-            mine = np.flatnonzero(lanes.rank == rank)
-            mine = mine[np.argsort(lanes.start_s[mine])]
-            assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
-
-
-@pytest.mark.parametrize("weights", [(), (1, 2, 0, 5, 3, 1)])
-def test_bars_of_uneven_chunks_add_up(weights):
-    made = plan_of([48, 12, 30], TWO_STAGES, num_ranks=2)
-    evaluation = evaluate(made, COST, 2, 3, weights)
-    shares = evaluation.pipeline.row_weights
-    for stage in range(2):
-        lanes = lanes_of(made, evaluation, stage)
-        for chunk in range(3):
+        whole = stages * evaluation.busy_s
+        assert_they_add_up(lanes, whole * shares[stage::stages].sum())
+        for chunk in range(chunks):
             own = of_chunk(lanes, chunk)
-            busy = np.bincount(own.rank, weights=own.own_end_s - own.start_s, minlength=2)
-            np.testing.assert_allclose(busy, 2 * evaluation.busy_s * shares[2 * chunk + stage])
-            assert own.num_bars == lanes.num_bars / 3 and own.backward.sum() == own.num_bars / 2
+            assert_they_add_up(own, whole * shares[stages * chunk + stage])
+            assert own.num_bars == lanes.num_bars / chunks
+            assert own.backward.sum() == own.num_bars / 2
 
 
 def test_a_slow_rank_has_longer_bars():

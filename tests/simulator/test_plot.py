@@ -31,18 +31,20 @@ def test_writes_a_picture_and_nothing_else(tmp_path, ranks):
     assert np.ptp(pixels[:, :1200, 0]) > 0.5  # neither blank nor one colour
 
 
+def share(pixels, colour):
+    """Of the pixels, those of a colour."""
+    return np.mean(np.all(np.abs(pixels - matplotlib.colors.to_rgb(colour)) < 0.01, axis=2))
+
+
 def test_idle_time_and_local_sequences_are_seen(tmp_path):
     made = plan_of([30, 4], [{"ranks": [0, 1], "sequences": [0], "local": {"1": [1]}}], num_ranks=2)
     plot_plan(made, evaluate(made, COST), tmp_path / "plan.png")
     pixels = matplotlib.image.imread(tmp_path / "plan.png")[:, :1400, :3]  # without the legend
 
-    def share(colour):
-        wanted = matplotlib.colors.to_rgb(colour)
-        return np.mean(np.all(np.abs(pixels - wanted) < 0.01, axis=2))
-
     # 15 s of ring on both; rank 1 then has 4 s of its own while rank 0 waits for it
-    assert share(LOCAL) > 0.01
-    assert share(IDLE) == pytest.approx(share(LOCAL), rel=0.1)
+    local, idle = share(pixels, LOCAL), share(pixels, IDLE)
+    assert local > 0.01
+    assert idle == pytest.approx(local, rel=0.1)
 
 
 @pytest.mark.parametrize("ranks", [2, 200])
@@ -54,13 +56,10 @@ def test_stages_are_drawn(tmp_path, ranks):
     pixels = matplotlib.image.imread(tmp_path / "plan.png")[:, :, :3]
     (colour,) = Palette.of_degrees(np.array([ranks]), ranks).colours
 
-    def share(wanted):
-        rgb = matplotlib.colors.to_rgb(wanted)
-        return np.mean(np.all(np.abs(pixels - rgb) < 0.02, axis=2))
-
     # 10 s forward and 20 s backward on each stage, 60 s in all: half of the time is idle
-    assert share(colour) == pytest.approx(2 * share(pale(colour)), rel=0.15)
-    assert share(IDLE) == pytest.approx(3 * share(pale(colour)), rel=0.15)
+    forward = share(pixels, pale(colour))
+    assert share(pixels, colour) == pytest.approx(2 * forward, rel=0.15)
+    assert share(pixels, IDLE) == pytest.approx(3 * forward, rel=0.15)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

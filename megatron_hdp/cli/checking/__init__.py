@@ -4,10 +4,7 @@ from megatron_hdp.cli.checking.checks import check
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.finding_text import as_json, as_text
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
-from megatron_hdp.cli.checking.planned_step import (
-    cost_model_of,
-    preset_batch,
-)
+from megatron_hdp.cli.checking.planned_step import cost_model_of, preset_batch, run_setting
 
 __all__ = [
     "Finding",
@@ -18,4 +15,5 @@ __all__ = [
     "degree_refusals",
     "job_of",
     "preset_batch",
+    "run_setting",
 ]

@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.checking.finding import Finding
+from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
-from megatron_hdp.cli.checking.planned_step import cost_model_of, plan_longest, plan_step
-from megatron_hdp.cli.checking.virtual_stages import Tried, best_of
+from megatron_hdp.cli.checking.planned_step import (
+    cost_model_of,
+    plan_longest,
+    plan_step,
+    run_setting,
+)
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
 from megatron_hdp.planner import told_as
@@ -33,16 +37,10 @@ def check(
     host_memory_bytes: float | None = None,
     gpus_per_node: int = 8,
 ) -> Finding:
-    """Check one configuration.
+    """Check one configuration of YAML files, of which later ones win, with a preset's lengths.
 
-    Args:
-        configs: YAML files, later ones win.
-        num_gpus: of the job.
-        gpu_memory_bytes: of one GPU.
-        preset: lengths to plan a global batch of.
-        vocab_size: of the tokenizer; None for its own (byte) or LLaMA 3's.
-        host_memory_bytes: of one node; None leaves it unchecked.
-        gpus_per_node: that share it.
+    The vocabulary's size is by default that of the tokenizer (byte) or LLaMA 3's; the memory of a
+    node is checked if it is given.
     """
     found = Finding(
         configs=tuple(configs),
@@ -100,8 +98,9 @@ def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str)
     try:
         with told_as(PLANNER_FLAGS):
             cost_model = cost_model_of(arguments, job)
-            plan_longest(arguments, job, cost_model)
-            found.step = plan_step(arguments, job, cost_model, preset)
+            setting = run_setting(arguments, job, cost_model)
+            plan_longest(setting, arguments.hdp_strategy)
+            found.step = plan_step(arguments, job, setting, preset)
     except ValueError as error:
         found.refusals.append(
             f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"

@@ -1,10 +1,29 @@
-"""What ``check`` found of one configuration."""
+"""What ``check`` found of one configuration, and which virtual stages suit its pipeline best."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_hdp.cli.checking.planned_step import StepForecast
-from megatron_hdp.cli.checking.virtual_stages import Tried
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
+
+NEAR = 0.005
+"""Steps that differ by less count as equally fast: each part more costs messages and kernels that
+planned times leave out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One number of virtual stages on a rank, checked like the configuration's own."""
+
+    virtual_stages: int
+    layers: tuple[int, ...]
+    """Of one virtual stage; several numbers where they differ, the fewest first."""
+    needed_bytes: float
+    """On a GPU of the fullest stage."""
+    fits: bool
+    efficiency: float | None
+    """None, like the time, where the batch cannot be planned."""
+    step_s: float | None
 
 
 @dataclass(kw_only=True)
@@ -45,3 +64,16 @@ class Finding:
     def node_host_bytes(self) -> float:
         """What the GPUs of one node have in its memory, at most."""
         return self.host_bytes * min(self.gpus_per_node, self.num_gpus)
+
+
+def best_of(tried: Sequence[Tried], own: int) -> int | None:
+    """The virtual stages on a rank to take; None if none fits.
+
+    The configuration's own number is kept where it is as fast as the fastest.
+    """
+    times = {one.virtual_stages: one.step_s for one in tried if one.fits and one.step_s is not None}
+    if not times:
+        return None
+    slowest_s = min(times.values()) * (1 + NEAR)
+    near = [number for number, step_s in times.items() if step_s <= slowest_s]
+    return own if own in near else min(near)

@@ -2,12 +2,9 @@
 
 from dataclasses import asdict
 
-import orjson
-
-from megatron_hdp.cli.checking.finding import Finding
-from megatron_hdp.cli.checking.virtual_stages import NEAR, Tried
+from megatron_hdp.cli.checking.finding import NEAR, Finding, Tried
+from megatron_hdp.cli.shared.outputs import indented
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
-from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.units import aligned, seconds, short
 
 _ROWS = (
@@ -23,12 +20,15 @@ _ROWS = (
     ("runtime", "CUDA, NCCL", "assumed"),
 )
 
+_SIZES = ("num_layers", "hidden_size", "vocab_size", "parameters", "active_parameters")
+
 
 def as_json(finding: Finding) -> str:
     """All figures; sizes in bytes, times in seconds."""
     figures = asdict(finding)
     if finding.job:
-        figures["job"]["shape"] = _sizes(finding.job.shape)
+        shape = finding.job.shape
+        figures["job"]["shape"] = {name: getattr(shape, name) for name in _SIZES}
     figures |= {
         "is_sound": finding.is_sound,
         "reserve_bytes": finding.reserve_bytes,
@@ -36,18 +36,7 @@ def as_json(finding: Finding) -> str:
         "needed_bytes": finding.memory.total if finding.memory else None,
         "hdp_ranks": finding.job.hdp_ranks if finding.job else None,
     }
-    return orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode()
-
-
-def _sizes(shape: ModelShape) -> dict[str, int]:
-    """A model in a few numbers."""
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "vocab_size": shape.vocab_size,
-        "parameters": shape.parameters,
-        "active_parameters": shape.active_parameters,
-    }
+    return indented(figures)
 
 
 def as_text(finding: Finding) -> str:

@@ -6,7 +6,7 @@ not know the traffic inside tensor-parallel ranks and to experts, nor gradient s
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from megatron_hdp.megatron.options import (
     expert_domain_size,
     planned_weights,
 )
-from megatron_hdp.planner import CostModel, Plan, Problem, make_plan
+from megatron_hdp.planner import CostModel, Plan, make_plan
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
+from megatron_hdp.simulator.execution import Setting
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -63,12 +64,24 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     return ring_ways(job.shape, found, value_bytes=size, tensor_ranks=tensor_ranks).latent
 
 
-def _exchanged_bytes_per_token(job: Job) -> float:
-    """Of a token that goes to its experts in all layers, and comes back."""
-    return exchanged_bytes_per_token(
-        values_per_token=job.shape.sent_to_experts,
-        value_bytes=job.value_bytes,
-        expert_ranks=job.expert_ranks,
+def run_setting(
+    arguments: "TrainingArguments", job: Job, cost_model: CostModel, **others: Any
+) -> Setting:
+    """What all steps of a configuration share; `others` are further fields."""
+    weights = planned_weights(arguments, job.shape.vocab_size) or ()
+    return Setting(
+        ranks=job.hdp_ranks,
+        tokens_per_rank=job.tokens_per_rank,
+        cost_model=cost_model,
+        num_gpus=job.num_gpus,
+        job=job,
+        flops_of=job.shape.flops,
+        pipeline=Pipeline(job.stages, job.model_chunks, weights),
+        lockstep_ranks=expert_domain_size(arguments),
+        max_length=arguments.seq_length,
+        slice_multiple=arguments.hdp_slice_multiple,
+        offload=arguments.hdp_offload,
+        **others,
     )
 
 
@@ -85,13 +98,13 @@ def preset_batch(arguments: "TrainingArguments", preset: str, seed: int = 0) -> 
     return drawn[:num_sequences]
 
 
-def plan_longest(arguments: "TrainingArguments", job: Job, cost_model: CostModel) -> Plan:
+def plan_longest(setting: Setting, strategy: str) -> Plan:
     """Plan of the longest sequence alone; ValueError if it does not fit on all HDP ranks."""
-    return _plan(np.array([arguments.seq_length]), arguments, job, cost_model)
+    return make_plan(setting.problem(np.array([setting.max_length])), strategy)
 
 
 def plan_step(
-    arguments: "TrainingArguments", job: Job, cost_model: CostModel, preset: str
+    arguments: "TrainingArguments", job: Job, setting: Setting, preset: str
 ) -> StepForecast:
     """Plan of one global batch of a preset's lengths.
 
@@ -99,8 +112,13 @@ def plan_step(
         ValueError: the batch cannot be planned.
     """
     lengths = preset_batch(arguments, preset)
-    made = _plan(lengths, arguments, job, cost_model)
+    made = make_plan(setting.problem(lengths), arguments.hdp_strategy)
     step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
+    exchanged_bytes = exchanged_bytes_per_token(
+        values_per_token=job.shape.sent_to_experts,
+        value_bytes=job.value_bytes,
+        expert_ranks=job.expert_ranks,
+    )
     return StepForecast(
         preset=preset,
         num_sequences=len(lengths),
@@ -113,24 +131,6 @@ def plan_step(
         planning_ms=made.summary["planning_ms"],
         num_positions=None if positions is None else int(positions),
         padding_share=made.summary.get("padding_share"),
-        exchanged_bytes=float(lengths.sum()) * _exchanged_bytes_per_token(job),
+        exchanged_bytes=float(lengths.sum()) * exchanged_bytes,
         most_tokens=int(made.summary["max_tokens_on_a_rank"]),
     )
-
-
-def _plan(
-    lengths: Int64Array, arguments: "TrainingArguments", job: Job, cost_model: CostModel
-) -> Plan:
-    weights = planned_weights(arguments, job.shape.vocab_size) or ()
-    problem = Problem(
-        lengths=lengths,
-        ranks=job.hdp_ranks,
-        tokens_per_rank=job.tokens_per_rank,
-        max_length=arguments.seq_length,
-        slice_multiple=arguments.hdp_slice_multiple,
-        cost_model=cost_model,
-        pipeline=Pipeline(job.stages, job.model_chunks, weights),
-        expert_parallel_size=expert_domain_size(arguments),
-        offload=arguments.hdp_offload,
-    )
-    return make_plan(problem, arguments.hdp_strategy)

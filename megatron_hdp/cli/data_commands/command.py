@@ -1,9 +1,9 @@
 """``megatron-hdp data``: the flags of describe, plan, prepare and top."""
 
 import argparse
-from collections.abc import Callable
+import importlib
 
-from megatron_hdp.cli.shared.numbers import whole
+from megatron_hdp.cli.shared.numbers import number
 
 _MOST_TOKENS = 2**40
 _CACHE = (
@@ -23,7 +23,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "describe", "print tokens and lengths of each source", _describe)
+    parser = _added(below, "describe", "print tokens and lengths of each source")
     add = parser.add_argument
     add(
         "data",
@@ -37,41 +37,37 @@ def _add_describe(below: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="describe the training, validation and test parts of this --split (default: all "
         "documents)",
     )
-    add(
-        "--max-length",
-        type=whole(1, _MOST_TOKENS),
-        metavar="L",
-        help="context length; longer documents are truncated, or split if the source says so",
+    number(
+        add,
+        *("--max-length", "L", 1, _MOST_TOKENS),
+        "context length; longer documents are truncated, or split if the source says so",
     )
     _add_text(parser)
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "plan", "draw the steps of a run without training", _plan)
+    parser = _added(below, "plan", "draw the steps of a run without training")
     parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     run = parser.add_argument_group("the run")
     add = run.add_argument
-    add("--steps", type=whole(1, 10**9), required=True, metavar="N", help="steps to draw")
+    number(add, "--steps", "N", 1, 10**9, "steps to draw", required=True)
     size = run.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--hdp-global-batch-tokens",
-        type=whole(1, _MOST_TOKENS),
-        metavar="T",
-        help="size of a step in tokens",
+    number(
+        size.add_argument,
+        *("--hdp-global-batch-tokens", "T", 1, _MOST_TOKENS),
+        "size of a step in tokens",
     )
-    size.add_argument(
-        "--global-batch-size",
-        type=whole(1, _MOST_TOKENS),
-        metavar="B",
-        help="size of a step in sequences",
+    number(
+        size.add_argument,
+        *("--global-batch-size", "B", 1, _MOST_TOKENS),
+        "size of a step in sequences",
     )
-    add(
-        "--seq-length",
-        type=whole(1, _MOST_TOKENS),
-        metavar="L",
-        help="context length of the run (default: the schedule's greatest max-length, or the "
-        "longest document)",
+    number(
+        add,
+        *("--seq-length", "L", 1, _MOST_TOKENS),
+        "context length of the run (default: the schedule's greatest max-length, or the longest "
+        "document)",
     )
     add(
         "--hdp-long-sequence",
@@ -79,13 +75,7 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         default="error",
         help="what to do with longer documents, unless the source says (default: error)",
     )
-    add(
-        "--seed",
-        type=whole(0, 2**31 - 1),
-        default=1234,
-        metavar="S",
-        help="the run's seed (default: 1234)",
-    )
+    number(add, "--seed", "S", 0, 2**31 - 1, "the run's seed", default=1234)
     _add_text(parser)
     parser.add_argument(
         "--output",
@@ -97,24 +87,27 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _add_prepare(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "prepare", "tokenise sources to where a run finds them", _prepare)
+    parser = _added(below, "prepare", "tokenise sources to where a run finds them")
     parser.add_argument("data", metavar="FILE.yaml", help="a file as for --hdp-data")
     _add_text(parser)
 
 
 def _add_top(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = _added(below, "top", "watch the data planes on this host", _top)
+    parser = _added(below, "top", "watch the data planes on this host")
     add = parser.add_argument
     add("--once", action="store_true", help="print once, instead of every second until Ctrl-C")
     add("--json", action="store_true", help="print lines of JSON")
 
 
 def _added(
-    below: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    words: str,
-    run: Callable[[argparse.Namespace], int],
+    below: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, words: str
 ) -> argparse.ArgumentParser:
+    """The parser of a command, which the module of its name runs."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        module = importlib.import_module(f"megatron_hdp.cli.data_commands.{name}")
+        return int(module.run(arguments))
+
     parser = below.add_parser(name, help=words)
     parser.set_defaults(run=run, subcommand=f"data {name}")
     return parser
@@ -129,34 +122,9 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="byte, hf:PATH or tiktoken:NAME, for sources without one (default: byte)",
     )
-    add(
-        "--workers",
-        type=whole(1, 4096),
-        metavar="N",
-        help="processes that tokenise (default: all CPUs of this process)",
+    number(
+        add,
+        *("--workers", "N", 1, 4096),
+        "processes that tokenise (default: all CPUs of this process)",
     )
     add("--data-cache-path", metavar="DIR", help=_CACHE)
-
-
-def _describe(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.describe import run
-
-    return run(arguments)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.plan import run
-
-    return run(arguments)
-
-
-def _prepare(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.prepare import run
-
-    return run(arguments)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli.data_commands.top import run
-
-    return run(arguments)

@@ -3,11 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-import orjson
-
 from megatron_hdp.cli.data_commands.descriptions import Description, describe, sources_of
 from megatron_hdp.cli.data_commands.flags import opening_of
 from megatron_hdp.cli.data_commands.histogram import QUANTILES
+from megatron_hdp.cli.shared.outputs import indented
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.simulator.units import aligned
 
@@ -19,8 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     opening = opening_of(arguments, max_length=arguments.max_length or _NO_LIMIT)
     found = describe(sources_of(arguments.data), opening, arguments.split)
     if arguments.json:
-        record = {"sources": {one.title: one.to_record() for one in found}}
-        print(orjson.dumps(record, option=orjson.OPT_INDENT_2).decode())
+        print(indented({"sources": {one.title: one.to_record() for one in found}}))
     else:
         print(report(found))
     return ExitCode.DONE

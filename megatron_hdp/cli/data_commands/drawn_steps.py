@@ -5,7 +5,7 @@ Only sums are kept, so that memory does not grow with the steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,57 +77,40 @@ class Forecast:
         return self.end.steps < self.steps_wanted
 
 
-class Forecaster:
-    """Draws the steps of a run."""
+def steps_of(mixture: Mixture, num_steps: int) -> Iterator[Step]:
+    """The steps of a run from the first one on, fewer where all sources end."""
+    position = Position()
+    while position.steps < num_steps and not mixture.is_over(position):
+        step = mixture.step(position)
+        yield step
+        position = step.after
 
-    def __init__(self, corpus: Corpus, mixture: Mixture, num_steps: int) -> None:
-        """Set what is drawn, from the first step on."""
-        self._corpus = corpus
-        self._mixture = mixture
-        self._num_steps = num_steps
-        self._sources = len(corpus.sources)
-        self._phases: list[Phase] = []
-        self._exhausted: dict[str, int | None] = dict.fromkeys(corpus.names)
-        self._without_loss: int | None = None
 
-    def steps(self) -> Iterator[Step]:
-        """Draw and count all steps, fewer where all sources end; yields each.
-
-        Raises:
-            ValueError: every source has ended before the first one.
-        """
-        position = Position()
-        while position.steps < self._num_steps and not self._mixture.is_over(position):
-            step = self._mixture.step(position)
-            self._count(step)
-            yield step
-            position = step.after
-
-    def forecast(self) -> Forecast:
-        """Return the sums, once all steps are drawn."""
-        return Forecast(
-            self._corpus.names,
-            self._num_steps,
-            self._phases,
-            self._exhausted,
-            self._without_loss,
-        )
-
-    def _count(self, step: Step) -> None:
+def forecast(
+    corpus: Corpus, mixture: Mixture, num_steps: int, done: Callable[[], object]
+) -> Forecast:
+    """Draw and count the steps of a run; ``done`` is called after each."""
+    found = Forecast(corpus.names, num_steps, [], dict.fromkeys(corpus.names), None)
+    for step in steps_of(mixture, num_steps):
         before, after = step.before, step.after
-        records = [(before.of(name), after.of(name)) for name in self._corpus.names]
-        amounts = np.array([new.amount - old.amount for old, new in records], dtype=np.float64)
-        self._phase(before).add(step, amounts)
-        for source, (_, now) in zip(self._mixture.sources, records, strict=True):
-            if self._exhausted[source.name] is None and source.stream.has_ended(now.rows):
-                self._exhausted[source.name] = after.steps
-        if self._without_loss is None and not step.num_loss_tokens.any():
-            self._without_loss = after.steps
+        drawn = [after.of(name).amount - before.of(name).amount for name in corpus.names]
+        _phase(found.phases, corpus, before).add(step, np.array(drawn, dtype=np.float64))
+        for source in mixture.sources:
+            name = source.name
+            if found.exhausted[name] is None and source.stream.has_ended(after.of(name).rows):
+                found.exhausted[name] = after.steps
+        if found.without_loss is None and not step.num_loss_tokens.any():
+            found.without_loss = after.steps
+        done()
+    assert found.phases, "a source that has not begun has not ended"
+    return found
 
-    def _phase(self, position: Position) -> Phase:
-        schedule = self._corpus.schedule
-        now = position.steps if schedule.unit == "steps" else position.tokens
-        number = max(i for i, phase in enumerate(schedule.phases) if phase.begin <= now)
-        if not self._phases or self._phases[-1].number != number:
-            self._phases.append(Phase(number, position, position, np.zeros(self._sources)))
-        return self._phases[-1]
+
+def _phase(phases: list[Phase], corpus: Corpus, position: Position) -> Phase:
+    """The phase of the schedule at a position, added if it is a new one."""
+    schedule = corpus.schedule
+    now = position.steps if schedule.unit == "steps" else position.tokens
+    number = max(i for i, phase in enumerate(schedule.phases) if phase.begin <= now)
+    if not phases or phases[-1].number != number:
+        phases.append(Phase(number, position, position, np.zeros(len(corpus.sources))))
+    return phases[-1]

@@ -38,12 +38,9 @@ class Findings:
 
     def epochs(self, begin: Position, end: Position) -> Float64Array:
         """Return how often each source is passed between two positions, by its rows."""
-        return np.array(
-            [
-                (end.of(one.name).rows - begin.of(one.name).rows) / one.num_rows
-                for one in self.corpus.sources
-            ]
-        )
+        sources = self.corpus.sources
+        rows = [end.of(one.name).rows - begin.of(one.name).rows for one in sources]
+        return np.array(rows) / [one.num_rows for one in sources]
 
     def span(self, phase: Phase) -> tuple[int, int]:
         """Return where a phase begins and where the next one does, or the steps end."""
@@ -73,7 +70,12 @@ def record(found: Findings) -> dict[str, Any]:
                 "epochs": named(found.epochs(phase.begin, phase.end)),
                 "shares_since_start": named(total / max(total.sum(), 1.0)),
                 "epochs_since_start": named(found.epochs(start, phase.end)),
-                **_figures(phase),
+                "steps": phase.num_steps,
+                "tokens": phase.num_tokens,
+                "loss_tokens": phase.num_loss_tokens,
+                "sequences": phase.num_sequences,
+                "mean_length": phase.mean_length,
+                "longest": phase.longest,
             }
         )
     return {
@@ -118,17 +120,6 @@ def text(found: Findings) -> str:
             "global batch larger"
         )
     return "\n".join(lines)
-
-
-def _figures(sums: Phase) -> dict[str, float]:
-    return {
-        "steps": sums.num_steps,
-        "tokens": sums.num_tokens,
-        "loss_tokens": sums.num_loss_tokens,
-        "sequences": sums.num_sequences,
-        "mean_length": sums.mean_length,
-        "longest": sums.longest,
-    }
 
 
 def _headline(found: Findings, phase: Phase) -> str:

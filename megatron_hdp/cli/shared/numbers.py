@@ -21,6 +21,21 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
+def number(
+    add: Callable[..., object],
+    flag: str,
+    metavar: str,
+    least: int,
+    most: int,
+    words: str,
+    **more: object,
+) -> None:
+    """Declare a flag that is a whole number within a range; its help names its default."""
+    default = more.get("default")
+    words += "" if default is None else f" (default: {default})"
+    add(flag, type=whole(least, most), metavar=metavar, help=words, **more)
+
+
 def pieces(path: str) -> Iterator[tuple[int, str]]:
     """Yield a text file in pieces of whole lines, each with the number of its first line.
 

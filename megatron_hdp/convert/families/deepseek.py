@@ -110,7 +110,6 @@ DEEPSEEK = Family(
     architectures=("DeepseekV3ForCausalLM",),
     sizes=_sizes,
     flags=_flags,
-    outer=rows.OUTER,
     layers=(Layers(_ATTENTION), *FIRST_DENSE),
     expected={
         **rows.NO_BIAS,

@@ -68,17 +68,12 @@ def sigmoid_flags(config: Config) -> dict[str, Any]:
     return flags
 
 
-def _is_dense(config: Config, layer: int) -> bool:
-    return bool(layer < config["first_k_dense_replace"])
-
-
-def _is_sparse(config: Config, layer: int) -> bool:
-    return not _is_dense(config, layer)
-
-
 FIRST_DENSE = (
-    Layers(rows.MLP, _is_dense),
-    Layers((*rows.EXPERTS, *rows.EXPERT_BIAS, *rows.SHARED_EXPERTS), _is_sparse),
+    Layers(rows.MLP, lambda config, layer: layer < config["first_k_dense_replace"]),
+    Layers(
+        (*rows.EXPERTS, *rows.EXPERT_BIAS, *rows.SHARED_EXPERTS),
+        lambda config, layer: layer >= config["first_k_dense_replace"],
+    ),
 )
 """Plain MLPs in the first layers, experts with a bias and shared ones in the others."""
 

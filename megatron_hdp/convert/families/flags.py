@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.convert.families import rope
-from megatron_hdp.convert.families.table import Config
+from megatron_hdp.convert.families.table import Config, is_tied
 from megatron_hdp.megatron.options import TrainingArguments
 
 NAMES = {
@@ -62,18 +62,8 @@ def plain_flags(config: Config) -> dict[str, Any]:
         "init_method_std": config.get("initializer_range", 0.02),
         "vocab_size": config["vocab_size"],
         "make_vocab_size_divisible_by": 1,
-        "bf16": is_16_bit(config),
+        "bf16": _TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), True),
     }
-
-
-def is_tied(config: Config) -> bool:
-    """Whether the output layer has the embedding's weights."""
-    return bool(config.get("tie_word_embeddings", False))
-
-
-def is_16_bit(config: Config) -> bool:
-    """Whether the weights are trained in bfloat16."""
-    return _TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), True)
 
 
 def window_flags(window: int | None, layers: list[bool] | None = None) -> dict[str, Any]:
@@ -94,10 +84,8 @@ def window_flags(window: int | None, layers: list[bool] | None = None) -> dict[s
 def update(config: Config, flags: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with what training has changed.
 
-    Args:
-        config: that the weights came from.
-        flags: its flags.
-        trained: the flags of the run that saved the weights; those that it does not name are kept.
+    The flags are the configuration's, and those of the run that saved the weights; those that the
+    run does not name are kept.
 
     Raises:
         ValueError: the run trained another model.
@@ -136,12 +124,7 @@ written back.
 
 
 def as_yaml(flags: Mapping[str, Any], about: str) -> str:
-    """The flags as a file for ``--config``.
-
-    Args:
-        flags: by their names in Megatron, with underscores.
-        about: a comment.
-    """
+    """The flags, by their names with underscores, as a file for ``--config`` with a comment."""
     lines = [f"# {about}", "", "model:"]
     for flag, value in flags.items():
         name = flag.replace("_", "-")

@@ -39,7 +39,6 @@ GLM = Family(
     architectures=("Glm4MoeForCausalLM",),
     sizes=expert_sizes,
     flags=_flags,
-    outer=rows.OUTER,
     layers=(Layers(_ATTENTION), *FIRST_DENSE),
     expected={
         "hidden_act": ("silu",),

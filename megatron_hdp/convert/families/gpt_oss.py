@@ -72,7 +72,6 @@ GPT_OSS = Family(
     architectures=("GptOssForCausalLM",),
     sizes=_sizes,
     flags=_flags,
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *_ATTENTION, *_EXPERTS)),),
     expected={
         "hidden_act": ("silu",),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -33,27 +32,11 @@ class Part:
     shape: Shape
 
 
-class Layout(Protocol):
-    """What `table.Row` needs to know."""
-
-    def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
-        """The regions of Megatron's tensor, given the shapes of Hugging Face's."""
-        ...
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """A part from its tensors."""
-        ...
-
-    def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-        """The tensors of a part."""
-        ...
-
-
-class Below:
+class Layout:
     """One tensor below another, as the gate of a gated MLP stands above its other half."""
 
     def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
-        """Each tensor is a part."""
+        """The regions of Megatron's tensor, given the shapes of Hugging Face's: one of each."""
         found, first = [], 0
         for i, shape in enumerate(shapes):
             found.append(Part((i,), first, shape))
@@ -61,15 +44,15 @@ class Below:
         return found
 
     def to_megatron(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
-        """As it is."""
+        """A part from its tensors."""
         return tensors[0]
 
     def to_hugging_face(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-        """As it is."""
+        """The tensors of a part."""
         return [tensor]
 
 
-class ByGroup:
+class ByGroup(Layout):
     """Queries, keys and values: group by group its heads of queries, its keys, its values."""
 
     def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
@@ -97,7 +80,7 @@ class ByGroup:
         return tuple(by_group.split([queries, head, head], dim=1))
 
 
-class Transposed:
+class Transposed(Layout):
     """An expert's matrix whose columns are Megatron's rows."""
 
     def parts(self, shapes: Sequence[Shape], sizes: Sizes) -> list[Part]:
@@ -126,6 +109,5 @@ class InTurns(Transposed):
         return [torch.stack(tensor.chunk(2), dim=-1).movedim(0, -2).flatten(-2)]
 
 
-BELOW = Below()
 TRANSPOSED, IN_TURNS = Transposed(), InTurns()
 BY_GROUP = ByGroup()

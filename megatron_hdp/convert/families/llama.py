@@ -14,7 +14,6 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     sizes=sizes_of,
     flags=plain_flags,
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *rows.MLP)),),
     expected=rows.NO_BIAS,
     derived=_ROTATION,

@@ -11,7 +11,6 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     sizes=sizes_of,
     flags=lambda config: {**plain_flags(config), **window_flags(config.get("sliding_window"))},
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *rows.MLP)),),
     expected=rows.NO_BIAS,
 )

@@ -5,22 +5,9 @@ from __future__ import annotations
 from megatron_hdp.convert.families import rows
 from megatron_hdp.convert.families.experts import expert_flags, expert_sizes
 from megatron_hdp.convert.families.flags import plain_flags, window_flags
-from megatron_hdp.convert.families.table import Family, Layers, Row
+from megatron_hdp.convert.families.table import Family, Layers
 
-_EXPERTS = (
-    Row("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}),
-    Row(
-        "mlp.experts.experts.linear_fc1.weight",
-        {
-            "block_sparse_moe.experts.{e}.w1.weight": "expert_ffn hidden",
-            "block_sparse_moe.experts.{e}.w3.weight": "expert_ffn hidden",
-        },
-    ),
-    Row(
-        "mlp.experts.experts.linear_fc2.weight",
-        {"block_sparse_moe.experts.{e}.w2.weight": "hidden expert_ffn"},
-    ),
-)
+_EXPERTS = rows.experts("block_sparse_moe", "w1", "w3", "w2")
 
 MIXTRAL = Family(
     name="Mixtral",
@@ -31,7 +18,6 @@ MIXTRAL = Family(
         **expert_flags(config),
         **window_flags(config.get("sliding_window")),
     },
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *_EXPERTS)),),
     expected=rows.NO_BIAS,
 )

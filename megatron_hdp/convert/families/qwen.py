@@ -12,7 +12,6 @@ QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
     sizes=sizes_of,
     flags=lambda config: {**plain_flags(config), "add_qkv_bias": True},
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *rows.QKV_BIAS, *rows.MLP)),),
     expected={**rows.NO_BIAS, **rows.WINDOW_OFF},
 )
@@ -22,7 +21,6 @@ QWEN3 = Family(
     architectures=("Qwen3ForCausalLM",),
     sizes=sizes_of,
     flags=lambda config: {**plain_flags(config), "qk_layernorm": True},
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *rows.QK_NORMS, *rows.MLP)),),
     expected={**rows.NO_BIAS, **rows.WINDOW_OFF},
 )
@@ -37,7 +35,6 @@ QWEN3_MOE = Family(
         "qk_layernorm": True,
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     },
-    outer=rows.OUTER,
     layers=(Layers((*rows.NORMS, *rows.ATTENTION, *rows.QK_NORMS, *rows.EXPERTS)),),
     expected={
         **rows.NO_BIAS,

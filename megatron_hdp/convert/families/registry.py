@@ -15,11 +15,7 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM, GPT_OSS, DEEP
 
 
 def family_of(config: Config, where: str) -> Family:
-    """The family of a configuration.
-
-    Args:
-        config: of the model.
-        where: it was found, for messages.
+    """The family of a configuration; messages say ``where`` it was found.
 
     Raises:
         ValueError: there is none, or its table does not say what the configuration wants.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_hdp.convert.families.flags import is_tied
 from megatron_hdp.convert.families.layouts import BY_GROUP
 from megatron_hdp.convert.families.table import Row
 
@@ -12,16 +11,6 @@ NO_BIAS = {
     "mlp_bias": (False,),
 }
 WINDOW_OFF = {"use_sliding_window": (False,)}
-
-OUTER = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-    Row(
-        "output_layer.weight",
-        {"lm_head.weight": "vocabulary hidden"},
-        when=lambda config: not is_tied(config),
-    ),
-)
 
 NORMS = (
     Row("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
@@ -86,17 +75,17 @@ SHARED_EXPERTS = (
     ),
 )
 
-EXPERTS = (
-    Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}),
-    Row(
-        "mlp.experts.experts.linear_fc1.weight",
-        {
-            "mlp.experts.{e}.gate_proj.weight": "expert_ffn hidden",
-            "mlp.experts.{e}.up_proj.weight": "expert_ffn hidden",
-        },
-    ),
-    Row(
-        "mlp.experts.experts.linear_fc2.weight",
-        {"mlp.experts.{e}.down_proj.weight": "hidden expert_ffn"},
-    ),
-)
+
+def experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A router and gated experts, in the words of a family."""
+    one = f"{module}.experts.{{e}}"
+    both = {f"{one}.{name}.weight": "expert_ffn hidden" for name in (gate, up)}
+    back = {f"{one}.{down}.weight": "hidden expert_ffn"}
+    return (
+        Row("mlp.router.weight", {f"{module}.gate.weight": "experts hidden"}),
+        Row("mlp.experts.experts.linear_fc1.weight", both),
+        Row("mlp.experts.experts.linear_fc2.weight", back),
+    )
+
+
+EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")

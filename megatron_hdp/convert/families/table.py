@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_hdp.convert.families.layouts import BELOW, Layout, Sizes, shape_of
+from megatron_hdp.convert.families.layouts import Layout, Sizes, shape_of
 
 Config = Mapping[str, Any]
 _ENTRY = "[e]"
@@ -26,7 +26,7 @@ class Row:
     megatron: str
     hugging_face: Mapping[str, str]
     """Names and shapes, each a line of words of `Sizes`, without the experts' dimension."""
-    layout: Layout = BELOW
+    layout: Layout = Layout()
     when: Callable[[Config], bool] = lambda config: True
     """Which models have it."""
     also: tuple[str, ...] = ()
@@ -60,8 +60,6 @@ class Family:
     sizes: Callable[[Config], dict[str, int]]
     flags: Callable[[Config], dict[str, Any]]
     """The flags of a configuration, by their names in Megatron."""
-    outer: Sequence[Row]
-    """Embedding, last norm, output layer."""
     layers: Sequence[Layers]
     expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of a configuration, as far as it has them, and the values that the table is for."""
@@ -99,8 +97,6 @@ class Piece:
     """Of Megatron's whole tensor."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    layer: int | None
-    """Whose it is, where Megatron's tensor is a layer's and not that of all of them."""
     is_vocabulary: bool = False
     """Whether training may have added rows below it."""
 
@@ -113,24 +109,52 @@ class Piece:
 def pieces(family: Family, config: Config, *, stacked: bool) -> list[Piece]:
     """All pieces of a model, in the order of its layers.
 
-    Args:
-        family: of the model.
-        config: of the model, as Hugging Face writes it.
-        stacked: whether Megatron keeps all layers in one tensor, or each in its own.
+    Megatron keeps all layers in one tensor (``stacked``), or each in its own.
     """
     sizes = family.sizes(config)
-    first = [row for row in family.outer if not row.megatron.startswith(_AT_THE_END)]
-    last = [row for row in family.outer if row.megatron.startswith(_AT_THE_END)]
-    found = [piece for row in first for piece in _of_row(row, config, sizes, None, stacked)]
+    rows: list[tuple[Row, int | None]] = [(_EMBEDDING, None)]
     for layer in range(sizes["layers"]):
-        for group in family.layers:
-            if group.holds(config, layer):
-                for row in group.rows:
-                    found += _of_row(row, config, sizes, layer, stacked)
-    return found + [piece for row in last for piece in _of_row(row, config, sizes, None, stacked)]
+        groups = [group.rows for group in family.layers if group.holds(config, layer)]
+        rows += [(row, layer) for group in groups for row in group]
+    rows += [(_LAST_NORM, None), (_OUTPUT_LAYER, None)]
+    return [piece for row, layer in rows for piece in _of_row(row, config, sizes, layer, stacked)]
 
 
-_AT_THE_END = ("decoder.final_layernorm", "output_layer")
+def by_file(
+    plan: Sequence[Piece], num_bytes: Callable[[Piece], int], most: int, *, whole: bool = False
+) -> list[list[Piece]]:
+    """The pieces of each file, of at most so many bytes unless one piece has more.
+
+    With ``whole`` no tensor of Hugging Face lies in two files, however large it is.
+    """
+    found: list[list[Piece]] = [[]]
+    held = 0
+    for piece in plan:
+        size = num_bytes(piece)
+        last = {entry.name for one in found[-1][-1:] for entry in one.entries}
+        is_cut = whole and any(entry.name in last for entry in piece.entries)
+        if found[-1] and held + size > most and not is_cut:
+            found.append([])
+            held = 0
+        found[-1].append(piece)
+        held += size
+    return found
+
+
+def is_tied(config: Config) -> bool:
+    """Whether the output layer has the embedding's weights."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+_EMBEDDING = Row(
+    "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocabulary hidden"}
+)
+_LAST_NORM = Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"})
+_OUTPUT_LAYER = Row(
+    "output_layer.weight",
+    {"lm_head.weight": "vocabulary hidden"},
+    when=lambda config: not is_tied(config),
+)
 
 
 def _of_row(
@@ -158,13 +182,8 @@ def _of_row(
                 shape=(*(size for _, size in at), *whole),
                 offsets=(*(index for index, _ in at), part.first, *[0] * (len(whole) - 1)),
                 lengths=(*[1] * len(at), *part.shape),
-                layer=None if stacked else layer,
-                is_vocabulary=_is_vocabulary(row),
+                is_vocabulary=row in (_EMBEDDING, _OUTPUT_LAYER),
             )
-
-
-def _is_vocabulary(row: Row) -> bool:
-    return all(text.startswith("vocabulary") for text in row.hugging_face.values())
 
 
 def _entries(

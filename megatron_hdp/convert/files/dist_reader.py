@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 Numbers = Sequence[int]
 
 
 class DistReader:
     """The tensors of one checkpoint.
-
-    Args:
-        folder: of its files.
 
     Raises:
         ValueError: it is no such checkpoint.
@@ -62,12 +60,12 @@ class DistReader:
         found = list(self._overlaps(key, offsets, lengths))
         if len(found) == 1 and found[0][2] == tuple(lengths):  # nothing to put together
             index, inside, _, _ = found[0]
-            return _narrowed(self._chunk(index), inside, lengths)
+            return narrow_tensor_by_index(self._chunk(index), inside, lengths)
         whole = torch.empty(tuple(lengths), dtype=self.dtype(key))
         num_values = 0
         for index, inside, sizes, target in found:
-            region = _narrowed(self._chunk(index), inside, sizes)
-            _narrowed(whole, target, sizes).copy_(region)
+            region = narrow_tensor_by_index(self._chunk(index), inside, sizes)
+            narrow_tensor_by_index(whole, target, sizes).copy_(region)
             num_values += region.numel()
             del region
         if num_values != whole.numel():
@@ -100,44 +98,6 @@ class DistReader:
         place = self._places[index]
         path = self._folder / place.relative_path
         with path.open("rb") as file:
-            tensor = torch.load(
-                _Slice(file, place.offset, place.length), map_location="cpu", weights_only=True
-            )
+            view = _create_file_view(file, place.offset, place.length)
+            tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         return tensor.detach()
-
-
-def _narrowed(tensor: torch.Tensor, begins: Numbers, lengths: Numbers) -> torch.Tensor:
-    for dimension, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        tensor = tensor.narrow(dimension, begin, length)
-    return tensor
-
-
-class _Slice(io.RawIOBase):
-    """Some bytes of a file as a file of their own."""
-
-    def __init__(self, file: IO[bytes], begin: int, num_bytes: int) -> None:
-        super().__init__()
-        self._file, self._begin, self._num_bytes = file, begin, num_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._num_bytes - self._at))
-        self._file.seek(self._begin + self._at)
-        done: int = self._file.readinto(view[:count])  # type: ignore[attr-defined]
-        self._at += done
-        return done

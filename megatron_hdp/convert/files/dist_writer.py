@@ -48,11 +48,7 @@ class Chunk:
 
 
 class DistFile:
-    """One file of tensors.
-
-    Args:
-        path: of the file.
-    """
+    """One file of tensors."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")

@@ -92,32 +92,19 @@ def listed(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def carried_files(folder: Path) -> list[Path]:
-    """What belongs to a model besides its weights: config, tokenizer, templates, code, licence."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _WEIGHTS)
-        and path.stat().st_size <= _MOST_CARRIED_BYTES
-    ]
+def carry(source: Path, target: Path, config: Mapping[str, Any]) -> None:
+    """Copies what belongs to a model besides its weights: tokenizer, templates, code, licence.
 
-
-def carry(source: Path, target: Path) -> None:
-    """Copies what belongs to a model besides its weights.
-
-    Raises:
-        OSError: the disk is full, for one.
+    Its configuration too, which is written anew if it is to hold something else.
     """
     target.mkdir(exist_ok=True)
-    for path in carried_files(source):
-        shutil.copyfile(path, target / path.name)
-
-
-def rewrite(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces what a file of JSON holds, if it holds something else."""
-    if content != read_json(path):
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    for path in sorted(source.iterdir()):
+        is_weights = any(fnmatch.fnmatch(path.name, pattern) for pattern in _WEIGHTS)
+        if path.is_file() and not is_weights and path.stat().st_size <= _MOST_CARRIED_BYTES:
+            shutil.copyfile(path, target / path.name)
+    if config != read_json(target / CONFIG):
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (target / CONFIG).write_text(f"{text}\n")
 
 
 def write_index(folder: Path, shard_of: Mapping[str, str], num_bytes: int) -> None:

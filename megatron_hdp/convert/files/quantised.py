@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,29 +22,6 @@ _FP8_SCALES, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of 4 bits, the first of which is the sign."""
 _EXPONENT_BIAS = 127
-
-
-class Tensor(Protocol):
-    """A tensor in files, or one made of some."""
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole tensor, as it is read."""
-        ...
-
-    def read(self, part: int | None = None) -> torch.Tensor:
-        """Reads the tensor, or one entry of its first dimension."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,6 +78,10 @@ class Mxfp4(_Made):
         return whole.flatten(1).t()
 
 
+Tensor = Stored | Fp8 | Mxfp4
+"""A tensor in files, or one made of some; all have a path, a shape and a size, and are read."""
+
+
 def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the same model in bfloat16.
 
@@ -122,10 +103,6 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_read(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
     """The tensors of a model by name, those that are quantised in bfloat16.
-
-    Args:
-        config: of the model.
-        tensors: as they lie in files.
 
     Raises:
         ValueError: scales are missing.

@@ -125,11 +125,8 @@ def _damaged(path: Path, found: str) -> ValueError:
 class SafetensorsWriter:
     """Writes a file whose tensors are known before, each when it comes, in any order.
 
-    Its whole size is taken from the disk at once, so that a full one is met before any work.
-
-    Args:
-        path: of the file.
-        tensors: dtype and shape of each, in the order of the file.
+    Its whole size is taken from the disk at once, so that a full one is met before any work. The
+    tensors, with dtype and shape of each, are in the order of the file.
 
     Raises:
         OSError: the disk is full, for one.

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
-from megatron_hdp.simulator.execution.launches import Launches
+from megatron_hdp.simulator.execution.launches import Launches, by_list
 
 
 def own_costs(cost_model: CostModel, lockstep_ranks: int) -> CostModel:
@@ -43,15 +43,7 @@ class SharedExperts:
         speeds: Float64Array,
         lockstep_ranks: int,
     ) -> Self:
-        """Look at a plan as it is laid out.
-
-        Args:
-            plan: the plan.
-            launches: its layout.
-            cost_model: its experts' time counts, if ranks share them.
-            speeds: of all ranks.
-            lockstep_ranks: ranks beside each other that do.
-        """
+        """Look at a plan as it is laid out, for ranks of these speeds."""
         lists, size = launches.lists, lockstep_ranks
         ranks = np.repeat(np.arange(plan.num_ranks), lists.counts)
         position = np.arange(len(ranks)) - (np.cumsum(lists.counts) - lists.counts)[ranks]
@@ -104,8 +96,4 @@ def _tokens_by_list(plan: Plan, launches: Launches) -> Float64Array:
         weights=plan.lengths[plan.local_sequences],
         minlength=len(members),
     )
-    tokens = sharded.repeat(degrees) + local[member_of]
-    found = np.zeros(len(launches.lists.micro_batches))
-    by_rank = np.argsort(plan.ranks, kind="stable")  # a rank's slots keep the plan's order
-    found[launches.lists.micro_batches < count] = tokens[by_rank]
-    return found
+    return by_list(plan, launches, sharded.repeat(degrees) + local[member_of])

@@ -23,12 +23,7 @@ RESIDENT_LAYERS = 2
 
 
 def layers_of_rows(num_layers: int, pipeline: Pipeline) -> Int64Array:
-    """Layers of each row, those of a stage in chunks as alike as they can be.
-
-    Args:
-        num_layers: of every stage.
-        pipeline: its stages.
-    """
+    """Layers of each row, those of a stage (so many) in chunks as equal as they can be."""
     bounds = num_layers * np.arange(pipeline.chunks + 1) // pipeline.chunks
     layers: Int64Array = np.repeat(np.diff(bounds), pipeline.stages)
     return layers

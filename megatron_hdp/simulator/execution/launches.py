@@ -5,13 +5,17 @@ or in lockstep all of them that exchange tokens with the same experts at one pos
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import Plan
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline_evaluation import RankLists
+
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,17 +75,11 @@ def launches_of(
     )
 
 
-def tokens_by_list(plan: Plan, launches: Launches, tokens: Int64Array) -> Int64Array:
-    """Tokens of the entries of all lists, 0 of padding.
-
-    Args:
-        plan: the plan.
-        launches: its layout.
-        tokens: of each member, one entry for each of ``plan.ranks``.
-    """
-    found = np.zeros(len(launches.lists.micro_batches), dtype=np.int64)
+def by_list(plan: Plan, launches: Launches, of_members: NDArray[_Number]) -> NDArray[_Number]:
+    """Numbers of members, one for each of ``plan.ranks``, as entries of all lists; 0 of padding."""
+    found = np.zeros(len(launches.lists.micro_batches), dtype=of_members.dtype)
     by_rank = np.argsort(plan.ranks, kind="stable")  # a rank's slots keep the plan's order
-    found[launches.lists.micro_batches < plan.num_micro_batches] = tokens[by_rank]
+    found[launches.lists.micro_batches < plan.num_micro_batches] = of_members[by_rank]
     return found
 
 

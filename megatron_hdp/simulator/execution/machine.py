@@ -67,10 +67,7 @@ class Machine:
     def of_job(cls, job: Job, cost_model: CostModel, **changes: Any) -> Self:
         """What the job's shape and layout say; speeds are the cost model's, of one GPU each.
 
-        Args:
-            job: what is trained, and how.
-            cost_model: of an HDP rank of ``job.tensor_ranks`` GPUs.
-            changes: fields that are something else.
+        The cost model is of an HDP rank of ``job.tensor_ranks`` GPUs.
         """
         stages = [stage_memory(job, stage) for stage in range(job.stages)]
         weights = max(one.weights for one in stages) / job.value_bytes
@@ -132,7 +129,7 @@ def read_changes(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
 
 
-_SWITCHES = {"one_node", "distributed_optimizer", "overlaps_sync"}
+_SWITCHES = {one.name for one in dataclasses.fields(Machine) if isinstance(one.default, bool)}
 _ABOVE_ZERO = {"network_bytes_per_s", "nvlink_bytes_per_s", "peak_flops_per_s", "gradient_buckets"}
 
 

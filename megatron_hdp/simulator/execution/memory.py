@@ -38,12 +38,7 @@ class MemoryCosts:
 
     @classmethod
     def of_job(cls, job: Job, most_tokens: int) -> Self:
-        """What `planner.memory` says of a job.
-
-        Args:
-            job: what is trained, and how.
-            most_tokens: of any micro-batch on an HDP rank.
-        """
+        """What `planner.memory` says of a job; no micro-batch has more tokens on an HDP rank."""
         stages = range(job.stages)
         # the fused loss has a chunk of logits at most: linear on both sides of where it is full
         full = 2**30 / (job.value_bytes * job.shape.vocab_size / job.tensor_ranks)
@@ -76,14 +71,8 @@ class MemoryCosts:
     ) -> Float64Array:
         """Activations of micro-batches between forward and backward, on the device.
 
-        Args:
-            tokens: of micro-batches.
-            ratios: of their offload.
-            pipeline: stages of each rank.
-            row_layers: layers of each of its rows.
-
-        Returns:
-            Those of each row; shape (rows, micro-batches).
+        Tokens and offload ratios are those of micro-batches; the result has the shape
+        (rows, micro-batches).
         """
         leaving = lanes.leaving_of_rows(row_layers, pipeline)
         share_leaving = leaving / np.maximum(1, row_layers)
@@ -126,17 +115,10 @@ def trace_of(
     pipeline: Pipeline,
     row_layers: Int64Array,
 ) -> MemoryTrace:
-    """Memory of the fullest rank and stage, the first of several that are alike.
+    """Memory of the fullest rank and stage, the first of several that are equal.
 
-    Args:
-        costs: of a GPU.
-        lists: what each rank runs.
-        tokens: of each entry of the lists.
-        ratios: offload ratio of each micro-batch, of padding too.
-        starts_s: of forwards and of backwards, ``[rows, micro-batches]``.
-        ends_s: likewise.
-        pipeline: stages of each rank.
-        row_layers: layers of each of its rows.
+    Tokens are those of each entry of the lists, ratios those of each micro-batch and padding;
+    starts and ends are of forwards and of backwards, ``[rows, micro-batches]``.
     """
     resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline, row_layers)
     fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)
@@ -167,12 +149,6 @@ class _Passes(NamedTuple):
     """Of the lists."""
     chunk: Int64Array
     backward: BoolArray
-
-    def of(self, mine: slice) -> "_Passes":
-        """Some of them."""
-        return _Passes(
-            self.micro_batch[mine], self.entry[mine], self.chunk[mine], self.backward[mine]
-        )
 
 
 class _Fullest(NamedTuple):
@@ -212,7 +188,8 @@ def _fullest_of(
         if at >= 0 and during[at] > most:
             rank, most = int(ranks[at]), float(during[at])
             mine = slice(int(first[rank]), int(first[rank] + 2 * counts[rank]))
-            best = _Fullest(stage, rank, passes.of(mine), during[mine], after[mine])
+            own = _Passes._make([one[mine] for one in passes])
+            best = _Fullest(stage, rank, own, during[mine], after[mine])
     if best is None:
         raise ValueError("found no micro-batch; expected at least one to run")
     return best

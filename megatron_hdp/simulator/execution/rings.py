@@ -40,13 +40,7 @@ def pass_s(
 
 
 def unlike_pass_s(lead_s: Float64Array, step_s: Float64Array, hop_s: Float64Array) -> Float64Array:
-    """The same for rings of one degree whose members are unlike.
-
-    Args:
-        lead_s: see `pass_s`, ``[rings, degree]``, in ring order.
-        step_s: likewise.
-        hop_s: ``[rings]``.
-    """
+    """The same for rings of one degree whose members differ, ``[rings, degree]`` in ring order."""
     degree = lead_s.shape[1]
     following, previous = np.roll(np.arange(degree), -1), np.roll(np.arange(degree), 1)
     begin, hop = lead_s, hop_s[:, None]

@@ -64,6 +64,20 @@ class Setting:
         """Whether a micro-batch stands at one position in the lists of all its ranks."""
         return self.pipeline.stages > 1 or self.lockstep_ranks > 1
 
+    def problem(self, lengths: Int64Array) -> Problem:
+        """A global batch to plan."""
+        return Problem(
+            lengths=lengths,
+            ranks=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            max_length=self.max_length,
+            slice_multiple=self.slice_multiple,
+            cost_model=self.cost_model,
+            pipeline=self.pipeline,
+            expert_parallel_size=self.lockstep_ranks,
+            offload=self.offload,
+        )
+
     def planned(self, lengths: Int64Array, strategy: str) -> Plan:
         """Plan a global batch as training does (`data.steps.planning`).
 
@@ -71,18 +85,7 @@ class Setting:
             ValueError: this strategy has no plan for it.
         """
         with told_as(self.flags):
-            problem = Problem(
-                lengths=lengths,
-                ranks=self.ranks,
-                tokens_per_rank=self.tokens_per_rank,
-                max_length=self.max_length,
-                slice_multiple=self.slice_multiple,
-                cost_model=self.cost_model,
-                pipeline=self.pipeline,
-                expert_parallel_size=self.lockstep_ranks,
-                offload=self.offload,
-            )
-            made = make_plan(planned_for(strategy, problem), strategy)
+            made = make_plan(planned_for(strategy, self.problem(lengths)), strategy)
         made.validate(num_layers=self.cost_model.num_layers)
         return made
 
@@ -132,24 +135,22 @@ class Outcome:
     @property
     def step_time_s(self) -> float | None:
         """Seconds of a step."""
-        return self._median("step_s")
+        return _median(one.step_s for one in self.steps)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Of all GPUs together."""
-        if not self.steps:
-            return None
-        return statistics.median(one.num_tokens / one.step_s for one in self.steps)
+        return _median(one.num_tokens / one.step_s for one in self.steps)
 
     @property
     def bubble_share(self) -> float | None:
         """See `StepRecord`."""
-        return self._median("bubble_share")
+        return _median(one.bubble_share for one in self.steps)
 
     @property
     def ring_bytes(self) -> float | None:
         """Sent in rings in a step, by all ranks."""
-        return self._median("ring_bytes")
+        return _median(one.ring_bytes for one in self.steps)
 
     @property
     def peak_memory_bytes(self) -> float | None:
@@ -162,10 +163,11 @@ class Outcome:
         mine, theirs = self.step_time_s, other.step_time_s if other is not None else None
         return theirs / mine if mine and theirs else None
 
-    def _median(self, name: str) -> float | None:
-        if not self.steps:
-            return None
-        return float(statistics.median(getattr(one, name) for one in self.steps))
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return float(statistics.median(known)) if known else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -184,18 +186,9 @@ class Run:
     def figures(self, strategy: str) -> dict[str, Any]:
         """A strategy's figures by the names of report.json."""
         outcome = self.outcomes[strategy]
-        return {
-            "step_time_s": outcome.step_time_s,
-            "tokens_per_s": outcome.tokens_per_s,
-            "bubble_share": outcome.bubble_share,
-            "ring_bytes": outcome.ring_bytes,
-            "mfu": outcome.mfu,
-            "peak_memory_bytes": outcome.peak_memory_bytes,
-            "speedup": self.speedup(strategy),
-            "planned_by": outcome.planned_by,
-            "reason": outcome.reason,
-            "steps": [vars(one) for one in outcome.steps],
-        }
+        steps = [vars(one) for one in outcome.steps]
+        others = {"speedup": self.speedup(strategy), "steps": steps}
+        return {key: others[key] if key in others else getattr(outcome, key) for key in REPORT_KEYS}
 
 
 def simulate(
@@ -205,14 +198,9 @@ def simulate(
     seed: int = 0,
     done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Run every batch by every strategy.
+    """Run every batch, the lengths of a step, by every strategy and by the static mesh.
 
-    Args:
-        setting: what they share.
-        batches: lengths of the global batch of each step.
-        strategies: names that the planner knows; the static mesh is run in any case.
-        seed: that the batches were drawn by.
-        done: called after each step of each strategy.
+    ``done`` is called after each step of each strategy; ``seed`` is noted.
 
     Raises:
         ValueError: speeds that are not those of the ranks. A strategy without a plan raises
@@ -243,11 +231,10 @@ def outcome_of(
         records.append(execution.record)
         shares.append(setting.mfu(lengths, execution.step_s))
         done()
-    known = [share for share in shares if share is not None]
     return Outcome(
         strategy=strategy,
         planned_by=planned_by,
         steps=tuple(records),
-        mfu=statistics.median(known) if known else None,
+        mfu=_median(shares),
         first=first,
     )

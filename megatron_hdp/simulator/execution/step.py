@@ -11,12 +11,11 @@ from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import lanes
 from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
-from megatron_hdp.simulator.execution.launches import Launches, launches_of, tokens_by_list
+from megatron_hdp.simulator.execution.launches import Launches, by_list, launches_of
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.pipeline import PassTimes, Schedule, schedule
-from megatron_hdp.simulator.execution.sync import reduced_s
 from megatron_hdp.simulator.execution.work import MicroBatchTimes, times_of
 
 
@@ -181,7 +180,7 @@ def execute(
         trace = trace_of(
             memory,
             launches.lists,
-            tokens_by_list(plan, launches, times.tokens),
+            by_list(plan, launches, times.tokens),
             np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
             (starts.forward_start_s, starts.backward_start_s),
             (starts.forward_start_s + forward_s, starts.backward_start_s + backward_s),
@@ -207,6 +206,27 @@ def execute(
         if isinstance(value, np.ndarray):
             value.setflags(write=False)
     return execution
+
+
+def reduced_s(
+    end_s: Float64Array,
+    last_backward_s: Float64Array,
+    overlaps: bool,
+    reduction_s: float,
+    parts: int,
+) -> float:
+    """When the gradients of a stage are reduced.
+
+    A reduction is of all ranks: a part of it begins when every rank has that part, and parts follow
+    each other. Where the runtime overlaps, a rank has them one by one, evenly over its last
+    backward. A rank that `planner.lockstep.end_together` does not name has all of them at its end,
+    and decides nothing: it stands in a ring, or beside one, whose members go on, so that the last
+    backward of one of them begins later. All parts, which are equal, take ``reduction_s``.
+    """
+    # ready times are linear in the part on each rank, so that only the first and last part decide
+    first_s = end_s - (1 - 1 / parts) * last_backward_s if overlaps else end_s
+    first, last = float(first_s.max()), float(end_s.max())
+    return max(first + reduction_s, last + reduction_s / parts)
 
 
 def _with_padding(

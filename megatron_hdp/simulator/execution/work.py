@@ -50,13 +50,8 @@ def times_of(
 ) -> MicroBatchTimes:
     """What every micro-batch takes once all of its members are there.
 
-    Args:
-        plan: the plan.
-        cost_model: with the speeds that the planner knows.
-        pipeline: stages of each rank.
-        row_layers: layers of each of its rows.
-        disturbance: what it does not know.
-        step: number of the step, for the noise.
+    The planner knows the speeds of the cost model, and nothing of the disturbance; the number of
+    the step counts for the noise.
     """
     disturbance = disturbance or Disturbance()
     speeds = disturbance.speeds(speeds_of(cost_model, plan.num_ranks))

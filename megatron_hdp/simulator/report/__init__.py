@@ -1,6 +1,6 @@
 """What a run would be, as a page or a picture for a person who has to decide.
 
-`figures` is the table, `parts` where the time of a step goes, `bars` what ranks do when, `charts`
+`figures` is the table and where the time of a step goes, `bars` what ranks do when, `charts` are
 curves over steps and time; `page` and `picture` put them together.
 """
 
@@ -17,13 +17,7 @@ SUFFIXES = (".html", ".png", ".svg", ".pdf")
 
 
 def write_report(run: Run, subject: Subject, path: str) -> None:
-    """Write what a run would be; the same run gives the same bytes.
-
-    Args:
-        run: what was simulated.
-        subject: what it was asked for.
-        path: the file, of one of `SUFFIXES`; written under another name and renamed when it is
-            complete.
+    """Write what a run would be to a file of one of `SUFFIXES`; the same run, the same bytes.
 
     Raises:
         ImportError: a picture is wanted, and matplotlib is not installed.

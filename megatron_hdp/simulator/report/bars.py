@@ -8,7 +8,7 @@ import numpy as np
 from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.simulator.execution import StepExecution
 from megatron_hdp.simulator.plan_bars import Lanes
-from megatron_hdp.simulator.report.parts import parts_of
+from megatron_hdp.simulator.report.figures import parts_of
 
 MAX_ROWS = 24
 """Of one strategy; with stages, at least four ranks have a row a stage."""
@@ -36,7 +36,7 @@ class Gantt:
     micro_batch: Int64Array
     """The first of those that are joined."""
     degree: Int64Array
-    tokens: Int64Array
+    tokens: Float64Array
     """Of the member; where bars are joined, of all of them."""
     joined: Int64Array
     """Bars in this one."""
@@ -112,12 +112,7 @@ def chosen_ranks(execution: StepExecution, always: Iterable[int]) -> tuple[int, 
 
 
 def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
-    """Lay out a step.
-
-    Args:
-        execution: the step.
-        always: ranks that are shown in any case, a few.
-    """
+    """Lay out a step; some ranks, a few, are shown always."""
     ranks, stages = chosen_ranks(execution, always), execution.pipeline.stages
     place = np.full(execution.plan.num_ranks, -1)
     place[list(ranks)] = np.arange(len(ranks))
@@ -125,7 +120,7 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
     for stage in range(stages):
         lanes = lanes_of(execution, stage)
         mine = np.flatnonzero(place[lanes.rank] >= 0)
-        tokens = execution.times.tokens[mine % len(execution.times.tokens)]
+        tokens = execution.times.tokens[mine % len(execution.times.tokens)].astype(np.float64)
         for name, values in {
             "row": place[lanes.rank[mine]] * stages + stage,
             "start_s": lanes.start_s[mine],
@@ -193,12 +188,7 @@ def _behind(execution: StepExecution) -> tuple[tuple[str, float, float], ...]:
 
 
 def computing_share(execution: StepExecution, edges_s: Float64Array) -> Float64Array:
-    """Share of ranks and stages that work, mean between each edge and the next.
-
-    Args:
-        execution: the step.
-        edges_s: times that rise.
-    """
+    """Share of ranks and stages that work, mean between each edge and the next; edges rise."""
     worked = np.zeros(len(edges_s))
     for stage in range(execution.pipeline.stages):
         lanes = lanes_of(execution, stage)

@@ -8,8 +8,7 @@ from megatron_hdp.arrays import Float64Array
 from megatron_hdp.simulator.charts import COLOURS, Chart
 from megatron_hdp.simulator.execution import MemoryTrace, Outcome, Run, StepExecution
 from megatron_hdp.simulator.report.bars import computing_share
-from megatron_hdp.simulator.report.figures import Subject
-from megatron_hdp.simulator.report.parts import PARTS, mean_parts
+from megatron_hdp.simulator.report.figures import PARTS, Subject, mean_parts
 from megatron_hdp.simulator.units import seconds
 from megatron_hdp.strategies import BASELINE
 
@@ -38,10 +37,8 @@ def first_steps(run: Run) -> dict[str, StepExecution]:
 def window_s(ends: Mapping[str, float]) -> float:
     """Where a common axis of time ends: at the longest step that is not much beyond the mesh's.
 
-    Without a mesh it is the shortest step that others are held to.
-
-    Args:
-        ends: seconds of a step of each strategy.
+    Without a mesh it is the shortest step that others are held to. Ends are seconds of a step of
+    each strategy.
     """
     reference = ends.get(BASELINE, min(ends.values()))
     return max(end for end in ends.values() if end <= _TOO_LONG * reference)

@@ -11,9 +11,13 @@ from megatron_hdp.simulator.execution import Run
 from megatron_hdp.simulator.palette import Palette
 from megatron_hdp.simulator.report.bars import Gantt, gantt_of
 from megatron_hdp.simulator.report.charts import MAX_STEPS, all_charts, first_steps, first_window_s
-from megatron_hdp.simulator.report.figures import Subject, headline
-from megatron_hdp.simulator.report.parts import PARTS
+from megatron_hdp.simulator.report.figures import PARTS, Subject, headline
 from megatron_hdp.simulator.report.tables import closing, opening, parts_table
+
+_ARRAYS = (
+    *("row", "start_s", "busy_s", "end_s", "micro_batch", "degree", "tokens", "joined"),
+    *("backward", "chunk"),
+)
 
 
 def write_page(run: Run, subject: Subject, path: str) -> None:
@@ -102,20 +106,5 @@ def _gantt_on_page(name: str, one: Gantt) -> dict[str, Any]:
         "step": one.step_s,
         "limits": [],
         "behind": [[part, at, length, PARTS[part]] for part, at, length in one.behind],
-        "arrays": page.encoded(_arrays(one)),
-    }
-
-
-def _arrays(one: Gantt) -> dict[str, Any]:
-    return {
-        "row": one.row,
-        "start": one.start_s,
-        "busy": one.busy_s,
-        "end": one.end_s,
-        "microBatch": one.micro_batch,
-        "degree": one.degree,
-        "tokens": one.tokens.astype(np.float64),
-        "joined": one.joined,
-        "backward": one.backward,
-        "chunk": one.chunk,
+        "arrays": page.encoded({name: getattr(one, name) for name in _ARRAYS}),
     }

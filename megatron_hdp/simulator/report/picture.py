@@ -1,19 +1,17 @@
 """A run as a picture: the sentence, where the time goes, a step of each strategy, curves."""
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from megatron_hdp.simulator.charts import draw, save
 from megatron_hdp.simulator.execution import Run
-from megatron_hdp.simulator.palette import IDLE, Palette, pale
-from megatron_hdp.simulator.plot import add_rectangles, import_figure
+from megatron_hdp.simulator.palette import IDLE, Palette
+from megatron_hdp.simulator.plot import add_bars, add_rectangles, import_figure, legend_of
 from megatron_hdp.simulator.report.bars import Gantt
 from megatron_hdp.simulator.report.charts import all_charts, first_window_s
-from megatron_hdp.simulator.report.figures import Subject, headline
+from megatron_hdp.simulator.report.figures import PARTS, Subject, headline
 from megatron_hdp.simulator.report.page import gantts_of, palette_of
-from megatron_hdp.simulator.report.parts import PARTS
 from megatron_hdp.simulator.report.tables import about
 
 _INCHES = 2.3  # of a chart
@@ -43,7 +41,7 @@ def write_picture(run: Run, subject: Subject, path: str) -> None:
         until_s = first_window_s(run)
         for axes, (name, one) in zip(places[1:], gantts.items(), strict=False):
             _draw_gantt(axes, name, one, palette, until_s)
-        _name_colours(places[1], palette)
+        legend_of(places[1], palette, [("waiting", IDLE)])
         for axes, chart in zip(places[1 + len(gantts) :], charts[1:], strict=True):
             draw(axes, chart)
     save(figure, path)
@@ -56,13 +54,10 @@ def _draw_gantt(axes: Any, name: str, one: Gantt, palette: Palette, until_s: flo
     add_rectangles(axes, every_row, zero, zero + one.makespan_s, IDLE, separate=True)
     for part, at, length in one.behind:
         add_rectangles(axes, every_row, zero + at, zero + at + length, PARTS[part], separate=True)
+    busy_s = one.start_s, one.start_s + one.busy_s
     for backward in (False, True):
-        for (least, most), colour in zip(palette.groups, palette.colours, strict=True):
-            mine = (one.backward == backward) & (one.degree >= least) & (one.degree <= most)
-            start = one.start_s[mine]
-            shade = pale(colour) if one.stages > 1 and not backward else colour
-            stop = start + one.busy_s[mine]
-            add_rectangles(axes, one.row[mine], start, stop, shade, separate=True)
+        mine, is_pale = one.backward == backward, one.stages > 1 and not backward
+        add_bars(axes, one.row, *busy_s, one.degree, mine, palette, is_pale, separate=True)
     axes.set_xlim(0, until_s)
     axes.set_ylim(rows - 0.5, -0.5)
     cut = f", cut at {until_s:.4g} s" if one.step_s > until_s else ""
@@ -74,13 +69,3 @@ def _draw_gantt(axes: Any, name: str, one: Gantt, palette: Palette, until_s: flo
     axes.set_xlabel("seconds")
     axes.set_ylabel("HDP rank")
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _name_colours(axes: Any, palette: Palette) -> None:
-    patch = importlib.import_module("matplotlib.patches").Patch
-    named = zip(palette.colours, palette.names, strict=True)
-    handles = [patch(facecolor=colour, label=name) for colour, name in named]
-    handles.append(patch(facecolor=IDLE, label="waiting"))
-    axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9
-    )

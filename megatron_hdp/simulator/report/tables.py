@@ -1,14 +1,21 @@
 """The parts of a report that are text: the table, what was assumed, what is not known."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from megatron_hdp.simulator.execution import Run
-from megatron_hdp.simulator.report.figures import COLUMNS, Subject, cells, headline, warnings
-from megatron_hdp.simulator.report.parts import mean_parts
-from megatron_hdp.simulator.units import num_bytes, seconds
+from megatron_hdp.planner import CostModel
+from megatron_hdp.simulator.execution import Machine, Run
+from megatron_hdp.simulator.report.figures import (
+    COLUMNS,
+    Subject,
+    cells,
+    headline,
+    mean_parts,
+    warnings,
+)
+from megatron_hdp.simulator.units import num_bytes, seconds, stages_of
 
 _MOST_SLOW = 16  # ranks that are named
 _MEANINGS = (
@@ -53,9 +60,7 @@ def about(run: Run, subject: Subject) -> str:
     steps = [step for one in run.outcomes.values() for step in one.steps]
     count = max((len(one.steps) for one in run.outcomes.values()), default=0)
     tokens = f" of {sum(s.num_tokens for s in steps) / len(steps):,.0f} tokens" if steps else ""
-    pipeline = setting.pipeline
-    stages = f", {pipeline.stages} pipeline stages" if pipeline.stages > 1 else ""
-    stages += f" of {pipeline.chunks} virtual stages each" if pipeline.chunks > 1 else ""
+    stages = stages_of(setting.pipeline, ", {} pipeline stages")
     return (
         f"{subject.config}; lengths: {subject.data}; {setting.num_gpus:,} GPUs: {setting.ranks:,} "
         f"HDP ranks of {setting.tokens_per_rank:,} tokens{stages}; {count:,} "
@@ -84,8 +89,8 @@ def closing(run: Run, subject: Subject, left_out: Sequence[str]) -> str:
     parts = [
         "<h2>What was assumed</h2>\n<div class=columns>\n",
         table("The run", ("what", "value"), _run_rows(run, subject)),
-        table("Machine", ("key", "value"), _rows(vars(run.setting.machine))),
-        table("Cost model", ("coefficient", "value"), _rows(_cost_model(run))),
+        table("Machine", ("key", "value"), _rows(run.setting.machine)),
+        table("Cost model", ("coefficient", "value"), _rows(run.setting.cost_model)),
         "</div>\n<h2>What the simulation does not know</h2>\n",
         _list(NOT_KNOWN),
         "<h2>What this page leaves out</h2>\n",
@@ -133,13 +138,9 @@ def _run_rows(run: Run, subject: Subject) -> list[tuple[str, str]]:
     ]
 
 
-def _cost_model(run: Run) -> dict[str, Any]:
-    model = run.setting.cost_model
-    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-
-
-def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _value(name, value)) for name, value in values.items()]
+def _rows(values: Machine | CostModel) -> list[tuple[str, str]]:
+    names = [field.name for field in dataclasses.fields(values)]
+    return [(name, _value(name, getattr(values, name))) for name in names]
 
 
 def _value(name: str, value: Any) -> str:

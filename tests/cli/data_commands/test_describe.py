@@ -8,12 +8,7 @@ import pytest
 from megatron_hdp.cli.data_commands import descriptions
 from megatron_hdp.cli.main import main
 from megatron_hdp.data.spans import Spans
-from tests.support.sources import LENGTHS, data_file, write_sources
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_sources(tmp_path)
+from tests.support.sources import LENGTHS, data_file
 
 
 def described(capsys, *arguments):

@@ -89,34 +89,26 @@ def test_another_tokenizer_is_another_cache(path, tmp_path, capsys):
     assert "nonsense" in line
 
 
-def cut_the_tokens(folder):
-    (folder / "web" / "corpus.bin").write_bytes(b"x")
-
-
-def cut_the_index(folder):
-    index = folder / "web" / "corpus.idx"
-    index.write_bytes(index.read_bytes()[:-4])
-
-
-def give_it_spans_of_others(folder):
-    write_sources(folder, ["chat"])
-    (folder / "chat" / "corpus.spans").rename(folder / "web" / "corpus.spans")
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-4])
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut_the_tokens, "corpus.bin"),
-        (cut_the_index, "corpus.idx"),
-        (give_it_spans_of_others, "corpus.spans is of 5 documents, the .idx beside it has 8"),
+        (lambda folder: cut(folder / "web" / "corpus.bin"), "corpus.bin"),
+        (lambda folder: cut(folder / "web" / "corpus.idx"), "corpus.idx"),
+        (
+            lambda folder: (folder / "chat/corpus.spans").rename(folder / "web/corpus.spans"),
+            "corpus.spans is of 5 documents, the .idx beside it has 8",
+        ),
     ],
 )
-def test_a_pair_is_checked(tmp_path, capsys, damage, words):
-    write_sources(tmp_path, ["web"])
-    path = data_file(tmp_path, "", names=["web"])
+def test_a_pair_is_checked(folder, capsys, damage, words):
+    path = data_file(folder, "", names=["web"])
     assert run(path) == 0
     capsys.readouterr()
-    damage(tmp_path)
+    damage(folder)
     assert run(path) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

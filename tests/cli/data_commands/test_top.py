@@ -109,14 +109,12 @@ def test_a_source_that_has_failed_is_named(planes, capsys):
     assert plane["sources"]["train"]["web"]["failed"] == "no tokens within 120 s: it has none"
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "said"), [(0, "0.0"), (3, "<0.1"), (49_999, "<0.1"), (51_000, "0.1")]
-)
-def test_a_little_memory_is_not_nothing(planes, capsys, num_bytes, said):
-    found = status()
-    found["constructor"]["segment_bytes"] = num_bytes
-    with planes(found):
-        assert once(capsys).splitlines()[-1].split()[5] == said
+def test_a_little_memory_is_not_nothing(planes, capsys):
+    for num_bytes, said in ((0, "0.0"), (3, "<0.1"), (49_999, "<0.1"), (51_000, "0.1")):
+        found = status()
+        found["constructor"]["segment_bytes"] = num_bytes
+        with planes(found):
+            assert once(capsys).splitlines()[-1].split()[5] == said
 
 
 def test_json_is_one_object(planes, capsys):
@@ -177,9 +175,7 @@ def test_a_plane_without_readers_is_shown(planes, capsys):
     empty = status(sources={})
     empty["constructor"] |= {"splits": {}, "takeovers": 0}
     with planes(empty):
-        assert once(capsys).splitlines()[-1].split() == [
-            *("0", "-", "-", "-", "-", "1.5", "0", "-")
-        ]
+        assert once(capsys).splitlines()[-1].split() == ["0", "-", "-", "-", "-", "1.5", "0", "-"]
 
 
 def test_one_that_only_starts_is_named(planes, capsys):
@@ -188,14 +184,11 @@ def test_one_that_only_starts_is_named(planes, capsys):
 
 
 def test_a_dead_plane_is_not_shown(planes, capsys, tmp_path):
-    dead = tmp_path / f"{PREFIX}dead"
-    dead.mkdir()
-    (dead / "host").write_text(os.uname().nodename)
-    write_status(dead, status())
-    elsewhere = tmp_path / f"{PREFIX}elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "host").write_text("another-host")
-    write_status(elsewhere, status())
+    dead, elsewhere = (tmp_path / f"{PREFIX}{name}" for name in ("dead", "elsewhere"))
+    for folder, host in ((dead, os.uname().nodename), (elsewhere, "another-host")):
+        folder.mkdir()
+        (folder / "host").write_text(host)
+        write_status(folder, status())
     (tmp_path / f"{PREFIX}link").symlink_to(dead)
     assert once(capsys) == f"{top.NOTHING}\n"
     assert dead.exists()  # looking removes nothing
@@ -224,11 +217,6 @@ def test_a_status_of_another_release_is_a_mistake(planes, capsys):
     assert f"{folder}/status.json: found a status without 'constructor', expected one" in message
 
 
-def until_shown(lines):
-    """Other planes may run on this host."""
-    assert any("hdp-data-here" in line for line in lines)
-
-
 def test_it_ends_with_ctrl_c_and_loads_no_ray():
     code = (
         "import sys; from megatron_hdp.cli.main import main; code = main(['data', 'top'])\n"
@@ -236,14 +224,11 @@ def test_it_ends_with_ctrl_c_and_loads_no_ray():
     )
     with folder_of_job(PREFIX) as (folder, _):
         write_status(Path(folder), status(plane="hdp-data-here"))
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", code], **pipes)
         try:
-            until_shown(process.stdout)
+            # other planes may run on this host
+            assert any("hdp-data-here" in line for line in process.stdout)
             time.sleep(0.1)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)

@@ -10,6 +10,7 @@ from megatron_hdp.planner.shape import MODELS
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny-cpu.yaml")
 
+SHAPE = "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\n"
 MIXTRAL = """
 # flags of a training run; only the shape counts
 model:
@@ -96,10 +97,7 @@ def test_an_experts_own_size_counts(tmp_path):
         ("num-layers: two\n", r"num-layers: found 'two', expected a value of type int"),
         ("num-layers: 0\nhidden-size: 64\nnum-attention-heads: 4\n", "--num-layers: found 0"),
         ("num-layers: 2\nhidden-size: 65\nnum-attention-heads: 4\n", "65 is not a multiple of"),
-        (
-            "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nnum-query-groups: 3\n",
-            "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
-        ),
+        (f"{SHAPE}num-query-groups: 3\n", "--num-attention-heads 4 is not a multiple of --num-que"),
         ("- 1\n", "found a list, expected keys and values"),
         ("a: [\n", "not valid YAML"),
     ],

@@ -85,25 +85,21 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
         assert found == pytest.approx(stage_memory(job, stage, tokens).total, rel=1e-9)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_full_micro_batches_take_what_check_says(chunks: int) -> None:
-    job = dataclasses.replace(JOB, model_chunks=chunks)
-    plan = plan_of([[rank] for _ in range(4) for rank in range(4)], lengths=[8192] * 16)
-    pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
-    layers = (JOB.shape.num_layers // pipeline.rows,) * pipeline.rows
-    run = execute(plan, COSTS, pipeline=pipeline, row_layers=layers, memory=memory)
-    assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
-
-
-UNEVEN = (1, 3, 2, 2)  # two chunks of each stage
-
-
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_unequal_stages_take_what_check_says(recompute: str | None) -> None:
-    job = dataclasses.replace(JOB, model_chunks=2, stage_layers=UNEVEN, recompute=recompute)
+@pytest.mark.parametrize(
+    ("layers", "recompute"),
+    [
+        *(((8 // rows,) * rows, None) for rows in (2, 4, 8)),
+        *(((1, 3, 2, 2), recompute) for recompute in (None, "full")),  # two chunks of each stage
+    ],
+)
+def test_full_micro_batches_take_what_check_says(
+    layers: tuple[int, ...], recompute: str | None
+) -> None:
+    chunks = len(layers) // 2
+    job = dataclasses.replace(JOB, model_chunks=chunks, stage_layers=layers, recompute=recompute)
     plan = plan_of([[rank] for _ in range(8) for rank in range(4)], lengths=[8192] * 32)
-    pipeline, memory = Pipeline(2, 2), MemoryCosts.of_job(job, 8192)
-    run = execute(plan, COSTS, pipeline=pipeline, row_layers=UNEVEN, memory=memory)
+    pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
+    run = execute(plan, COSTS, pipeline=pipeline, row_layers=layers, memory=memory)
     assert run.record.peak_memory_bytes == pytest.approx(fullest_stage(job).total, rel=1e-9)
 
 

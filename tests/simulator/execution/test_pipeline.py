@@ -83,10 +83,8 @@ def test_virtual_stages_by_hand() -> None:
     run = execute(plan_of([[0], [0]]), COSTS, pipeline=Pipeline(2, 2))
     assert run.forward_start_s.tolist() == [[0.0, 0.5], [0.5, 1.0], [1.0, 1.5], [1.5, 3.0]]
     assert run.backward_start_s.tolist() == [[5.5, 6.5], [4.5, 5.5], [3.0, 4.5], [2.0, 3.5]]
-    assert run.end_s.tolist() == [
-        [7.5],
-        [6.5],
-    ]  # 6 s of work, and half of one of two 3 s at the ends
+    # 6 s of work, and half of one of two 3 s at the ends
+    assert run.end_s.tolist() == [[7.5], [6.5]]
     assert run.busy_s.tolist() == [6.0]
 
 

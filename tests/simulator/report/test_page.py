@@ -102,8 +102,8 @@ def test_bars_are_those_of_the_first_step(tmp_path: Path) -> None:
         first = run.outcomes[found["name"]].first
         assert first is not None
         expected = bars.gantt_of(first, run.setting.disturbance.slow)
-        np.testing.assert_array_equal(array_of(found["arrays"], "start"), expected.start_s)
-        np.testing.assert_array_equal(array_of(found["arrays"], "busy"), expected.busy_s)
+        np.testing.assert_array_equal(array_of(found["arrays"], "start_s"), expected.start_s)
+        np.testing.assert_array_equal(array_of(found["arrays"], "busy_s"), expected.busy_s)
         np.testing.assert_array_equal(array_of(found["arrays"], "row"), expected.row)
         np.testing.assert_array_equal(array_of(found["arrays"], "chunk"), expected.chunk)
         assert (found["stages"], found["chunks"], expected.chunk.max()) == (2, 2, 1)
@@ -186,7 +186,7 @@ def test_the_page_draws_and_answers(tmp_path: Path) -> None:
     drawn, ours = data["bars"], data["bars"]["gantts"][-1]
     assert ours["name"] == "auto"
     width = 1060 - 76 - 14
-    work = array_of(ours["arrays"], "busy").sum() / drawn["window"] * width
+    work = array_of(ours["arrays"], "busy_s").sum() / drawn["window"] * width
     painted = sum(seen["painted"].get(colour, 0.0) for colour in drawn["colours"])
     assert painted == pytest.approx(work, rel=0.01)
     waiting = seen["painted"]["--idle"]
