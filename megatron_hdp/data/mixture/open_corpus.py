@@ -206,7 +206,7 @@ def _opened(
         reader=reader,
         spans=spans,
         long_sequence=long_sequence,
-        bad=bad,
+        num_bad=bad,
         first_row=first_row,
         num_rows=num_rows,
     )

@@ -18,9 +18,8 @@ from megatron_hdp.data.shuffles import Shuffle
 class Rows(Protocol):
     """Metadata of a source's sequences."""
 
-    @property
-    def num_rows(self) -> int:
-        """Sequences of an epoch."""
+    num_rows: int
+    """Sequences of an epoch."""
 
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows; one without a token is passed over."""

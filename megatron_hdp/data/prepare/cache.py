@@ -29,7 +29,6 @@ from megatron_hdp.data.prepare.prepared_files import (
     PreparedFiles,
     known_contents,
 )
-from megatron_hdp.data.prepare.shard_run import MOST_NAMED
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.spec import SourceSpec
@@ -149,7 +148,7 @@ def _make(
     require_unchanged(contents)
     result = Counts()
     for shard in shards:
-        result.add(finished[shard.index], MOST_NAMED)
+        result.add(finished[shard.index])
     require_few_bad(spec, result)
     if result.documents == 0:
         raise ValueError(

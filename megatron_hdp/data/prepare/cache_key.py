@@ -10,9 +10,10 @@ import orjson
 
 from megatron_hdp.data.formats import format_of
 from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
+from megatron_hdp.data.prepare.decoding import conversations_of, decoding_of
 from megatron_hdp.data.prepare.shard_run import Tell
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.data.tokenizers import build_tokenizer, tokenizer_identity
+from megatron_hdp.data.tokenizers import tokenizer_identity
 
 FORMAT_VERSION = 1
 """Of what is prepared: a change that makes other tokens of the same files makes it another."""
@@ -89,10 +90,7 @@ def recipe_of(spec: SourceSpec, kind: str, tokenizer: str) -> Mapping[str, Any]:
     }
     if kind == "text":
         return {**common, "key": spec.key}
-    from megatron_hdp.data.chat import Conversations
-
-    built = build_tokenizer(tokenizer)
-    conversations = Conversations(built, spec.template, spec.train_on, spec.append_eod)
+    conversations = conversations_of(decoding_of(spec, kind, tokenizer))
     return {**common, "conversations": conversations.fingerprint()}
 
 

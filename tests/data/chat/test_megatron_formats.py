@@ -14,6 +14,7 @@ from megatron_hdp.data.chat import BadConversationError, Conversations
 from megatron_hdp.data.tokenizers import ByteTokenizer, build_tokenizer
 from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import said
+from tests.data.chat.tiny_tokenizer import text_of
 from tests.data.chat.written import LLAMA
 
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
@@ -125,10 +126,7 @@ def shown(tokenizer, template, row, **more):
     """Of each conversation: its text, and the texts of its spans."""
     found = Conversations(tokenizer, f"megatron:{template}", **more).render({"messages": row})
     return [
-        (
-            tokenizer.detokenize(one.ids),
-            [tokenizer.detokenize(one.ids[start:stop]) for start, stop in one.spans],
-        )
+        (text_of(tokenizer, one.ids), [text_of(tokenizer, one.ids[a:b]) for a, b in one.spans])
         for one in found
     ]
 
