@@ -26,8 +26,3 @@ def import_extra(module: str, needed_by: str, extra: str = "data") -> Any:
             f"pip install 'megatron-hdp[{extra}]'",
             name=package,
         ) from error
-
-
-def pyarrow_module(path: str, name: str = "pyarrow") -> Any:
-    """Return pyarrow, or a module of it, to read a file with."""
-    return import_extra(name, path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import xxhash
 
 _BLOCK_BYTES = 2**24
-_SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 4096
 
 
 def hash_of_bytes(raw: bytes) -> str:
@@ -31,11 +31,13 @@ def hash_of_files(folder: str, names: Iterable[str]) -> str:
     return hash_of_bytes("".join(parts).encode())
 
 
-def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
-    """Return samples of bytes ``[begin, end)`` of an open file: evenly spread, both ends included.
+def sample_places(begin: int, end: int, num_samples: int) -> list[int]:
+    """Return where samples of bytes ``[begin, end)`` lie: evenly spread, both ends included."""
+    last = max(begin, end - SAMPLE_BYTES)
+    return sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
 
-    A short stretch is returned whole.
-    """
-    last = max(begin, end - _SAMPLE_BYTES)
-    places = sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
-    return b"".join(os.pread(file, min(_SAMPLE_BYTES, end - place), place) for place in places)
+
+def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
+    """Return samples of bytes ``[begin, end)`` of an open file; a short stretch whole."""
+    places = sample_places(begin, end, num_samples)
+    return b"".join(os.pread(file, min(SAMPLE_BYTES, end - place), place) for place in places)

@@ -3,16 +3,17 @@
 import hashlib
 import os
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hdp.arrays import ByteArray, Int64Array
-from megatron_hdp.data.document_index import read_document_index
-from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
+from megatron_hdp.data.hashes import SAMPLE_BYTES, sample_places
+from megatron_hdp.data.index_checks import IndexChecks
+from megatron_hdp.data.index_file import IndexFile, TokenFileError, TokenFileNotFoundError
 from megatron_hdp.files import note_opened
 
 _NUM_SAMPLES = 48
-_SAMPLE_BYTES = 4096
 
 
 class TokenReader:
@@ -76,10 +77,8 @@ class TokenReader:
         the ``.idx`` covers, both ends included. A small file is read whole.
         """
         digest = hashlib.blake2b(self._num_bytes.to_bytes(8, "little"), digest_size=8)
-        last = max(0, self._num_bytes - _SAMPLE_BYTES)
-        places = sorted({last * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)})
-        for place in places:
-            sample = np.empty(min(_SAMPLE_BYTES, self._num_bytes - place), dtype=np.uint8)
+        for place in sample_places(0, self._num_bytes, _NUM_SAMPLES):
+            sample = np.empty(min(SAMPLE_BYTES, self._num_bytes - place), dtype=np.uint8)
             self._read_into(sample, place)
             digest.update(sample.data)
         return int.from_bytes(digest.digest(), "little")
@@ -117,6 +116,36 @@ class TokenReader:
         )
 
 
+@dataclass(frozen=True)
+class DocumentIndex:
+    """What an ``.idx`` says about its documents: 16 bytes of memory each."""
+
+    dtype: np.dtype[np.generic]
+    """Integer type of the tokens in the ``.bin``."""
+    lengths: Int64Array
+    """Tokens of each document."""
+    begins: Int64Array
+    """Place of each document's first token in the ``.bin``, counted in tokens."""
+    num_bytes: int
+    """Least size of the ``.bin`` that holds every document."""
+
+
+def read_document_index(path: str | os.PathLike[str]) -> DocumentIndex:
+    """Read and check an ``.idx`` file; a document of several sequences becomes one.
+
+    Raises:
+        TokenFileNotFoundError: there is no such file.
+        TokenFileError: it is no index of version 1, is truncated, or contradicts itself.
+    """
+    index = IndexFile(path)
+    checks = IndexChecks(index)
+    lengths, begins = np.empty((2, index.num_documents), dtype=np.int64)
+    for documents in checks.documents():
+        here = slice(documents.first, documents.first + len(documents.lengths))
+        lengths[here], begins[here] = documents.lengths, documents.begins
+    return DocumentIndex(index.dtype, lengths, begins, checks.num_bytes)
+
+
 class TokenFile:
     """The documents of one ``PREFIX.bin`` / ``PREFIX.idx`` pair, with all their lengths in memory.
 
@@ -144,11 +173,6 @@ class TokenFile:
         self.begins = index.begins
         self.reader = TokenReader(self.prefix, index.dtype, index.num_bytes)
 
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """Integer type of the tokens on disk."""
-        return self.reader.dtype
-
     def read(self, document: int, start: int, stop: int) -> Int64Array:
         """Return tokens ``[start, stop)`` of a document as ``int64``.
 
@@ -161,7 +185,3 @@ class TokenFile:
                 f"it has tokens [0, {self.lengths[document]})"
             )
         return self.reader.read(int(self.begins[document]) + start, stop - start)
-
-    def fingerprint(self) -> int:
-        """As `TokenReader.fingerprint`."""
-        return self.reader.fingerprint()

@@ -35,7 +35,7 @@ def patch_bytes(path, offset, new):
 def test_reads_documents_written_by_megatron(tmp_path, monkeypatch, dtype, sequence_length, piece):
     monkeypatch.setattr("megatron_hdp.data.index_file._PIECE", piece)
     file = TokenFile(write_pair(tmp_path / "data", dtype=dtype, sequence_length=sequence_length))
-    assert file.dtype == dtype
+    assert file.reader.dtype == dtype
     assert file.lengths.tolist() == [3, 0, 1, 5]
     assert file.lengths.dtype == np.int64
     for d, document in enumerate(DOCUMENTS):
@@ -233,12 +233,12 @@ def test_files_are_closed_with_their_reader(tmp_path):
 @pytest.mark.parametrize("num_tokens", [1, 2048, 90_000, 2_000_000])
 def test_a_fingerprint_tells_another_bin_of_equal_lengths(tmp_path, num_tokens):
     tokens = np.random.default_rng(0).integers(0, 60_000, num_tokens)
-    one = TokenFile(write_pair(tmp_path / "one", [tokens])).fingerprint()
-    other = TokenFile(write_pair(tmp_path / "other", [tokens ^ 1])).fingerprint()
+    one = TokenFile(write_pair(tmp_path / "one", [tokens])).reader.fingerprint()
+    other = TokenFile(write_pair(tmp_path / "other", [tokens ^ 1])).reader.fingerprint()
     tokens[-1] += 1
-    end = TokenFile(write_pair(tmp_path / "end", [tokens])).fingerprint()
+    end = TokenFile(write_pair(tmp_path / "end", [tokens])).reader.fingerprint()
     assert len({one, other, end}) == 3
-    assert one == TokenFile(tmp_path / "one").fingerprint()
+    assert one == TokenFile(tmp_path / "one").reader.fingerprint()
 
 
 def test_a_fingerprint_takes_a_few_small_reads(tmp_path, monkeypatch):
@@ -250,16 +250,16 @@ def test_a_fingerprint_takes_a_few_small_reads(tmp_path, monkeypatch):
         return read(descriptor, buffers, place)
 
     monkeypatch.setattr(os, "preadv", counted)
-    file.fingerprint()
+    file.reader.fingerprint()
     assert len(places) == 48
     assert (min(places), max(places)) == (0, 6_000_000 - 4096)
 
 
 def test_what_lies_behind_the_documents_does_not_count(tmp_path):
     file = TokenFile(write_pair(tmp_path / "data"))
-    before = file.fingerprint()
+    before = file.reader.fingerprint()
     with open(tmp_path / "data.bin", "ab") as stream:
         stream.write(b"more")
-    assert TokenFile(tmp_path / "data").fingerprint() == before
+    assert TokenFile(tmp_path / "data").reader.fingerprint() == before
     patch_bytes(tmp_path / "data.bin", 17, b"\x01")
-    assert TokenFile(tmp_path / "data").fingerprint() != before
+    assert TokenFile(tmp_path / "data").reader.fingerprint() != before

@@ -25,7 +25,7 @@ def test_megatron_and_we_read_the_same_documents(tmp_path, vocab_size, dtype):
     writer = write(tmp_path / "new" / "data", documents, vocab_size)
     assert (writer.num_documents, writer.num_tokens) == (3, 6)
     ours, theirs = TokenFile(tmp_path / "new" / "data"), IndexedDataset(str(tmp_path / "new/data"))
-    assert ours.dtype == theirs.index.dtype == dtype
+    assert ours.reader.dtype == theirs.index.dtype == dtype
     assert theirs.document_indices.tolist() == [0, 1, 2, 3]
     for d, document in enumerate(documents):
         assert ours.read(d, 0, len(document)).tolist() == theirs[d].tolist() == document

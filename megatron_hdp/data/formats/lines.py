@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 from megatron_hdp.data.formats.texts import require_text
 
@@ -235,7 +235,7 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if name == "gzip":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
-    pyarrow = pyarrow_module(raw.name)
+    pyarrow = import_extra("pyarrow", raw.name)
     return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _BUFFER_BYTES)
 
 

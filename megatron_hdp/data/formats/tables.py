@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 
 ROWS_AT_ONCE = 128  # documents may be long
@@ -153,7 +153,7 @@ def values_of(rows: Any, key: str | None) -> Sequence[Any]:
     """Return texts as bytes, for what a table calls a string may be no UTF-8; or whole rows."""
     if key is None:
         return list(rows.to_pylist())
-    pyarrow = pyarrow_module("a table")
+    pyarrow = import_extra("pyarrow", "a table")
     column = rows.column(rows.schema.get_field_index(key))
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -166,7 +166,7 @@ def require_text_column(path: str, schema: Any, key: str) -> None:
     Raises:
         ValueError: there is none, or it holds something else.
     """
-    types = pyarrow_module(path).types
+    types = import_extra("pyarrow", path).types
     if (at := schema.get_field_index(key)) < 0:
         raise ValueError(
             f"{path} has no column {key!r}, expected it to hold the text; there are "
@@ -185,7 +185,7 @@ def require_text_column(path: str, schema: Any, key: str) -> None:
 @contextmanager
 def named(path: str) -> Iterator[None]:
     """Say which file is damaged."""
-    pyarrow = pyarrow_module(path)
+    pyarrow = import_extra("pyarrow", path)
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -13,13 +13,14 @@ from megatron_hdp.data.mapped_file import DamagedFileError
 from megatron_hdp.data.tables.cache_file import (
     VERSION,
     CachedTable,
+    TableCacheError,
     TableOrigin,
     TableWriter,
     read_table,
+    unusable,
 )
 from megatron_hdp.data.tables.columns import column_types, fill
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
 from megatron_hdp.data.tables.identity import IndexIdentity
 from megatron_hdp.files import Say, locked, write_atomically
 
@@ -66,7 +67,6 @@ class TableCache:
         if found is not None and self._is_of_this_time(found):
             return found
         try:
-            make_folder(self._folder)
             with self._locked() as note:
                 return self._prove_or_build(_Progress(self._what, note, self._say))
         except TableCacheError:
@@ -81,6 +81,7 @@ class TableCache:
         lock, what = self._path.with_suffix(".lock"), self._what
         with ExitStack() as stack:
             try:
+                self._folder.mkdir(parents=True, exist_ok=True)
                 note = stack.enter_context(locked(lock, what, self._say, patience_s=_PATIENCE_S))
             except TimeoutError as error:
                 raise TableCacheError(f"--data-cache-path {self._folder}: {error}") from None

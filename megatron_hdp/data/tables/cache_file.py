@@ -10,8 +10,10 @@ keep as one page in memory and map by one fault. ``MADV_HUGEPAGE`` asks for the 
 is read again from the disk.
 """
 
+import errno
 import mmap
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +24,6 @@ import numpy as np
 
 from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
 from megatron_hdp.data.tables.columns import Column, Columns, TableFacts
-from megatron_hdp.data.tables.folder import unusable
 from megatron_hdp.files import note_opened, put_in_place
 
 VERSION = 2
@@ -30,6 +31,11 @@ VERSION = 2
 _KIND = FileKind(b"HDPTABLE", VERSION)
 _LARGE_PAGE = 1 << 21
 _TYPES = ("<u4", "<i8")
+_LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class TableCacheError(ValueError):
+    """A table of sequences cannot be kept in the folder of caches; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,7 @@ def read_table(path: Path) -> CachedTable:
         name: np.frombuffer(mapped, dtype=dtype, count=facts.num_sequences, offset=places[name])
         for name, dtype in types.items()
     }
-    mapped_columns = Columns(columns["begin"], columns["length"], columns.get("document"))
-    return CachedTable(facts, origin, mapped_columns)
+    return CachedTable(facts, origin, Columns(**columns))
 
 
 def _parsed(
@@ -188,3 +193,24 @@ def _places(num_rows: int, types: dict[str, str]) -> tuple[dict[str, int], int]:
         places[name] = -(-end // unit) * unit
         end = places[name] + num_bytes
     return places, end
+
+
+def unusable(folder: Path, error: OSError, num_bytes: int = 0) -> TableCacheError:
+    """Return what to say of an error of the system when a file of the folder was written.
+
+    Args:
+        folder: the folder of caches.
+        error: what the system said.
+        num_bytes: of the file, where there may be no room for it.
+    """
+    found = error.strerror or str(error)
+    if error.errno in _LACK_OF_ROOM:
+        return TableCacheError(
+            f"--data-cache-path {folder}: found no room for a table of sequences ({found}; "
+            f"{shutil.disk_usage(folder).free:,} bytes are free), expected {num_bytes:,} bytes: "
+            "make room, or name a folder on another disk"
+        )
+    return TableCacheError(
+        f"--data-cache-path {folder}: found a folder that cannot be used ({found}), expected a "
+        "folder to keep tables of sequences in: change its permissions or name another one"
+    )

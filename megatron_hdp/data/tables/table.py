@@ -68,44 +68,9 @@ class SequenceTable:
         return self.facts.num_sequences
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.facts.longest
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return self.facts.num_tokens
-
-    @property
     def mean_length(self) -> float:
         """Tokens of a sequence on average."""
         return self.facts.num_tokens / self.facts.num_sequences
-
-    @property
-    def corpus(self) -> int:
-        """64-bit fingerprint of the sequences' lengths, in their order."""
-        return self.facts.corpus
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that the table was made from, empty ones included."""
-        return self.facts.num_documents
-
-    @property
-    def num_empty(self) -> int:
-        """Documents without a token, left out."""
-        return self.facts.num_empty
-
-    @property
-    def num_truncated(self) -> int:
-        """Documents cut to the context length."""
-        return self.facts.num_truncated
-
-    @property
-    def num_split(self) -> int:
-        """Documents cut into several sequences."""
-        return self.facts.num_split
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +101,7 @@ class SequenceTable:
         """
         if lengths is None:
             lengths = self.lengths(rows)
-        if self._document is None or not self.num_split:
+        if self._document is None or not self.facts.num_split:
             return lengths - 1
         following = np.minimum(np.asarray(rows) + 1, len(self) - 1)
         goes_on = (self._document[following] == self._document[rows]) & (following > rows)
@@ -145,7 +110,7 @@ class SequenceTable:
 
     def starts(self, rows: Int64Array) -> Int64Array:
         """Return the place of each sequence's first token within its document, in tokens."""
-        if self._document is None or not self.num_split:
+        if self._document is None or not self.facts.num_split:
             return np.zeros(len(rows), dtype=np.int64)
         # of the column's own type: of another one numpy would copy the whole column
         first = np.searchsorted(self._document, self._document[rows], side="left")

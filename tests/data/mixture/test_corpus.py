@@ -154,6 +154,14 @@ def test_a_curriculum_of_long_sequences_needs_a_policy(folder):
         open_corpus(data_file(folder, too_long).training, OPENING)
 
 
+def test_spans_of_other_documents_are_refused(folder):
+    with SpansWriter(folder / "web" / "corpus.spans") as writer:
+        writer.add(np.array([[1, 2]]))
+    with pytest.raises(ValueError, match="spans of 1 documents, the .idx beside it has 8"):
+        open_corpus(data_file(folder).training, OPENING)
+    (folder / "web" / "corpus.spans").unlink()
+
+
 def test_orders_of_sources(folder):
     """Of one source alone the order is that of runs that began before there were mixtures."""
     corpus = open_corpus(data_file(folder).training, OPENING)

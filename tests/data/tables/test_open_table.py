@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_hdp.data import TokenFile, TokenFileError
 from megatron_hdp.data.tables import (
     SequenceTable,
+    TableFacts,
     count_documents,
     open_source,
     split_documents,
@@ -94,14 +95,18 @@ def assert_facts(table, documents, options, columns):
     lengths = np.array(columns[3])
     totals = [sum(documents[number]) for number in options["documents"]]
     num_long = sum(total > options["max_length"] for total in totals)
-    assert len(table) == len(lengths)
-    assert table.num_tokens == lengths.sum() and table.longest == lengths.max()
-    assert table.mean_length == lengths.mean()
-    assert table.corpus == fingerprint(lengths.tobytes())
-    assert table.num_documents == len(totals)
-    assert table.num_empty == totals.count(0)
-    assert table.num_truncated == num_long * (options["long_sequence"] == "truncate")
-    assert table.num_split == num_long * (options["long_sequence"] == "split")
+    assert len(table) == len(lengths) and table.mean_length == lengths.mean()
+    assert table.facts == TableFacts(
+        num_sequences=len(lengths),
+        num_tokens=lengths.sum(),
+        longest=lengths.max(),
+        corpus=fingerprint(lengths.tobytes()),
+        first_document=options["documents"].start,
+        num_documents=len(totals),
+        num_empty=totals.count(0),
+        num_truncated=num_long * (options["long_sequence"] == "truncate"),
+        num_split=num_long * (options["long_sequence"] == "split"),
+    )
 
 
 def test_a_column_written_to_a_wrong_place_is_found(tmp_path):
@@ -127,7 +132,7 @@ def test_the_reader_reads_a_tables_sequences(tmp_path):
         for begin, count in zip(table.begins(rows).tolist(), table.lengths(rows), strict=True)
     ]
     assert [token for piece in tokens for token in piece] == list(range(14))
-    assert reader.fingerprint() == TokenFile(prefix).fingerprint()
+    assert reader.fingerprint() == TokenFile(prefix).reader.fingerprint()
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -26,7 +26,7 @@ def test_error_names_document_lengths_and_remedies():
 def test_documents_are_numbered_in_the_whole_corpus(documents):
     table = SequenceTable.build(LENGTHS, max_length=10, documents=documents)
     assert table.documents(np.arange(3)).tolist() == [2, 3, 4]
-    assert table.num_empty == 0
+    assert table.facts.num_empty == 0
 
 
 def test_a_long_document_outside_the_split_does_not_matter():
