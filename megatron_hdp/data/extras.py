@@ -5,12 +5,7 @@ from typing import Any
 
 
 def import_extra(module: str, needed_by: str, extra: str = "data") -> Any:
-    """Return a module of such a package.
-
-    Args:
-        module: its full name.
-        needed_by: what needs it, for the message.
-        extra: of megatron-hdp, which has the package.
+    """Return a module of such a package, which an extra of megatron-hdp has.
 
     Raises:
         ModuleNotFoundError: the package is not installed.

@@ -41,3 +41,9 @@ def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
     """Return samples of bytes ``[begin, end)`` of an open file; a short stretch whole."""
     places = sample_places(begin, end, num_samples)
     return b"".join(os.pread(file, min(SAMPLE_BYTES, end - place), place) for place in places)
+
+
+def sampled_file(path: str | os.PathLike[str], num_bytes: int, num_samples: int) -> bytes:
+    """Return samples of the first bytes of a file."""
+    with open(path, "rb", buffering=0) as file:
+        return sampled(file.fileno(), 0, num_bytes, num_samples)

@@ -149,9 +149,7 @@ class SpansWriter:
     def __init__(self, path: str | os.PathLike[str], *, durable: bool = False) -> None:
         """Prepare ``PREFIX.spans``; missing folders are made.
 
-        Args:
-            path: of the file.
-            durable: whether it is on the disk, whatever happens, once it has its name.
+        A durable file is on the disk, whatever happens, once it has its name.
         """
         self._path = os.fspath(path)
         self._durable = durable

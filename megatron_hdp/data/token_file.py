@@ -10,7 +10,12 @@ import numpy as np
 from megatron_hdp.arrays import ByteArray, Int64Array
 from megatron_hdp.data.hashes import SAMPLE_BYTES, sample_places
 from megatron_hdp.data.index_checks import IndexChecks
-from megatron_hdp.data.index_file import IndexFile, TokenFileError, TokenFileNotFoundError
+from megatron_hdp.data.index_file import (
+    IndexFile,
+    TokenFileError,
+    TokenFileNotFoundError,
+    read_into,
+)
 from megatron_hdp.files import note_opened
 
 _NUM_SAMPLES = 48
@@ -19,8 +24,7 @@ _NUM_SAMPLES = 48
 class TokenReader:
     """Reads tokens of one ``PREFIX.bin`` by their place in it.
 
-    It holds nothing but an open file. The ``.bin`` is not memory-mapped: where a mapped file
-    shrinks, the kernel kills whoever touches what is gone (SIGBUS); a read says it.
+    It holds nothing but an open file, which is not memory-mapped.
 
     Attributes:
         prefix: path without ``.bin``.
@@ -30,12 +34,7 @@ class TokenReader:
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: np.dtype[np.generic], num_bytes: int
     ) -> None:
-        """Open the file.
-
-        Args:
-            prefix: path without ``.bin``.
-            dtype: integer type of the tokens, as the ``.idx`` says.
-            num_bytes: of the ``.bin`` that the ``.idx`` covers, at least.
+        """Open the file, of which the ``.idx`` covers ``num_bytes``.
 
         Raises:
             TokenFileNotFoundError: the ``.bin`` is missing.
@@ -45,7 +44,14 @@ class TokenReader:
         self.dtype = dtype
         self._bin_path = self.prefix + ".bin"
         self._num_bytes = num_bytes
-        self._file = self._open()
+        if not os.path.isfile(self._bin_path):
+            raise TokenFileNotFoundError(
+                f"no token file {self._bin_path} beside {self.prefix}.idx: expected "
+                f"{num_bytes:,} bytes of tokens; copy it there or make the pair again with "
+                "`megatron-hdp preprocess`"
+            )
+        self._file = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
 
@@ -85,27 +91,12 @@ class TokenReader:
 
     def _read_into(self, target: ByteArray, place: int) -> None:
         """Fill ``target`` from byte ``place`` on; threads may do so at the same time."""
-        begin = place
-        while len(target):
-            try:
-                num_read = os.preadv(self._file, [target.data], place)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._bin_path) from error
-            if num_read == 0:
-                self._refuse_short(f" while bytes from {begin:,} on were read")
-            target, place = target[num_read:], place + num_read
-
-    def _open(self) -> int:
-        """Return the descriptor of the ``.bin``, which lives as long as this object."""
-        if not os.path.isfile(self._bin_path):
-            raise TokenFileNotFoundError(
-                f"no token file {self._bin_path} beside {self.prefix}.idx: expected "
-                f"{self._num_bytes:,} bytes of tokens; copy it there or make the pair again with "
-                "`megatron-hdp preprocess`"
-            )
-        file = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, file)
-        return file
+        try:
+            is_whole = read_into(self._file, target, place)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._bin_path) from error
+        if not is_whole:
+            self._refuse_short(f" while bytes from {place:,} on were read")
 
     def _refuse_short(self, when: str) -> None:
         found = os.fstat(self._file).st_size

@@ -76,11 +76,7 @@ class TokenWriter:
         self.add_batch(tokens, np.array([len(tokens)]))
 
     def add_batch(self, ids: npt.NDArray[np.integer], lengths: Int64Array) -> None:
-        """Append documents that stand one after the other.
-
-        Args:
-            ids: tokens of all of them.
-            lengths: tokens of each, 1 or more.
+        """Append documents that stand one after the other, of 1 or more tokens each.
 
         Raises:
             ValueError: as `add`.
@@ -127,12 +123,7 @@ def concatenate_pairs(
     *,
     durable: bool = False,
 ) -> None:
-    """Write the documents of several pairs, in their order, as one pair.
-
-    Args:
-        prefixes: one or more pairs that `TokenWriter` wrote, of one integer type.
-        target: prefix of the new pair.
-        durable: as of `TokenWriter`.
+    """Write the documents of pairs that `TokenWriter` wrote, in their order, as one pair.
 
     Raises:
         TokenFileError: a pair is damaged or of another kind.

@@ -44,10 +44,6 @@ class Table(Format):
     def parts(self, path: str, key: str | None) -> Iterator[Part]:
         """Yield the parts.
 
-        Args:
-            path: the file.
-            key: the column of the text; None: rows are wanted.
-
         Raises:
             ValueError: there is no such column, or the parts cannot be read one by one.
         """
@@ -80,12 +76,7 @@ class PartReader:
     """Reads rows of tables; the parts read last are kept, for each is read as a whole."""
 
     def __init__(self, key: str | None, kept_bytes: int) -> None:
-        """Set what is read.
-
-        Args:
-            key: the column of the text; None: whole rows.
-            kept_bytes: of the parts that are kept; the last one is, however large.
-        """
+        """Set what is read: the column of the text, or (None) whole rows."""
         self._key = key
         self._kept_bytes = kept_bytes
         self._kept: OrderedDict[tuple[str, int], Any] = OrderedDict()
@@ -93,14 +84,7 @@ class PartReader:
     def rows(
         self, path: str, table: Table, place: int, first: int, numbers: Sequence[int]
     ) -> Iterator[Record | BadRecord]:
-        """Yield rows of a part.
-
-        Args:
-            path: the file.
-            table: its format.
-            place: of the part.
-            first: rows of the file before the part.
-            numbers: of the rows, from 0 on, in the part.
+        """Yield rows of the part at a place, by their numbers in it; `first` rows lie before it.
 
         Raises:
             ValueError: the file is damaged.

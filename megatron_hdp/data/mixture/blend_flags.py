@@ -79,13 +79,9 @@ def _spec(
     template = None
     if flags.sft and flags.sft_tokenizer_prompt_format is not None:
         template = _SFT_TEMPLATE + flags.sft_tokenizer_prompt_format
+    kind = "chat" if flags.sft else "tokens"
     sources = tuple(
-        SourceSpec(
-            name=name,
-            path=path,
-            format="chat" if flags.sft else "tokens",
-            template=template,
-        )
+        SourceSpec(name=name, path=path, format=kind, template=template)
         for name, path in zip(names, paths, strict=True)
     )
     return MixtureSpec(

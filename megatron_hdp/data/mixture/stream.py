@@ -72,14 +72,10 @@ class SourceStream:
         splits_long: bool,
         max_epochs: int | None = None,
     ) -> None:
-        """Set what is drawn.
+        """Set what is drawn, for ``max_epochs`` or (None) for ever.
 
-        Args:
-            rows: the source's sequences.
-            shuffle: their order in each epoch.
-            splits_long: whether a row that is too long gives several sequences, rather than one
-                that lacks the row's end.
-            max_epochs: after which the source ends; None: never.
+        ``splits_long``: a row that is too long gives several sequences, rather than one that lacks
+        the row's end.
         """
         self.rows = rows
         self._shuffle = shuffle

@@ -72,16 +72,7 @@ class Decoder:
         long_sequence: str,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Set what is decoded.
-
-        Args:
-            spec: of the source; of it the limit of bad records.
-            index: its records.
-            decoding: what becomes of one.
-            max_length: ``--seq-length``.
-            long_sequence: of a longer record, ``truncate`` keeps the beginning, ``error`` refuses
-                it.
-            window_bytes: of decoded rows that are kept.
+        """Set what is decoded; ``error`` refuses records longer than ``--seq-length``, else cut.
 
         Raises:
             ValueError, ModuleNotFoundError: the template or the tokenizer cannot be used.

@@ -8,7 +8,7 @@ manifest, which is written last: without it the others are not there. What is un
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,7 @@ from megatron_hdp.data.prepare.prepared_files import (
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.files import locked
-
-Say = Callable[[str], None]
+from megatron_hdp.files import Say, locked
 
 _DAY_S = 86_400.0
 

@@ -31,16 +31,8 @@ class Content:
     hash: str
 
 
-def contents_of(
-    files: Sequence[str], known: Iterable[Content], tell: Tell, threads: int = _THREADS
-) -> list[Content]:
+def contents_of(files: Sequence[str], known: Iterable[Content], tell: Tell) -> list[Content]:
     """Return what files hold; those of a known path, size and time are not read again.
-
-    Args:
-        files: in order.
-        known: of earlier runs.
-        tell: is told how many bytes are settled.
-        threads: how many files are read at a time.
 
     Raises:
         OSError: a file cannot be read.
@@ -54,7 +46,7 @@ def contents_of(
         return Content(*place, hashes.get(place) or hash_of_file(path))
 
     contents = []
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for one in pool.map(content, files):
             contents.append(one)
             tell(one.size)

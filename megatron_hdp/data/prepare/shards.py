@@ -69,14 +69,7 @@ def shard_bytes_for(total_bytes: int) -> int:
 
 
 def cut(files: Sequence[str], key: str | None, *, lines: bool, shard_bytes: int) -> list[Shard]:
-    """Cut files into shards, in order; small neighbours share one.
-
-    Args:
-        files: in the order of their documents.
-        key: as of `formats.pieces_of`.
-        lines: likewise.
-        shard_bytes: about the size of a shard.
-    """
+    """Cut files into shards of about a size, in order; small neighbours share one."""
     shards: list[Shard] = []
     taken: list[tuple[int, Piece]] = []
     size = 0

@@ -21,13 +21,8 @@ def write_pair(
 ) -> Counts:
     """Write the documents of files, in order, as one pair: all of it or nothing.
 
-    Args:
-        files: what to read.
-        prefix: of the pair.
-        decoding: what to do with a document.
-        lines: whether what is no table by its name holds JSON lines.
-        workers: processes; this one alone if 1, or if there is little to do.
-        name: of the progress bar.
+    What is no table by its name holds JSON lines if `lines` says so. This process does all of it
+    if `workers` is 1 or there is little to do.
 
     Returns:
         What became of the documents; where none has a token, nothing is written.

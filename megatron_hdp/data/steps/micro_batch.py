@@ -117,12 +117,7 @@ class Pieces:
 
 
 def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
-    """Return all that `read_micro_batch` asks its source for, over all slots of a share.
-
-    Args:
-        share: of a rank.
-        num_further: as of its `Reader`.
-    """
+    """Return all that `read_micro_batch` asks its source for, over all slots of a share."""
     found = [
         _piece(run, share, num_further)
         for slot in range(share.num_slots)
@@ -138,14 +133,7 @@ def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
 def read_micro_batch(
     share: RankShare, slot: int, reader: Reader, source: TokenSource
 ) -> RankMicroBatch:
-    """Read a rank's part of the micro-batch of a slot, and no other token.
-
-    Args:
-        share: the rank's.
-        slot: of the share.
-        reader: what is read.
-        source: where tokens come from.
-    """
+    """Read a rank's part of the micro-batch of a slot, and no other token."""
     fewest = FEWEST_TOKENS * reader.token_multiple
     if share.indices[slot] == PADDING:
         return padding_micro_batch(share.hdp_rank, fewest, reader.num_further)

@@ -17,12 +17,7 @@ from megatron_hdp.planner.lockstep import planned_for
 
 
 def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = None) -> Plan:
-    """Return the plan of sequences of these lengths.
-
-    Args:
-        settings: to plan by.
-        lengths: tokens of each.
-        strategy: to plan by, if not the settings'.
+    """Return the plan of sequences of these lengths, by the settings' strategy or another one.
 
     Raises:
         ValueError: a sequence fits on no number of ranks.
@@ -85,10 +80,7 @@ class StepPlanner:
     ) -> Plan:
         """Return the plan of sequences of these lengths.
 
-        Args:
-            lengths: tokens of each.
-            strategy: to plan by, if not the run's.
-            settings: to plan by, if not the run's: those of `settings_at`.
+        The run's strategy and settings count unless others are given, as of `settings_at`.
 
         Raises:
             ValueError: a sequence fits on no number of ranks.

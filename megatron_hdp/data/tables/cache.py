@@ -34,14 +34,7 @@ class TableCache:
     """The file of one table: what a cutting makes of an ``.idx``."""
 
     def __init__(self, index: IndexFile, cutting: Cutting, folder: Path, say: Say) -> None:
-        """Name the file; see `open`.
-
-        Args:
-            index: the ``.idx``, open.
-            cutting: makes its documents sequences.
-            folder: of all caches.
-            say: takes lines for the log.
-        """
+        """Name the file; see `open`."""
         self._index = index
         self._cutting = cutting
         self._folder = folder

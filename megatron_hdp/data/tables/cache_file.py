@@ -70,17 +70,12 @@ class TableWriter:
     """
 
     def __init__(self, path: Path, num_rows: int, types: dict[str, str]) -> None:
-        """Make the file.
-
-        Args:
-            path: where the table will lie.
-            num_rows: of the table.
-            types: numpy type of each column.
-        """
+        """Make the file, of columns of these numpy types."""
         self._path = path
         self._types = types
         self._places, self._num_bytes = _places(num_rows, types)
-        self._waiting = {name: _Waiting(place) for name, place in self._places.items()}
+        self._written = dict(self._places)  # where of each column the next byte belongs
+        self._waiting = {name: bytearray() for name in types}
         self._new = path.with_name(f"{path.name}.tmp{os.getpid()}")
         with self._told():
             self._file = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
@@ -94,17 +89,17 @@ class TableWriter:
 
     def put(self, name: str, first: int, values: Column) -> None:
         """Write values of a column from a row on, the next one after those put before."""
-        column = self._waiting[name]
-        if self._places[name] + first * values.itemsize != column.end:
+        waiting = self._waiting[name]
+        if self._places[name] + first * values.itemsize != self._written[name] + len(waiting):
             raise ValueError(f"column {name} goes on at another row than {first:,}")
-        column.add(values.data.cast("B"))
-        if len(column) >= _LARGE_PAGE:
-            self._write(*column.take(len(column) // _LARGE_PAGE * _LARGE_PAGE))
+        waiting += values.data.cast("B")
+        if len(waiting) >= _LARGE_PAGE:
+            self._write(name, len(waiting) // _LARGE_PAGE * _LARGE_PAGE)
 
     def publish(self, facts: TableFacts, origin: TableOrigin) -> None:
         """Write the description, wait until everything lies on the disk, and give it its name."""
-        for column in self._waiting.values():
-            self._write(*column.take(len(column)))
+        for name, waiting in self._waiting.items():
+            self._write(name, len(waiting))
         with self._told():
             os.ftruncate(self._file, self._num_bytes)
             about = {"columns": self._types, "facts": asdict(facts), "origin": asdict(origin)}
@@ -112,9 +107,13 @@ class TableWriter:
             os.fchmod(self._file, 0o444)
             put_in_place(self._new, self._path, durable=True)
 
-    def _write(self, data: memoryview, place: int) -> None:
+    def _write(self, name: str, count: int) -> None:
+        """Write the first bytes of a column that wait."""
+        data = memoryview(self._waiting[name])
+        self._waiting[name] = bytearray(data[count:])
         with self._told():
-            write_at(self._file, data, place)
+            write_at(self._file, data[:count], self._written[name])
+        self._written[name] += count
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -122,32 +121,6 @@ class TableWriter:
             yield
         except OSError as error:
             raise unusable(self._path.parent, error, self._num_bytes) from None
-
-
-class _Waiting:
-    """What was put into a column and is not written yet."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-        self._bytes = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    @property
-    def end(self) -> int:
-        """Where the next byte belongs."""
-        return self._place + len(self._bytes)
-
-    def add(self, data: memoryview) -> None:
-        self._bytes += data
-
-    def take(self, count: int) -> tuple[memoryview, int]:
-        """Return the first bytes, which wait no longer, and where they belong."""
-        data, place = memoryview(self._bytes), self._place
-        self._bytes = bytearray(data[count:])
-        self._place += count
-        return data[:count], place
 
 
 def read_table(path: Path) -> CachedTable:
@@ -196,13 +169,7 @@ def _places(num_rows: int, types: dict[str, str]) -> tuple[dict[str, int], int]:
 
 
 def unusable(folder: Path, error: OSError, num_bytes: int = 0) -> TableCacheError:
-    """Return what to say of an error of the system when a file of the folder was written.
-
-    Args:
-        folder: the folder of caches.
-        error: what the system said.
-        num_bytes: of the file, where there may be no room for it.
-    """
+    """Return what to say of the system's error when a file of so many bytes was written."""
     found = error.strerror or str(error)
     if error.errno in _LACK_OF_ROOM:
         return TableCacheError(

@@ -63,12 +63,7 @@ def column_types(survey: Survey) -> dict[str, str]:
 
 
 def fill(documents: Iterable[Documents], survey: Survey, put: Put) -> TableFacts:
-    """Hand over all rows of a table.
-
-    Args:
-        documents: those that were counted, piece by piece.
-        survey: what was counted.
-        put: takes the values, each column from its first row on.
+    """Hand over all rows of a table, each column from its first row on.
 
     Raises:
         TokenFileError: the documents are others than those that were counted.

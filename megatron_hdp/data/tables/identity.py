@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_hdp.data.hashes import sampled
+from megatron_hdp.data.hashes import sampled_file
 from megatron_hdp.data.index_file import TokenFileError
 from megatron_hdp.data.tables.cutting import Cutting
 
@@ -44,8 +44,7 @@ class IndexIdentity:
             cutting.documents.stop,
         )
         digest = xxhash.xxh3_128(json.dumps(parts).encode())
-        with self.path.open("rb", buffering=0) as file:
-            digest.update(sampled(file.fileno(), 0, self.num_bytes, _NUM_SAMPLES))
+        digest.update(sampled_file(self.path, self.num_bytes, _NUM_SAMPLES))
         return digest.hexdigest()
 
     def content(self, note: Callable[[int, int], None]) -> str:

@@ -34,7 +34,7 @@ def open_source(
     *,
     max_length: int,
     long_sequence: str = "error",
-    documents: range | slice | None = None,
+    documents: range | None = None,
     cache_folder: Path | None = None,
     say: Say = _to_stderr,
 ) -> tuple[SequenceTable, TokenReader]:
@@ -43,7 +43,7 @@ def open_source(
     Args:
         prefix: path without ``.bin`` / ``.idx``.
         max_length: the context length in tokens.
-        long_sequence: what happens to a longer document, see `SequenceTable.build`.
+        long_sequence: what happens to a longer document, see `Cutting`.
         documents: the contiguous documents to take, such as a part of :func:`split_documents`; all
             when ``None``.
         cache_folder: of ``--data-cache-path``: the table lies there in a file that the processes of

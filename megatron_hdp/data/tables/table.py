@@ -1,7 +1,5 @@
 """The sequences that training draws from, one row each, looked up by row and never as a whole."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -9,8 +7,6 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents
 from megatron_hdp.data.tables.columns import Columns, TableFacts, fill_private
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-
-_PIECE = 1 << 18  # documents cut at once
 
 
 class SequenceTable:
@@ -35,33 +31,22 @@ class SequenceTable:
     def build(
         cls,
         lengths: npt.ArrayLike,
-        begins: npt.ArrayLike | None = None,
         *,
         max_length: int,
         long_sequence: str = "error",
-        documents: range | slice | None = None,
+        documents: range | None = None,
     ) -> "SequenceTable":
-        """Make the table of ``documents`` (all when ``None``) in memory of this process.
-
-        Args:
-            lengths: tokens of every document of the token file.
-            begins: place of each one's first token, in tokens; ``None``: they lie one after
-                another.
-            max_length: the context length in tokens.
-            long_sequence: what happens to a longer document: ``error``, ``truncate`` (keep its
-                beginning) or ``split`` (pieces of ``max_length``, the last one shorter).
-            documents: the contiguous documents to take, such as a part of :func:`split_documents`.
+        """Make the table of documents that lie one after another, in memory of this process.
 
         Raises:
             ValueError: a document is too long under ``error``, or no sequence is left.
         """
         counts = np.asarray(lengths, dtype=np.int64)
-        places = np.cumsum(counts) - counts if begins is None else np.asarray(begins, np.int64)
+        piece = Documents(0, counts, np.cumsum(counts) - counts)
         cutting = Cutting.of(
             len(counts), max_length=max_length, long_sequence=long_sequence, documents=documents
         )
-        survey = Survey.of(cutting, _pieces(counts, places))
-        return cls(*fill_private(_pieces(counts, places), survey))
+        return cls(*fill_private([piece], Survey.of(cutting, [piece])))
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -115,9 +100,3 @@ class SequenceTable:
         # of the column's own type: of another one numpy would copy the whole column
         first = np.searchsorted(self._document, self._document[rows], side="left")
         return self.begins(rows) - self.begins(first)
-
-
-def _pieces(lengths: Int64Array, begins: Int64Array) -> Iterator[Documents]:
-    for first in range(0, len(lengths), _PIECE):
-        here = slice(first, first + _PIECE)
-        yield Documents(first, lengths[here], begins[here])

@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
         parts = [self._backend.normalizer, self._backend.pre_tokenizer]
         pattern = ascii_pattern(*(part and orjson.loads(part.__getstate__()) for part in parts))
         added = self._backend.get_added_tokens_decoder().values()
-        if pattern is None or any(map(_heeds, added)):
+        if pattern is None or any(map(heeds_surroundings, added)):
             return None
         return RememberedWords(
             pattern,
@@ -169,9 +169,3 @@ class HuggingFaceTokenizer:
             return f"{self._path}@transformers {importlib.metadata.version('transformers')}"
         template = str(getattr(self._tokenizer, "chat_template", None))
         return hash_of_bytes((self._backend.to_str() + template).encode())
-
-
-def _heeds(token: Any) -> bool:
-    return heeds_surroundings(
-        token.content, strips_right=token.rstrip, is_single_word=token.single_word
-    )

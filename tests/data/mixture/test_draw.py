@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture.batch_size import BatchSize
+from megatron_hdp.data.mixture.draw import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase
 from megatron_hdp.data.order import Continuation, DataOrder

@@ -16,11 +16,10 @@ from megatron_hdp.data.mixture import (
     read_data_file,
 )
 from megatron_hdp.data.mixture.stream import SourceStream
-from megatron_hdp.data.shuffles import TableOrder
 from tests.data.chat import tiny_tokenizer
 from tests.data.prepare.corpora import texts_of, write_lines
 from tests.support.gradients import write_corpus
-from tests.support.mixtures import Lengths
+from tests.support.mixtures import Lengths, TableOrder
 
 OPENING = Opening(
     max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None, workers=0

@@ -33,9 +33,8 @@ corpora = st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_siz
 @contextmanager
 def in_small_pieces(size):
     """Reads, cuts and compares so few at once that documents span pieces."""
-    names = ("index_file._PIECE", "index_checks._PIECE", "tables.table._PIECE")
     with ExitStack() as stack:
-        for name in (*names, "tables.cutting._MOST_ROWS"):
+        for name in ("index_file._PIECE", "index_checks._PIECE", "tables.cutting._MOST_ROWS"):
             stack.enter_context(mock.patch(f"megatron_hdp.data.{name}", size))
         yield
 
@@ -83,7 +82,7 @@ def test_every_table_is_that_of_the_reference(tmp_path_factory, case, piece):
         cached = open_table(prefix, cache_folder=folder, **options)
     again = open_table(prefix, cache_folder=folder, **options)
     file = TokenFile(prefix)
-    built = SequenceTable.build(file.lengths, file.begins, **options)
+    built = SequenceTable.build(file.lengths, **options)
     for table in (private, cached, again, built):
         facts, found = everything(table)
         assert found == columns

@@ -172,7 +172,8 @@ def test_others_are_left_to_the_library(state):
 
 
 def test_tokens_that_look_around():
-    assert not heeds_surroundings("<|end|>", strips_right=False, is_single_word=False)
-    assert heeds_surroundings("<|end|>", strips_right=True, is_single_word=False)
-    assert heeds_surroundings("<|end|>", strips_right=False, is_single_word=True)
-    assert heeds_surroundings("a b", strips_right=False, is_single_word=False)
+    token = tokenizers.AddedToken
+    assert not heeds_surroundings(token("<|end|>"))
+    assert heeds_surroundings(token("<|end|>", rstrip=True))
+    assert heeds_surroundings(token("<|end|>", single_word=True))
+    assert heeds_surroundings(token("a b"))
