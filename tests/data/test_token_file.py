@@ -84,34 +84,31 @@ def test_reading_outside_a_document_is_refused(tmp_path, span):
         file.read(0, *span)
 
 
-def test_missing_idx(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [
+        ("idx", r"no index file .*data\.idx.*preprocess"),
+        ("bin", r"no token file .*\.bin.*18 bytes"),
+    ],
+)
+def test_a_missing_file(tmp_path, suffix, message):
     prefix = write_pair(tmp_path / "data")
-    (tmp_path / "data.idx").unlink()
-    with pytest.raises(TokenFileNotFoundError, match=r"no index file .*data\.idx.*preprocess"):
+    (tmp_path / f"data.{suffix}").unlink()
+    with pytest.raises(TokenFileNotFoundError, match=message) as caught:
         TokenFile(prefix)
+    assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_missing_bin(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "size", "message"),
+    [
+        ("bin", 17, r"has 17 bytes, its \.idx promises 18"),
+        *(("idx", size, "begins with" if size < 9 else "truncated") for size in (0, 5, 20, 34, 60)),
+    ],
+)
+def test_a_truncated_file_is_found_at_open(tmp_path, suffix, size, message):
     prefix = write_pair(tmp_path / "data")
-    (tmp_path / "data.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no token file .*data\.bin.*18 bytes"):
-        TokenFile(prefix)
-
-
-def test_truncated_bin_is_found_at_open(tmp_path):
-    prefix = write_pair(tmp_path / "data")
-    with open(f"{prefix}.bin", "r+b") as stream:
-        stream.truncate(17)
-    with pytest.raises(TokenFileError, match=r"has 17 bytes, its \.idx promises 18"):
-        TokenFile(prefix)
-
-
-@pytest.mark.parametrize("size", [0, 5, 20, 34, 60])
-def test_truncated_idx(tmp_path, size):
-    prefix = write_pair(tmp_path / "data")
-    with open(f"{prefix}.idx", "r+b") as stream:
-        stream.truncate(size)
-    message = "begins with" if size < 9 else "truncated"
+    os.truncate(f"{prefix}.{suffix}", size)
     with pytest.raises(TokenFileError, match=message):
         TokenFile(prefix)
 
@@ -156,12 +153,8 @@ def test_a_document_may_be_there_again(tmp_path):
     """Some weigh documents by naming them twice in the index."""
     prefix = write_pair(tmp_path / "data", [[1, 2], [3, 4], [5, 6]])
     patch_bytes(tmp_path / "data.idx", POINTERS_AT + 2 * 8, struct.pack("<q", 0))
-    tokens = TokenFile(prefix)
-    assert [tokens.read(document, 0, 2).tolist() for document in range(3)] == [
-        [1, 2],
-        [3, 4],
-        [1, 2],
-    ]
+    file = TokenFile(prefix)
+    assert [file.read(d, 0, 2).tolist() for d in range(3)] == [[1, 2], [3, 4], [1, 2]]
 
 
 def test_a_document_with_a_hole_is_refused(tmp_path):

@@ -325,7 +325,44 @@ def test_a_schedule_in_tokens():
     assert sources == [[0, 0]] * 5 + [[1, 1]] * 2  # 100 tokens are drawn before the sixth
 
 
-def test_a_batch_has_one_size():
-    for sizes in ({}, {"sequences": 1, "tokens": 1}, {"sequences": 0}):
-        with pytest.raises(ValueError, match="exactly one, at least 1"):
-            BatchSize(**sizes)
+GROWING = BatchSize(5, growth=((0, 1), (5, 3), (10, 5)))
+
+
+def test_the_size_of_a_step_depends_on_what_was_drawn():
+    assert [GROWING.at(drawn) for drawn in (0, 4, 5, 9, 10, 10**9)] == [1, 1, 3, 3, 5, 5]
+    assert BatchSize(4).at(7) == 4 and BatchSize(tokens=9).at(7) is None
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sequences": 1, "tokens": 1}, {"sequences": 0}])
+def test_a_batch_has_one_size(sizes):
+    with pytest.raises(ValueError, match="exactly one, at least 1"):
+        BatchSize(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("unit", "growth"),
+    [
+        ("sequences", ((1, 2), (3, 4))),
+        ("sequences", ((0, 2), (3, 4), (3, 5))),
+        ("tokens", ((0, 2),)),
+        ("sequences", ((0, 0),)),
+    ],
+)
+def test_growth_that_is_none_is_refused(unit, growth):
+    with pytest.raises(ValueError, match="sizes of a global batch"):
+        BatchSize(**{unit: 4, "growth": growth})
+
+
+def test_steps_grow_and_every_row_is_drawn_as_often_as_without():
+    table = {"s": list(range(1, 40))}
+    growing, position, rows, sizes = mixture(table, batch=GROWING), Position(), [], []
+    while position.sequences < 39:
+        step = growing.step(position)
+        again = growing.step(Position.from_record(position.to_record()))  # as after a resume
+        assert again.rows.tolist() == step.rows.tolist()
+        rows += step.rows.tolist()
+        sizes.append(len(step.rows))
+        position = step.after
+    assert sizes[:9] == [1, 1, 1, 1, 1, 3, 3, 5, 5]
+    plain = mixture(table, batch=BatchSize(39)).step(Position())
+    assert rows[:39] == plain.rows.tolist()
