@@ -10,16 +10,10 @@ from megatron_hdp.data.chat import Conversations
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.tokenizers import build_tokenizer
 from tests.data.chat import tiny_tokenizer
-from tests.data.prepare.corpora import names, pair, run
+from tests.data.prepare.corpora import conversation, names, pair, run
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
-
-
-def conversation(number):
-    asked, answered = f"what is {number}?", f"it is {number} " * (1 + number % 5)
-    contents = zip(("user", "assistant"), (asked, answered), strict=True)
-    return {"messages": [{"role": role, "content": text} for role, text in contents]}
 
 
 ROWS = [conversation(number) for number in range(120)]
@@ -74,15 +68,12 @@ def test_lost_spans_are_made_again(tmp_path, options):
 )
 def test_whatever_changes_tokens_or_spans_is_another_pair(tmp_path, options, change):
     path = write(tmp_path / "x.jsonl", ROWS)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     options["template"] = str(tmp_path / "t.jinja")
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    )
+    (tmp_path / "t.jinja").write_text(template)
     first = run(path, tmp_path / "cache", **options)
     assert run(path, tmp_path / "cache", **(options | change)).prefix != first.prefix
-    (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    )
+    (tmp_path / "t.jinja").write_text(template.replace("<", "["))
     assert run(path, tmp_path / "cache", **options).prefix != first.prefix
 
 
