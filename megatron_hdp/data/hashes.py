@@ -1,7 +1,6 @@
 """Hashes of contents, by which prepared data is told apart: XXH3, at the speed of memory."""
 
 import os
-from collections.abc import Iterable
 
 import xxhash
 
@@ -23,12 +22,6 @@ def hash_of_file(path: str | os.PathLike[str]) -> str:
         while count := stream.readinto(block):
             digest.update(view[:count])
     return digest.hexdigest()
-
-
-def hash_of_files(folder: str, names: Iterable[str]) -> str:
-    """Return one hash of files: of their names in the folder and what they hold."""
-    parts = [f"{name}\0{hash_of_file(os.path.join(folder, name))}\n" for name in names]
-    return hash_of_bytes("".join(parts).encode())
 
 
 def sample_places(begin: int, end: int, num_samples: int) -> list[int]:

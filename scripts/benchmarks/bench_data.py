@@ -54,19 +54,17 @@ def main() -> None:
         default=[1_000_000, 50_000_000, 200_000_000, 1_000_000_000],
         help="of an epoch (default: 1M 50M 200M 1G)",
     )
-    parser.add_argument("--draws", type=int, default=60_000, help="of a step (default: 60,000)")
-    parser.add_argument("--rounds", type=int, default=51, help="of measuring (default: 51)")
-    parser.add_argument(
-        "--table-up-to", type=int, default=50_000_000, help="rows (default: 50M; 16 bytes each)"
-    )
-    parser.add_argument(
-        "--step-rows", type=int, default=50_000_000, help="of a whole step (default: 50M)"
-    )
+    for name, default, what in (
+        ("draws", 60_000, "of a step"),
+        ("rounds", 51, "of measuring"),
+        ("table-up-to", 50_000_000, "rows, of 16 bytes each"),
+        ("step-rows", 50_000_000, "of a whole step"),
+        ("beside-up-to", 50_000_000, "documents"),
+    ):
+        about = f"{what} (default: {default:,})"
+        parser.add_argument(f"--{name}", type=int, default=default, help=about)
     parser.add_argument("--tables", type=int, nargs="+", metavar="N", help="documents, see above")
     parser.add_argument("--sparse", type=int, metavar="N", help="rows of a cache with a hole")
-    parser.add_argument(
-        "--beside-up-to", type=int, default=50_000_000, help="documents (default: 50M)"
-    )
     parser.add_argument("--folder", type=Path, help="for files (default: a temporary one)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()

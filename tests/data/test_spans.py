@@ -76,12 +76,8 @@ lists_of_documents = st.lists(
 @given(documents=lists_of_documents, data=st.data())
 def test_many_counts_at_once(documents, data, tmp_path_factory):
     spans = Spans(write(tmp_path_factory.getbasetemp() / "many.spans", documents))
-    rows = data.draw(
-        st.lists(
-            st.tuples(st.integers(0, len(documents) - 1), st.integers(0, 70), st.integers(0, 70)),
-            max_size=20,
-        )
-    )
+    row = st.tuples(st.integers(0, len(documents) - 1), st.integers(0, 70), st.integers(0, 70))
+    rows = data.draw(st.lists(row, max_size=20))
     chosen = [(document, min(a, b), max(a, b)) for document, a, b in rows]
     columns = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
     expected = [int(believed(documents[d], 80)[a:b].sum()) for d, a, b in chosen]

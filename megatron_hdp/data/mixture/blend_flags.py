@@ -8,8 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
-from megatron_hdp.data.mixture.schedule import Phase, Schedule
+from megatron_hdp.data.mixture.schedule import SPLITS, MixtureSpec, Phase, Schedule
 from megatron_hdp.data.spec import SourceSpec
 
 _SFT_TEMPLATE = "megatron:"

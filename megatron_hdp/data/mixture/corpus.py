@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.draw import BatchSize, MixedSource, Mixture, Together
-from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
+from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source, digest
 from megatron_hdp.data.mixture.stream import SourceStream
 from megatron_hdp.data.order import SourceOrder

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_hdp.data.mixture.mixture_spec import WEIGHT_UNITS, MixtureSpec
-from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
+from megatron_hdp.data.mixture.schedule import WEIGHT_UNITS, MixtureSpec, Phase, Schedule, amount_of
 from megatron_hdp.data.spec import (
     BACKENDS,
     FORMATS,

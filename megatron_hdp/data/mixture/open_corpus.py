@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
+from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource

@@ -63,17 +63,13 @@ def prepare(
 ) -> Prepared:
     """Tokenise a source into a cache, or find it there.
 
+    The pair is the same whatever the number of workers (0: this process does it), and wherever
+    earlier calls were interrupted: what they had finished is not done again. What happens is told
+    a line at a time, on standard error unless `say` is given. Another process that prepares the
+    same is waited for; the size of a piece of work follows from the files' unless it is given.
+
     The pair is the same whatever the number of workers, and wherever earlier calls were
     interrupted: what they had finished is not done again.
-
-    Args:
-        spec: a source of text or conversations.
-        tokenizer: of a source that names none.
-        folder: of the cache; made if it is missing.
-        workers: processes; 0: this one does it.
-        say: is told what happens, a line at a time (default: standard error).
-        patience_s: how long to wait for another process that prepares the same.
-        shard_bytes: how much of the files is one piece of work; None: by their size.
 
     Raises:
         ValueError: a file is no such thing, too many documents are bad, or none has a token.

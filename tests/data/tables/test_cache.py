@@ -16,9 +16,8 @@ from megatron_hdp import files
 from megatron_hdp.data import TokenFileError, mapped_file
 from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.tables import TableCacheError, cache, cache_file
-from megatron_hdp.data.tables.cache import TableCache
+from megatron_hdp.data.tables.cache import IndexIdentity, TableCache
 from megatron_hdp.data.tables.cache_file import TableWriter
-from megatron_hdp.data.tables.identity import IndexIdentity
 from tests.data.tables.pairs import everything, open_table, write_index, write_pair
 
 DOCUMENTS = [[3], [5, 4], [], [8], [9], [1]]
