@@ -125,14 +125,9 @@ class Mixture:
         weight_unit: str = "tokens",
         together: Together = map,
     ) -> None:
-        """Set what is drawn.
+        """Set what is drawn; ties go to the first source, and weights are shares of the unit.
 
-        Args:
-            sources: in the order that ties go by.
-            schedule: weights, in the sources' order, and lengths.
-            batch: size of a step.
-            weight_unit: what a weight is a share of: ``tokens``, ``loss-tokens``, ``sequences``.
-            together: maps a function over the sources, for those that wait for others at once.
+        ``together`` maps a function over the sources, for those that wait for others at once.
         """
         self.sources = tuple(sources)
         self.schedule = schedule

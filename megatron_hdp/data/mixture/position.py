@@ -121,11 +121,9 @@ class Position:
         return replace(self, losses=replace(seen, behind=behind, steps=self.steps))
 
     def seeing(self, before: Position, losses: Mapping[str, float | None]) -> Position:
-        """Return it with the losses of the step that led here, if steps follow losses.
+        """Return it with the losses of the step that began at `before`, if steps follow losses.
 
-        Args:
-            before: where the step began.
-            losses: of its sources; None of those without a loss token.
+        None is that of a source without a loss token.
         """
         seen = before.losses
         if seen is not None:

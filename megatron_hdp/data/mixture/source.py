@@ -68,8 +68,7 @@ class Source(Rows, Protocol):
     def order(self, key: int) -> SourceOrder:
         """Return what decides the order in which it is drawn, but for what stands in it.
 
-        Args:
-            key: what tells its orders from those of other sources.
+        The key tells its orders from those of other sources.
         """
         num_rows, corpus = self._all_rows()
         if self.num_rows != num_rows:
@@ -92,12 +91,7 @@ class Source(Rows, Protocol):
         """Return what a message calls the documents of rows."""
 
     def describe(self, use: str, name: str) -> str:
-        """Return how many rows are ``use``, and what became of its documents.
-
-        Args:
-            use: such as ``to train on``.
-            name: of the source, as the sentence goes on; may be empty.
-        """
+        """Return how many rows are ``use``, such as ``to train on``, and what became of them."""
 
 
 def digest(*parts: object) -> int:

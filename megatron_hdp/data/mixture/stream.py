@@ -97,11 +97,7 @@ class SourceStream:
     def pieces(self, number: int, offset: int, count: int, max_length: int) -> Pieces:
         """Return the sequences of the next ``count`` rows, fewer where the source ends.
 
-        Args:
-            number: of the first row, since the start of training.
-            offset: tokens of that row that are drawn already.
-            count: rows to take.
-            max_length: tokens of the longest sequence.
+        Of the first row, by its number since the start of training, ``offset`` tokens are drawn.
         """
         stop = number + count if self._end is None else min(number + count, self._end)
         rows = self._rows_of(number, stop)

@@ -99,8 +99,7 @@ class StepPlanner:
     def broadcast_at(self, *, from_plane: bool) -> frozenset[str]:
         """Return the axes, of `primitives.AXES`, along which one rank reads for the others.
 
-        Args:
-            from_plane: whether a data plane lays tokens out where all ranks can map them.
+        A data plane lays tokens out where all ranks can map them.
         """
         if self._users.broadcast_at is None:
             return frozenset() if from_plane else frozenset(AXES)

@@ -33,9 +33,7 @@ def count_documents(prefix: str | os.PathLike[str]) -> int:
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
     """Cut the documents into training, validation and test as Megatron's ``--split`` does.
 
-    Args:
-        num_documents: documents of the corpus.
-        split: one to three weights such as ``"969,30,1"``; they are normalised, missing ones are 0.
+    One to three weights such as ``"969,30,1"`` are normalised; missing ones are 0.
 
     Raises:
         ValueError: the weights are malformed, too many, or all 0.

@@ -80,9 +80,7 @@ class SequenceTable:
     def num_labels(self, rows: Int64Array, lengths: Int64Array | None = None) -> Int64Array:
         """Return how many tokens of each sequence, counted from its first, have a label.
 
-        Args:
-            rows: of the sequences.
-            lengths: of the same rows, where the caller has them; looking them up waits for memory.
+        Their lengths are looked up, which waits for memory, unless the caller has them.
         """
         if lengths is None:
             lengths = self.lengths(rows)

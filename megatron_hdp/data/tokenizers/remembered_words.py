@@ -52,13 +52,7 @@ class RememberedWords:
         ids_of: Callable[[str], Sequence[int]],
         added: Iterable[str],
     ) -> None:
-        """Set how text is cut and who knows the ids.
-
-        Args:
-            pattern: cuts ASCII text into words, all of it.
-            ids_of: the ids of a word in the alphabet of byte-level models.
-            added: tokens that are looked for before text is cut into words.
-        """
+        """Set what cuts text into words, who knows their ids, and tokens to look for before."""
         self._words_of = pattern.findall
         self._ids = _Ids(ids_of)
         tokens = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
