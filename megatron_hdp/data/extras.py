@@ -5,12 +5,7 @@ from typing import Any
 
 
 def import_extra(module: str, needed_by: str, extra: str = "data") -> Any:
-    """Return a module of such a package.
-
-    Args:
-        module: its full name.
-        needed_by: what needs it, for the message.
-        extra: of megatron-hdp, which has the package.
+    """Return a module of such a package, which an extra of megatron-hdp has.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -26,8 +21,3 @@ def import_extra(module: str, needed_by: str, extra: str = "data") -> Any:
             f"pip install 'megatron-hdp[{extra}]'",
             name=package,
         ) from error
-
-
-def pyarrow_module(path: str, name: str = "pyarrow") -> Any:
-    """Return pyarrow, or a module of it, to read a file with."""
-    return import_extra(name, path)

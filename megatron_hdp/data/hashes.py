@@ -1,12 +1,11 @@
 """Hashes of contents, by which prepared data is told apart: XXH3, at the speed of memory."""
 
 import os
-from collections.abc import Iterable
 
 import xxhash
 
 _BLOCK_BYTES = 2**24
-_SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 4096
 
 
 def hash_of_bytes(raw: bytes) -> str:
@@ -25,17 +24,19 @@ def hash_of_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def hash_of_files(folder: str, names: Iterable[str]) -> str:
-    """Return one hash of files: of their names in the folder and what they hold."""
-    parts = [f"{name}\0{hash_of_file(os.path.join(folder, name))}\n" for name in names]
-    return hash_of_bytes("".join(parts).encode())
+def sample_places(begin: int, end: int, num_samples: int) -> list[int]:
+    """Return where samples of bytes ``[begin, end)`` lie: evenly spread, both ends included."""
+    last = max(begin, end - SAMPLE_BYTES)
+    return sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
 
 
 def sampled(file: int, begin: int, end: int, num_samples: int) -> bytes:
-    """Return samples of bytes ``[begin, end)`` of an open file: evenly spread, both ends included.
+    """Return samples of bytes ``[begin, end)`` of an open file; a short stretch whole."""
+    places = sample_places(begin, end, num_samples)
+    return b"".join(os.pread(file, min(SAMPLE_BYTES, end - place), place) for place in places)
 
-    A short stretch is returned whole.
-    """
-    last = max(begin, end - _SAMPLE_BYTES)
-    places = sorted({begin + (last - begin) * i // (num_samples - 1) for i in range(num_samples)})
-    return b"".join(os.pread(file, min(_SAMPLE_BYTES, end - place), place) for place in places)
+
+def sampled_file(path: str | os.PathLike[str], num_bytes: int, num_samples: int) -> bytes:
+    """Return samples of the first bytes of a file."""
+    with open(path, "rb", buffering=0) as file:
+        return sampled(file.fileno(), 0, num_bytes, num_samples)

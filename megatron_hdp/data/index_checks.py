@@ -1,11 +1,10 @@
 """What must hold of an ``.idx`` before anything is read where it points: piece by piece."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.arrays import Int32Array, Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents, IndexFile, IndexPiece, TokenFileError
 
 _MOST_BYTES = 2**62  # of a .bin: sums with a sequence's bytes stay in 64 bits
@@ -98,45 +97,21 @@ class IndexChecks:
         """
         lengths, pointers = self._index.sequences()
         order = np.argsort(pointers, kind="stable")
-        before: _Place | None = None
+        if not lengths.all():
+            order = order[lengths[order] > 0]
         for begin in range(0, len(order), _PIECE):
-            rows = order[begin : begin + _PIECE]
-            before = self._check_neighbours(rows[lengths[rows] > 0], lengths, pointers, before)
-
-    def _check_neighbours(
-        self,
-        rows: Int64Array,
-        lengths: Int32Array,
-        pointers: Int64Array,
-        before: "_Place | None",
-    ) -> "_Place | None":
-        """Check sequences in the order of their bytes, the one before them too; return the last."""
-        if len(rows) == 0:
-            return before
-        starts = pointers[rows]
-        ends = starts + lengths[rows].astype(np.int64) * self._index.dtype.itemsize
-        if before is not None:
-            rows = np.append(before.sequence, rows)
-            starts, ends = np.append(before.start, starts), np.append(before.end, ends)
-        is_again = (starts[1:] == starts[:-1]) & (ends[1:] == ends[:-1])  # repeated on purpose
-        overlaps = (starts[1:] < ends[:-1]) & ~is_again
-        if overlaps.any():
-            first = int(np.argmax(overlaps))
-            raise TokenFileError(
-                f"{self._index.path}: sequence {rows[first + 1]} begins at byte "
-                f"{starts[first + 1]:,}, inside sequence {rows[first]}, which ends at byte "
-                f"{ends[first]:,}: {_REBUILD}"
-            )
-        return _Place(int(rows[-1]), int(starts[-1]), int(ends[-1]))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A sequence and its bytes."""
-
-    sequence: int
-    start: int
-    end: int
+            rows = order[begin : begin + _PIECE + 1]  # the last one begins the next piece
+            starts = pointers[rows]
+            ends = starts + lengths[rows].astype(np.int64) * self._index.dtype.itemsize
+            is_again = (starts[1:] == starts[:-1]) & (ends[1:] == ends[:-1])  # repeated on purpose
+            overlaps = (starts[1:] < ends[:-1]) & ~is_again
+            if overlaps.any():
+                first = int(np.argmax(overlaps))
+                raise TokenFileError(
+                    f"{self._index.path}: sequence {rows[first + 1]} begins at byte "
+                    f"{starts[first + 1]:,}, inside sequence {rows[first]}, which ends at byte "
+                    f"{ends[first]:,}: {_REBUILD}"
+                )
 
 
 def _check_lengths(path: str, piece: IndexPiece) -> None:

@@ -48,6 +48,19 @@ def pack_header(dtype: np.dtype[np.generic], num_sequences: int, num_borders: in
     return _HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_borders)
 
 
+def read_into(file: int, target: ByteArray, place: int) -> bool:
+    """Fill an array with a file's bytes from a place on; False: the file ends before.
+
+    It is read and not mapped, for a mapped file that shrinks kills whoever touches what is gone.
+    """
+    while len(target):
+        num_read = os.preadv(file, [target.data], place)
+        if num_read == 0:
+            return False
+        target, place = target[num_read:], place + num_read
+    return True
+
+
 @dataclass(frozen=True)
 class IndexPiece:
     """Neighbouring sequences of an ``.idx``, and the documents that end among them."""
@@ -215,16 +228,12 @@ class IndexFile:
         return column.astype(np.int64, copy=False)
 
     def _read_into(self, target: ByteArray, place: int) -> None:
-        """Read, and do not map: a mapped file that shrinks kills whoever touches what is gone."""
-        while len(target):
-            num_read = os.preadv(self._file, [target.data], place)
-            if num_read == 0:
-                raise TokenFileError(
-                    f"{self.path} ended at byte {os.fstat(self._file).st_size:,} while it was "
-                    "read, although it had more when it was opened: something changes it; wait "
-                    "until it is complete"
-                )
-            target, place = target[num_read:], place + num_read
+        if not read_into(self._file, target, place):
+            raise TokenFileError(
+                f"{self.path} ended at byte {os.fstat(self._file).st_size:,} while it was read, "
+                "although it had more when it was opened: something changes it; wait until it is "
+                "complete"
+            )
 
 
 class _DocumentSums:

@@ -14,12 +14,7 @@ class OneAhead(Generic[Key, Item]):
     def __init__(
         self, prepare: Callable[[Key], Item], told_by: Callable[[Key], Hashable] | None = None
     ) -> None:
-        """Set what prepares an item; it runs in one thread at a time.
-
-        Args:
-            prepare: makes the item of a key.
-            told_by: what of a key tells it from others; all of it unless given.
-        """
+        """Set what prepares an item, in one thread at a time, and what distinguishes keys."""
         self._prepare = prepare
         self._told_by = told_by or (lambda key: key)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="one-ahead")

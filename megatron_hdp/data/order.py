@@ -86,11 +86,7 @@ class DataOrder:
         return cls(**shared, sources={UNNAMED: source})
 
     def continuing(self, saved: DataOrder, place: str) -> Continuation:
-        """Return this order as the run that had the order `saved` goes on in it.
-
-        Args:
-            saved: the order that a checkpoint holds.
-            place: the checkpoint, for the message.
+        """Return this order as the run that had the order `saved`, of a checkpoint, goes on in it.
 
         Raises:
             ValueError: something differs that must not, no source is left, or this release does
@@ -166,14 +162,12 @@ class Continuation:
     def announcements(self) -> list[str]:
         """Return what the log says of it, nothing where all is as before."""
         words = []
-        for name, one in self.order.sources.items():
-            if one.version < LATEST_ORDER and name not in self.added:
-                words.append(
-                    f"the checkpoint's run began with version {one.version} of the order of the "
-                    f"data (now {LATEST_ORDER}): it resumes in that one, so nothing is repeated or "
-                    "skipped"
-                )
-                break
+        kept = [one.version for name, one in self.order.sources.items() if name not in self.added]
+        if older := [version for version in kept if version < LATEST_ORDER]:
+            words.append(
+                f"the checkpoint's run began with version {older[0]} of the order of the data (now "
+                f"{LATEST_ORDER}): it resumes in that one, so nothing is repeated or skipped"
+            )
         if self.added:
             words.append(f"sources that are new to this run: {_list(self.added)}")
         if self.removed:

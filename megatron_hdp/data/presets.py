@@ -25,12 +25,6 @@ def preset_lengths(name: str, *, num_tokens: int, max_length: int, seed: int = 0
 
     Lengths are log-uniform within a bin and cut to ``max_length``.
 
-    Args:
-        name: One of ``PRESETS``.
-        num_tokens: Tokens of all sequences together.
-        max_length: The context length.
-        seed: Of the random numbers.
-
     Raises:
         ValueError: an unknown preset, or a number below 1.
     """

@@ -23,14 +23,6 @@ class Shuffle(Protocol):
         ...
 
 
-class TableOrder:
-    """No shuffling: the order of the table in every epoch."""
-
-    def rows(self, epoch: int, first: int, count: int) -> Int64Array:
-        """Return the rows at ``count`` positions of an epoch, from position ``first`` on."""
-        return np.arange(first, first + count)
-
-
 class SortedDraws:
     """Version 1: each epoch's permutation is kept, as what sorts random draws.
 

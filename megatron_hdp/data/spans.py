@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterable
 from contextlib import ExitStack
 from tempfile import TemporaryFile
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -43,13 +42,8 @@ class Spans:
     mapped file short makes the kernel kill its readers.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, check: bool = True) -> None:
-        """Open a file.
-
-        Args:
-            path: ``PREFIX.spans``.
-            check: read all of it once, to find damage; without it only header and size are
-                compared, for a file that another process of the node has just checked.
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open ``PREFIX.spans`` and read all of it once, to find damage.
 
         Raises:
             TokenFileNotFoundError: there is no such file.
@@ -61,8 +55,7 @@ class Spans:
         place = _HEADER.size + self._first.nbytes
         self._spans = _column(self.path, place, 2 * num_spans).reshape(num_spans, 2)
         self._before = _column(self.path, place + self._spans.nbytes, num_spans + 1)
-        if check:
-            self._check()
+        self._check()
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -79,20 +72,8 @@ class Spans:
         first, stop = self._first[document : document + 2]
         return np.array(self._spans[first:stop], dtype=np.int64)
 
-    def num_trained(self, documents: Int64Array) -> Int64Array:
-        """Return the trained tokens of whole documents, ``int64[n]`` for ``n`` of them."""
-        documents = np.asarray(documents, dtype=np.int64)
-        self._require_documents(documents)
-        first, stop = self._first[documents], self._first[documents + 1]
-        return np.asarray(self._before[stop] - self._before[first], dtype=np.int64)
-
-    def count(self, document: int, start: int, stop: int) -> int:
-        """Return how many tokens at positions ``start <= p < stop`` of a document are trained."""
-        one = (np.asarray([value], dtype=np.int64) for value in (document, start, stop))
-        return int(self.counts(*one)[0])
-
     def counts(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
-        """Return :meth:`count` of every row, ``int64[n]``."""
+        """Return how many tokens at positions ``start <= p < stop`` are trained, ``int64[n]``."""
         documents = np.asarray(documents, dtype=np.int64)
         self._require_documents(documents)
         starts, stops = (np.asarray(one, dtype=np.int64) for one in (starts, stops))
@@ -116,33 +97,6 @@ class Spans:
         np.add.at(steps, inside[:, 0], 1)
         np.add.at(steps, inside[:, 1], -1)
         return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
-
-    def check_lengths(self, lengths: Int64Array) -> None:
-        """Check that these are spans of documents with so many tokens.
-
-        Args:
-            lengths: tokens of each document of the ``.idx``.
-
-        Raises:
-            TokenFileError: other documents, or a span that goes beyond the end of its own.
-        """
-        if len(lengths) != len(self):
-            raise TokenFileError(
-                f"{self.path} has spans of {len(self):,} documents, the .idx beside it has "
-                f"{len(lengths):,}: they belong to different token files; {_REBUILD}"
-            )
-        for begin in range(0, len(self), _PIECE):
-            first = self._first[begin : begin + _PIECE + 1]
-            length = np.asarray(lengths[begin : begin + _PIECE])
-            filled = np.flatnonzero(np.diff(first))
-            ends = self._spans[first[filled + 1] - 1, 1]
-            if np.any(ends > length[filled]):
-                worst = int(np.argmax(ends > length[filled]))
-                raise TokenFileError(
-                    f"{self.path} has a span that ends at token {ends[worst]:,} of document "
-                    f"{begin + filled[worst]}, which has {length[filled[worst]]:,}: it belongs to "
-                    f"another token file; {_REBUILD}"
-                )
 
     def _trained_up_to(self, documents: Int64Array, positions: Int64Array) -> Int64Array:
         """Return the trained tokens before ``positions`` of ``documents``, and of all before."""
@@ -195,9 +149,7 @@ class SpansWriter:
     def __init__(self, path: str | os.PathLike[str], *, durable: bool = False) -> None:
         """Prepare ``PREFIX.spans``; missing folders are made.
 
-        Args:
-            path: of the file.
-            durable: whether it is on the disk, whatever happens, once it has its name.
+        A durable file is on the disk, whatever happens, once it has its name.
         """
         self._path = os.fspath(path)
         self._durable = durable
@@ -239,40 +191,26 @@ class SpansWriter:
         if len(spans) and spans[0, 0] == 0:
             spans = np.maximum(spans, 1)
             spans = spans[spans[:, 0] < spans[:, 1]]
-        before = np.cumsum(spans[:, 1] - spans[:, 0])
-        self._append(np.asarray([len(spans)]), spans, before)
+        before = np.cumsum(spans[:, 1] - spans[:, 0]) + self.num_trained_tokens
+        self.num_documents += 1
+        self.num_spans += len(spans)
+        self.num_trained_tokens = int(before[-1]) if len(spans) else self.num_trained_tokens
+        values = (np.array([self.num_spans]), spans, before)
+        for column, value in zip(self._columns, values, strict=True):
+            column.write(value.astype(_INT64, copy=False).tobytes())
 
     def add_all_of(self, other: Spans) -> None:
         """Append every document of a file, in pieces."""
-        first, num_spans = self.num_spans, len(other._spans)
-        trained = self.num_trained_tokens
-        for column, values, offset in zip(
-            self._columns,
-            (other._first[1:], other._spans, other._before[1:]),
-            (first, 0, trained),
-            strict=True,
-        ):
+        columns = (other._first[1:], other._spans, other._before[1:])
+        offsets = (self.num_spans, 0, self.num_trained_tokens)
+        for column, values, offset in zip(self._columns, columns, offsets, strict=True):
             for begin in range(0, len(values), _PIECE):
                 column.write((values[begin : begin + _PIECE] + offset).astype(_INT64).tobytes())
         self.num_documents += len(other)
-        self.num_spans += num_spans
+        self.num_spans += len(other._spans)
         self.num_trained_tokens += other.num_trained_tokens
 
-    def _append(self, first: Int64Array, spans: Int64Array, before: Int64Array) -> None:
-        """Append to the columns; ``first`` and ``before`` count from what is there."""
-        values = (first + self.num_spans, spans, before + self.num_trained_tokens)
-        for column, value in zip(self._columns, values, strict=True):
-            column.write(value.astype(_INT64, copy=False).tobytes())
-        self.num_documents += len(first)
-        self.num_spans += len(spans)
-        self.num_trained_tokens += int(before[-1]) if len(before) else 0
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Put the file in place, or remove what was written if the block failed."""
         with self._open:
             if error_type is None:

@@ -3,23 +3,28 @@
 import hashlib
 import os
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hdp.arrays import ByteArray, Int64Array
-from megatron_hdp.data.document_index import read_document_index
-from megatron_hdp.data.index_file import TokenFileError, TokenFileNotFoundError
+from megatron_hdp.data.hashes import SAMPLE_BYTES, sample_places
+from megatron_hdp.data.index_checks import IndexChecks
+from megatron_hdp.data.index_file import (
+    IndexFile,
+    TokenFileError,
+    TokenFileNotFoundError,
+    read_into,
+)
 from megatron_hdp.files import note_opened
 
 _NUM_SAMPLES = 48
-_SAMPLE_BYTES = 4096
 
 
 class TokenReader:
     """Reads tokens of one ``PREFIX.bin`` by their place in it.
 
-    It holds nothing but an open file. The ``.bin`` is not memory-mapped: where a mapped file
-    shrinks, the kernel kills whoever touches what is gone (SIGBUS); a read says it.
+    It holds nothing but an open file, which is not memory-mapped.
 
     Attributes:
         prefix: path without ``.bin``.
@@ -29,12 +34,7 @@ class TokenReader:
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: np.dtype[np.generic], num_bytes: int
     ) -> None:
-        """Open the file.
-
-        Args:
-            prefix: path without ``.bin``.
-            dtype: integer type of the tokens, as the ``.idx`` says.
-            num_bytes: of the ``.bin`` that the ``.idx`` covers, at least.
+        """Open the file, of which the ``.idx`` covers ``num_bytes``.
 
         Raises:
             TokenFileNotFoundError: the ``.bin`` is missing.
@@ -44,7 +44,14 @@ class TokenReader:
         self.dtype = dtype
         self._bin_path = self.prefix + ".bin"
         self._num_bytes = num_bytes
-        self._file = self._open()
+        if not os.path.isfile(self._bin_path):
+            raise TokenFileNotFoundError(
+                f"no token file {self._bin_path} beside {self.prefix}.idx: expected "
+                f"{num_bytes:,} bytes of tokens; copy it there or make the pair again with "
+                "`megatron-hdp preprocess`"
+            )
+        self._file = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
 
@@ -76,37 +83,20 @@ class TokenReader:
         the ``.idx`` covers, both ends included. A small file is read whole.
         """
         digest = hashlib.blake2b(self._num_bytes.to_bytes(8, "little"), digest_size=8)
-        last = max(0, self._num_bytes - _SAMPLE_BYTES)
-        places = sorted({last * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)})
-        for place in places:
-            sample = np.empty(min(_SAMPLE_BYTES, self._num_bytes - place), dtype=np.uint8)
+        for place in sample_places(0, self._num_bytes, _NUM_SAMPLES):
+            sample = np.empty(min(SAMPLE_BYTES, self._num_bytes - place), dtype=np.uint8)
             self._read_into(sample, place)
             digest.update(sample.data)
         return int.from_bytes(digest.digest(), "little")
 
     def _read_into(self, target: ByteArray, place: int) -> None:
         """Fill ``target`` from byte ``place`` on; threads may do so at the same time."""
-        begin = place
-        while len(target):
-            try:
-                num_read = os.preadv(self._file, [target.data], place)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._bin_path) from error
-            if num_read == 0:
-                self._refuse_short(f" while bytes from {begin:,} on were read")
-            target, place = target[num_read:], place + num_read
-
-    def _open(self) -> int:
-        """Return the descriptor of the ``.bin``, which lives as long as this object."""
-        if not os.path.isfile(self._bin_path):
-            raise TokenFileNotFoundError(
-                f"no token file {self._bin_path} beside {self.prefix}.idx: expected "
-                f"{self._num_bytes:,} bytes of tokens; copy it there or make the pair again with "
-                "`megatron-hdp preprocess`"
-            )
-        file = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, file)
-        return file
+        try:
+            is_whole = read_into(self._file, target, place)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._bin_path) from error
+        if not is_whole:
+            self._refuse_short(f" while bytes from {place:,} on were read")
 
     def _refuse_short(self, when: str) -> None:
         found = os.fstat(self._file).st_size
@@ -115,6 +105,36 @@ class TokenReader:
             "the file is truncated or belongs to another .idx; copy it again or make the pair "
             "again with `megatron-hdp preprocess`"
         )
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """What an ``.idx`` says about its documents: 16 bytes of memory each."""
+
+    dtype: np.dtype[np.generic]
+    """Integer type of the tokens in the ``.bin``."""
+    lengths: Int64Array
+    """Tokens of each document."""
+    begins: Int64Array
+    """Place of each document's first token in the ``.bin``, counted in tokens."""
+    num_bytes: int
+    """Least size of the ``.bin`` that holds every document."""
+
+
+def read_document_index(path: str | os.PathLike[str]) -> DocumentIndex:
+    """Read and check an ``.idx`` file; a document of several sequences becomes one.
+
+    Raises:
+        TokenFileNotFoundError: there is no such file.
+        TokenFileError: it is no index of version 1, is truncated, or contradicts itself.
+    """
+    index = IndexFile(path)
+    checks = IndexChecks(index)
+    lengths, begins = np.empty((2, index.num_documents), dtype=np.int64)
+    for documents in checks.documents():
+        here = slice(documents.first, documents.first + len(documents.lengths))
+        lengths[here], begins[here] = documents.lengths, documents.begins
+    return DocumentIndex(index.dtype, lengths, begins, checks.num_bytes)
 
 
 class TokenFile:
@@ -144,11 +164,6 @@ class TokenFile:
         self.begins = index.begins
         self.reader = TokenReader(self.prefix, index.dtype, index.num_bytes)
 
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """Integer type of the tokens on disk."""
-        return self.reader.dtype
-
     def read(self, document: int, start: int, stop: int) -> Int64Array:
         """Return tokens ``[start, stop)`` of a document as ``int64``.
 
@@ -161,7 +176,3 @@ class TokenFile:
                 f"it has tokens [0, {self.lengths[document]})"
             )
         return self.reader.read(int(self.begins[document]) + start, stop - start)
-
-    def fingerprint(self) -> int:
-        """As `TokenReader.fingerprint`."""
-        return self.reader.fingerprint()

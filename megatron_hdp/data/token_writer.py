@@ -6,9 +6,9 @@ One document is one sequence. The layout is that of `megatron_hdp.data.index_fil
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from errno import EINVAL, ENOSYS, EOPNOTSUPP, EPERM, EXDEV
 from itertools import chain
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -63,7 +63,7 @@ class TokenWriter:
 
     def __enter__(self) -> Self:
         """Open the temporary token file."""
-        self._pair.make_folder()
+        self._pair.__enter__()
         self._file = open(self._pair.bin, "wb", buffering=_BUFFER_BYTES)
         return self
 
@@ -76,11 +76,7 @@ class TokenWriter:
         self.add_batch(tokens, np.array([len(tokens)]))
 
     def add_batch(self, ids: npt.NDArray[np.integer], lengths: Int64Array) -> None:
-        """Append documents that stand one after the other.
-
-        Args:
-            ids: tokens of all of them.
-            lengths: tokens of each, 1 or more.
+        """Append documents that stand one after the other, of 1 or more tokens each.
 
         Raises:
             ValueError: as `add`.
@@ -108,29 +104,17 @@ class TokenWriter:
                 f"0 to {self._vocab_size - 1}: check the tokenizer's vocab_size"
             )
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Put the pair in place, or remove what was written if the block failed."""
-        try:
-            self._close(error_type is not None)
-            if error_type is None:
-                lengths = np.frombuffer(self._lengths, dtype=np.int32)
-                _write_index(self._pair.idx, self._dtype, [[lengths]])
-                self._pair.commit()
-        finally:
+        if error_type is not None:
+            with suppress(OSError):  # on a full disk, which has been said
+                self._file.close()
             self._pair.discard()
-
-    def _close(self, failed: bool) -> None:
-        """Close the token file; on a full disk it cannot write its last bytes, and says so once."""
-        try:
+            return
+        with self._pair:
             self._file.close()
-        except OSError:
-            if not failed:
-                raise
+            lengths = np.frombuffer(self._lengths, dtype=np.int32)
+            _write_index(self._pair.idx, self._dtype, [[lengths]])
 
 
 def concatenate_pairs(
@@ -139,12 +123,7 @@ def concatenate_pairs(
     *,
     durable: bool = False,
 ) -> None:
-    """Write the documents of several pairs, in their order, as one pair.
-
-    Args:
-        prefixes: one or more pairs that `TokenWriter` wrote, of one integer type.
-        target: prefix of the new pair.
-        durable: as of `TokenWriter`.
+    """Write the documents of pairs that `TokenWriter` wrote, in their order, as one pair.
 
     Raises:
         TokenFileError: a pair is damaged or of another kind.
@@ -158,14 +137,9 @@ def concatenate_pairs(
                 f"{shard.prefix} has tokens of {shard.dtype}, expected {dtype} as "
                 f"{shards[0].prefix}: make both with one tokenizer"
             )
-    pair = _NewPair(target, durable)
-    try:
-        pair.make_folder()
-        concatenate_files([shard.prefix + ".bin" for shard in shards], pair.bin)
+    with _NewPair(target, durable) as pair:
+        _concatenate([shard.prefix + ".bin" for shard in shards], pair.bin)
         _write_index(pair.idx, dtype, shards)
-        pair.commit()
-    finally:
-        pair.discard()
 
 
 def move_pair(prefix: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -178,7 +152,7 @@ def move_pair(prefix: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     os.replace(source + ".idx", to + ".idx")
 
 
-def concatenate_files(paths: Iterable[str], target: str) -> None:
+def _concatenate(paths: Iterable[str], target: str) -> None:
     """Write the contents of files, in their order, to a new one; in the kernel where that can."""
     with open(target, "wb", buffering=0) as to:
         for path in paths:
@@ -249,26 +223,31 @@ def _write_index(
 
 
 class _NewPair:
-    """The temporary files of a pair, and how they get their names."""
+    """The temporary files of a pair, which get their names when the block ends without an error."""
 
     def __init__(self, prefix: str | os.PathLike[str], durable: bool) -> None:
         self._prefix = os.fspath(prefix)
+        self._folder = os.path.dirname(self._prefix) or "."
         self._temporary = f"{self._prefix}.tmp{os.getpid()}"
         self.bin, self.idx = self._temporary + ".bin", self._temporary + ".idx"
         self._durable = durable
 
-    def make_folder(self) -> None:
-        os.makedirs(os.path.dirname(self._prefix) or ".", exist_ok=True)
+    def __enter__(self) -> Self:
+        os.makedirs(self._folder, exist_ok=True)
+        return self
 
-    def commit(self) -> None:
-        if self._durable:
-            sync(self.bin)
-            sync(self.idx)
-        move_pair(self._temporary, self._prefix)
-        if self._durable:
-            sync(os.path.dirname(self._prefix) or ".")
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error_type is None:
+                for path in (self.bin, self.idx) if self._durable else ():
+                    sync(path)
+                move_pair(self._temporary, self._prefix)
+                if self._durable:
+                    sync(self._folder)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         for path in (self.bin, self.idx):
-            if os.path.exists(path):
+            with suppress(FileNotFoundError):
                 os.remove(path)

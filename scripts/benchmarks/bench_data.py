@@ -2,8 +2,8 @@
 
 ``python scripts/benchmarks/bench_data.py`` draws steps of epochs of growing length, every time
 another epoch, and prints medians and private memory (USS) that the order added; then whole steps of
-`Mixture`, lengths gathered, of one source and of many. What keeps a table of the epoch is measured
-up to ``--table-up-to`` rows, once: numpy's permutation, and version 1 of the order.
+`Mixture`, lengths gathered, of one source and of many. numpy's permutation, which keeps a table of
+the epoch, is measured up to ``--table-up-to`` rows, once.
 
 ``python scripts/benchmarks/bench_data.py --tables 1000000 50000000`` makes up a ``.idx`` of so many
 documents (log-normal lengths, 20 bytes each on disk; the ``.bin`` is a hole), and lets processes of
@@ -32,7 +32,7 @@ import psutil
 from megatron_hdp.data.mixture import BatchSize, Mixture, Position, Schedule
 from megatron_hdp.data.mixture.draw import MixedSource
 from megatron_hdp.data.mixture.stream import SourceStream
-from megatron_hdp.data.shuffles import Feistel, SortedDraws
+from megatron_hdp.data.shuffles import Feistel
 from megatron_hdp.data.tables import SequenceTable, TableFacts, open_source
 from megatron_hdp.data.tables.cache_file import TableOrigin, TableWriter, read_table
 
@@ -54,19 +54,17 @@ def main() -> None:
         default=[1_000_000, 50_000_000, 200_000_000, 1_000_000_000],
         help="of an epoch (default: 1M 50M 200M 1G)",
     )
-    parser.add_argument("--draws", type=int, default=60_000, help="of a step (default: 60,000)")
-    parser.add_argument("--rounds", type=int, default=51, help="of measuring (default: 51)")
-    parser.add_argument(
-        "--table-up-to", type=int, default=50_000_000, help="rows (default: 50M; 16 bytes each)"
-    )
-    parser.add_argument(
-        "--step-rows", type=int, default=50_000_000, help="of a whole step (default: 50M)"
-    )
+    for name, default, what in (
+        ("draws", 60_000, "of a step"),
+        ("rounds", 51, "of measuring"),
+        ("table-up-to", 50_000_000, "rows, of 16 bytes each"),
+        ("step-rows", 50_000_000, "of a whole step"),
+        ("beside-up-to", 50_000_000, "documents"),
+    ):
+        about = f"{what} (default: {default:,})"
+        parser.add_argument(f"--{name}", type=int, default=default, help=about)
     parser.add_argument("--tables", type=int, nargs="+", metavar="N", help="documents, see above")
     parser.add_argument("--sparse", type=int, metavar="N", help="rows of a cache with a hole")
-    parser.add_argument(
-        "--beside-up-to", type=int, default=50_000_000, help="documents (default: 50M)"
-    )
     parser.add_argument("--folder", type=Path, help="for files (default: a temporary one)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -80,12 +78,12 @@ def main() -> None:
 
 def _orders(options: argparse.Namespace) -> None:
     print(f"{options.draws:,} draws, median of {options.rounds} epochs (private MB added)")
-    print(f"{'rows':>15} {'version 2':>20} {'numpy, once':>20} {'version 1, once':>20}")
+    print(f"{'rows':>15} {'version 2':>20} {'numpy, once':>20}")
     for num_rows in options.rows:
         count = min(options.draws, num_rows)
         cells = [_draws(num_rows, count, options.rounds)]
         if num_rows <= options.table_up_to:
-            cells += [_once(_numpys, num_rows), _once(_first_version, num_rows)]
+            cells.append(_numpys(num_rows))
         print(f"{num_rows:15,} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
     print(_whole_steps(options.step_rows, options.draws, options.rounds))
     for num_sources in _SOURCES:
@@ -100,19 +98,9 @@ def _draws(num_rows: int, count: int, rounds: int) -> str:
     return f"{statistics.median(ms):.2f} ms ({(_private() - before) / _MB:.1f})"
 
 
-def _numpys(num_rows: int) -> Any:
-    return np.random.default_rng(1).permutation(num_rows)
-
-
-def _first_version(num_rows: int) -> Any:
-    order = SortedDraws(num_rows, seed=1)
-    order.rows(0, 0, 1)
-    return order
-
-
-def _once(make: Callable[[int], Any], num_rows: int) -> str:
+def _numpys(num_rows: int) -> str:
     before = _private()
-    seconds, kept = _timed(lambda: make(num_rows))
+    seconds, kept = _timed(lambda: np.random.default_rng(1).permutation(num_rows))
     added = _private() - before
     del kept
     return f"{seconds * 1e3:,.0f} ms ({added / _MB:,.0f})"
@@ -121,13 +109,13 @@ def _once(make: Callable[[int], Any], num_rows: int) -> str:
 def _whole_steps(num_rows: int, count: int, rounds: int) -> str:
     lengths = np.random.default_rng(1).integers(1, _MAX_LENGTH, num_rows)
     table = SequenceTable.build(lengths, max_length=_MAX_LENGTH)
-    by_tokens = BatchSize(tokens=count * int(table.mean_length))
+    sizes = {"sequences": count, "tokens": count * int(table.mean_length)}
     cells = []
-    for name, batch in (("sequences", BatchSize(sequences=count)), ("tokens", by_tokens)):
-        one = _mixture([table], batch)
+    for unit, size in sizes.items():
+        one = _mixture([table], BatchSize(**{unit: size}))
         starts = [i * num_rows // rounds for i in range(rounds)]
         ms = [1e3 * _timed(lambda at=at, it=one: it.step(_position(at)))[0] for at in starts]
-        cells.append(f"{statistics.median(ms):.1f} ms by {name}")
+        cells.append(f"{statistics.median(ms):.1f} ms by {unit}")
     return f"a step of about {count:,} sequences of {num_rows:,}: {', '.join(cells)}"
 
 

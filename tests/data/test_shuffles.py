@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.shuffles import LATEST_ORDER, Feistel, SortedDraws, TableOrder, shuffle_of
+from megatron_hdp.data.shuffles import LATEST_ORDER, Feistel, SortedDraws, shuffle_of
 from tests.support import feistel
 
 words = st.integers(0, 2**64 - 1)
@@ -64,7 +64,6 @@ def test_the_first_version_never_changes():
 
 def test_versions():
     assert LATEST_ORDER == 2 and isinstance(shuffle_of(2, 10, 0), Feistel)
-    assert TableOrder().rows(7, 3, 2).tolist() == [3, 4]
     with pytest.raises(ValueError, match="version 3 of the order of the data, expected 1 to 2"):
         shuffle_of(3, 10, 0)
 

@@ -16,7 +16,6 @@ from tests.data.test_token_file_fuzz import damaged
 
 DOCUMENTS = [[[2, 5], [7, 8]], [], [[0, 3], [3, 4], [9, 20]], [[0, 1]], []]
 AS_READ = [[[2, 5], [7, 8]], [], [[1, 3], [3, 4], [9, 20]], [], []]
-LENGTHS = np.array([8, 3, 20, 1, 0])
 
 
 def write(path, documents):
@@ -48,9 +47,7 @@ def test_what_is_written_is_read(path):
         found = spans.of(document)
         assert found.dtype == np.int64 and found.shape == (len(expected), 2)
         assert found.tolist() == expected
-    found = spans.num_trained(array(2, 0, 1, 3, 2))
-    assert found.dtype == np.int64 and found.tolist() == [14, 4, 0, 0, 14]
-    assert spans.num_trained(array()).tolist() == []
+    assert spans.counts(array(), array(), array()).tolist() == []
 
 
 def test_counts_and_masks_are_those_of_the_definition(path):
@@ -62,7 +59,8 @@ def test_counts_and_masks_are_those_of_the_definition(path):
                 mask = spans.mask(document, start, stop)
                 assert mask.dtype == bool
                 assert np.array_equal(mask, expected[start:stop])
-                assert spans.count(document, start, stop) == expected[start:stop].sum()
+                counted = spans.counts(array(document), array(start), array(stop))
+                assert counted.tolist() == [expected[start:stop].sum()]
 
 
 lists_of_documents = st.lists(
@@ -78,19 +76,13 @@ lists_of_documents = st.lists(
 @given(documents=lists_of_documents, data=st.data())
 def test_many_counts_at_once(documents, data, tmp_path_factory):
     spans = Spans(write(tmp_path_factory.getbasetemp() / "many.spans", documents))
-    rows = data.draw(
-        st.lists(
-            st.tuples(st.integers(0, len(documents) - 1), st.integers(0, 70), st.integers(0, 70)),
-            max_size=20,
-        )
-    )
+    row = st.tuples(st.integers(0, len(documents) - 1), st.integers(0, 70), st.integers(0, 70))
+    rows = data.draw(st.lists(row, max_size=20))
     chosen = [(document, min(a, b), max(a, b)) for document, a, b in rows]
     columns = np.array(chosen, dtype=np.int64).reshape(-1, 3).T
     expected = [int(believed(documents[d], 80)[a:b].sum()) for d, a, b in chosen]
     found = spans.counts(*columns)
     assert found.dtype == np.int64 and found.tolist() == expected
-    every = np.arange(len(documents))
-    assert spans.num_trained(every).tolist() == [int(believed(d, 80).sum()) for d in documents]
 
 
 def test_files_are_joined(tmp_path):
@@ -109,12 +101,9 @@ def test_pieces_give_what_whole_files_give(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole.spans", documents)
     monkeypatch.setattr(module, "_PIECE", 3)
     spans = Spans(whole)
-    spans.check_lengths(np.full(9, 99))
     concatenate_spans([whole, whole], tmp_path / "twice.spans")
     twice = Spans(tmp_path / "twice.spans")
     assert [twice.of(d).tolist() for d in range(18)] == 2 * [spans.of(d).tolist() for d in range(9)]
-    with pytest.raises(TokenFileError, match="ends at token .* of document 7, which has 3:"):
-        spans.check_lengths(np.array([99, 99, 99, 99, 99, 99, 99, 3, 99]))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +136,8 @@ def test_no_such_document(path, document):
     spans = Spans(path)
     for ask in (
         lambda: spans.of(document),
-        lambda: spans.count(document, 0, 1),
+        lambda: spans.counts(array(0, document), array(0, 0), array(1, 1)),
         lambda: spans.mask(document, 0, 1),
-        lambda: spans.num_trained(array(0, document)),
     ):
         with pytest.raises(ValueError, match=f"document {document} of .*: it has 5 documents"):
             ask()
@@ -158,18 +146,9 @@ def test_no_such_document(path, document):
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
 def test_no_such_tokens(path, start, stop):
     spans = Spans(path)
-    for ask in (spans.count, spans.mask):
+    for ask, kind in ((spans.counts, array), (spans.mask, int)):
         with pytest.raises(ValueError, match=r"expected 0 <= start <= stop"):
-            ask(0, start, stop)
-
-
-def test_lengths_of_other_documents(path):
-    spans = Spans(path)
-    spans.check_lengths(LENGTHS)
-    with pytest.raises(TokenFileError, match="spans of 5 documents, the .idx beside it has 4"):
-        spans.check_lengths(LENGTHS[:4])
-    with pytest.raises(TokenFileError, match="ends at token 20 of document 2, which has 19"):
-        spans.check_lengths(np.array([8, 3, 19, 1, 0]))
+            ask(kind(0), kind(start), kind(stop))
 
 
 def patch(path, offset, new):
@@ -219,11 +198,6 @@ def test_a_short_or_missing_file(path):
         Spans(path)
 
 
-def test_without_the_check_only_the_size_is_compared(path):
-    patch(path, SPANS, struct.pack("<q", 0))
-    assert len(Spans(path, check=False)) == 5
-
-
 def check_damaged(folder, seed):
     """One damaged file; returns whether it opened."""
     draw = random.Random(seed)
@@ -245,7 +219,7 @@ def check_damaged(folder, seed):
         assert np.all(flat >= 1) and np.all(found[:, 0] < found[:, 1]), seed
         assert np.all(np.diff(flat) >= 0), seed
         counted = int((found[:, 1] - found[:, 0]).sum())
-        assert counted == spans.num_trained(array(document))[0], seed
+        assert counted == spans.counts(array(document), array(0), array(2**62))[0], seed
         total += counted
     assert total == spans.num_trained_tokens, seed
     return True

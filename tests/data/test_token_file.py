@@ -35,7 +35,7 @@ def patch_bytes(path, offset, new):
 def test_reads_documents_written_by_megatron(tmp_path, monkeypatch, dtype, sequence_length, piece):
     monkeypatch.setattr("megatron_hdp.data.index_file._PIECE", piece)
     file = TokenFile(write_pair(tmp_path / "data", dtype=dtype, sequence_length=sequence_length))
-    assert file.dtype == dtype
+    assert file.reader.dtype == dtype
     assert file.lengths.tolist() == [3, 0, 1, 5]
     assert file.lengths.dtype == np.int64
     for d, document in enumerate(DOCUMENTS):
@@ -84,34 +84,31 @@ def test_reading_outside_a_document_is_refused(tmp_path, span):
         file.read(0, *span)
 
 
-def test_missing_idx(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [
+        ("idx", r"no index file .*data\.idx.*preprocess"),
+        ("bin", r"no token file .*\.bin.*18 bytes"),
+    ],
+)
+def test_a_missing_file(tmp_path, suffix, message):
     prefix = write_pair(tmp_path / "data")
-    (tmp_path / "data.idx").unlink()
-    with pytest.raises(TokenFileNotFoundError, match=r"no index file .*data\.idx.*preprocess"):
+    (tmp_path / f"data.{suffix}").unlink()
+    with pytest.raises(TokenFileNotFoundError, match=message) as caught:
         TokenFile(prefix)
+    assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_missing_bin(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "size", "message"),
+    [
+        ("bin", 17, r"has 17 bytes, its \.idx promises 18"),
+        *(("idx", size, "begins with" if size < 9 else "truncated") for size in (0, 5, 20, 34, 60)),
+    ],
+)
+def test_a_truncated_file_is_found_at_open(tmp_path, suffix, size, message):
     prefix = write_pair(tmp_path / "data")
-    (tmp_path / "data.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no token file .*data\.bin.*18 bytes"):
-        TokenFile(prefix)
-
-
-def test_truncated_bin_is_found_at_open(tmp_path):
-    prefix = write_pair(tmp_path / "data")
-    with open(f"{prefix}.bin", "r+b") as stream:
-        stream.truncate(17)
-    with pytest.raises(TokenFileError, match=r"has 17 bytes, its \.idx promises 18"):
-        TokenFile(prefix)
-
-
-@pytest.mark.parametrize("size", [0, 5, 20, 34, 60])
-def test_truncated_idx(tmp_path, size):
-    prefix = write_pair(tmp_path / "data")
-    with open(f"{prefix}.idx", "r+b") as stream:
-        stream.truncate(size)
-    message = "begins with" if size < 9 else "truncated"
+    os.truncate(f"{prefix}.{suffix}", size)
     with pytest.raises(TokenFileError, match=message):
         TokenFile(prefix)
 
@@ -156,12 +153,8 @@ def test_a_document_may_be_there_again(tmp_path):
     """Some weigh documents by naming them twice in the index."""
     prefix = write_pair(tmp_path / "data", [[1, 2], [3, 4], [5, 6]])
     patch_bytes(tmp_path / "data.idx", POINTERS_AT + 2 * 8, struct.pack("<q", 0))
-    tokens = TokenFile(prefix)
-    assert [tokens.read(document, 0, 2).tolist() for document in range(3)] == [
-        [1, 2],
-        [3, 4],
-        [1, 2],
-    ]
+    file = TokenFile(prefix)
+    assert [file.read(d, 0, 2).tolist() for d in range(3)] == [[1, 2], [3, 4], [1, 2]]
 
 
 def test_a_document_with_a_hole_is_refused(tmp_path):
@@ -233,12 +226,12 @@ def test_files_are_closed_with_their_reader(tmp_path):
 @pytest.mark.parametrize("num_tokens", [1, 2048, 90_000, 2_000_000])
 def test_a_fingerprint_tells_another_bin_of_equal_lengths(tmp_path, num_tokens):
     tokens = np.random.default_rng(0).integers(0, 60_000, num_tokens)
-    one = TokenFile(write_pair(tmp_path / "one", [tokens])).fingerprint()
-    other = TokenFile(write_pair(tmp_path / "other", [tokens ^ 1])).fingerprint()
+    one = TokenFile(write_pair(tmp_path / "one", [tokens])).reader.fingerprint()
+    other = TokenFile(write_pair(tmp_path / "other", [tokens ^ 1])).reader.fingerprint()
     tokens[-1] += 1
-    end = TokenFile(write_pair(tmp_path / "end", [tokens])).fingerprint()
+    end = TokenFile(write_pair(tmp_path / "end", [tokens])).reader.fingerprint()
     assert len({one, other, end}) == 3
-    assert one == TokenFile(tmp_path / "one").fingerprint()
+    assert one == TokenFile(tmp_path / "one").reader.fingerprint()
 
 
 def test_a_fingerprint_takes_a_few_small_reads(tmp_path, monkeypatch):
@@ -250,16 +243,16 @@ def test_a_fingerprint_takes_a_few_small_reads(tmp_path, monkeypatch):
         return read(descriptor, buffers, place)
 
     monkeypatch.setattr(os, "preadv", counted)
-    file.fingerprint()
+    file.reader.fingerprint()
     assert len(places) == 48
     assert (min(places), max(places)) == (0, 6_000_000 - 4096)
 
 
 def test_what_lies_behind_the_documents_does_not_count(tmp_path):
     file = TokenFile(write_pair(tmp_path / "data"))
-    before = file.fingerprint()
+    before = file.reader.fingerprint()
     with open(tmp_path / "data.bin", "ab") as stream:
         stream.write(b"more")
-    assert TokenFile(tmp_path / "data").fingerprint() == before
+    assert TokenFile(tmp_path / "data").reader.fingerprint() == before
     patch_bytes(tmp_path / "data.bin", 17, b"\x01")
-    assert TokenFile(tmp_path / "data").fingerprint() != before
+    assert TokenFile(tmp_path / "data").reader.fingerprint() != before

@@ -60,14 +60,14 @@ def check_in_pieces(folder, seed, draw):
         assert prefix in str(error), (seed, error)
         assert expected is None, (seed, error)
         return False
-    file.fingerprint()
+    file.reader.fingerprint()
     assert expected is not None, seed
     found = zip(file.begins.tolist(), file.lengths.tolist(), strict=True)
     assert [one for one in found if one[1]] == [one for one in expected if one[1]], seed
     num_bytes = 0
     for document, tokens in enumerate(file.lengths.tolist()):
         assert len(file.read(document, 0, tokens)) == tokens, seed
-        num_bytes += tokens * file.dtype.itemsize
+        num_bytes += tokens * file.reader.dtype.itemsize
     assert num_bytes <= size, seed
     return True
 

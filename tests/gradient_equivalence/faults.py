@@ -205,7 +205,7 @@ ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
 GATHER, BEGIN = fused_loss.gather_from_sequence_parallel_region, InterleavedComm.begin
 IS_TRAINED = TableSource.is_trained
 EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
-RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.rank_step.read_micro_batch"
+RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_micro_batch"
 
 _RINGS = Case(4, {}, ("naive",), 0)
 _MIXTURE = Case(2, {}, plans=0, arguments_of=mixed)

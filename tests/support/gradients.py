@@ -302,7 +302,7 @@ def _of_text(source, row, step, i):
         (made,) = Conversations(tokenizer, source.spec.template).render(record)
         ids, spans = made.ids, made.spans.tolist()
     else:
-        ids = np.append(tokenizer.tokenize(record["text"]), tokenizer.eod)
+        ids = np.append(tokenizer.tokenize_batch([record["text"]]).ids, tokenizer.eod)
         spans = [(1, len(ids))]
     assert step.starts[i] == 0
     is_trained = np.zeros(len(ids), dtype=bool)

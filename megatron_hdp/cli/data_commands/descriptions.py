@@ -144,15 +144,15 @@ def _has_documents(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> b
 def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Description:
     (source,) = open_corpus(spec, opening).sources
     assert isinstance(source, TableSource)
-    table = source.table
+    facts = source.table.facts
     histogram = Histogram.of(source.lengths(rows) for rows in _pieces(source))
     return Description(
         name=source.name,
         part=part,
-        documents=table.num_documents - table.num_empty,
-        empty=table.num_empty,
+        documents=facts.num_documents - facts.num_empty,
+        empty=facts.num_empty,
         bad=source.bad,
-        cut=table.num_truncated + table.num_split,
+        cut=facts.num_truncated + facts.num_split,
         loss_tokens=sum(_loss_tokens(source, rows) for rows in _pieces(source)),
         is_masked=source.spans is not None,
         histogram=histogram,

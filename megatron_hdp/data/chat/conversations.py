@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_hdp.arrays import BoolArray, Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.chat.masks import Range, TurnFinder, UnmaskableError
 from megatron_hdp.data.chat.megatron_formats import PREFIX, MegatronFormat
 from megatron_hdp.data.chat.rows import BadConversationError, Conversation, read_row
@@ -106,7 +107,9 @@ class Conversations:
         assert self._format is not None
         conversation.check_order()
         ids, is_trained = self._format.tokens(conversation)
-        return ChatTokens(ids, _checked(_spans_of_mask(is_trained), conversation))
+        steps = np.diff(is_trained.astype(np.int8), prepend=0, append=0)
+        spans = np.stack([np.flatnonzero(steps > 0), np.flatnonzero(steps < 0)], axis=1)
+        return ChatTokens(ids, _normal(spans, conversation))
 
     def _by_template(self, conversation: Conversation) -> ChatTokens:
         conversation, text = self._written(conversation)
@@ -115,7 +118,7 @@ class Conversations:
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         ids, places = self._tokenizer.tokenize_markup(clean)
         borders = np.searchsorted(places, np.asarray(turns, dtype=np.int64).reshape(-1, 2))
-        return ChatTokens(ids, _checked(_normal(borders.astype(np.int64)), conversation))
+        return ChatTokens(ids, _normal(borders.astype(np.int64), conversation))
 
     def _written(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Return a conversation as the template takes it, and what the template makes of it."""
@@ -125,10 +128,8 @@ class Conversations:
             if not any("tool_calls" in message for message in conversation.messages):
                 raise
             other = conversation.with_text_arguments()
-            try:
+            with suppress(BadConversationError):
                 return other, self._template.render(other.messages, other.tools)
-            except BadConversationError:
-                pass
             raise
 
     def _turns(self, conversation: Conversation, text: str) -> list[Range]:
@@ -186,25 +187,16 @@ def _read(path: str) -> str:
             raise ValueError(f"template {path}: expected text in UTF-8 ({error})") from error
 
 
-def _spans_of_mask(is_trained: BoolArray) -> Int64Array:
-    steps = np.diff(np.concatenate(([0], is_trained.astype(np.int8), [0])))
-    return _normal(np.stack([np.flatnonzero(steps > 0), np.flatnonzero(steps < 0)], axis=1))
-
-
-def _normal(spans: Int64Array) -> Int64Array:
+def _normal(spans: Int64Array, conversation: Conversation) -> Int64Array:
     """Return spans without the first token, empty ones left out, those that touch as one."""
     spans = np.maximum(spans, 1)
     spans = spans[spans[:, 0] < spans[:, 1]]
-    apart = spans[1:, 0] > spans[:-1, 1]
-    starts = spans[np.concatenate(([True], apart)), 0] if len(spans) else spans[:, 0]
-    stops = spans[np.concatenate((apart, [True])), 1] if len(spans) else spans[:, 1]
-    return np.stack([starts, stops], axis=1)
-
-
-def _checked(spans: Int64Array, conversation: Conversation) -> Int64Array:
-    if len(spans) == 0:
+    if not len(spans):
         raise _nothing_to_train(conversation)
-    return spans
+    apart = spans[1:, 0] > spans[:-1, 1]
+    starts = spans[np.concatenate(([True], apart)), 0]
+    stops = spans[np.concatenate((apart, [True])), 1]
+    return np.stack([starts, stops], axis=1)
 
 
 def _nothing_to_train(conversation: Conversation) -> BadConversationError:

@@ -56,12 +56,7 @@ class TurnFinder:
             )
 
     def find(self, conversation: Conversation, text: str, turns: list[int]) -> list[Range]:
-        """Return where turns lie in the text of the whole conversation.
-
-        Args:
-            conversation: in an order that has been checked.
-            text: what the template makes of it.
-            turns: indices of assistant messages, rising.
+        """Return where turns, rising indices of messages, lie in the text of the conversation.
 
         Returns:
             The first character and the one behind the last of each turn, in the order of ``turns``.

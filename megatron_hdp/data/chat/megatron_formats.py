@@ -10,7 +10,7 @@ that does not end with it; later ones do not.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +26,7 @@ _LAST_THAT_ENDS_DOCUMENTS = "0.16"
 _FIRST_WITHOUT_IDENTITY_MASKS = "0.18"
 
 
-@dataclass(frozen=True)
-class _Format:
-    """One format."""
-
+class _Format(NamedTuple):
     write: Callable[[Message], str] | None
     """Makes the text of a turn; None: the tokenizer's template does, of all turns."""
     num_prefix_tokens: int
@@ -61,14 +58,10 @@ def _h_aligned(message: Message) -> str:
     return f"<SPECIAL_10>System\n{line}" if role == "system" else ""
 
 
-def _identity(message: Message) -> str:
-    return str(message.get("content", ""))
-
-
 _FORMATS = {
     "nemotron-nano-v2": _Format(_nano_v2, 3, "<unk>", "0.16"),
     "nemotron-h-aligned": _Format(_h_aligned, 0, "<SPECIAL_233>", "0.16"),
-    "identity": _Format(_identity, 0, "<unk>", "0.17"),
+    "identity": _Format(lambda message: str(message.get("content", "")), 0, "<unk>", "0.17"),
     "default": _Format(None, 0, None, "0.17"),
 }
 
@@ -95,27 +88,22 @@ class MegatronFormat:
                 f"template megatron:{name}{release and '@' + release}: expected one of "
                 f"{', '.join(_FORMATS)}, alone or with @RELEASE of {', '.join(_RELEASES)}"
             )
-        self._format, self._release = _FORMATS[name], found[1]
-        if self._release < self._format.since:
+        self._format, known = _FORMATS[name], found[1]
+        if known < self._format.since:
             raise ValueError(
                 f"template megatron:{name}@{release}: Megatron-LM knows this format from "
                 f"{self._format.since} on"
             )
         self._tokenizer = tokenizer
-        self._appends = append_eod and (not release or self._release <= _LAST_THAT_ENDS_DOCUMENTS)
-        masks_nothing = name == "default" or (
-            name == "identity" and self._release >= _FIRST_WITHOUT_IDENTITY_MASKS
+        self._appends = append_eod and (not release or known <= _LAST_THAT_ENDS_DOCUMENTS)
+        self._masks_turns = name != "default" and (
+            name != "identity" or known < _FIRST_WITHOUT_IDENTITY_MASKS
         )
-        self._masks_turns = not masks_nothing
         self._pad = self._pad_id()
         self._template = self._own_template() if self._format.write is None else None
-
-    @property
-    def source(self) -> str:
-        """What decides the tokens besides the tokenizer's vocabulary."""
-        name = next(name for name, one in _FORMATS.items() if one is self._format)
         template = self._template.source if self._template else ""
-        return f"{name} {self._masks_turns} {self._appends} {template}"
+        self.source = f"{name} {self._masks_turns} {self._appends} {template}"
+        """What decides the tokens besides the tokenizer's vocabulary."""
 
     def tokens(self, conversation: Conversation) -> tuple[Int64Array, BoolArray]:
         """Return a conversation's ids and which of them are trained.
@@ -123,22 +111,20 @@ class MegatronFormat:
         Raises:
             BadConversationError: the reason.
         """
-        ids, _ = self._tokenizer.tokenize_markup(self._text(conversation))
-        is_trained = np.ones(len(ids), dtype=np.bool_)
-        if self._masks_turns:
-            is_trained = self._mask(conversation, ids)
+        if self._template is None:
+            assert self._format.write is not None
+            text = "".join(map(self._format.write, conversation.messages))
+        else:
+            text = self._template.render(conversation.messages)
+        ids, _ = self._tokenizer.tokenize_markup(text)
+        masks = self._masks_turns
+        is_trained = self._mask(conversation, ids) if masks else np.ones(len(ids), dtype=np.bool_)
         if self._appends and (len(ids) == 0 or ids[-1] != self._tokenizer.eod):
             ids = np.append(ids, self._tokenizer.eod)
             is_trained = np.append(is_trained, True)
         if self._pad is not None:
             is_trained &= ids != self._pad
         return ids, is_trained
-
-    def _text(self, conversation: Conversation) -> str:
-        if self._template is not None:
-            return self._template.render(conversation.messages)
-        assert self._format.write is not None
-        return "".join(map(self._format.write, conversation.messages))
 
     def _mask(self, conversation: Conversation, ids: Int64Array) -> BoolArray:
         """Return the assistants' tokens but their first ones; turns are found by their lengths."""

@@ -46,11 +46,6 @@ class ChatTemplate:
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
         """Compile a template.
 
-        Args:
-            source: its text.
-            name: what messages call it.
-            special_tokens: texts by names such as ``bos_token``.
-
         Raises:
             ValueError: it is no Jinja template.
             ModuleNotFoundError: jinja2 is not installed.

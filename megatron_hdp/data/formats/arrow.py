@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import Piece
 from megatron_hdp.data.formats.tables import Part, Table, require_text_column
 
@@ -41,12 +41,12 @@ class Arrow(Table):
 
     def read_part(self, path: str, place: int, key: str | None) -> Any:
         """Return a batch; in a stream, the one whose message begins at a byte."""
-        pyarrow = pyarrow_module(path)
+        pyarrow = import_extra("pyarrow", path)
         if _is_file(path):
             with _opened(path) as table:
                 found = table.get_batch(place)
         else:
-            ipc = pyarrow_module(path, "pyarrow.ipc")
+            ipc = import_extra("pyarrow.ipc", path)
             with pyarrow.OSFile(path) as stream:
                 schema = ipc.read_schema(stream)
                 stream.seek(place)
@@ -56,7 +56,7 @@ class Arrow(Table):
 
 
 def _messages(path: str, key: str | None) -> Iterator[Part]:
-    pyarrow, ipc = pyarrow_module(path), pyarrow_module(path, "pyarrow.ipc")
+    pyarrow, ipc = import_extra("pyarrow", path), import_extra("pyarrow.ipc", path)
     with pyarrow.OSFile(path) as stream:
         schema = ipc.read_schema(stream)
         if key is not None:
@@ -96,8 +96,8 @@ def _opened(path: str, key: str | None = None) -> Iterator[Any]:
 
     Nothing is mapped, for a mapped file that shrinks kills who reads it.
     """
-    pyarrow = pyarrow_module(path)
-    ipc = pyarrow_module(path, "pyarrow.ipc")
+    pyarrow = import_extra("pyarrow", path)
+    ipc = import_extra("pyarrow.ipc", path)
     options = ipc.IpcReadOptions(use_threads=False)
     with pyarrow.OSFile(path) as stream:
         opened = ipc.open_file if _is_file(path) else ipc.open_stream

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 from megatron_hdp.data.formats.texts import require_text
 
@@ -38,14 +38,10 @@ class Lines(Format):
 
     def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
         """Yield the documents of lines that begin in the piece."""
-        yield from _documents(_plain(piece), _origin(piece), key)
+        yield from _documents(_plain(piece), line_origin(piece.path, piece.begin), key)
 
     def begins(self, path: str, tell: Callable[[int], object]) -> Iterator[Int64Array]:
-        """Yield the bytes at which the lines begin that are not blank.
-
-        Args:
-            path: the file.
-            tell: is told how many more bytes have been read.
+        """Yield the bytes at which the lines begin that are not blank; tells how many were read.
 
         Raises:
             ValueError: the file is no text.
@@ -125,15 +121,7 @@ def _documents(
 def record_of_line(
     line: bytes, num_bytes: int, origin: Origin, number: int, key: str | None
 ) -> Record | BadRecord:
-    """Return the document of a line that is not blank.
-
-    Args:
-        line: its bytes.
-        num_bytes: that were read for it.
-        origin: where it lies.
-        number: of the line, from 1 on, as the origin counts.
-        key: as of `Format.read`.
-    """
+    """Return the document of a line that is not blank; its number counts from 1."""
     try:
         row = _parsed(line)
     except (ValueError, RecursionError) as error:
@@ -144,16 +132,12 @@ def record_of_line(
     value = row.get(key) if key is not None and isinstance(row, dict) else row
     if isinstance(value, dict if key is None else str):
         return Record(value, num_bytes, origin, number)
-    return BadRecord(_wrong(origin.where(number), line, key), num_bytes)
-
-
-def _wrong(where: str, line: bytes, key: str | None) -> str:
-    if key is None:
-        return f"{where}: expected one JSON object, found {_excerpt(line)}"
-    return (
-        f"{where}: expected a JSON object with a string under {key!r}, found {_excerpt(line)}; "
-        "name the key (--json-key, or key of a source)"
-    )
+    expected, remedy = "one JSON object", ""
+    if key is not None:
+        expected = f"a JSON object with a string under {key!r}"
+        remedy = "; name the key (--json-key, or key of a source)"
+    message = f"{origin.where(number)}: expected {expected}, found {_excerpt(line)}{remedy}"
+    return BadRecord(message, num_bytes)
 
 
 def _parsed(line: bytes) -> Any:
@@ -184,22 +168,15 @@ def _seek_line(stream: BinaryIO, begin: int) -> int:
     return begin - 1 + len(stream.readline())
 
 
-def _origin(piece: Piece) -> Origin:
-    """Lines before the piece are counted only if one of its lines has to be named."""
-
-    def before() -> int:
-        with open(piece.path, "rb", buffering=_BUFFER_BYTES) as stream:
-            return _num_lines(stream, _seek_line(stream, piece.begin))
-
-    return Origin(piece.path, "line", before)
-
-
 def line_origin(path: str, begin: int) -> Origin:
-    """Return where the line lies that begins at a byte of a plain file; its number there is 1."""
+    """Return where the lines lie that begin from a byte of a plain file on.
+
+    Those before them are counted only if one has to be named.
+    """
 
     def before() -> int:
         with open(path, "rb", buffering=_BUFFER_BYTES) as stream:
-            return _num_lines(stream, begin)
+            return _num_lines(stream, _seek_line(stream, begin))
 
     return Origin(path, "line", before)
 
@@ -235,7 +212,7 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
 def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if name == "gzip":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
-    pyarrow = pyarrow_module(raw.name)
+    pyarrow = import_extra("pyarrow", raw.name)
     return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _BUFFER_BYTES)
 
 

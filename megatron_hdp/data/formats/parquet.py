@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import Piece
 from megatron_hdp.data.formats.tables import (
     BUFFER_BYTES,
@@ -65,7 +65,7 @@ def _opened(path: str, key: str | None = None) -> Iterator[Any]:
 
     Nothing is mapped, for a mapped file that shrinks kills who reads it.
     """
-    parquet = pyarrow_module(path, "pyarrow.parquet")
+    parquet = import_extra("pyarrow.parquet", path)
     with parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         if key is not None:
             require_text_column(path, file.schema_arrow, key)

@@ -34,13 +34,10 @@ def format_of(path: str, key: str | None, *, lines: bool) -> Format:
 
 
 def pieces_of(path: str, key: str | None, *, lines: bool, piece_bytes: int) -> list[Piece]:
-    """Cut a file into pieces that can be read apart, in order.
+    """Cut a file into pieces of about a size that can be read apart, in order.
 
-    Args:
-        path: the file; its format follows from its name, of a ``.json`` also from its first line.
-        key: of the text; None: rows are wanted.
-        lines: whether what is no table by its name holds JSON lines, not one text.
-        piece_bytes: about how much of the file a piece should take.
+    Its format follows from its name, of a ``.json`` also from its first line; what is no table
+    holds JSON lines if `lines` says so, else one text. Without a key of the text, rows are wanted.
 
     Raises:
         ValueError: the file is damaged.

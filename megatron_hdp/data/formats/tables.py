@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hdp.data.extras import pyarrow_module
+from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 
 ROWS_AT_ONCE = 128  # documents may be long
@@ -44,10 +44,6 @@ class Table(Format):
     def parts(self, path: str, key: str | None) -> Iterator[Part]:
         """Yield the parts.
 
-        Args:
-            path: the file.
-            key: the column of the text; None: rows are wanted.
-
         Raises:
             ValueError: there is no such column, or the parts cannot be read one by one.
         """
@@ -80,12 +76,7 @@ class PartReader:
     """Reads rows of tables; the parts read last are kept, for each is read as a whole."""
 
     def __init__(self, key: str | None, kept_bytes: int) -> None:
-        """Set what is read.
-
-        Args:
-            key: the column of the text; None: whole rows.
-            kept_bytes: of the parts that are kept; the last one is, however large.
-        """
+        """Set what is read: the column of the text, or (None) whole rows."""
         self._key = key
         self._kept_bytes = kept_bytes
         self._kept: OrderedDict[tuple[str, int], Any] = OrderedDict()
@@ -93,14 +84,7 @@ class PartReader:
     def rows(
         self, path: str, table: Table, place: int, first: int, numbers: Sequence[int]
     ) -> Iterator[Record | BadRecord]:
-        """Yield rows of a part.
-
-        Args:
-            path: the file.
-            table: its format.
-            place: of the part.
-            first: rows of the file before the part.
-            numbers: of the rows, from 0 on, in the part.
+        """Yield rows of the part at a place, by their numbers in it; `first` rows lie before it.
 
         Raises:
             ValueError: the file is damaged.
@@ -153,7 +137,7 @@ def values_of(rows: Any, key: str | None) -> Sequence[Any]:
     """Return texts as bytes, for what a table calls a string may be no UTF-8; or whole rows."""
     if key is None:
         return list(rows.to_pylist())
-    pyarrow = pyarrow_module("a table")
+    pyarrow = import_extra("pyarrow", "a table")
     column = rows.column(rows.schema.get_field_index(key))
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -166,7 +150,7 @@ def require_text_column(path: str, schema: Any, key: str) -> None:
     Raises:
         ValueError: there is none, or it holds something else.
     """
-    types = pyarrow_module(path).types
+    types = import_extra("pyarrow", path).types
     if (at := schema.get_field_index(key)) < 0:
         raise ValueError(
             f"{path} has no column {key!r}, expected it to hold the text; there are "
@@ -185,7 +169,7 @@ def require_text_column(path: str, schema: Any, key: str) -> None:
 @contextmanager
 def named(path: str) -> Iterator[None]:
     """Say which file is damaged."""
-    pyarrow = pyarrow_module(path)
+    pyarrow = import_extra("pyarrow", path)
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

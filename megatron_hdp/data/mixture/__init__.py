@@ -3,12 +3,10 @@
 Design: `docs/design/data-order.md`.
 """
 
-from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
-from megatron_hdp.data.mixture.draw import Mixture, Together
-from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
+from megatron_hdp.data.mixture.data_file import DataFileError, read_data_file
+from megatron_hdp.data.mixture.draw import BatchSize, Mixture, Step, Together
 from megatron_hdp.data.mixture.open_corpus import (
     Opening,
     any_documents,
@@ -18,11 +16,9 @@ from megatron_hdp.data.mixture.open_corpus import (
     prepare_source,
     prepared,
 )
-from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
-from megatron_hdp.data.mixture.schedule import Phase, Schedule, normalised
-from megatron_hdp.data.mixture.seen_losses import SeenLosses
+from megatron_hdp.data.mixture.position import Position, SeenLosses, position_of_run
+from megatron_hdp.data.mixture.schedule import SPLITS, MixtureSpec, Phase, Schedule, normalised
 from megatron_hdp.data.mixture.source import Source
-from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource
 
@@ -31,9 +27,7 @@ __all__ = [
     "BatchSize",
     "BlendFlags",
     "Corpus",
-    "DataFile",
     "DataFileError",
-    "Drawn",
     "Mixture",
     "MixtureSpec",
     "Opening",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from megatron_hdp.data.mixture.mixture_spec import SPLITS, MixtureSpec
-from megatron_hdp.data.mixture.schedule import Phase, Schedule
+from megatron_hdp.data.mixture.schedule import SPLITS, MixtureSpec, Phase, Schedule
 from megatron_hdp.data.spec import SourceSpec
 
 _SFT_TEMPLATE = "megatron:"
@@ -79,13 +78,9 @@ def _spec(
     template = None
     if flags.sft and flags.sft_tokenizer_prompt_format is not None:
         template = _SFT_TEMPLATE + flags.sft_tokenizer_prompt_format
+    kind = "chat" if flags.sft else "tokens"
     sources = tuple(
-        SourceSpec(
-            name=name,
-            path=path,
-            format="chat" if flags.sft else "tokens",
-            template=template,
-        )
+        SourceSpec(name=name, path=path, format=kind, template=template)
         for name, path in zip(names, paths, strict=True)
     )
     return MixtureSpec(

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_hdp.arrays import BoolArray, Int64Array
-from megatron_hdp.data.mixture.batch_size import BatchSize
-from megatron_hdp.data.mixture.draw import MixedSource, Mixture, Together
-from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
+from megatron_hdp.data.mixture.draw import BatchSize, MixedSource, Mixture, Together
+from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source, digest
 from megatron_hdp.data.mixture.stream import SourceStream
 from megatron_hdp.data.order import SourceOrder
@@ -30,13 +29,7 @@ class Corpus:
         max_length: int,
         together: Together = map,
     ) -> None:
-        """Take opened sources.
-
-        Args:
-            spec: what the split draws from.
-            sources: one for each of the spec's, in its order.
-            max_length: ``--seq-length``.
-            together: maps a function over the sources, for those that wait for others at once.
+        """Take opened sources, one for each of the spec's, in its order.
 
         Raises:
             ValueError: under the policy ``error`` a source has longer rows than a phase allows.
@@ -44,7 +37,8 @@ class Corpus:
         self.spec = spec
         self.sources = tuple(sources)
         self._together = together
-        self.schedule = spec.schedule.resolved(self._sizes(), max_length)
+        sizes = {one.name: max(one.size(spec.weight_unit), 1.0) for one in self.sources}
+        self.schedule = spec.schedule.resolved(sizes, max_length)
         for i, source in enumerate(self.sources):
             bound = self.schedule.least_max_length(i)
             if source.long_sequence == "error" and source.longest > bound:
@@ -68,13 +62,7 @@ class Corpus:
         return tuple(one.name for one in self.sources)
 
     def mixture(self, orders: Mapping[str, SourceOrder], batch: BatchSize, seed: int) -> Mixture:
-        """Return what draws this split's steps.
-
-        Args:
-            orders: of each source, by name; its version and key are heeded.
-            batch: size of a step.
-            seed: of the run.
-        """
+        """Return what draws this split's steps, in the version and by the key of each order."""
         mixed = [
             MixedSource(
                 one.name,
@@ -91,9 +79,12 @@ class Corpus:
         return Mixture(mixed, self.schedule, batch, self.spec.weight_unit, self._together)
 
     def orders(self) -> dict[str, SourceOrder]:
-        """Return what decides the order of each source in a run that begins now."""
+        """Return what decides the order of each source in a run that begins now.
+
+        A source's orders are told from others' by its name, so that places may change.
+        """
         alone = len(self.sources) == 1
-        return {one.name: one.order(0 if alone else _key(one.name)) for one in self.sources}
+        return {one.name: one.order(0 if alone else digest(one.name) or 1) for one in self.sources}
 
     def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
         """Return tokens of a source's row from its token ``start`` on.
@@ -119,12 +110,3 @@ class Corpus:
         """Return how many sequences of a source are ``use``, and what became of its documents."""
         source = self.sources[i]
         return source.describe(use, "" if len(self.sources) == 1 else f" of {source.name}")
-
-    def _sizes(self) -> dict[str, float]:
-        """Return the sources' sizes in the unit of the weights."""
-        return {one.name: max(one.size(self.spec.weight_unit), 1.0) for one in self.sources}
-
-
-def _key(name: str) -> int:
-    """Return what tells a source's orders from others': of its name, so that places may change."""
-    return digest(name) or 1

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_hdp.data.mixture.mixture_spec import WEIGHT_UNITS, MixtureSpec
-from megatron_hdp.data.mixture.schedule import Phase, Schedule, amount_of
+from megatron_hdp.data.mixture.schedule import WEIGHT_UNITS, MixtureSpec, Phase, Schedule, amount_of
 from megatron_hdp.data.spec import (
     BACKENDS,
     FORMATS,
@@ -79,22 +78,19 @@ class _Reader:
         if not sources:
             self._refuse(parts["sources"], "found no source, expected at least one with a path")
         names = [one.name for one in sources]
-        unit = "tokens"
-        if "weight-unit" in parts:
-            unit = self._choice(parts["weight-unit"], "weight-unit", WEIGHT_UNITS)
-        schedule = Schedule()
-        if "schedule" in parts:
-            schedule = self._schedule(parts["schedule"], names)
-        held_out = {}
-        if "validation" in parts:
-            held_out = {
-                name: self._whole(node, f"validation: {name}")
-                for name, node in self._pairs(parts["validation"], names, "source")
-            }
-        loaders = self._loaders(parts["loaders"]) if "loaders" in parts else LoadersSpec()
-        primitives = PrimitivesSpec()
-        if "primitives" in parts:
-            primitives = self._primitives(parts["primitives"])
+        held_out, unit, schedule = {}, "tokens", Schedule()
+        loaders, primitives = LoadersSpec(), PrimitivesSpec()
+        if node := parts.get("weight-unit"):
+            unit = self._choice(node, "weight-unit", WEIGHT_UNITS)
+        if node := parts.get("schedule"):
+            schedule = self._schedule(node, names)
+        if node := parts.get("validation"):
+            for name, size in self._pairs(node, names, "source"):
+                held_out[name] = self._whole(size, f"validation: {name}")
+        if node := parts.get("loaders"):
+            loaders = self._loaders(node)
+        if node := parts.get("primitives"):
+            primitives = self._primitives(node)
         training = MixtureSpec(
             sources=sources,
             origin=str(self._path),
@@ -126,7 +122,9 @@ class _Reader:
             raise DataFileError(f"{self._path}: not valid YAML: {error}") from None
         if not isinstance(node, yaml.MappingNode):
             found = "nothing" if node is None else shown(node)
-            raise DataFileError(f"{self._path}: found {found}, expected the keys {_list(_KEYS)}")
+            raise DataFileError(
+                f"{self._path}: found {found}, expected the keys {', '.join(_KEYS)}"
+            )
         return node
 
     def _source(self, name: str, node: yaml.Node) -> SourceSpec:
@@ -224,10 +222,9 @@ class _Reader:
         begin, unit = self._amount(parts["from"], "schedule: from")
         if is_first and begin != 0:
             self._refuse(parts["from"], f"schedule: found a first phase from {begin:,}, expected 0")
-        shape = "step"
-        if "shape" in parts:
-            shape = self._choice(parts["shape"], "schedule: shape", _SHAPES)
-        end = begin
+        end, shape, weights, length = begin, "step", None, None
+        if part := parts.get("shape"):
+            shape = self._choice(part, "schedule: shape", _SHAPES)
         if ("to" in parts) != (shape == "linear"):
             self._refuse(
                 node,
@@ -247,12 +244,10 @@ class _Reader:
                     "one unit",
                 )
             unit = end_unit
-        weights = None
-        if "weights" in parts:
-            weights = self._weights(parts["weights"], names)
-        length = None
-        if "max-length" in parts:
-            length = self._whole(parts["max-length"], "schedule: max-length")
+        if part := parts.get("weights"):
+            weights = self._weights(part, names)
+        if part := parts.get("max-length"):
+            length = self._whole(part, "schedule: max-length")
         phase = Phase(begin=begin, end=end, weights=weights, max_length=length)
         return phase, unit if begin or "to" in parts else None
 
@@ -292,7 +287,7 @@ class _Reader:
             key = key_node.value
             if known is not None and key not in known:
                 near = nearest(key, known, cutoff=0.5)
-                remedy = f"did you mean '{near}'?" if near else f"expected {_list(known)}"
+                remedy = f"did you mean '{near}'?" if near else f"expected {', '.join(known)}"
                 self._refuse(key_node, f"unknown {what} '{key}': {remedy}")
             if key in seen:
                 self._refuse(key_node, f"found the {what} '{key}' twice, expected it once")
@@ -300,10 +295,9 @@ class _Reader:
             yield key, value
 
     def _amount(self, node: yaml.Node, what: str) -> tuple[int, str]:
+        text = self._text(node, what)
         try:
-            return amount_of(self._text(node, what))
-        except DataFileError:
-            raise
+            return amount_of(text)
         except ValueError as error:
             self._refuse(node, f"{what}: {error}")
 
@@ -333,10 +327,9 @@ class _Reader:
         least: float,
         most: float,
     ) -> float:
+        text = self._text(node, what)
         try:
-            value = convert(self._text(node, what))
-        except DataFileError:
-            raise
+            value = convert(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
@@ -345,7 +338,3 @@ class _Reader:
 
     def _refuse(self, node: yaml.Node, message: str) -> NoReturn:
         raise DataFileError(f"{self._path}, line {node.start_mark.line + 1}: {message}")
-
-
-def _list(names: Collection[str]) -> str:
-    return ", ".join(names)

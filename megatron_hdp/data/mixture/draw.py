@@ -6,6 +6,7 @@ sees the same steps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,8 @@ import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.extension import _order
-from megatron_hdp.data.mixture.batch_size import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position
 from megatron_hdp.data.mixture.schedule import ResolvedSchedule, Setting
-from megatron_hdp.data.mixture.step import Step
 from megatron_hdp.data.mixture.stream import Pieces, SourceStream
 
 Together = Callable[..., Iterable[Any]]
@@ -25,6 +24,84 @@ Together = Callable[..., Iterable[Any]]
 
 _UNBOUNDED = 2**62
 _SPARE = 1.1  # of the rows that a step is expected to take, so that it seldom looks twice
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The size of a global batch, in sequences or in tokens.
+
+    Raises:
+        ValueError: not exactly one of them, one below 1, or growth that does not ascend.
+    """
+
+    sequences: int | None = None
+    """The last size, if it grows."""
+    tokens: int | None = None
+    """A step takes sequences until the next one would exceed this many; at least one."""
+    growth: tuple[tuple[int, int], ...] = ()
+    """From how many sequences drawn in steps before on a step has how many; the first from 0 on."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in (self.sequences, self.tokens) if size is not None]
+        if len(sizes) != 1 or sizes[0] < 1:
+            raise ValueError(
+                f"global batch of {self.sequences} sequences and {self.tokens} tokens: give "
+                "exactly one, at least 1 (--global-batch-size or --hdp-global-batch-tokens)"
+            )
+        starts = [start for start, _ in self.growth]
+        if starts and (starts[0] != 0 or starts != sorted(set(starts)) or self.tokens is not None):
+            raise ValueError(
+                f"sizes of a global batch from these sequences on: found {starts}, expected 0 and "
+                "then ever more, without --hdp-global-batch-tokens"
+            )
+        if any(size < 1 for _, size in self.growth):
+            raise ValueError(f"sizes of a global batch: found {self.growth}, expected at least 1")
+
+    def at(self, num_drawn: int) -> int | None:
+        """Sequences of the step before which so many were drawn; None where tokens decide."""
+        if not self.growth:
+            return self.sequences
+        starts = [start for start, _ in self.growth]
+        return self.growth[bisect_right(starts, num_drawn) - 1][1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The sequences of one global batch, in the order in which they were drawn.
+
+    A sequence is known by its place in these arrays, ``[n]`` each. It lies in one row of its
+    source's sequence table and is all of it, unless the schedule wants shorter sequences.
+    """
+
+    sources: Int64Array
+    """Index of each one's source."""
+    rows: Int64Array
+    """Row of the source's table."""
+    starts: Int64Array
+    """First token, counted from the row's first."""
+    lengths: Int64Array
+    """Tokens, padding not counted."""
+    num_labels: Int64Array
+    """Tokens, counted from the first, that have a next one to predict."""
+    num_loss_tokens: Int64Array
+    """Those of them whose prediction is trained."""
+    before: Position
+    """Where it begins."""
+    after: Position
+    """Where the next one begins."""
+    max_length: int
+    """The schedule's bound of its sequences."""
+    weights: tuple[float, ...]
+    """The schedule's weights of the sources; of those that have ended, nothing is drawn."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences; 0 where every source has ended."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.lengths.sum())
 
 
 @dataclass(frozen=True)
@@ -48,14 +125,9 @@ class Mixture:
         weight_unit: str = "tokens",
         together: Together = map,
     ) -> None:
-        """Set what is drawn.
+        """Set what is drawn; ties go to the first source, and weights are shares of the unit.
 
-        Args:
-            sources: in the order that ties go by.
-            schedule: weights, in the sources' order, and lengths.
-            batch: size of a step.
-            weight_unit: what a weight is a share of: ``tokens``, ``loss-tokens``, ``sequences``.
-            together: maps a function over the sources, for those that wait for others at once.
+        ``together`` maps a function over the sources, for those that wait for others at once.
         """
         self.sources = tuple(sources)
         self.schedule = schedule
@@ -66,9 +138,7 @@ class Mixture:
     def step(self, position: Position, weights: Sequence[float] | None = None) -> Step:
         """Return the step that begins at a position; it has no sequence where all have ended.
 
-        Args:
-            position: where it begins.
-            weights: of the sources, which sum to 1, instead of the schedule's.
+        Weights, which sum to 1, replace the schedule's.
         """
         setting = self.schedule.at(position)
         if weights is not None:
@@ -219,17 +289,15 @@ class _Draw:
         places = first[order] + _joined(self._turns)
         names = ("rows", "starts", "lengths", "num_labels", "num_loss_tokens")
         columns = {name: self._column(name, places) for name in names}
-        records = dict(self._position.sources)
-        for i, source in enumerate(self._mixture.sources):
-            records[source.name] = self._after(i)
         before = self._position
-        after = Position(
+        drawn = {one.name: self._after(i) for i, one in enumerate(self._mixture.sources)}
+        after = replace(
+            before,
             steps=before.steps + 1,
             sequences=before.sequences + len(order),
             tokens=before.tokens + int(columns["lengths"].sum()),
-            sources=records,
-            losses=before.losses,
-            without=before.without,
+            sources={**before.sources, **drawn},
+            costs=None,
         )
         return Step(
             sources=order,

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.mixture_spec import MixtureSpec
+from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource
@@ -198,6 +198,12 @@ def _opened(
         reader.note_opened()
     spans_path = f"{prefix}.spans"  # also of a pair that was prepared elsewhere
     spans = Spans(spans_path) if os.path.exists(spans_path) else None
+    if spans is not None and len(spans) != (num_documents := count_documents(prefix)):
+        raise ValueError(
+            f"{spans_path} has spans of {len(spans):,} documents, the .idx beside it has "
+            f"{num_documents:,}: they belong to different token files; make both again from their "
+            "source"
+        )
     first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec)
     return TableSource(
         spec=source,
@@ -206,7 +212,7 @@ def _opened(
         reader=reader,
         spans=spans,
         long_sequence=long_sequence,
-        bad=bad,
+        num_bad=bad,
         first_row=first_row,
         num_rows=num_rows,
     )

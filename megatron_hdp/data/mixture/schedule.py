@@ -1,4 +1,4 @@
-"""Weights of the sources and the longest sequence, as they change over a run.
+"""What a split draws from: sources, their weights and longest sequences, which may change.
 
 A schedule is read at the beginning of a step and holds for the whole of it.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_hdp.data.mixture.position import Position
+from megatron_hdp.data.spec import PrimitivesSpec, SourceSpec
 
-UNITS = ("steps", "tokens")
+WEIGHT_UNITS = ("tokens", "loss-tokens", "sequences")
+SPLITS = ("train", "valid", "test")
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT])", re.IGNORECASE)
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -50,12 +52,7 @@ class Schedule:
     phases: tuple[Phase, ...] = (Phase(),)
 
     def resolved(self, sizes: Mapping[str, float], max_length: int) -> ResolvedSchedule:
-        """Fill in what was left out.
-
-        Args:
-            sizes: of the sources in the weights' unit, in the sources' order: weights where none
-                are given.
-            max_length: tokens of the longest sequence where nothing is said: ``--seq-length``.
+        """Fill in what was left out: the sources' sizes as weights, ``--seq-length`` as length.
 
         Raises:
             ValueError: a phase allows longer sequences than ``--seq-length``.
@@ -74,6 +71,28 @@ class Schedule:
             parts = [float(weights.get(name, 0.0)) for name in sizes]
             settings.append(Setting(normalised(parts), longest))
         return ResolvedSchedule(self.unit, self.phases, tuple(settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """The sources of one split."""
+
+    sources: tuple[SourceSpec, ...]
+    origin: str
+    """The file or flag that says it, for messages."""
+    schedule: Schedule = Schedule()
+    weight_unit: str = "tokens"
+    """What a weight is a share of."""
+    split: str = "1"
+    """Weights of training, validation and test, by which each source's documents are cut."""
+    part: int = 0
+    """Which of these three this is."""
+    held_out: Mapping[str, int] = field(default_factory=dict)
+    """By source: sequences at its end that validation takes and training leaves."""
+    takes_held_out: bool = False
+    """Whether those are what this split takes, and nothing else."""
+    primitives: PrimitivesSpec = PrimitivesSpec()
+    """Functions of the user's own in the place of those that decide steps."""
 
 
 @dataclass(frozen=True)

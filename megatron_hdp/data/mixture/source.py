@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from megatron_hdp.arrays import BoolArray, Int64Array
+from megatron_hdp.data.mixture.stream import Rows
 from megatron_hdp.data.order import SourceOrder
+from megatron_hdp.data.shuffles import LATEST_ORDER
 from megatron_hdp.data.spec import SourceSpec
 
 
-class Source(Protocol):
-    """One source of a split. Its rows are counted from the first that the split takes."""
+@dataclass(frozen=True, kw_only=True)
+class Source(Rows, Protocol):
+    """One source of a split. Its rows are a run of all rows, counted from the first of the run."""
+
+    is_estimated: ClassVar[bool] = False
+    """Whether sizes and lengths are estimates, and `longest` a bound."""
+
+    spec: SourceSpec
+    """What is declared of it."""
+    long_sequence: str
+    """What happens to a document that is longer than ``--seq-length``."""
+    first_row: int
+    num_rows: int
 
     @property
     def name(self) -> str:
         """What the source is called."""
-
-    @property
-    def spec(self) -> SourceSpec:
-        """What is declared of it."""
-
-    @property
-    def long_sequence(self) -> str:
-        """What happens to a document that is longer than ``--seq-length``."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch."""
+        return self.spec.name
 
     @property
     def bad(self) -> int:
@@ -40,11 +43,7 @@ class Source(Protocol):
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a row on average, or about."""
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether sizes and lengths are estimates, and `longest` a bound."""
+        """Tokens of a row on average, or about; at least 1."""
 
     @property
     def index_bytes(self) -> int:
@@ -53,15 +52,6 @@ class Source(Protocol):
     @property
     def private_bytes(self) -> int:
         """Those of them that each process holds for itself where no folder of caches is given."""
-
-    def lengths(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows; one without a token is passed over."""
-
-    def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
-        """Return tokens of rows of these lengths, from the first, that have a next one."""
-
-    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
-        """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
 
     def is_trained(self, row: int, start: int, stop: int) -> BoolArray:
         """Return which of the labelled tokens ``[start, stop)`` of a row have a trained label."""
@@ -78,9 +68,21 @@ class Source(Protocol):
     def order(self, key: int) -> SourceOrder:
         """Return what decides the order in which it is drawn, but for what stands in it.
 
-        Args:
-            key: what tells its orders from those of other sources.
+        The key tells its orders from those of other sources.
         """
+        num_rows, corpus = self._all_rows()
+        if self.num_rows != num_rows:
+            corpus = digest(corpus, self.first_row, self.num_rows)
+        return SourceOrder(
+            num_sequences=self.num_rows,
+            corpus=corpus,
+            long_sequence=self.long_sequence,
+            version=LATEST_ORDER,
+            key=key,
+        )
+
+    def _all_rows(self) -> tuple[int, int]:
+        """Return how many rows there are, and a fingerprint of them."""
 
     def contents(self) -> int:
         """Return a fingerprint of samples of what stands in it."""
@@ -89,12 +91,7 @@ class Source(Protocol):
         """Return what a message calls the documents of rows."""
 
     def describe(self, use: str, name: str) -> str:
-        """Return how many rows are ``use``, and what became of its documents.
-
-        Args:
-            use: such as ``to train on``.
-            name: of the source, as the sentence goes on; may be empty.
-        """
+        """Return how many rows are ``use``, such as ``to train on``, and what became of them."""
 
 
 def digest(*parts: object) -> int:

@@ -18,9 +18,8 @@ from megatron_hdp.data.shuffles import Shuffle
 class Rows(Protocol):
     """Metadata of a source's sequences."""
 
-    @property
-    def num_rows(self) -> int:
-        """Sequences of an epoch."""
+    num_rows: int
+    """Sequences of an epoch."""
 
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows; one without a token is passed over."""
@@ -73,14 +72,10 @@ class SourceStream:
         splits_long: bool,
         max_epochs: int | None = None,
     ) -> None:
-        """Set what is drawn.
+        """Set what is drawn, for ``max_epochs`` or (None) for ever.
 
-        Args:
-            rows: the source's sequences.
-            shuffle: their order in each epoch.
-            splits_long: whether a row that is too long gives several sequences, rather than one
-                that lacks the row's end.
-            max_epochs: after which the source ends; None: never.
+        ``splits_long``: a row that is too long gives several sequences, rather than one that lacks
+        the row's end.
         """
         self.rows = rows
         self._shuffle = shuffle
@@ -102,11 +97,7 @@ class SourceStream:
     def pieces(self, number: int, offset: int, count: int, max_length: int) -> Pieces:
         """Return the sequences of the next ``count`` rows, fewer where the source ends.
 
-        Args:
-            number: of the first row, since the start of training.
-            offset: tokens of that row that are drawn already.
-            count: rows to take.
-            max_length: tokens of the longest sequence.
+        Of the first row, by its number since the start of training, ``offset`` tokens are drawn.
         """
         stop = number + count if self._end is None else min(number + count, self._end)
         rows = self._rows_of(number, stop)

@@ -9,54 +9,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
-from megatron_hdp.data.mixture.source import digest
-from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.shuffles import LATEST_ORDER
+from megatron_hdp.data.mixture.source import Source, digest
 from megatron_hdp.data.spans import Spans
-from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
 
 
-@dataclass(frozen=True)
-class TableSource:
-    """A source of tokens.
+@dataclass(frozen=True, kw_only=True)
+class TableSource(Source):
+    """A source of tokens, whose rows are those of a table of sequences."""
 
-    Its rows are those of a run of a sequence table's rows, counted from the first of them.
-    """
-
-    spec: SourceSpec
     prefix: str
     """Of its ``.bin/.idx``: as given, or in the cache."""
     table: SequenceTable
     reader: TokenReader
     spans: Spans | None
     """What of its documents is trained; None: every token but the first."""
-    long_sequence: str
-    bad: int
-    """Bad documents that were left out when it was prepared."""
-    first_row: int
-    num_rows: int
+    num_bad: int
 
     @property
-    def name(self) -> str:
-        """What the source is called."""
-        return self.spec.name
+    def bad(self) -> int:
+        """Bad documents that were left out when it was prepared."""
+        return self.num_bad
 
     @property
     def longest(self) -> int:
         """Tokens of its longest row."""
-        return self.table.longest
+        return self.table.facts.longest
 
     @property
     def mean_length(self) -> float:
         """Tokens of a row on average."""
         return self.table.mean_length
-
-    @property
-    def is_estimated(self) -> bool:
-        """Nothing is."""
-        return False
 
     @property
     def index_bytes(self) -> int:
@@ -103,31 +87,15 @@ class TableSource:
         """Return the document in which a row lies."""
         return int(self.table.documents(np.array([row + self.first_row]))[0])
 
-    def order(self, key: int) -> SourceOrder:
-        """Return what decides the order in which it is drawn, but for what its tokens are.
-
-        Args:
-            key: what tells its orders from those of other sources.
-        """
-        corpus = self.table.corpus
-        if self.num_rows != len(self.table):
-            corpus = digest(corpus, self.first_row, self.num_rows)
-        return SourceOrder(
-            num_sequences=self.num_rows,
-            corpus=corpus,
-            long_sequence=self.long_sequence,
-            version=LATEST_ORDER,
-            key=key,
-        )
+    def _all_rows(self) -> tuple[int, int]:
+        return len(self.table), self.table.facts.corpus
 
     def contents(self) -> int:
         """Return a fingerprint of samples of its tokens, and of what of them is trained."""
         found = self.reader.fingerprint()
-        return (
-            found
-            if self.spans is None
-            else digest(found, len(self.spans), self.spans.num_trained_tokens)
-        )
+        if self.spans is None:
+            return found
+        return digest(found, len(self.spans), self.spans.num_trained_tokens)
 
     def size(self, unit: str) -> float:
         """Return how large it is, in the unit of the weights."""
@@ -135,7 +103,7 @@ class TableSource:
         if unit == "sequences":
             return float(self.num_rows)
         if unit == "tokens" or self.spans is None:
-            return self.table.num_tokens * share
+            return self.table.facts.num_tokens * share
         return self.spans.num_trained_tokens * share
 
     def words(self, rows: Sequence[int]) -> str:
@@ -145,9 +113,9 @@ class TableSource:
 
     def describe(self, use: str, name: str) -> str:
         """Return how many rows are ``use``, and what became of its documents."""
-        table = self.table
+        facts = self.table.facts
         bad = f", {self.bad:,} bad and left out" if self.bad else ""
         return (
-            f"{self.num_rows:,} sequences{name} {use} (documents: {table.num_empty:,} empty and "
-            f"skipped, {table.num_truncated:,} truncated, {table.num_split:,} split{bad})"
+            f"{self.num_rows:,} sequences{name} {use} (documents: {facts.num_empty:,} empty and "
+            f"skipped, {facts.num_truncated:,} truncated, {facts.num_split:,} split{bad})"
         )

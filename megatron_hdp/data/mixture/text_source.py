@@ -8,43 +8,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
-from megatron_hdp.data.mixture.source import digest
-from megatron_hdp.data.on_the_fly import (
-    Decoded,
-    Decoder,
-    RecordIndex,
-    TextEstimate,
-    lengths_of,
-)
-from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.shuffles import LATEST_ORDER
-from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.mixture.source import Source, digest
+from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, TextEstimate, lengths_of
 
 
-@dataclass(frozen=True)
-class TextSource:
+@dataclass(frozen=True, kw_only=True)
+class TextSource(Source):
     """A source that is tokenised on the fly.
 
-    Its rows are a run of the records, counted from the first of them; records that are empty or bad
-    are rows without a token.
+    Its rows are records; those that are empty or bad are rows without a token. All but their number
+    is estimated.
     """
 
-    spec: SourceSpec
+    is_estimated = True
+
     index: RecordIndex
     decoder: Decoder
     recipe: str
     """All but the files that the tokens depend on."""
     estimate: TextEstimate
-    long_sequence: str
     max_length: int
     """``--seq-length``."""
-    first_row: int
-    num_rows: int
-
-    @property
-    def name(self) -> str:
-        """What the source is called."""
-        return self.spec.name
 
     @property
     def bad(self) -> int:
@@ -62,11 +46,6 @@ class TextSource:
         return max(self.estimate.mean_length, 1.0)
 
     @property
-    def is_estimated(self) -> bool:
-        """All but the number of rows is."""
-        return True
-
-    @property
     def index_bytes(self) -> int:
         """Bytes of the files that say where its records lie."""
         return self.index.num_bytes
@@ -80,16 +59,12 @@ class TextSource:
         """Return a run of its rows as a source."""
         return replace(self, first_row=self.first_row + first_row, num_rows=num_rows)
 
-    def decode(self, rows: Int64Array) -> Decoded:
-        """Return rows as tokens.
+    def lengths(self, rows: Int64Array) -> Int64Array:
+        """Return tokens of rows; 0 of one that is empty or bad.
 
         Raises:
             ValueError: too many records are bad, or a file has changed, for two.
         """
-        return self.decoder.decode(rows + self.first_row)
-
-    def lengths(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows; 0 of one that is empty or bad."""
         return lengths_of(self.decoder.rows(rows + self.first_row))
 
     def num_labels(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
@@ -134,22 +109,9 @@ class TextSource:
             return self.estimate.mean_length * self.num_rows
         return self.estimate.mean_trained * self.num_rows
 
-    def order(self, key: int) -> SourceOrder:
-        """Return what decides the order in which it is drawn, but for what its text is.
-
-        Args:
-            key: what tells its orders from those of other sources.
-        """
-        corpus = digest(self.recipe, len(self.index), self.index.files.outline())
-        if self.num_rows != len(self.index):
-            corpus = digest(corpus, self.first_row, self.num_rows)
-        return SourceOrder(
-            num_sequences=self.num_rows,
-            corpus=corpus,
-            long_sequence=self.long_sequence,
-            version=LATEST_ORDER,
-            key=key,
-        )
+    def _all_rows(self) -> tuple[int, int]:
+        num_rows = len(self.index)
+        return num_rows, digest(self.recipe, num_rows, self.index.files.outline())
 
     def contents(self) -> int:
         """Return a fingerprint of samples of its text."""

@@ -3,15 +3,12 @@
 Design: `docs/design/text.md`.
 """
 
-from megatron_hdp.data.on_the_fly.decoder import Decoded, DecodedRow, Decoder, lengths_of
+from megatron_hdp.data.on_the_fly.decoder import Decoder, lengths_of
 from megatron_hdp.data.on_the_fly.estimate import TextEstimate, open_estimate
 from megatron_hdp.data.on_the_fly.record_index import RecordIndex
-from megatron_hdp.data.on_the_fly.source_files import ChangedFileError, SourceFiles
+from megatron_hdp.data.on_the_fly.source_files import SourceFiles
 
 __all__ = [
-    "ChangedFileError",
-    "Decoded",
-    "DecodedRow",
     "Decoder",
     "RecordIndex",
     "SourceFiles",

@@ -26,20 +26,10 @@ from megatron_hdp.data.spec import SourceSpec
 
 WINDOW_BYTES = 2**28
 _LEAST_JUDGED = 1000  # records, before a share of bad ones means something
-_MOST_NAMED = 5
 _OVERHEAD_BYTES = 300  # of a row that is kept, beside its arrays
 
-
-@dataclass(frozen=True)
-class Decoded:
-    """Records as tokens, ``[n]`` of them in the order in which they were asked for."""
-
-    tokens: Int32Array
-    """Of one record after the other."""
-    lengths: Int64Array
-    """Tokens of each record; 0: it is empty or bad."""
-    is_trained: BoolArray | None
-    """Of each token whether it is predicted with loss; None: all but the first of each record."""
+_Ids = tuple[npt.NDArray[np.integer], BoolArray | None]
+"""Of a record, and of each whether it is predicted with loss; None: all but the first."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +72,7 @@ class Decoder:
         long_sequence: str,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Set what is decoded.
-
-        Args:
-            spec: of the source; of it the limit of bad records.
-            index: its records.
-            decoding: what becomes of one.
-            max_length: ``--seq-length``.
-            long_sequence: of a longer record, ``truncate`` keeps the beginning, ``error`` refuses
-                it.
-            window_bytes: of decoded rows that are kept.
+        """Set what is decoded; ``error`` refuses records longer than ``--seq-length``, else cut.
 
         Raises:
             ValueError, ModuleNotFoundError: the template or the tokenizer cannot be used.
@@ -102,7 +83,7 @@ class Decoder:
         self._max_length = max_length
         self._long_sequence = long_sequence
         self._window_bytes = window_bytes
-        self._conversations = conversations_of(decoding) if decoding.key is None else None
+        self._chat = conversations_of(decoding) if decoding.key is None else None
         self._decoding, self._looking = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[int, DecodedRow] = OrderedDict()
         self._kept_bytes = 0
@@ -112,17 +93,6 @@ class Decoder:
     def num_bad(self) -> int:
         """Records decoded so far that are none."""
         return self._counts.bad
-
-    def decode(self, rows: Int64Array) -> Decoded:
-        """Return the tokens of records; raises as `rows`."""
-        found = self.rows(rows)
-        masks = [one.is_trained for one in found if one.is_trained is not None]
-        is_text = self._conversations is None
-        return Decoded(
-            tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(one.tokens for one in found)]),
-            lengths=lengths_of(found),
-            is_trained=None if is_text else np.concatenate([np.zeros(0, dtype=np.bool_), *masks]),
-        )
 
     def rows(self, rows: Int64Array) -> list[DecodedRow]:
         """Return records, decoded now or before, in the order in which they are asked for.
@@ -140,7 +110,8 @@ class Decoder:
                 missing -= found.keys()
                 if missing:
                     new = self._decoded(np.array(sorted(missing)), self._counts)
-                    self._require_few_bad()
+                    if self._counts.documents + self._counts.bad >= _LEAST_JUDGED:
+                        require_few_bad(self._spec, self._counts)
                     found |= new
                     self._keep(new)
         return [found[row] for row in wanted]
@@ -172,6 +143,7 @@ class Decoder:
         """Read and decode rows, which rise; what is bad or empty is nothing."""
         found = dict.fromkeys(rows.tolist(), _NOTHING)
         good: list[int] = []
+        num_bad = 0 if counts is None else counts.bad
 
         def records() -> Iterator[Record]:
             for row, record in self._index.read(rows):
@@ -183,46 +155,32 @@ class Decoder:
 
         done = 0
         for batch in batches_of(records()):
-            numbers = good[done : done + len(batch)]
-            done += len(batch)
-            if self._conversations is None:
-                self._add_texts(batch, numbers, found, counts)
-            else:
-                self._add_conversations(batch, numbers, found, counts)
+            decoded = self._of_conversations(batch, counts) if self._chat else self._of_texts(batch)
+            for record, (ids, mask) in zip(batch, decoded, strict=True):
+                if len(ids):
+                    if counts is not None:
+                        self._require_short(ids, record)
+                    kept = np.array(ids[: self._max_length], dtype=np.int32)  # its own memory
+                    mask = None if mask is None else mask[: len(kept)].copy()
+                    num_trained = len(kept) - 1 if mask is None else int(mask.sum())
+                    found[good[done]] = DecodedRow(kept, mask, num_trained)
+                done += 1
+        if counts is not None:
+            counts.documents += len(rows) - (counts.bad - num_bad)
         return found
 
-    def _add_texts(
-        self,
-        batch: Sequence[Record],
-        rows: Sequence[int],
-        found: dict[int, DecodedRow],
-        counts: Counts | None,
-    ) -> None:
+    def _of_texts(self, batch: Sequence[Record]) -> Iterator[_Ids]:
         tokens = tokens_of_texts(self._recipe, batch)
-        ends = np.cumsum(tokens.lengths)
-        begins = ends - tokens.lengths
-        for row, record, begin, end in zip(
-            rows, batch, begins.tolist(), ends.tolist(), strict=True
-        ):
-            if counts is not None:
-                counts.documents += begin < end
-                counts.empty += begin == end
-            if begin < end:
-                ids = self._cut(tokens.ids[begin:end], record, counts)
-                found[row] = DecodedRow(ids, None, len(ids) - 1)
+        for ids in np.split(tokens.ids, np.cumsum(tokens.lengths)[:-1]):
+            yield ids, None
 
-    def _add_conversations(
-        self,
-        batch: Sequence[Record],
-        rows: Sequence[int],
-        found: dict[int, DecodedRow],
-        counts: Counts | None,
-    ) -> None:
-        assert self._conversations is not None
-        for row, record in zip(rows, batch, strict=True):
-            documents = rendered(self._conversations, record)
+    def _of_conversations(self, batch: Sequence[Record], counts: Counts | None) -> Iterator[_Ids]:
+        assert self._chat is not None
+        for record in batch:
+            documents = rendered(self._chat, record)
             if isinstance(documents, BadRecord):
                 self._note_bad(documents.message, counts)
+                yield _NOTHING.tokens, None
                 continue
             if len(documents) > 1:
                 raise ValueError(
@@ -230,41 +188,23 @@ class Decoder:
                     f"in each row of source '{self._spec.name}', which is tokenised on the fly: "
                     "leave tokenise: on-the-fly out to prepare it"
                 )
-            if counts is not None:
-                counts.documents += 1
             (one,) = documents
-            ids = self._cut(one.ids, record, counts)
             mask = np.zeros(len(one.ids), dtype=np.bool_)
             for start, stop in one.spans.tolist():
                 mask[start:stop] = True
-            mask = mask[: len(ids)].copy()
-            found[row] = DecodedRow(ids, mask, int(mask.sum()))
+            yield one.ids, mask
 
-    def _cut(
-        self, ids: npt.NDArray[np.integer], record: Record, counts: Counts | None
-    ) -> Int32Array:
-        """Return a record's tokens, as many as a sequence may have, in memory of their own."""
-        if len(ids) > self._max_length and self._long_sequence == "error" and counts is not None:
+    def _require_short(self, ids: npt.NDArray[np.integer], record: Record) -> None:
+        if len(ids) > self._max_length and self._long_sequence == "error":
             raise ValueError(
                 f"{record.where} has {len(ids):,} tokens, the context length is "
                 f"{self._max_length:,}: give source '{self._spec.name}' long-sequence: truncate, "
                 "or raise --seq-length"
             )
-        return np.array(ids[: self._max_length], dtype=np.int32)
 
     def _note_bad(self, message: str, counts: Counts | None) -> None:
-        if counts is None:
-            return
-        if not self._recipe.may_be_bad:
-            raise ValueError(message)
-        counts.bad += 1
-        if len(counts.named) < _MOST_NAMED:
-            counts.named.append(message)
-
-    def _require_few_bad(self) -> None:
-        counts = self._counts
-        if counts.documents + counts.empty + counts.bad >= _LEAST_JUDGED:
-            require_few_bad(self._spec, counts)
+        if counts is not None:
+            counts.add_bad(message, self._recipe.may_be_bad)
 
 
 def lengths_of(rows: Sequence[DecodedRow]) -> Int64Array:

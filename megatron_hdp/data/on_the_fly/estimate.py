@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import xxhash
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.on_the_fly.decoder import Decoder
 from megatron_hdp.data.on_the_fly.record_index import RecordIndex
-from megatron_hdp.files import locked, write_atomically
+from megatron_hdp.files import Say, locked, write_atomically
 
 VERSION = 1
 _NUM_RUNS, _RUN = 8, 32  # of neighbouring records: a table is read by parts
@@ -55,21 +54,12 @@ def open_estimate(
     recipe: str,
     max_length: int,
     folder: Path,
-    say: Callable[[str], None],
+    say: Say,
 ) -> TextEstimate:
     """Return the estimate of a source, which is the same in every process.
 
     One process of those that want it decodes the sample and keeps what it comes to; where that
     cannot be kept, which is said, each decodes it.
-
-    Args:
-        name: of the source.
-        index: its records.
-        decoder: of them.
-        recipe: all but the files that the tokens depend on.
-        max_length: ``--seq-length``, at which records are cut.
-        folder: of caches; made if it is missing.
-        say: takes lines for the log.
 
     Raises:
         ValueError: a file is damaged, for one.
@@ -91,7 +81,8 @@ def open_estimate(
         found = _read(path, len(rows)) or _counted(decoder, rows)
         if trouble is None:
             try:
-                _write(path, found)
+                text = json.dumps({"estimate": asdict(found), "check": _check(found)})
+                write_atomically(path, text.encode(), durable=True)
             except OSError as error:
                 trouble = error
     if trouble is not None:
@@ -136,11 +127,6 @@ def _read(path: Path, num_sampled: int) -> TextEstimate | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if is_whole and found.num_sampled == num_sampled else None
-
-
-def _write(path: Path, estimate: TextEstimate) -> None:
-    text = json.dumps({"estimate": asdict(estimate), "check": _check(estimate)})
-    write_atomically(path, text.encode(), durable=True)
 
 
 def _check(estimate: TextEstimate) -> str:

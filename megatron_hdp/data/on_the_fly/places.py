@@ -18,9 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.formats import Format, Lines, Table
-from megatron_hdp.data.hashes import sampled
+from megatron_hdp.data.formats import Lines, Table
+from megatron_hdp.data.hashes import sampled_file
 from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
+from megatron_hdp.data.on_the_fly.source_files import SourceFiles
 from megatron_hdp.files import new_file
 
 VERSION = 1
@@ -67,14 +68,12 @@ class Places:
     """Of the file that holds this."""
 
 
-def places_path(folder: Path, path: str, form: Format, size: int, mtime_ns: int) -> Path:
+def places_path(folder: Path, files: SourceFiles, number: int) -> Path:
     """Return where the places in a file lie: named by its size, time and samples of its content."""
-    digest = xxhash.xxh3_128(json.dumps((VERSION, form.name, size, mtime_ns)).encode())
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        digest.update(sampled(file, 0, size, _NUM_SAMPLES))
-    finally:
-        os.close(file)
+    size, time = int(files.sizes[number]), int(files.times[number])
+    facts = (VERSION, files.formats[number].name, size, time)
+    digest = xxhash.xxh3_128(json.dumps(facts).encode())
+    digest.update(sampled_file(files.paths[number], size, _NUM_SAMPLES))
     return folder / f"records-{digest.hexdigest()}.places"
 
 
@@ -98,31 +97,14 @@ def read_places(path: Path) -> Places | None:
     return Places(facts.num_records, places, firsts, facts.num_bytes)
 
 
-def write_places(
-    target: Path,
-    path: str,
-    form: Format,
-    *,
-    size: int,
-    key: str | None,
-    tell: Tell,
-    check: Callable[[], None],
-) -> None:
+def write_places(target: Path, files: SourceFiles, number: int, tell: Tell) -> None:
     """Look for the records of a file, and keep their places: all of them or nothing.
 
-    Args:
-        target: where they will lie.
-        path: the file.
-        form: the file's format, lines or a table.
-        size: of the file.
-        key: of the text; None: rows are wanted.
-        tell: is told how many more bytes have been read.
-        check: raises if the file has changed.
-
     Raises:
-        ValueError: the file is damaged, or no text.
+        ValueError: the file is damaged, no text, or has changed.
         OSError: there is no room, for one.
     """
+    path, form, size = files.paths[number], files.formats[number], int(files.sizes[number])
     dtype = "<u4" if size < 2**32 else "<u8"
     firsts: list[int] = []
     num_records = num_places = 0
@@ -136,7 +118,7 @@ def write_places(
                 num_records = num_places
             else:
                 assert isinstance(form, Table), form
-                for part in form.parts(path, key):
+                for part in form.parts(path, files.key):
                     stream.write(np.array([part.place], dtype=dtype).tobytes())
                     firsts.append(num_records)
                     num_places += 1
@@ -146,4 +128,4 @@ def write_places(
             stream.truncate()
             facts = _Facts(num_records, num_places, dtype, isinstance(form, Table))
             _KIND.describe(stream.fileno(), {"facts": asdict(facts), "of": path[-256:]})
-        check()
+        files.require_unchanged(number)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,9 +27,7 @@ from megatron_hdp.data.on_the_fly.places import Places, places_path, read_places
 from megatron_hdp.data.on_the_fly.source_files import SourceFiles
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.data.tokenizers import available_cpus
-from megatron_hdp.files import locked
-
-Say = Callable[[str], None]
+from megatron_hdp.files import Say, locked
 
 _PART_BYTES = 2**28
 _DAY_S = 86_400.0
@@ -56,17 +53,15 @@ class RecordIndex:
     def open(cls, name: str, files: SourceFiles, folder: Path, say: Say) -> Self:
         """Map the places of a source's records; what is missing is looked for, once a node.
 
-        Args:
-            name: of the source.
-            files: of the source.
-            folder: of caches; made if it is missing.
-            say: takes lines for the log.
-
         Raises:
             ValueError: a file is damaged or no text.
             OSError: the folder cannot be written, there is no room, for one.
         """
-        targets = _targets(files, folder)
+        targets = {
+            number: places_path(folder, files, number)
+            for number, form in enumerate(files.formats)
+            if not isinstance(form, Text)  # a record as a whole
+        }
         found = {number: read_places(path) for number, path in targets.items()}
         missing = [number for number, one in found.items() if one is None]
         if missing:
@@ -88,10 +83,7 @@ class RecordIndex:
         return sum(one.num_bytes for one in self._places if one is not None)
 
     def read(self, rows: Int64Array) -> Iterator[tuple[int, Record | BadRecord]]:
-        """Yield records with their numbers, in the order in which they lie.
-
-        Args:
-            rows: rising numbers.
+        """Yield records of rising numbers with these, in the order in which they lie.
 
         Raises:
             ChangedFileError: a file is not what it was.
@@ -166,21 +158,6 @@ class RecordIndex:
             yield from found
 
 
-def _targets(files: SourceFiles, folder: Path) -> dict[int, Path]:
-    """Return where the places in files lie that are no record as a whole."""
-    wanted = (number for number, one in enumerate(files.formats) if not isinstance(one, Text))
-    return {
-        number: places_path(
-            folder,
-            files.paths[number],
-            files.formats[number],
-            int(files.sizes[number]),
-            int(files.times[number]),
-        )
-        for number in wanted
-    }
-
-
 def _make(name: str, files: SourceFiles, targets: dict[int, Path], say: Say) -> None:
     total = sum(int(files.sizes[number]) for number in targets)
     if not targets:
@@ -190,20 +167,9 @@ def _make(name: str, files: SourceFiles, targets: dict[int, Path], say: Say) -> 
         progress_bar(f"{name}: records", total, delay_s=1.0) as tell,
         ThreadPoolExecutor(min(_MOST_THREADS, available_cpus())) as pool,
     ):
-        for _ in pool.map(partial(_make_one, files, tell), *zip(*targets.items(), strict=True)):
-            pass
-
-
-def _make_one(files: SourceFiles, tell: Callable[[int], object], number: int, target: Path) -> None:
-    write_places(
-        target,
-        files.paths[number],
-        files.formats[number],
-        size=int(files.sizes[number]),
-        key=files.key,
-        tell=tell,
-        check=partial(files.require_unchanged, number),
-    )
+        made = [pool.submit(write_places, path, files, i, tell) for i, path in targets.items()]
+        for one in made:
+            one.result()
 
 
 def _written(path: Path) -> Places:

@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.formats import CompressedLines, Format, files_of, format_of, kind_of
-from megatron_hdp.data.hashes import sampled
+from megatron_hdp.data.hashes import sampled_file
 from megatron_hdp.data.prepare import text_key
 from megatron_hdp.data.spec import SourceSpec
 
@@ -69,11 +69,6 @@ class SourceFiles:
         """Return the number of files."""
         return len(self.paths)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return int(self.sizes.sum())
-
     def require_unchanged(self, number: int) -> None:
         """Refuse a file that is another one than when the source was opened.
 
@@ -108,10 +103,6 @@ class SourceFiles:
         count = min(len(self), _MOST_SAMPLED)
         for i in range(count):
             number = i * (len(self) - 1) // max(count - 1, 1)
-            file = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                size = int(self.sizes[number])
-                digest.update(sampled(file, 0, size, max(2, _NUM_SAMPLES // count)))
-            finally:
-                os.close(file)
+            size, num_samples = int(self.sizes[number]), max(2, _NUM_SAMPLES // count)
+            digest.update(sampled_file(self.paths[number], size, num_samples))
         return digest.intdigest() >> 1

@@ -8,7 +8,7 @@ manifest, which is written last: without it the others are not there. What is un
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,10 @@ from megatron_hdp.data.prepare.prepared_files import (
     PreparedFiles,
     known_contents,
 )
-from megatron_hdp.data.prepare.shard_run import MOST_NAMED
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.files import locked
-
-Say = Callable[[str], None]
+from megatron_hdp.files import Say, locked
 
 _DAY_S = 86_400.0
 
@@ -66,17 +63,13 @@ def prepare(
 ) -> Prepared:
     """Tokenise a source into a cache, or find it there.
 
+    The pair is the same whatever the number of workers (0: this process does it), and wherever
+    earlier calls were interrupted: what they had finished is not done again. What happens is told
+    a line at a time, on standard error unless `say` is given. Another process that prepares the
+    same is waited for; the size of a piece of work follows from the files' unless it is given.
+
     The pair is the same whatever the number of workers, and wherever earlier calls were
     interrupted: what they had finished is not done again.
-
-    Args:
-        spec: a source of text or conversations.
-        tokenizer: of a source that names none.
-        folder: of the cache; made if it is missing.
-        workers: processes; 0: this one does it.
-        say: is told what happens, a line at a time (default: standard error).
-        patience_s: how long to wait for another process that prepares the same.
-        shard_bytes: how much of the files is one piece of work; None: by their size.
 
     Raises:
         ValueError: a file is no such thing, too many documents are bad, or none has a token.
@@ -149,7 +142,7 @@ def _make(
     require_unchanged(contents)
     result = Counts()
     for shard in shards:
-        result.add(finished[shard.index], MOST_NAMED)
+        result.add(finished[shard.index])
     require_few_bad(spec, result)
     if result.documents == 0:
         raise ValueError(

@@ -10,9 +10,10 @@ import orjson
 
 from megatron_hdp.data.formats import format_of
 from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
+from megatron_hdp.data.prepare.decoding import conversations_of, decoding_of
 from megatron_hdp.data.prepare.shard_run import Tell
 from megatron_hdp.data.spec import SourceSpec
-from megatron_hdp.data.tokenizers import build_tokenizer, tokenizer_identity
+from megatron_hdp.data.tokenizers import tokenizer_identity
 
 FORMAT_VERSION = 1
 """Of what is prepared: a change that makes other tokens of the same files makes it another."""
@@ -30,16 +31,8 @@ class Content:
     hash: str
 
 
-def contents_of(
-    files: Sequence[str], known: Iterable[Content], tell: Tell, threads: int = _THREADS
-) -> list[Content]:
+def contents_of(files: Sequence[str], known: Iterable[Content], tell: Tell) -> list[Content]:
     """Return what files hold; those of a known path, size and time are not read again.
-
-    Args:
-        files: in order.
-        known: of earlier runs.
-        tell: is told how many bytes are settled.
-        threads: how many files are read at a time.
 
     Raises:
         OSError: a file cannot be read.
@@ -53,7 +46,7 @@ def contents_of(
         return Content(*place, hashes.get(place) or hash_of_file(path))
 
     contents = []
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for one in pool.map(content, files):
             contents.append(one)
             tell(one.size)
@@ -89,10 +82,7 @@ def recipe_of(spec: SourceSpec, kind: str, tokenizer: str) -> Mapping[str, Any]:
     }
     if kind == "text":
         return {**common, "key": spec.key}
-    from megatron_hdp.data.chat import Conversations
-
-    built = build_tokenizer(tokenizer)
-    conversations = Conversations(built, spec.template, spec.train_on, spec.append_eod)
+    conversations = conversations_of(decoding_of(spec, kind, tokenizer))
     return {**common, "conversations": conversations.fingerprint()}
 
 

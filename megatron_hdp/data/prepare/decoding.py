@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.chat import BadConversationError, ChatTokens, Conversations
 from megatron_hdp.data.formats import BadRecord, Record
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import TokenBatch, Tokenizer, build_tokenizer
-
-if TYPE_CHECKING:
-    from megatron_hdp.data.chat import ChatTokens, Conversations
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 1024
 
@@ -92,8 +89,6 @@ def conversations_of(decoding: Decoding) -> Conversations:
     Raises:
         ValueError, ModuleNotFoundError: as of `Conversations`.
     """
-    from megatron_hdp.data.chat import Conversations
-
     return Conversations(
         decoding.tokenizer, decoding.template, decoding.train_on, decoding.append_eod
     )
@@ -105,8 +100,6 @@ def rendered(conversations: Conversations, record: Record) -> list[ChatTokens] |
     Raises:
         ValueError: the template is at fault.
     """
-    from megatron_hdp.data.chat import BadConversationError
-
     try:
         return conversations.render(record.value)
     except BadConversationError as error:

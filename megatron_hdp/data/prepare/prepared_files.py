@@ -30,13 +30,7 @@ class PreparedFiles:
     """Of one source, its files and what is done with them."""
 
     def __init__(self, folder: Path, name: str, suffixes: Sequence[str]) -> None:
-        """Name what is made.
-
-        Args:
-            folder: of the cache.
-            name: of all its files.
-            suffixes: of what is made besides the manifest.
-        """
+        """Name what is made, besides the manifest with these suffixes."""
         self.prefix = os.path.join(folder, name)
         self._suffixes = suffixes
         self._work = self.prefix + WORK

@@ -11,9 +11,8 @@ from megatron_hdp.data.prepare.decoding import (
     tokens_of_texts,
 )
 from megatron_hdp.data.prepare.shards import Counts, Shard
+from megatron_hdp.data.spans import SpansWriter
 from megatron_hdp.data.token_writer import TokenWriter
-
-MOST_NAMED = 5
 
 Tell = Callable[[int], object]
 """Is told how many more bytes of the files have been read."""
@@ -29,9 +28,10 @@ def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Coun
     counts = Counts()
     try:
         with TokenWriter(prefix, decoding.tokenizer.vocab_size, durable=decoding.durable) as writer:
-            records = _good(_records(decoding, shard), counts, decoding.may_be_bad, tell)
+            records = _good(decoding, shard, counts, tell)
             if decoding.key is None:
-                _write_conversations(decoding, records, writer, prefix, counts, tell)
+                with SpansWriter(f"{prefix}.spans", durable=decoding.durable) as spans:
+                    _write_conversations(decoding, records, writer, spans, counts, tell)
             else:
                 _write_texts(decoding, records, writer, counts, tell)
     except OSError as error:
@@ -42,28 +42,14 @@ def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Coun
     return counts
 
 
-def _records(decoding: Decoding, shard: Shard) -> Iterator[Record | BadRecord]:
+def _good(decoding: Decoding, shard: Shard, counts: Counts, tell: Tell) -> Iterator[Record]:
     for piece in shard.pieces:
-        yield from read(piece, decoding.key)
-
-
-def _good(
-    records: Iterator[Record | BadRecord], counts: Counts, may_be_bad: bool, tell: Tell
-) -> Iterator[Record]:
-    for record in records:
-        if isinstance(record, Record):
-            yield record
-        else:
-            tell(record.num_bytes)
-            _count_bad(counts, may_be_bad, record.message)
-
-
-def _count_bad(counts: Counts, may_be_bad: bool, message: str) -> None:
-    if not may_be_bad:
-        raise ValueError(message)
-    counts.bad += 1
-    if len(counts.named) < MOST_NAMED:
-        counts.named.append(message)
+        for record in read(piece, decoding.key):
+            if isinstance(record, Record):
+                yield record
+            else:
+                tell(record.num_bytes)
+                counts.add_bad(record.message, decoding.may_be_bad)
 
 
 def _write_texts(
@@ -81,20 +67,17 @@ def _write_conversations(
     decoding: Decoding,
     records: Iterator[Record],
     writer: TokenWriter,
-    prefix: str,
+    spans: SpansWriter,
     counts: Counts,
     tell: Tell,
 ) -> None:
-    from megatron_hdp.data.spans import SpansWriter
-
     conversations = conversations_of(decoding)
-    with SpansWriter(prefix + ".spans", durable=decoding.durable) as spans:
-        for record in records:
-            tell(record.num_bytes)
-            documents = rendered(conversations, record)
-            if isinstance(documents, BadRecord):
-                _count_bad(counts, decoding.may_be_bad, documents.message)
-                continue
-            for one in documents:
-                writer.add(one.ids)
-                spans.add(one.spans)
+    for record in records:
+        tell(record.num_bytes)
+        documents = rendered(conversations, record)
+        if isinstance(documents, BadRecord):
+            counts.add_bad(documents.message, decoding.may_be_bad)
+            continue
+        for one in documents:
+            writer.add(one.ids)
+            spans.add(one.spans)

@@ -10,6 +10,7 @@ from megatron_hdp.data.hashes import hash_of_bytes
 
 _MOST_BYTES, _LEAST_BYTES = 2**26, 2**20
 _SHARDS_WANTED = 64
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,24 @@ class Counts:
     named: list[str] = field(default_factory=list)
     """What was wrong with the first bad ones."""
 
-    def add(self, other: "Counts", most_named: int) -> None:
+    def add(self, other: "Counts") -> None:
         """Count those of a later shard, too."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.empty += other.empty
         self.bad += other.bad
-        self.named = (self.named + other.named)[:most_named]
+        self.named = (self.named + other.named)[:_MOST_NAMED]
+
+    def add_bad(self, message: str, may_be_bad: bool) -> None:
+        """Count a bad document.
+
+        Raises:
+            ValueError: the message, where no document may be bad.
+        """
+        if not may_be_bad:
+            raise ValueError(message)
+        self.bad += 1
+        self.named = [*self.named, message][:_MOST_NAMED]
 
 
 def shard_bytes_for(total_bytes: int) -> int:
@@ -57,14 +69,7 @@ def shard_bytes_for(total_bytes: int) -> int:
 
 
 def cut(files: Sequence[str], key: str | None, *, lines: bool, shard_bytes: int) -> list[Shard]:
-    """Cut files into shards, in order; small neighbours share one.
-
-    Args:
-        files: in the order of their documents.
-        key: as of `formats.pieces_of`.
-        lines: likewise.
-        shard_bytes: about the size of a shard.
-    """
+    """Cut files into shards of about a size, in order; small neighbours share one."""
     shards: list[Shard] = []
     taken: list[tuple[int, Piece]] = []
     size = 0

@@ -7,9 +7,10 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from megatron_hdp.data.prepare.decoding import Decoding
-from megatron_hdp.data.prepare.shard_run import MOST_NAMED, Tell, run_shard
+from megatron_hdp.data.prepare.shard_run import Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
-from megatron_hdp.data.prepare.workers import Task, Workers
+from megatron_hdp.data.prepare.workers import Task, run_by_workers
+from megatron_hdp.data.spans import concatenate_spans
 from megatron_hdp.data.token_writer import concatenate_pairs, move_pair
 
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0
@@ -20,19 +21,14 @@ def write_pair(
 ) -> Counts:
     """Write the documents of files, in order, as one pair: all of it or nothing.
 
-    Args:
-        files: what to read.
-        prefix: of the pair.
-        decoding: what to do with a document.
-        lines: whether what is no table by its name holds JSON lines.
-        workers: processes; this one alone if 1, or if there is little to do.
-        name: of the progress bar.
+    What is no table by its name holds JSON lines if `lines` says so. This process does all of it
+    if `workers` is 1 or there is little to do.
 
     Returns:
         What became of the documents; where none has a token, nothing is written.
 
     Raises:
-        ValueError, OSError, ImportError: as of `Workers.run`.
+        ValueError, OSError, ImportError: as of `run_by_workers`.
     """
     total = sum(map(os.path.getsize, files))
     shard_bytes = shard_bytes_for(total) if workers > 1 else max(total, 1)
@@ -47,7 +43,7 @@ def write_pair(
             with closing(run_tasks(decoding, tasks, workers if several else 0, tell)) as results:
                 found = sorted(results, key=lambda result: result[0].index)
             for _, one in found:
-                counts.add(one, MOST_NAMED)
+                counts.add(one)
         if counts.documents:
             join(decoding, [one for _, one in tasks], prefix)
     finally:
@@ -61,14 +57,13 @@ def run_tasks(
     """Run shards and yield each with its counts once it is finished; 0 workers: in this process.
 
     Raises:
-        ValueError, OSError, ImportError: as of `Workers.run`.
+        ValueError, OSError, ImportError: as of `run_by_workers`.
     """
     if workers == 0:
         for shard, prefix in tasks:
             yield shard, run_shard(decoding, shard, prefix, tell)
     elif tasks:
-        with Workers(decoding, min(workers, len(tasks))) as pool:
-            yield from pool.run(tasks, tell)
+        yield from run_by_workers(decoding, min(workers, len(tasks)), tasks, tell)
 
 
 def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
@@ -78,18 +73,12 @@ def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
         OSError: the disk is full, for one.
     """
     if decoding.key is None:
-        _join_spans(decoding, prefixes, target)
+        spans = [prefix + ".spans" for prefix in prefixes]
+        concatenate_spans(spans, target + ".spans", durable=decoding.durable)
     if len(prefixes) == 1:
         move_pair(prefixes[0], target)
     else:
         concatenate_pairs(prefixes, target, durable=decoding.durable)
-
-
-def _join_spans(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
-    from megatron_hdp.data.spans import concatenate_spans
-
-    paths = [prefix + ".spans" for prefix in prefixes]
-    concatenate_spans(paths, target + ".spans", durable=decoding.durable)
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from megatron_hdp.data.prepare.decoding import Decoding
 from megatron_hdp.data.prepare.shard_run import Tell, run_shard
@@ -27,55 +26,49 @@ _PROGRAM = (
     "from megatron_hdp.data.prepare.workers import serve; serve({descriptor}, {parent})"
 )
 _LOOK_S = 1.0
-_TOLD_BYTES = 2**19
+_TOLD_BYTES = 2**19  # of progress: not told more often than anybody would look
 _MISTAKES: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
 
 Task = tuple[Shard, str]
 """A shard and the prefix to write it to."""
 
 
-class Workers:
-    """A context manager with processes that run shards; all of them have ended when it ends."""
+@contextmanager
+def started(decoding: Decoding, number: int) -> Iterator[list["Worker"]]:
+    """Start processes that know what to do; within the block they are given tasks.
 
-    def __init__(self, decoding: Decoding, workers: int) -> None:
-        """Set what they do and how many they are."""
-        self._decoding = decoding
-        self._num_workers = workers
-        self._workers: list[_Worker] = []
+    When it ends they are killed, whatever they are at: what is half has a temporary name.
+    """
+    raw = pickle.dumps(decoding)
+    workers: list[Worker] = []
+    try:
+        for _ in range(number):
+            workers.append(Worker(threads=max(1, available_cpus() // number)))
+        for worker in workers:
+            worker.send(raw)
+        yield workers
+    finally:
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.wait()
+            worker.connection.close()
 
-    def __enter__(self) -> Self:
-        """Start them."""
-        decoding = pickle.dumps(self._decoding)
-        try:
-            for _ in range(self._num_workers):
-                self._workers.append(_Worker(threads=max(1, available_cpus() // self._num_workers)))
-            for worker in self._workers:
-                worker.give(decoding)
-        except BaseException:
-            self._end()
-            raise
-        return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End them, whatever they are at: what is half has a temporary name."""
-        self._end()
+def run_by_workers(
+    decoding: Decoding, workers: int, tasks: Sequence[Task], tell: Tell
+) -> Iterator[tuple[Shard, Counts]]:
+    """Run shards, as many at a time as there are workers; yield them as they are finished.
 
-    def run(self, tasks: Sequence[Task], tell: Tell) -> Iterator[tuple[Shard, Counts]]:
-        """Run the shards, as many at a time as there are workers; yield them as they are finished.
-
-        Raises:
-            ValueError, OSError, ImportError: what a worker came upon, in its words.
-            ChildProcessError: a worker died.
-            RuntimeError: a worker failed otherwise; holds its traceback.
-        """
-        waiting = iter(tasks)
-        busy: dict[Connection, _Worker] = {}
-        for worker in self._workers:
+    Raises:
+        ValueError, OSError, ImportError: what a worker came upon, in its words.
+        ChildProcessError: a worker died.
+        RuntimeError: a worker failed otherwise; holds its traceback.
+    """
+    waiting = iter(tasks)
+    busy: dict[Connection, Worker] = {}
+    with started(decoding, workers) as idle:
+        for worker in idle:
             if (task := next(waiting, None)) is not None:
                 worker.start(task)
                 busy[worker.connection] = worker
@@ -93,15 +86,8 @@ class Workers:
             for worker in busy.values():
                 worker.require_alive()
 
-    def _end(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
-            worker.connection.close()
 
-
-class _Worker:
+class Worker:
     """One process, seen from its parent."""
 
     shard: Shard
@@ -121,14 +107,13 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
 
-    def give(self, decoding: bytes) -> None:
-        self._send(decoding)
-
     def start(self, task: Task) -> None:
+        """Give it a shard to run."""
         self.shard = task[0]
-        self._send(pickle.dumps(task))
+        self.send(pickle.dumps(task))
 
-    def _send(self, raw: bytes) -> None:
+    def send(self, raw: bytes) -> None:
+        """Send a message, unless it is dead."""
         with suppress(BrokenPipeError, ConnectionResetError):  # `heard` says that it died
             self.connection.send_bytes(raw)
 
@@ -193,10 +178,18 @@ def serve(descriptor: int, parent: int) -> None:
 def _answer(
     decoding: Decoding, shard: Shard, prefix: str, connection: Connection
 ) -> tuple[str, Any]:
-    progress = _Progress(connection)
+    untold = 0
+
+    def tell(num_bytes: int, least: int = _TOLD_BYTES) -> None:
+        nonlocal untold
+        untold += num_bytes
+        if untold >= least:
+            connection.send(("read", untold))
+            untold = 0
+
     try:
-        counts = run_shard(decoding, shard, prefix, progress.tell)
-        progress.send()
+        counts = run_shard(decoding, shard, prefix, tell)
+        tell(0, least=0)
     except (BrokenPipeError, ConnectionResetError):
         raise
     except _MISTAKES as error:
@@ -205,20 +198,3 @@ def _answer(
     except Exception:  # handed on to the parent, which raises it
         return "broke", traceback.format_exc()
     return "done", counts
-
-
-class _Progress:
-    """Tells the parent how much was read, not more often than anybody would look."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._untold = 0
-
-    def tell(self, num_bytes: int) -> None:
-        self._untold += num_bytes
-        if self._untold >= _TOLD_BYTES:
-            self.send()
-
-    def send(self) -> None:
-        self._connection.send(("read", self._untold))
-        self._untold = 0

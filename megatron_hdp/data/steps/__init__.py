@@ -1,6 +1,12 @@
 """What each rank gets of a step: drawn and planned as a whole, cut into shares, tokens read."""
 
-from megatron_hdp.data.steps.loaders import Loaders, LocalLoaders
+from megatron_hdp.data.steps.loaders import (
+    Loaders,
+    LocalLoaders,
+    LostSource,
+    RankStep,
+    read_step,
+)
 from megatron_hdp.data.steps.micro_batch import (
     FEWEST_TOKENS,
     Pieces,
@@ -11,12 +17,10 @@ from megatron_hdp.data.steps.micro_batch import (
     pieces_of,
     read_micro_batch,
 )
-from megatron_hdp.data.steps.packed_shares import PackedShares
 from megatron_hdp.data.steps.planning import StepPlanner, plan_by
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed
-from megatron_hdp.data.steps.rank_step import LostSource, RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
-from megatron_hdp.data.steps.share import RankShare, StepShares, work_of
+from megatron_hdp.data.steps.share import PackedShares, RankShare, StepShares, work_of
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
 
 __all__ = [

@@ -1,18 +1,56 @@
-"""Where a rank's steps come from; the loaders in its own process are the reference for all."""
+"""What a rank gets of steps, and where from; loaders in its own process are the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps.micro_batch import Reader
+from megatron_hdp.data.steps.micro_batch import (
+    RankMicroBatch,
+    Reader,
+    TokenSource,
+    read_micro_batch,
+)
 from megatron_hdp.data.steps.planning import StepPlanner
-from megatron_hdp.data.steps.rank_step import RankStep, read_step
 from megatron_hdp.data.steps.settings import PlannedStep
+from megatron_hdp.data.steps.share import RankShare
 from megatron_hdp.data.steps.totals import StepTotals
+
+
+@dataclass(frozen=True)
+class LostSource:
+    """What a rank was not given of a source that has failed."""
+
+    name: str
+    why: str
+    ids: tuple[int, ...]
+    """Places in the step of its sequences in this rank's share: they stand in its micro-batches
+    with token 0 and without loss."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step as one rank runs it."""
+
+    totals: StepTotals
+    share: RankShare
+    micro_batches: tuple[RankMicroBatch, ...]
+    """Padding included, in the order in which they run."""
+    lost: tuple[LostSource, ...] = ()
+
+
+def read_step(
+    totals: StepTotals, share: RankShare, reader: Reader, source: TokenSource
+) -> RankStep:
+    """Read a rank's share of a step."""
+    micro_batches = tuple(
+        read_micro_batch(share, slot, reader, source) for slot in range(share.num_slots)
+    )
+    return RankStep(totals, share, micro_batches)
 
 
 class Loaders(Protocol):

@@ -23,7 +23,7 @@ FEWEST_TOKENS = 2
 and TransformerEngine cannot tell memory layouts apart by its stride."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMicroBatch:
     """One rank's part of one micro-batch; ring slices first, then whole sequences.
 
@@ -40,19 +40,19 @@ class RankMicroBatch:
     """Place of each token's sequence in `sequence_ids`; -1 for padding."""
     ring: tuple[int, ...]
     """HDP ranks in ring order; this rank alone at degree 1."""
-    ring_slices: tuple[int, ...]
+    ring_slices: tuple[int, ...] = ()
     """Padded tokens of each ring sequence's slice here: head chunk, tail chunk, of equal size."""
     local_lengths: tuple[int, ...]
     """Padded tokens of each whole sequence here."""
-    sequence_ids: tuple[int, ...]
+    sequence_ids: tuple[int, ...] = ()
     """Places in the step's sequences, ring slices first, then whole sequences."""
-    sources: tuple[int, ...]
+    sources: tuple[int, ...] = ()
     """Index of the source of each of them."""
-    index: int | None
+    index: int | None = None
     """The micro-batch's index in the plan; None for padding."""
-    corrupt_ids: tuple[int, ...]
+    corrupt_ids: tuple[int, ...] = ()
     """Those of `sequence_ids` that hold tokens outside the vocabulary here."""
-    offload_ratio: float
+    offload_ratio: float = 0.0
     further_labels: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """``[K t]``, depth by depth: of depth ``k`` the token ``k`` places behind each label."""
     further_mask: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
@@ -117,12 +117,7 @@ class Pieces:
 
 
 def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
-    """Return all that `read_micro_batch` asks its source for, over all slots of a share.
-
-    Args:
-        share: of a rank.
-        num_further: as of its `Reader`.
-    """
+    """Return all that `read_micro_batch` asks its source for, over all slots of a share."""
     found = [
         _piece(run, share, num_further)
         for slot in range(share.num_slots)
@@ -138,14 +133,7 @@ def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
 def read_micro_batch(
     share: RankShare, slot: int, reader: Reader, source: TokenSource
 ) -> RankMicroBatch:
-    """Read a rank's part of the micro-batch of a slot, and no other token.
-
-    Args:
-        share: the rank's.
-        slot: of the share.
-        reader: what is read.
-        source: where tokens come from.
-    """
+    """Read a rank's part of the micro-batch of a slot, and no other token."""
     fewest = FEWEST_TOKENS * reader.token_multiple
     if share.indices[slot] == PADDING:
         return padding_micro_batch(share.hdp_rank, fewest, reader.num_further)
@@ -227,13 +215,7 @@ def padding_micro_batch(
         loss_mask=np.zeros(num_tokens, dtype=np.bool_),
         sequence_index=np.full(num_tokens, -1, dtype=np.int64),
         ring=(rank,),
-        ring_slices=(),
         local_lengths=(num_tokens,),
-        sequence_ids=(),
-        sources=(),
-        index=None,
-        corrupt_ids=(),
-        offload_ratio=0.0,
         further_labels=np.zeros(num_further * num_tokens, dtype=np.int64),
         further_mask=np.zeros(num_further * num_tokens, dtype=np.bool_),
     )

@@ -17,12 +17,7 @@ from megatron_hdp.planner.lockstep import planned_for
 
 
 def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = None) -> Plan:
-    """Return the plan of sequences of these lengths.
-
-    Args:
-        settings: to plan by.
-        lengths: tokens of each.
-        strategy: to plan by, if not the settings'.
+    """Return the plan of sequences of these lengths, by the settings' strategy or another one.
 
     Raises:
         ValueError: a sequence fits on no number of ranks.
@@ -85,10 +80,7 @@ class StepPlanner:
     ) -> Plan:
         """Return the plan of sequences of these lengths.
 
-        Args:
-            lengths: tokens of each.
-            strategy: to plan by, if not the run's.
-            settings: to plan by, if not the run's: those of `settings_at`.
+        The run's strategy and settings count unless others are given, as of `settings_at`.
 
         Raises:
             ValueError: a sequence fits on no number of ranks.
@@ -107,8 +99,7 @@ class StepPlanner:
     def broadcast_at(self, *, from_plane: bool) -> frozenset[str]:
         """Return the axes, of `primitives.AXES`, along which one rank reads for the others.
 
-        Args:
-            from_plane: whether a data plane lays tokens out where all ranks can map them.
+        A data plane lays tokens out where all ranks can map them.
         """
         if self._users.broadcast_at is None:
             return frozenset() if from_plane else frozenset(AXES)

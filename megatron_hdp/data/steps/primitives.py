@@ -79,11 +79,6 @@ class Primitives:
 def costed(model: CostModel, spec: PrimitivesSpec, max_length: int) -> CostModel:
     """Return a cost model that follows the user's function, if there is one.
 
-    Args:
-        model: says everything but what compute costs.
-        spec: names the function.
-        max_length: tokens of the longest sequence.
-
     Raises:
         PrimitiveError: the function cannot be used.
     """

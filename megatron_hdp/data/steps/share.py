@@ -62,11 +62,6 @@ class RankShare:
         """Slots that hold no micro-batch."""
         return int((self.indices == PADDING).sum())
 
-    @property
-    def num_bytes(self) -> int:
-        """What its arrays take."""
-        return sum(getattr(self, one.name).nbytes for one in fields(self)[3:])
-
     def ring_of(self, slot: int) -> tuple[int, ...]:
         """Return the ranks of a slot's ring, in order."""
         return tuple(self.ring[self.ring_offsets[slot] : self.ring_offsets[slot + 1]].tolist())
@@ -88,14 +83,9 @@ class StepShares:
         lockstep_ranks: int = 1,
         group_size: int = 1,
     ) -> None:
-        """Look at the step once.
+        """Look at the step once; its plan's sequence ids are places in it.
 
-        Args:
-            step: what was drawn.
-            plan: of it; its sequence ids are places in the step.
-            is_aligned: see `planner.lockstep.slots`.
-            lockstep_ranks: likewise.
-            group_size: likewise.
+        The others are arguments of `planner.lockstep.slots`.
 
         Raises:
             ValueError: the plan is for other sequences.
@@ -193,11 +183,6 @@ def _offsets(counts: npt.ArrayLike) -> Int64Array:
 def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Float64Array:
     """Return what one rank of speed 1 computes in a step.
 
-    Args:
-        share: of the rank.
-        cost_model: the cost model.
-        num_stages: pipeline stages of a rank.
-
     Returns:
         Seconds of attention with its blocks, seconds of what is linear in the length, number of
         micro-batches; shape (3,). ``g`` and traffic are not part of it.
@@ -214,3 +199,67 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     blocks = int(degrees.sum() + has_local.sum())
     attention += blocks * block_s(cost_model, num_stages)
     return np.array([attention, linear, float(share.num_slots)])
+
+
+_ARRAYS = tuple(one.name for one in fields(RankShare))[3:]
+_KINDS = (np.uint8, np.int32)
+
+
+@dataclass(frozen=True)
+class PackedShares:
+    """The arrays of shares, each column over all ranks at once, in the narrowest integers."""
+
+    hdp_ranks: tuple[int, ...]
+    slice_multiples: tuple[int, ...]
+    end_together: tuple[bool, ...]
+    sizes: bytes
+    """``int32[arrays, ranks]``: how much of each column is each rank's."""
+    columns: tuple[tuple[str, bytes], ...]
+    """Kind of number and contents of each array."""
+
+    @classmethod
+    def of(cls, shares: Sequence[RankShare]) -> PackedShares:
+        """Return these shares, packed."""
+        sizes, columns = [], []
+        for name in _ARRAYS:
+            arrays = [getattr(one, name) for one in shares]
+            sizes.append([len(one) for one in arrays])
+            column = _narrow(np.concatenate(arrays)) if arrays else np.zeros(0, dtype=np.uint8)
+            columns.append((column.dtype.str, column.tobytes()))
+        return cls(
+            tuple(one.hdp_rank for one in shares),
+            tuple(one.slice_multiple for one in shares),
+            tuple(one.ends_together for one in shares),
+            np.array(sizes, dtype=np.int32).tobytes(),
+            tuple(columns),
+        )
+
+    def unpack(self) -> list[RankShare]:
+        """Return the shares, the same to the bit."""
+        sizes = np.frombuffer(self.sizes, dtype=np.int32).reshape(len(_ARRAYS), -1)
+        found: list[dict[str, npt.NDArray[np.generic]]] = [{} for _ in self.hdp_ranks]
+        for name, row, (kind, contents) in zip(_ARRAYS, sizes, self.columns, strict=True):
+            wide = np.float64 if name == "offload_ratios" else np.int64
+            column = np.frombuffer(contents, dtype=kind).astype(wide)
+            ends = np.cumsum(row)
+            for one, begin, end in zip(found, (ends - row).tolist(), ends.tolist(), strict=True):
+                one[name] = column[begin:end]
+        return [
+            RankShare(*scalars, **arrays)  # type: ignore[arg-type]
+            for *scalars, arrays in zip(
+                self.hdp_ranks, self.slice_multiples, self.end_together, found, strict=True
+            )
+        ]
+
+
+def _narrow(column: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Return the same numbers in fewer bytes, where they are integers that fit."""
+    if column.dtype != np.int64 or not len(column):
+        return column
+    numbers: Int64Array = column.astype(np.int64, copy=False)
+    least, most = int(numbers.min()), int(numbers.max())
+    for kind in _KINDS:
+        limits = np.iinfo(kind)
+        if limits.min <= least and most <= limits.max:
+            return numbers.astype(kind)
+    return column

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,14 +55,14 @@ class Amounts:
         def less(sums: tuple[int, ...], amount: int) -> tuple[int, ...]:
             return tuple(one - amount if i == source else one for i, one in enumerate(sums))
 
-        return Amounts(
+        return replace(
+            self,
             tokens=self.tokens - length,
             squared_tokens=self.squared_tokens - length**2,
             seen_in_window=self.seen_in_window - int(_seen(np.array([length]), self.window)[0]),
             loss_tokens=self.loss_tokens - num_loss_tokens,
             source_tokens=less(self.source_tokens, length),
             source_loss_tokens=less(self.source_loss_tokens, num_loss_tokens),
-            window=self.window,
         )
 
 
@@ -107,14 +107,7 @@ class StepTotals:
         without: Mapping[str, str] | None = None,
         window: int | None = None,
     ) -> StepTotals:
-        """Return those of a planned step.
-
-        Args:
-            planned: the step.
-            num_sources: of the split.
-            without: see the field.
-            window: tokens that a query sees in layers with a window.
-        """
+        """Return those of a planned step."""
         step, plan = planned.step, planned.plan
         counts = np.bincount(plan.ranks, minlength=plan.num_ranks)
         sequences = [one.tobytes() for one in (step.sources, step.rows, step.starts)]

@@ -1,46 +1,101 @@
 """A folder of tables of sequences, one file each, built once a node and found by content."""
 
 import json
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
+from megatron_hdp.data.hashes import sampled_file
 from megatron_hdp.data.index_checks import IndexChecks
-from megatron_hdp.data.index_file import Documents, IndexFile
+from megatron_hdp.data.index_file import Documents, IndexFile, TokenFileError
 from megatron_hdp.data.mapped_file import DamagedFileError
 from megatron_hdp.data.tables.cache_file import (
     VERSION,
     CachedTable,
+    TableCacheError,
     TableOrigin,
     TableWriter,
     read_table,
+    unusable,
 )
 from megatron_hdp.data.tables.columns import column_types, fill
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-from megatron_hdp.data.tables.folder import TableCacheError, make_folder, unusable
-from megatron_hdp.data.tables.identity import IndexIdentity
 from megatron_hdp.files import Say, locked, write_atomically
 
 _NOTE_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
 _PATIENCE_S = 600.0  # with a process that builds, and notes no progress
 _MOST_TIMES = 64  # remembered of one content
+_NUM_SAMPLES = 48
+_BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and summing
+
+
+@dataclass(frozen=True)
+class IndexIdentity:
+    """Size and time of an ``.idx`` now, and its content when asked for."""
+
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> "IndexIdentity":
+        """Look at a file that exists."""
+        status = os.stat(path)
+        return cls(Path(path), status.st_size, status.st_mtime_ns)
+
+    def key(self, cutting: Cutting, version: int) -> str:
+        """Return a name for what a cutting makes of it in a version of the caches' format.
+
+        It comes of the size and of samples of the content, so it takes no time.
+        """
+        parts = (
+            version,
+            self.num_bytes,
+            cutting.max_length,
+            cutting.long_sequence,
+            cutting.documents.start,
+            cutting.documents.stop,
+        )
+        digest = xxhash.xxh3_128(json.dumps(parts).encode())
+        digest.update(sampled_file(self.path, self.num_bytes, _NUM_SAMPLES))
+        return digest.hexdigest()
+
+    def content(self, note: Callable[[int, int], None]) -> str:
+        """Return the XXH3 of the whole file, which is read; bytes done and all are noted."""
+        digest, block, num_read = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES)), 0
+        with self.path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+                num_read += count
+                note(num_read, self.num_bytes)
+        return digest.hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Refuse a file that has changed since it was looked at.
+
+        Raises:
+            TokenFileError: it has.
+        """
+        now = IndexIdentity.of(self.path)
+        if now != self:
+            raise TokenFileError(
+                f"{self.path} changed while it was read: found {now.num_bytes:,} bytes, expected "
+                f"{self.num_bytes:,} as before, of the same time; wait until it is complete"
+            )
 
 
 class TableCache:
     """The file of one table: what a cutting makes of an ``.idx``."""
 
     def __init__(self, index: IndexFile, cutting: Cutting, folder: Path, say: Say) -> None:
-        """Name the file; see `open`.
-
-        Args:
-            index: the ``.idx``, open.
-            cutting: makes its documents sequences.
-            folder: of all caches.
-            say: takes lines for the log.
-        """
+        """Name the file; see `open`."""
         self._index = index
         self._cutting = cutting
         self._folder = folder
@@ -66,7 +121,6 @@ class TableCache:
         if found is not None and self._is_of_this_time(found):
             return found
         try:
-            make_folder(self._folder)
             with self._locked() as note:
                 return self._prove_or_build(_Progress(self._what, note, self._say))
         except TableCacheError:
@@ -81,6 +135,7 @@ class TableCache:
         lock, what = self._path.with_suffix(".lock"), self._what
         with ExitStack() as stack:
             try:
+                self._folder.mkdir(parents=True, exist_ok=True)
                 note = stack.enter_context(locked(lock, what, self._say, patience_s=_PATIENCE_S))
             except TimeoutError as error:
                 raise TableCacheError(f"--data-cache-path {self._folder}: {error}") from None

@@ -10,8 +10,10 @@ keep as one page in memory and map by one fault. ``MADV_HUGEPAGE`` asks for the 
 is read again from the disk.
 """
 
+import errno
 import mmap
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +24,6 @@ import numpy as np
 
 from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
 from megatron_hdp.data.tables.columns import Column, Columns, TableFacts
-from megatron_hdp.data.tables.folder import unusable
 from megatron_hdp.files import note_opened, put_in_place
 
 VERSION = 2
@@ -30,6 +31,11 @@ VERSION = 2
 _KIND = FileKind(b"HDPTABLE", VERSION)
 _LARGE_PAGE = 1 << 21
 _TYPES = ("<u4", "<i8")
+_LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class TableCacheError(ValueError):
+    """A table of sequences cannot be kept in the folder of caches; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,12 @@ class TableWriter:
     """
 
     def __init__(self, path: Path, num_rows: int, types: dict[str, str]) -> None:
-        """Make the file.
-
-        Args:
-            path: where the table will lie.
-            num_rows: of the table.
-            types: numpy type of each column.
-        """
+        """Make the file, of columns of these numpy types."""
         self._path = path
         self._types = types
         self._places, self._num_bytes = _places(num_rows, types)
-        self._waiting = {name: _Waiting(place) for name, place in self._places.items()}
+        self._written = dict(self._places)  # where of each column the next byte belongs
+        self._waiting = {name: bytearray() for name in types}
         self._new = path.with_name(f"{path.name}.tmp{os.getpid()}")
         with self._told():
             self._file = os.open(self._new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
@@ -88,17 +89,17 @@ class TableWriter:
 
     def put(self, name: str, first: int, values: Column) -> None:
         """Write values of a column from a row on, the next one after those put before."""
-        column = self._waiting[name]
-        if self._places[name] + first * values.itemsize != column.end:
+        waiting = self._waiting[name]
+        if self._places[name] + first * values.itemsize != self._written[name] + len(waiting):
             raise ValueError(f"column {name} goes on at another row than {first:,}")
-        column.add(values.data.cast("B"))
-        if len(column) >= _LARGE_PAGE:
-            self._write(*column.take(len(column) // _LARGE_PAGE * _LARGE_PAGE))
+        waiting += values.data.cast("B")
+        if len(waiting) >= _LARGE_PAGE:
+            self._write(name, len(waiting) // _LARGE_PAGE * _LARGE_PAGE)
 
     def publish(self, facts: TableFacts, origin: TableOrigin) -> None:
         """Write the description, wait until everything lies on the disk, and give it its name."""
-        for column in self._waiting.values():
-            self._write(*column.take(len(column)))
+        for name, waiting in self._waiting.items():
+            self._write(name, len(waiting))
         with self._told():
             os.ftruncate(self._file, self._num_bytes)
             about = {"columns": self._types, "facts": asdict(facts), "origin": asdict(origin)}
@@ -106,9 +107,13 @@ class TableWriter:
             os.fchmod(self._file, 0o444)
             put_in_place(self._new, self._path, durable=True)
 
-    def _write(self, data: memoryview, place: int) -> None:
+    def _write(self, name: str, count: int) -> None:
+        """Write the first bytes of a column that wait."""
+        data = memoryview(self._waiting[name])
+        self._waiting[name] = bytearray(data[count:])
         with self._told():
-            write_at(self._file, data, place)
+            write_at(self._file, data[:count], self._written[name])
+        self._written[name] += count
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -116,32 +121,6 @@ class TableWriter:
             yield
         except OSError as error:
             raise unusable(self._path.parent, error, self._num_bytes) from None
-
-
-class _Waiting:
-    """What was put into a column and is not written yet."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-        self._bytes = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    @property
-    def end(self) -> int:
-        """Where the next byte belongs."""
-        return self._place + len(self._bytes)
-
-    def add(self, data: memoryview) -> None:
-        self._bytes += data
-
-    def take(self, count: int) -> tuple[memoryview, int]:
-        """Return the first bytes, which wait no longer, and where they belong."""
-        data, place = memoryview(self._bytes), self._place
-        self._bytes = bytearray(data[count:])
-        self._place += count
-        return data[:count], place
 
 
 def read_table(path: Path) -> CachedTable:
@@ -164,8 +143,7 @@ def read_table(path: Path) -> CachedTable:
         name: np.frombuffer(mapped, dtype=dtype, count=facts.num_sequences, offset=places[name])
         for name, dtype in types.items()
     }
-    mapped_columns = Columns(columns["begin"], columns["length"], columns.get("document"))
-    return CachedTable(facts, origin, mapped_columns)
+    return CachedTable(facts, origin, Columns(**columns))
 
 
 def _parsed(
@@ -188,3 +166,18 @@ def _places(num_rows: int, types: dict[str, str]) -> tuple[dict[str, int], int]:
         places[name] = -(-end // unit) * unit
         end = places[name] + num_bytes
     return places, end
+
+
+def unusable(folder: Path, error: OSError, num_bytes: int = 0) -> TableCacheError:
+    """Return what to say of the system's error when a file of so many bytes was written."""
+    found = error.strerror or str(error)
+    if error.errno in _LACK_OF_ROOM:
+        return TableCacheError(
+            f"--data-cache-path {folder}: found no room for a table of sequences ({found}; "
+            f"{shutil.disk_usage(folder).free:,} bytes are free), expected {num_bytes:,} bytes: "
+            "make room, or name a folder on another disk"
+        )
+    return TableCacheError(
+        f"--data-cache-path {folder}: found a folder that cannot be used ({found}), expected a "
+        "folder to keep tables of sequences in: change its permissions or name another one"
+    )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents, TokenFileError
-from megatron_hdp.data.tables.cutting import Rows, Survey
+from megatron_hdp.data.tables.cutting import Survey
 
 Column = Int64Array | npt.NDArray[np.uint32]
 Put = Callable[[str, int, Column], None]
@@ -42,26 +42,6 @@ class TableFacts:
     """Documents cut into several sequences."""
 
 
-class Fingerprint:
-    """Of one long value that comes part by part.
-
-    It equals ``runtime.health.fingerprint`` of the whole value, which checkpoints hold.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        """Begin a value of ``num_bytes`` bytes, all parts together."""
-        self._digest = hashlib.blake2b(num_bytes.to_bytes(8, "little"), digest_size=8)
-
-    def update(self, part: bytes | memoryview) -> None:
-        """Add the next part."""
-        self._digest.update(part)
-
-    @property
-    def value(self) -> int:
-        """The fingerprint of the parts so far."""
-        return int.from_bytes(self._digest.digest(), "little")
-
-
 @dataclass(frozen=True)
 class Columns:
     """Of a table, one value a row; in memory of this process, or mapped from a file."""
@@ -70,7 +50,7 @@ class Columns:
     """Place of each sequence's first token in the token file, in tokens."""
     length: Column
     """Tokens of each sequence."""
-    document: Column | None
+    document: Column | None = None
     """Number of each one's document; None where row ``r`` is document ``first + r``."""
 
 
@@ -83,18 +63,14 @@ def column_types(survey: Survey) -> dict[str, str]:
 
 
 def fill(documents: Iterable[Documents], survey: Survey, put: Put) -> TableFacts:
-    """Hand over all rows of a table.
-
-    Args:
-        documents: those that were counted, piece by piece.
-        survey: what was counted.
-        put: takes the values, each column from its first row on.
+    """Hand over all rows of a table, each column from its first row on.
 
     Raises:
         TokenFileError: the documents are others than those that were counted.
     """
     types = column_types(survey)
-    digest = Fingerprint(8 * survey.num_sequences)
+    # that of runtime.health.fingerprint over all lengths, which checkpoints hold
+    digest = hashlib.blake2b((8 * survey.num_sequences).to_bytes(8, "little"), digest_size=8)
     num_rows = num_tokens = 0
     for rows in (rows for piece in documents for rows in survey.cutting.rows(piece)):
         if len(rows.lengths) == 0:
@@ -104,9 +80,9 @@ def fill(documents: Iterable[Documents], survey: Survey, put: Put) -> TableFacts
         num_tokens += int(rows.lengths.sum())
         if num_rows > survey.num_sequences:
             break
-        for name, values in _by_column(rows):
-            if name in types:
-                put(name, first, values.astype(types[name], copy=False))
+        values = {"begin": rows.begins, "length": rows.lengths, "document": rows.documents}
+        for name, dtype in types.items():
+            put(name, first, values[name].astype(dtype, copy=False))
     if (num_rows, num_tokens) != (survey.num_sequences, survey.num_tokens):
         raise TokenFileError(
             f"the .idx gave {survey.num_sequences:,} sequences of {survey.num_tokens:,} tokens "
@@ -118,7 +94,7 @@ def fill(documents: Iterable[Documents], survey: Survey, put: Put) -> TableFacts
         num_sequences=num_rows,
         num_tokens=num_tokens,
         longest=survey.longest,
-        corpus=digest.value,
+        corpus=int.from_bytes(digest.digest(), "little"),
         first_document=documents_taken.start,
         num_documents=len(documents_taken),
         num_empty=survey.num_empty,
@@ -138,11 +114,7 @@ def fill_private(documents: Iterable[Documents], survey: Survey) -> tuple[TableF
         columns[name][first : first + len(values)] = values
 
     facts = fill(documents, survey, put)
-    return facts, Columns(columns["begin"], columns["length"], columns.get("document"))
-
-
-def _by_column(rows: Rows) -> tuple[tuple[str, Column], ...]:
-    return (("begin", rows.begins), ("length", rows.lengths), ("document", rows.documents))
+    return facts, Columns(**columns)
 
 
 def _least_type(largest: int) -> str:

@@ -31,7 +31,8 @@ class Cutting:
     max_length: int
     """The context length in tokens."""
     long_sequence: str
-    """What happens to a longer document: one of `LONG_SEQUENCE_POLICIES`."""
+    """What happens to a longer document: ``error``, ``truncate`` (its beginning is kept) or
+    ``split`` (into pieces of ``max_length``, the last one shorter)."""
     documents: range
     """The documents to take."""
     num_documents: int
@@ -39,12 +40,7 @@ class Cutting:
 
     @classmethod
     def of(
-        cls,
-        num_documents: int,
-        *,
-        max_length: int,
-        long_sequence: str,
-        documents: range | slice | None,
+        cls, num_documents: int, *, max_length: int, long_sequence: str, documents: range | None
     ) -> "Cutting":
         """Return the cutting for some of a file's documents, all when ``None``.
 
@@ -59,8 +55,12 @@ class Cutting:
                 f"long-sequence policy {long_sequence!r}: expected one of "
                 f"{', '.join(LONG_SEQUENCE_POLICIES)}"
             )
-        first, stop = _bounds(documents, num_documents)
-        return cls(max_length, long_sequence, range(first, stop), num_documents)
+        taken = range(num_documents)
+        if documents is not None:
+            if documents.step != 1:
+                raise ValueError(f"documents {documents}: expected contiguous documents (step 1)")
+            taken = taken[documents.start : documents.stop]
+        return cls(max_length, long_sequence, taken, num_documents)
 
     def chosen(self, piece: Documents) -> Documents:
         """Return those documents of a piece that are to be taken."""
@@ -187,14 +187,3 @@ class Survey:
                 f"{self.longest_document:,}): use --hdp-long-sequence truncate or split, or raise "
                 "--seq-length"
             )
-
-
-def _bounds(documents: range | slice | None, num_documents: int) -> tuple[int, int]:
-    if documents is None:
-        return 0, num_documents
-    start, stop, step = slice(documents.start, documents.stop, documents.step).indices(
-        num_documents
-    )
-    if step != 1:
-        raise ValueError(f"documents {documents}: expected contiguous documents (step 1)")
-    return start, max(start, stop)

@@ -1,7 +1,9 @@
-"""From the prefix of a ``.bin/.idx`` pair to its table of sequences and a reader of its tokens."""
+"""From a ``.bin/.idx`` pair and Megatron's ``--split`` to a table of sequences and its tokens."""
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,9 @@ from megatron_hdp.data.tables.table import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.files import Say
 
+_MOST_WEIGHT = 1e300  # of all parts together: shares of it stay numbers
+_SPLIT_NAMES = ("training", "validation", "test")
+
 
 def count_documents(prefix: str | os.PathLike[str]) -> int:
     """Return the documents of a pair, empty ones included, from the header of its ``.idx``.
@@ -23,6 +28,41 @@ def count_documents(prefix: str | os.PathLike[str]) -> int:
         TokenFileError: there is no ``.idx``, or its header does not fit its size.
     """
     return IndexFile(f"{os.fspath(prefix)}.idx").num_documents
+
+
+def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
+    """Cut the documents into training, validation and test as Megatron's ``--split`` does.
+
+    One to three weights such as ``"969,30,1"`` are normalised; missing ones are 0.
+
+    Raises:
+        ValueError: the weights are malformed, too many, or all 0.
+    """
+    weights = _split_weights(split)
+    # Megatron's arithmetic, step by step: other rounding would move documents between the parts.
+    shares = (np.asarray(weights) / np.sum(weights)).tolist()
+    borders, total = [0], 0.0
+    for share in shares:
+        total += share
+        borders.append(int(round(total * float(num_documents))))
+    return (
+        range(borders[0], borders[1]),
+        range(borders[1], borders[2]),
+        range(borders[2], borders[3]),
+    )
+
+
+def _split_weights(split: str) -> Sequence[float]:
+    parts = [part for part in re.split(r"[,\s]+", split.strip()) if part]
+    valid = all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in parts)
+    in_number = 1 <= len(parts) <= len(_SPLIT_NAMES)
+    if not valid or not in_number or not 0 < sum(map(float, parts)) <= _MOST_WEIGHT:
+        raise ValueError(
+            f"--split {split[:60]!r}: expected one to three weights for "
+            f'{", ".join(_SPLIT_NAMES)}, at least one above 0, such as "969,30,1"'
+        )
+    weights = [float(part) for part in parts]
+    return weights + [0.0] * (len(_SPLIT_NAMES) - len(weights))
 
 
 def _to_stderr(line: str) -> None:
@@ -34,21 +74,15 @@ def open_source(
     *,
     max_length: int,
     long_sequence: str = "error",
-    documents: range | slice | None = None,
+    documents: range | None = None,
     cache_folder: Path | None = None,
     say: Say = _to_stderr,
 ) -> tuple[SequenceTable, TokenReader]:
-    """Open what a run reads of a pair: the sequences, and their tokens by place.
+    """Open what a run reads of a pair: the sequences of some documents, and their tokens by place.
 
-    Args:
-        prefix: path without ``.bin`` / ``.idx``.
-        max_length: the context length in tokens.
-        long_sequence: what happens to a longer document, see `SequenceTable.build`.
-        documents: the contiguous documents to take, such as a part of :func:`split_documents`; all
-            when ``None``.
-        cache_folder: of ``--data-cache-path``: the table lies there in a file that the processes of
-            a node share, built by the first of them. ``None``: in memory of this process.
-        say: takes lines for the log: who builds, and how far it is.
+    The table lies in memory of this process, or in a file of `cache_folder` (``--data-cache-path``)
+    that the processes of a node share, built by the first of them. `long_sequence` is as of
+    `Cutting`.
 
     Raises:
         TokenFileError: one of the two files is missing, malformed or too short.

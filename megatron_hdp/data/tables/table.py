@@ -1,7 +1,5 @@
 """The sequences that training draws from, one row each, looked up by row and never as a whole."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -9,8 +7,6 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents
 from megatron_hdp.data.tables.columns import Columns, TableFacts, fill_private
 from megatron_hdp.data.tables.cutting import Cutting, Survey
-
-_PIECE = 1 << 18  # documents cut at once
 
 
 class SequenceTable:
@@ -35,77 +31,31 @@ class SequenceTable:
     def build(
         cls,
         lengths: npt.ArrayLike,
-        begins: npt.ArrayLike | None = None,
         *,
         max_length: int,
         long_sequence: str = "error",
-        documents: range | slice | None = None,
+        documents: range | None = None,
     ) -> "SequenceTable":
-        """Make the table of ``documents`` (all when ``None``) in memory of this process.
-
-        Args:
-            lengths: tokens of every document of the token file.
-            begins: place of each one's first token, in tokens; ``None``: they lie one after
-                another.
-            max_length: the context length in tokens.
-            long_sequence: what happens to a longer document: ``error``, ``truncate`` (keep its
-                beginning) or ``split`` (pieces of ``max_length``, the last one shorter).
-            documents: the contiguous documents to take, such as a part of :func:`split_documents`.
+        """Make the table of documents that lie one after another, in memory of this process.
 
         Raises:
             ValueError: a document is too long under ``error``, or no sequence is left.
         """
         counts = np.asarray(lengths, dtype=np.int64)
-        places = np.cumsum(counts) - counts if begins is None else np.asarray(begins, np.int64)
+        piece = Documents(0, counts, np.cumsum(counts) - counts)
         cutting = Cutting.of(
             len(counts), max_length=max_length, long_sequence=long_sequence, documents=documents
         )
-        survey = Survey.of(cutting, _pieces(counts, places))
-        return cls(*fill_private(_pieces(counts, places), survey))
+        return cls(*fill_private([piece], Survey.of(cutting, [piece])))
 
     def __len__(self) -> int:
         """Return the number of sequences."""
         return self.facts.num_sequences
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.facts.longest
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return self.facts.num_tokens
-
-    @property
     def mean_length(self) -> float:
         """Tokens of a sequence on average."""
         return self.facts.num_tokens / self.facts.num_sequences
-
-    @property
-    def corpus(self) -> int:
-        """64-bit fingerprint of the sequences' lengths, in their order."""
-        return self.facts.corpus
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that the table was made from, empty ones included."""
-        return self.facts.num_documents
-
-    @property
-    def num_empty(self) -> int:
-        """Documents without a token, left out."""
-        return self.facts.num_empty
-
-    @property
-    def num_truncated(self) -> int:
-        """Documents cut to the context length."""
-        return self.facts.num_truncated
-
-    @property
-    def num_split(self) -> int:
-        """Documents cut into several sequences."""
-        return self.facts.num_split
 
     @property
     def num_bytes(self) -> int:
@@ -130,13 +80,11 @@ class SequenceTable:
     def num_labels(self, rows: Int64Array, lengths: Int64Array | None = None) -> Int64Array:
         """Return how many tokens of each sequence, counted from its first, have a label.
 
-        Args:
-            rows: of the sequences.
-            lengths: of the same rows, where the caller has them; looking them up waits for memory.
+        Their lengths are looked up, which waits for memory, unless the caller has them.
         """
         if lengths is None:
             lengths = self.lengths(rows)
-        if self._document is None or not self.num_split:
+        if self._document is None or not self.facts.num_split:
             return lengths - 1
         following = np.minimum(np.asarray(rows) + 1, len(self) - 1)
         goes_on = (self._document[following] == self._document[rows]) & (following > rows)
@@ -145,14 +93,8 @@ class SequenceTable:
 
     def starts(self, rows: Int64Array) -> Int64Array:
         """Return the place of each sequence's first token within its document, in tokens."""
-        if self._document is None or not self.num_split:
+        if self._document is None or not self.facts.num_split:
             return np.zeros(len(rows), dtype=np.int64)
         # of the column's own type: of another one numpy would copy the whole column
         first = np.searchsorted(self._document, self._document[rows], side="left")
         return self.begins(rows) - self.begins(first)
-
-
-def _pieces(lengths: Int64Array, begins: Int64Array) -> Iterator[Documents]:
-    for first in range(0, len(lengths), _PIECE):
-        here = slice(first, first + _PIECE)
-        yield Documents(first, lengths[here], begins[here])

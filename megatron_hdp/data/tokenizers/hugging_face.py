@@ -73,14 +73,6 @@ class HuggingFaceTokenizer:
                 f"Face tokenizer or the name of a model that can be downloaded ({error})"
             ) from error
 
-    def tokenize(self, text: str) -> Int64Array:
-        """Return the ids of a text without special tokens."""
-        return self.tokenize_batch([text]).ids.astype(np.int64)
-
-    def tokenize_bytes(self, raw: bytes) -> Int64Array:
-        """Return the ids of UTF-8 text; undecodable bytes become U+FFFD."""
-        return self.tokenize_batch([raw]).ids.astype(np.int64)
-
     def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
         """Return the ids of documents; Rust takes as many threads as RAYON_NUM_THREADS says."""
         texts = texts_of(documents)
@@ -105,17 +97,13 @@ class HuggingFaceTokenizer:
         parts = [self._backend.normalizer, self._backend.pre_tokenizer]
         pattern = ascii_pattern(*(part and orjson.loads(part.__getstate__()) for part in parts))
         added = self._backend.get_added_tokens_decoder().values()
-        if pattern is None or any(map(_heeds, added)):
+        if pattern is None or any(map(heeds_surroundings, added)):
             return None
         return RememberedWords(
             pattern,
             lambda word: [token.id for token in model.tokenize(word)],
             [token.content for token in added],
         )
-
-    def detokenize(self, tokens: Int64Array | list[int]) -> str:
-        """Return the text of ids."""
-        return str(self._tokenizer.decode(list(map(int, tokens))))
 
     @property
     def chat_template(self) -> str | None:
@@ -159,20 +147,19 @@ class HuggingFaceTokenizer:
     def tokenize_markup(self, text: str) -> tuple[Int64Array, Int64Array]:
         """Return ids and first characters, as the library tells them."""
         if self._backend is not None:
-            encoding = self._backend.encode(text, add_special_tokens=False)
-            places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            return np.asarray(encoding.ids, dtype=np.int64), np.maximum.accumulate(places[:, 0])
-        if not self._tokenizer.is_fast:
+            found = self._backend.encode(text, add_special_tokens=False)
+            ids, offsets = found.ids, found.offsets
+        elif self._tokenizer.is_fast:
+            settings = {"add_special_tokens": False, "return_offsets_mapping": True}
+            found = self._tokenizer(text, verbose=False, **settings)
+            ids, offsets = found["input_ids"], found["offset_mapping"]
+        else:
             raise ValueError(
                 f"tokenizer {type(self._tokenizer).__name__} does not tell where tokens begin: "
                 "expected a fast one, with a tokenizer.json in its folder"
             )
-        found = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        ids = np.asarray(found["input_ids"], dtype=np.int64)
-        return ids, np.maximum.accumulate(places[:, 0])
+        begins = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
+        return np.asarray(ids, dtype=np.int64), np.maximum.accumulate(begins)
 
     def identity(self) -> str:
         """What its ids depend on: the contents of a folder, or what was downloaded."""
@@ -182,9 +169,3 @@ class HuggingFaceTokenizer:
             return f"{self._path}@transformers {importlib.metadata.version('transformers')}"
         template = str(getattr(self._tokenizer, "chat_template", None))
         return hash_of_bytes((self._backend.to_str() + template).encode())
-
-
-def _heeds(token: Any) -> bool:
-    return heeds_surroundings(
-        token.content, strips_right=token.rstrip, is_single_word=token.single_word
-    )

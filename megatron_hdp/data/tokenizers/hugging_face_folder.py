@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from megatron_hdp.data.extras import import_extra
-from megatron_hdp.data.hashes import hash_of_files
+from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
 
 _FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
@@ -26,7 +26,8 @@ def folder_identity(folder: str) -> str:
         if any(fnmatch.fnmatch(name, pattern) for pattern in _FILES)
         and os.path.isfile(os.path.join(folder, name))
     ]
-    return hash_of_files(folder, names)
+    parts = [f"{name}\0{hash_of_file(os.path.join(folder, name))}\n" for name in names]
+    return hash_of_bytes("".join(parts).encode())
 
 
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")

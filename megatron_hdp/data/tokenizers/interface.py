@@ -1,7 +1,7 @@
 """What preprocessing, training and conversations need of a tokenizer, and what makes one."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -30,24 +30,19 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """The id that ends a document."""
 
-    def tokenize(self, text: str) -> Int64Array:
-        """Return the ids of a text; no special token is added."""
-
-    def tokenize_bytes(self, raw: bytes) -> Int64Array:
-        """Return the ids of a document as it lies on disk, UTF-8 where text is needed."""
-
     def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
-        """Return the ids of documents: of each as `tokenize`, `tokenize_bytes` of bytes give."""
+        """Return the ids of documents, of text or as they lie on disk; no special token is added.
 
-    def detokenize(self, tokens: Int64Array | list[int]) -> str:
-        """Return the text of ids."""
+        Special tokens written in them are read as plain text, undecodable bytes as U+FFFD where
+        text is needed.
+        """
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja template that comes with the tokenizer and writes conversations as text."""
 
     @property
-    def special_tokens(self) -> dict[str, str]:
+    def special_tokens(self) -> Mapping[str, str]:
         """Texts of special tokens by the names that chat templates give them: ``bos_token`` ..."""
 
     def id_of(self, token: str) -> int | None:

@@ -52,13 +52,7 @@ class RememberedWords:
         ids_of: Callable[[str], Sequence[int]],
         added: Iterable[str],
     ) -> None:
-        """Set how text is cut and who knows the ids.
-
-        Args:
-            pattern: cuts ASCII text into words, all of it.
-            ids_of: the ids of a word in the alphabet of byte-level models.
-            added: tokens that are looked for before text is cut into words.
-        """
+        """Set what cuts text into words, who knows their ids, and tokens to look for before."""
         self._words_of = pattern.findall
         self._ids = _Ids(ids_of)
         tokens = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
@@ -111,15 +105,12 @@ class _Ids(dict[str, tuple[int, ...]]):
         return found
 
 
-def heeds_surroundings(token: str, *, strips_right: bool, is_single_word: bool) -> bool:
+def heeds_surroundings(token: Any) -> bool:
     """Whether an added token may be found otherwise where the text around it is cut off.
 
-    Args:
-        token: its text.
-        strips_right: whether it takes in spaces behind it.
-        is_single_word: whether it is one only between other words.
+    It may where it takes in spaces behind it, or is one only between other words.
     """
-    return strips_right or is_single_word or _END.search(token) is not None
+    return token.rstrip or token.single_word or _END.search(token.content) is not None
 
 
 def ascii_pattern(
@@ -127,9 +118,7 @@ def ascii_pattern(
 ) -> re.Pattern[str] | None:
     """Return what cuts ASCII text as a tokenizer does, or None if it is not known to.
 
-    Args:
-        normalizer: of its ``tokenizer.json``.
-        pre_tokenizer: likewise.
+    Normalizer and pre-tokenizer are those of its ``tokenizer.json``.
     """
     if normalizer is not None and normalizer.get("type") != "NFC":  # ASCII stays as it is
         return None

@@ -37,33 +37,17 @@ class TiktokenTokenizer:
         self.vocab_size = int(self._encoding.n_vocab)
         self.eod = int(self._encoding.eot_token)
         self.chat_template: str | None = None
+        self.special_tokens = {"eos_token": str(self._encoding.decode([self.eod]))}
 
     def __reduce__(self) -> tuple[type["TiktokenTokenizer"], tuple[str]]:
         """Another process loads it by name."""
         return TiktokenTokenizer, (self._name,)
-
-    def tokenize(self, text: str) -> Int64Array:
-        """Return the ids of a text; special tokens in it are read as plain text."""
-        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
-
-    def tokenize_bytes(self, raw: bytes) -> Int64Array:
-        """Return the ids of UTF-8 text; undecodable bytes become U+FFFD."""
-        return self.tokenize(raw.decode("utf-8", errors="replace"))
 
     def tokenize_batch(self, documents: Sequence[str | bytes]) -> TokenBatch:
         """Return the ids of documents, on as many threads as RAYON_NUM_THREADS says."""
         threads = int(os.environ.get("RAYON_NUM_THREADS") or available_cpus())
         texts = texts_of(documents)
         return batch_of(self._encoding.encode_ordinary_batch(texts, num_threads=threads))
-
-    def detokenize(self, tokens: Int64Array | list[int]) -> str:
-        """Return the text of ids."""
-        return str(self._encoding.decode(list(map(int, tokens))))
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Return the text of the end-of-document id."""
-        return {"eos_token": self.detokenize([self.eod])}
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its text."""

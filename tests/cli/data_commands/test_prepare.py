@@ -56,8 +56,8 @@ def test_a_run_after_it_does_not_tokenise(path, tmp_path, capsys, cache):
         assert Path(source.prefix).parent == folder
     rows = {line.split()[0]: line.split() for line in printed.out.splitlines()[1:4]}
     for source in corpus.sources:
-        table = source.table
-        figures = [f"{n:,}" for n in (table.num_documents, table.num_tokens, source.bad)]
+        facts = source.table.facts
+        figures = [f"{n:,}" for n in (facts.num_documents, facts.num_tokens, source.bad)]
         assert rows[source.name][1:] == [*figures, source.prefix]
     assert rows["chat"][1:4:2] == ["2", "1"]
     assert "web: a .bin/.idx pair already, checked" in printed.out

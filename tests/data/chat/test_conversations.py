@@ -42,11 +42,8 @@ def masked(tokens):
 
 
 def believed(name, messages, tools=None):
-    pieces = [
-        (text.encode(), is_trained)
-        for text, is_trained in WRITTEN[name].pieces(messages, tools)
-        if text
-    ]
+    found = WRITTEN[name].pieces(messages, tools)
+    pieces = [(text.encode(), is_trained) for text, is_trained in found if text]
     mask = np.concatenate([np.full(len(raw), is_trained) for raw, is_trained in pieces])
     mask[0] = False
     return b"".join(raw for raw, _ in pieces), mask
@@ -70,19 +67,8 @@ def shown(text, mask):
 hard = [
     *("assistant", "<|im_start|>assistant\n", "<|im_end|>", "<|im_end|>\n<|im_start|>user\n"),
     *("<|eot|>", "</turn>\n", "<|end|>", "<|start|>assistant", "[INST]", " [/INST]", "</s>", "<A>"),
-    *(
-        "qzx",
-        "qzxqzx",
-        "zero",
-        "one",
-        "a<think>\n",
-        "{{ x }}",
-        "{%",
-        "\n",
-        "  ",
-        "Assistant:",
-        "é€😀",
-    ),
+    *("qzx", "qzxqzx", "zero", "one", "a<think>\n", "{{ x }}", "{%", "\n", "  ", "Assistant:"),
+    "é€😀",
 ]
 texts = st.lists(st.one_of(st.sampled_from(hard), st.text("ab \n", max_size=4)), max_size=4).map(
     "".join
@@ -143,9 +129,7 @@ def test_talks_with_tools(name, messages, every):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_last_turn_alone_and_all(name, tmp_path):
-    messages = [
-        said(role, text) for role, text in zip(3 * ("user", "assistant"), "abcdef", strict=True)
-    ]
+    messages = [said(*one) for one in zip(3 * ("user", "assistant"), "abcdef", strict=True)]
     (last,) = conversations(tmp_path, name, train_on="last").render({"messages": messages})
     (usual,) = conversations(tmp_path, name).render({"messages": messages})
     (whole,) = conversations(tmp_path, name, train_on="all").render({"messages": messages})

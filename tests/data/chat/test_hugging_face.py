@@ -8,6 +8,7 @@ from megatron_hdp.data.chat.templates import TODAY
 from megatron_hdp.data.tokenizers import build_tokenizer
 from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import said
+from tests.data.chat.tiny_tokenizer import text_of
 from tests.data.chat.written import WRITTEN
 
 transformers = pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
@@ -30,12 +31,26 @@ WITH_TOOLS = [
 
 
 def trained(tokenizer, tokens):
-    return [tokenizer.detokenize(tokens.ids[start:stop]) for start, stop in tokens.spans]
+    return [text_of(tokenizer, tokens.ids[start:stop]) for start, stop in tokens.spans]
 
 
 def in_text(messages):
     """Messages with the arguments of calls as JSON text."""
     return Conversation(messages, None, []).with_text_arguments().messages
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
+
+
+def by(template, tokenizer, folder, *messages):
+    """Tokens of a row by the template of a text."""
+    (folder / "given.jinja").write_text(template)
+    (tokens,) = Conversations(tokenizer, str(folder / "given.jinja")).render(
+        {"messages": list(messages)}
+    )
+    return tokens
 
 
 @pytest.fixture
@@ -66,23 +81,19 @@ def test_ids_are_those_of_transformers(name, messages, tmp_path, same_day):
     expected = theirs.apply_chat_template(asked, tools=tools, return_dict=False)
     assert tokens.ids.tolist() == expected
     pieces = list(written.pieces(messages, tools))
-    assert tokenizer.detokenize(tokens.ids) == "".join(text for text, _ in pieces)
+    assert text_of(tokenizer, tokens.ids) == "".join(text for text, _ in pieces)
     believed = "".join(text for text, is_trained in pieces if is_trained)
     assert "".join(trained(tokenizer, tokens)) == believed
 
 
-def test_a_bos_that_the_template_writes_stands_once(tmp_path):
-    tokenizer = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
+def test_a_bos_that_the_template_writes_stands_once(tmp_path, tokenizer):
     for name, num_bos in (("gemma", 1), ("chatml", 0)):
-        path = tmp_path / f"{name}.jinja"
-        path.write_text(WRITTEN[name].source)
-        (tokens,) = Conversations(tokenizer, str(path)).render({"messages": TALK[1:3]})
+        tokens = by(WRITTEN[name].source, tokenizer, tmp_path, *TALK[1:3])
         assert (tokens.ids == tokenizer.id_of("<bos>")).sum() == num_bos
         assert tokens.ids[-1] != tokenizer.eod  # nor is an end of document added
 
 
-def test_the_token_that_ends_a_turn_is_trained_and_white_space_behind_it_is_not(tmp_path):
-    tokenizer = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
+def test_the_token_that_ends_a_turn_is_trained_and_white_space_behind_it_is_not(tokenizer):
     row = {"messages": [said("user", "a"), said("assistant", " hello"), said("user", "b")]}
     (tokens,) = Conversations(tokenizer).render(row)
     assert trained(tokenizer, tokens) == [" hello<|im_end|>"]
@@ -91,20 +102,18 @@ def test_the_token_that_ends_a_turn_is_trained_and_white_space_behind_it_is_not(
     assert stop - start == 2
 
 
-def test_a_token_that_crosses_a_border_counts_where_it_begins(tmp_path):
+def test_a_token_that_crosses_a_border_counts_where_it_begins(tmp_path, tokenizer):
     """A token of two lines begins in the prompt and ends in the turn, or the other way round."""
-    tokenizer = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
     row = {"messages": [said("user", "a"), said("assistant", "\nb")]}
     (tokens,) = Conversations(tokenizer).render(row)
     assert trained(tokenizer, tokens) == ["b<|im_end|>"]
-    path = tmp_path / "lines.jinja"
-    path.write_text(
+    template = (
         "{% for m in messages %}{{ m.role[:1] + m.content + '\n' }}\n{% endfor %}"
         "{% if add_generation_prompt %}a{% endif %}"
     )
-    row = {"messages": [said("user", "u"), said("assistant", "b"), said("user", "c")]}
-    (tokens,) = Conversations(tokenizer, str(path)).render(row)
-    assert tokenizer.detokenize(tokens.ids) == "uu\n\nab\n\nuc\n\n"
+    turns = [said("user", "u"), said("assistant", "b"), said("user", "c")]
+    tokens = by(template, tokenizer, tmp_path, *turns)
+    assert text_of(tokenizer, tokens.ids) == "uu\n\nab\n\nuc\n\n"
     assert trained(tokenizer, tokens) == ["b\n\n"]
 
 

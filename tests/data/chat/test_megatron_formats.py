@@ -14,6 +14,7 @@ from megatron_hdp.data.chat import BadConversationError, Conversations
 from megatron_hdp.data.tokenizers import ByteTokenizer, build_tokenizer
 from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import said
+from tests.data.chat.tiny_tokenizer import text_of
 from tests.data.chat.written import LLAMA
 
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
@@ -125,36 +126,25 @@ def shown(tokenizer, template, row, **more):
     """Of each conversation: its text, and the texts of its spans."""
     found = Conversations(tokenizer, f"megatron:{template}", **more).render({"messages": row})
     return [
-        (
-            tokenizer.detokenize(one.ids),
-            [tokenizer.detokenize(one.ids[start:stop]) for start, stop in one.spans],
-        )
+        (text_of(tokenizer, one.ids), [text_of(tokenizer, one.ids[a:b]) for a, b in one.spans])
         for one in found
     ]
 
 
-@pytest.mark.parametrize(
-    ("template", "text", "spans"),
-    [
-        (
-            "nemotron-nano-v2@0.17",
-            "<SPECIAL_10>System\nbe\n<SPECIAL_11>User\nhi é\n<SPECIAL_11>Assistant\nhello\n"
-            "<SPECIAL_12>\n",
-            ["hello\n<SPECIAL_12>\n"],
-        ),
-        (
-            "nemotron-h-aligned",
-            "<SPECIAL_10>System\nbe\n<SPECIAL_11>User\nhi é\n<SPECIAL_11>Assistant\nhello\n</s>",
-            ["hello\n</s>"],
-        ),
-        ("identity", "be\n hi é  hello</s>", ["e\n hi é  hello</s>"]),
-        ("identity@0.17.1", "be\n hi é  hello", [" hello"]),
-        ("identity@0.18", "be\n hi é  hello", ["e\n hi é  hello"]),
-    ],
-)
-def test_what_formats_write(tmp_path, template, text, spans):
+SHOWN = "<SPECIAL_10>System\nbe\n<SPECIAL_11>User\nhi é\n<SPECIAL_11>Assistant\nhello\n"
+CASES = [
+    ("nemotron-nano-v2@0.17", SHOWN + "<SPECIAL_12>\n", "hello\n<SPECIAL_12>\n"),
+    ("nemotron-h-aligned", SHOWN + "</s>", "hello\n</s>"),
+    ("identity", "be\n hi é  hello</s>", "e\n hi é  hello</s>"),
+    ("identity@0.17.1", "be\n hi é  hello", " hello"),
+    ("identity@0.18", "be\n hi é  hello", "e\n hi é  hello"),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "span"), CASES)
+def test_what_formats_write(tmp_path, template, text, span):
     tokenizer = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
-    assert shown(tokenizer, template, ROWS[0]) == [(text, spans)]
+    assert shown(tokenizer, template, ROWS[0]) == [(text, [span])]
     (without,) = shown(tokenizer, template, ROWS[0], append_eod=False)
     assert without[0] == text.removesuffix("</s>")
 
@@ -198,17 +188,13 @@ def test_what_is_refused(tmp_path, row, reason):
 @pytest.mark.parametrize(
     ("template", "more", "message"),
     [
-        (
-            "megatron:nemotron",
-            {},
-            "megatron:nemotron: expected one of nemotron-nano-v2, .*@RELEASE",
-        ),
-        ("megatron:identity@0.15", {}, "megatron:identity@0.15: expected one of"),
-        ("megatron:identity@0.16.1", {}, "knows this format from 0.17 on"),
-        ("megatron:default", {}, "the tokenizer has no chat template, expected one"),
-        ("megatron:identity", {"train_on": "last"}, "this format decides itself what is trained"),
+        ("nemotron", {}, "megatron:nemotron: expected one of nemotron-nano-v2, .*@RELEASE"),
+        ("identity@0.15", {}, "megatron:identity@0.15: expected one of"),
+        ("identity@0.16.1", {}, "knows this format from 0.17 on"),
+        ("default", {}, "the tokenizer has no chat template, expected one"),
+        ("identity", {"train_on": "last"}, "this format decides itself what is trained"),
     ],
 )
 def test_formats_that_cannot_be_had(template, more, message):
     with pytest.raises(ValueError, match=message):
-        Conversations(ByteTokenizer(), template, **more)
+        Conversations(ByteTokenizer(), f"megatron:{template}", **more)

@@ -10,6 +10,7 @@ from megatron_hdp.data.tokenizers import ByteTokenizer
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 PAIR = [USER, ANSWER]
+EMPTY = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
 
 
@@ -39,10 +40,8 @@ def test_forms_of_one_conversation(row):
 
 
 def test_parts_become_lines():
-    parts = [{"type": "text", "text": "a"}, {"text": "b"}]
-    assert messages({"messages": [{"role": "user", "content": parts}, ANSWER]})[0]["content"] == (
-        "a\nb"
-    )
+    row = parts({"type": "text", "text": "a"}, {"text": "b"})
+    assert messages(row)[0]["content"] == "a\nb"
 
 
 def test_a_system_message_beside_the_conversation():
@@ -58,15 +57,11 @@ def test_a_system_message_beside_the_conversation():
         ([CALL], CALL),
         (json.dumps([CALL]), CALL),
         ([{"name": "look", "arguments": '{"at": 1}'}], CALL),
-        (
-            [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}],
-            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}},
-        ),
+        ([EMPTY | {"function": {"name": "f", "arguments": ""}}], EMPTY),
     ],
 )
 def test_calls_take_one_form(calls, expected):
-    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}]}
-    assert messages(row)[1] == {"role": "assistant", "tool_calls": [expected]}
+    assert messages(calling(calls))[1] == {"role": "assistant", "tool_calls": [expected]}
 
 
 def test_calls_and_results_of_sharegpt():
@@ -78,9 +73,8 @@ def test_calls_and_results_of_sharegpt():
         "tools": json.dumps([{"name": "look"}]),
     }
     conversation = read_row(row)
-    assert [one["role"] for one in conversation.messages] == [
-        *("user", "assistant", "tool", "assistant")
-    ]
+    roles = [one["role"] for one in conversation.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
     assert conversation.messages[1] == {"role": "assistant", "tool_calls": [CALL]}
     assert conversation.tools == [{"name": "look"}]
     assert read_row({"messages": PAIR, "tools": ""}).tools is None
@@ -97,10 +91,18 @@ def test_a_turn_of_weight_0_is_not_trained():
     assert read_row(row).is_trained == [False, False, False, True]
     (tokens,) = Conversations(ByteTokenizer()).render(row)
     assert len(tokens.spans) == 1
-    for on, weights in (("assistant", (0, 0)), ("last", (0, 0))):
-        row = {"messages": [USER, {**ANSWER, "weight": weights[0]}]}
+    for on in ("assistant", "last"):
+        row = {"messages": [USER, {**ANSWER, "weight": 0}]}
         with pytest.raises(BadConversationError, match="no token of an assistant's turn to train"):
             Conversations(ByteTokenizer(), train_on=on).render(row)
+
+
+def parts(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+def calling(calls):
+    return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}]}
 
 
 def said(*roles):
@@ -125,24 +127,12 @@ def said(*roles):
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an empty assistant turn"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 1: an empty assistant turn"),
         ({"chosen": PAIR, "rejected": PAIR}, "a preference pair .* supported is one conversation"),
-        (
-            {"messages": PAIR, "images": ["a.png"]},
-            "key `images`; supported are conversations of te",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
-            "a part or key `image_url`",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
-            "message 0 has a part without text",
-        ),
-        ({"messages": [USER, {**ANSWER, "tool_calls": 3}]}, "`tool_calls` that are a number"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "a tool call without a name"),
-        (
-            {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "arguments of a tool call of message 1 is text but no JSON",
-        ),
+        ({"messages": PAIR, "images": ["a.png"]}, "key `images`; supported are conversations of"),
+        (parts({"type": "image_url"}), "a part or key `image_url`"),
+        (parts({"type": "text"}), "message 0 has a part without text"),
+        (calling(3), "`tool_calls` that are a number"),
+        (calling([{}]), "a tool call without a name"),
+        (calling([{"name": "f", "arguments": "{"}]), "arguments of a tool call of .* no JSON"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "has the weight 0.5, expected 0 or 1"),
         ({"messages": PAIR, "tools": "{"}, "`tools` is text but no JSON"),
         ({"messages": PAIR, "tools": {}}, "`tools` is an object, expected a list"),

@@ -37,6 +37,11 @@ def write(folder, *, eos="</s>", template=None, special=(*SPECIAL, *MEGATRON), *
     return f"hf:{folder}"
 
 
+def text_of(tokenizer, ids):
+    """The text of ids, as the library tells it."""
+    return tokenizer._tokenizer.decode(list(map(int, ids)))
+
+
 def _bytes_of(pre_tokenizers, word):
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return level.pre_tokenize_str(word)

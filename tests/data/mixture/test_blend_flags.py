@@ -12,18 +12,10 @@ def weights_of(spec):
     return spec.schedule.phases[0].weights
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["a"],
-        ["a", "b", "c"],
-        ["a", "b"],
-        ["0.3", "a", "0.7", "b"],
-        ["30", "x/a", "70", "y/b"],
-        ["1", "2", "3"],
-        ["1e-9", "a", "5", "b"],
-    ],
-)
+LISTS = ("a", "a b c", "a b", "0.3 a 0.7 b", "30 x/a 70 y/b", "1 2 3", "1e-9 a 5 b")
+
+
+@pytest.mark.parametrize("words", map(str.split, LISTS))
 def test_lists_are_read_as_megatron_reads_them(words):
     prefixes, weights = get_blend_from_list(words)
     spec = specs_of_flags(BlendFlags(data_path=words))["train"]
@@ -36,11 +28,8 @@ def test_lists_are_read_as_megatron_reads_them(words):
 
 def test_splits_of_one_list():
     specs = specs_of_flags(BlendFlags(data_path=["a"], split="90,5,5"))
-    assert [(name, one.split, one.part) for name, one in specs.items()] == [
-        ("train", "90,5,5", 0),
-        ("valid", "90,5,5", 1),
-        ("test", "90,5,5", 2),
-    ]
+    found = [(name, one.split, one.part) for name, one in specs.items()]
+    assert found == [(one, "90,5,5", i) for i, one in enumerate(("train", "valid", "test"))]
 
 
 def test_lists_in_files(tmp_path):
@@ -87,6 +76,13 @@ MISTAKES = {
     "nan": ({"data_path": ["nan", "a", "2", "b"]}, "found the weights nan, 2"),
     "no-file": ({"data_args_path": "/none"}, "--data-args-path /none: No such file"),
 }
+FILES = [
+    ("", "--data-args-path: found an empty list"),
+    ("[1", "not valid JSON"),
+    ('{"a": ["x"]}', "found other keys, expected an object with lists of words under train"),
+    ('{"train": 3}', "train is '3', expected an object"),
+    ('{"valid": ["x"]}', "found other keys"),
+]
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -96,16 +92,7 @@ def test_mistakes(case):
         specs_of_flags(BlendFlags(**flags))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "--data-args-path: found an empty list"),
-        ("[1", "not valid JSON"),
-        ('{"a": ["x"]}', "found other keys, expected an object with lists of words under train"),
-        ('{"train": 3}', "train is '3', expected an object"),
-        ('{"valid": ["x"]}', "found other keys"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), FILES)
 def test_mistakes_in_files(tmp_path, text, message):
     path = tmp_path / "list"
     path.write_text(text)

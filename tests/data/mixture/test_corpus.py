@@ -40,6 +40,16 @@ def data_file(folder, more=""):
     return read_data_file(path)
 
 
+def opened(folder, more="", **changes):
+    return open_corpus(data_file(folder, more).training, replace(OPENING, **changes))
+
+
+def of_flags(folder, split, names=("web", "code")):
+    """What each split draws from, by flags."""
+    words = [str(folder / name / "corpus") for name in names]
+    return specs_of_flags(BlendFlags(data_path=words, split=split))
+
+
 def steps_of(corpus, count, batch=5, seed=3):
     drawing = corpus.mixture(corpus.orders(), BatchSize(sequences=batch), seed)
     found = [drawing.step(Position())]
@@ -49,7 +59,7 @@ def steps_of(corpus, count, batch=5, seed=3):
 
 
 def test_tokens_are_those_of_the_documents(folder):
-    corpus = open_corpus(data_file(folder).training, OPENING)
+    corpus = opened(folder)
     assert corpus.names == ("web", "chat", "code") and corpus.longest == 100
     files = {name: TokenFile(folder / name / "corpus") for name in LENGTHS}
     seen = {name: [] for name in LENGTHS}
@@ -72,12 +82,11 @@ def test_tokens_are_those_of_the_documents(folder):
 
 
 def test_weights_by_size_where_none_are_given(folder):
-    corpus = open_corpus(data_file(folder).training, OPENING)
+    corpus = opened(folder)
     total = sum(map(sum, LENGTHS.values()))
     expected = [sum(one) / total for one in LENGTHS.values()]
     assert corpus.schedule.settings[0].weights == pytest.approx(expected)
-    by_loss = data_file(folder, "weight-unit: loss-tokens").training
-    weights = open_corpus(by_loss, OPENING).schedule.settings[0].weights
+    weights = opened(folder, "weight-unit: loss-tokens").schedule.settings[0].weights
     trained = sum(int((np.arange(1, one) % 8 >= 4).sum()) for one in LENGTHS["chat"])
     assert weights[1] == pytest.approx(trained / (trained + sum(LENGTHS["web"] + LENGTHS["code"])))
 
@@ -96,8 +105,8 @@ def test_held_out_sequences(folder):
     step = steps_of(validation, 1, batch=4)[0]
     places = zip(step.sources, step.rows, strict=True)
     documents = {validation.words_for([source], [row]) for source, row in places}
-    web, code = (folder / name / "corpus" for name in ("web", "code"))
-    assert documents == {f"document {n} of {web}" for n in (5, 6, 7)} | {f"document 3 of {code}"}
+    rows = [("web", 5), ("web", 6), ("web", 7), ("code", 3)]
+    assert documents == {f"document {n} of {folder / name / 'corpus'}" for name, n in rows}
     assert trained == {
         (name, n) for name, rows in zip(LENGTHS, (5, 4, 3), strict=True) for n in range(rows)
     }
@@ -114,15 +123,12 @@ def test_no_document_is_trained_on_and_held_out(folder):
 
 
 def test_more_held_out_than_there_is(folder):
-    with pytest.raises(
-        ValueError, match="validation takes 4 sequences of source 'code', which has"
-    ):
-        open_corpus(data_file(folder, "validation: {code: 4}").training, OPENING)
+    with pytest.raises(ValueError, match="takes 4 sequences of source 'code', which has"):
+        opened(folder, "validation: {code: 4}")
 
 
 def test_the_split_of_flags(folder):
-    words = [str(folder / name / "corpus") for name in ("web", "code")]
-    specs = specs_of_flags(BlendFlags(data_path=words, split="50,50,0"))
+    specs = of_flags(folder, "50,50,0")
     train, valid = (open_corpus(specs[name], OPENING) for name in ("train", "valid"))
     assert [one.num_rows for one in train.sources] == [4, 2]
     assert [one.num_rows for one in valid.sources] == [4, 2]
@@ -131,35 +137,37 @@ def test_the_split_of_flags(folder):
 
 
 def test_a_source_without_a_document_in_a_split_is_left_out(folder):
-    words = [str(folder / name / "corpus") for name in ("web", "code")]
-    specs = specs_of_flags(BlendFlags(data_path=words, split="85,15,0"))
-    valid = open_corpus(specs["valid"], OPENING)
-    assert [(one.prefix, one.num_rows) for one in valid.sources] == [
-        (words[0], 1),
-        (words[1], 1),
-    ]
-    few = specs_of_flags(BlendFlags(data_path=words, split="90,10,0"))["valid"]
-    assert [one.prefix for one in open_corpus(few, OPENING).sources] == words[:1]
+    web, code = (str(folder / name / "corpus") for name in ("web", "code"))
+    for split, expected in (("85,15,0", [(web, 1), (code, 1)]), ("90,10,0", [(web, 1)])):
+        valid = open_corpus(of_flags(folder, split)["valid"], OPENING)
+        assert [(one.prefix, one.num_rows) for one in valid.sources] == expected
 
 
 def test_a_curriculum_of_long_sequences_needs_a_policy(folder):
     more = "schedule: [{from: 0, max-length: 50}, {from: 9, weights: {web: 1}, max-length: 99}]"
     with pytest.raises(ValueError, match="source 'web' has a sequence of 64 tokens, .* allows 50"):
-        open_corpus(data_file(folder, more).training, OPENING)
-    corpus = open_corpus(data_file(folder, more).training, replace(OPENING, long_sequence="split"))
+        opened(folder, more)
+    corpus = opened(folder, more, long_sequence="split")
     assert corpus.longest == 99
     assert steps_of(corpus, 1)[0].max_length == 50
-    too_long = "schedule: [{from: 0, max-length: 500}]"
     with pytest.raises(ValueError, match="found 500, expected at most --seq-length 128"):
-        open_corpus(data_file(folder, too_long).training, OPENING)
+        opened(folder, "schedule: [{from: 0, max-length: 500}]")
+
+
+def test_spans_of_other_documents_are_refused(folder):
+    with SpansWriter(folder / "web" / "corpus.spans") as writer:
+        writer.add(np.array([[1, 2]]))
+    with pytest.raises(ValueError, match="spans of 1 documents, the .idx beside it has 8"):
+        opened(folder)
+    (folder / "web" / "corpus.spans").unlink()
 
 
 def test_orders_of_sources(folder):
     """Of one source alone the order is that of runs that began before there were mixtures."""
-    corpus = open_corpus(data_file(folder).training, OPENING)
+    corpus = opened(folder)
     keys = [one.key for one in corpus.orders().values()]
     assert len(set(keys)) == 3 and 0 not in keys
-    alone = specs_of_flags(BlendFlags(data_path=[str(folder / "web" / "corpus")], split="1"))
+    alone = of_flags(folder, "1", ["web"])
     assert open_corpus(alone["train"], OPENING).orders()["corpus"].key == 0
     contents = [one.contents() for one in corpus.sources]
     chat = replace(corpus.sources[1], spans=None)
@@ -167,10 +175,7 @@ def test_orders_of_sources(folder):
 
 
 def test_a_cache_folder_changes_nothing(folder, tmp_path):
-    spec = data_file(folder).training
-    lines = []
-    cached = open_corpus(spec, replace(OPENING, cache_folder=tmp_path / "cache", say=lines.append))
-    plain = open_corpus(spec, OPENING)
+    cached, plain = opened(folder, cache_folder=tmp_path / "cache"), opened(folder)
     assert cached.orders() == plain.orders()
     for one, other in zip(steps_of(cached, 5), steps_of(plain, 5), strict=True):
         assert one.after == other.after

@@ -112,69 +112,53 @@ MISTAKES = {
     "no-yaml": ("a: [", "not valid YAML"),
     "a-list": ("- 1", "found a list, expected the keys weight-unit, sources"),
     "empty": ("", "found nothing, expected the keys"),
-    "unknown-key": (
-        A + "weigths: {}",
-        "line 4: unknown key 'weigths': did you mean 'weight-unit'?",
-    ),
+    "unknown-key": (A + "weigths: {}", "line 4: unknown key 'weigths': did you mean 'weight-unit'"),
     "no-sources": ("schedule: []", "line 1: found no 'sources'"),
     "empty-sources": ("sources: {}", "line 1: found no source, expected at least one"),
     "no-path": ("sources:\n  a: {key: t}", "line 2: source 'a': found no 'path'"),
     "named-twice": (A + "  a: {path: z}", "line 4: found the source 'a' twice"),
-    "unknown-source-key": (
-        "sources:\n  a: {path: x, max-epoch: 1}",
-        "line 2: unknown key of source 'a' 'max-epoch': did you mean 'max-epochs'?",
-    ),
-    "format": ("sources:\n  a: {path: x, format: csv}", "line 2: .*found 'csv', expected auto or"),
-    "epochs": ("sources:\n  a: {path: x, max-epochs: 0}", "found '0', expected a whole number"),
-    "half-epochs": ("sources:\n  a: {path: x, max-epochs: 1.5}", "found '1.5', expected a whole"),
-    "bad-limit": ("sources:\n  a: {path: x, bad-limit: 2}", "found '2', expected .* 0 to 1"),
-    "when": ("sources:\n  a: {path: x, tokenise: later}", "expected ahead or on-the-fly"),
-    "on-failure": (
-        "sources:\n  a: {path: x, on-failure: ignore}",
-        "line 2: source 'a': on-failure: found 'ignore', expected error or go-on-without",
-    ),
-    "switch": ("sources:\n  a: {path: x, append-eod: 1}", "found '1', expected true or false"),
-    "path-list": (
-        "sources:\n  a: {path: [x, y]}",
-        "source 'a': path: found a list, expected a text",
-    ),
-    "unit": (
-        A + "weight-unit: words",
-        "found 'words', expected tokens or loss-tokens or sequences",
-    ),
-    "weight-of-nobody": (
-        A + "schedule:\n  - {from: 0, weights: {a: 1, c: 1}}",
-        "line 5: unknown source 'c': expected a, b",
-    ),
-    "weights-of-nothing": (
-        A + "schedule:\n  - {from: 0, weights: {a: 0, b: 0.0}}",
-        "line 5: weights: found nothing above 0",
-    ),
-    "negative": (A + "schedule:\n  - {from: 0, weights: {a: -1}}", "found '-1', expected a number"),
-    "nan": (A + "schedule:\n  - {from: 0, weights: {a: nan}}", "found 'nan', expected a number"),
-    "late-first": (A + "schedule:\n  - {from: 5}", "line 5: schedule: found a first phase from 5"),
-    "no-from": (A + "schedule:\n  - {max-length: 5}", "found a phase without 'from'"),
-    "back": (
-        A + "schedule:\n  - {from: 0}\n  - {from: 9}\n  - {from: 4}",
-        "line 7: .* from 4 after one from 9, expected phases in the order",
-    ),
-    "overlap": (
-        A + "schedule:\n  - {from: 0}\n  - {from: 2, to: 9, shape: linear}\n  - {from: 4}",
-        "line 7: .* from 4 inside the range that ends at 9",
-    ),
-    "range-back": (
-        A + "schedule:\n  - {from: 0}\n  - {from: 9, to: 2, shape: linear}",
-        "line 6: .*rises",
-    ),
-    "to-alone": (A + "schedule:\n  - {from: 0}\n  - {from: 2, to: 9}", "only one of 'to' and"),
-    "units": (
-        A + "schedule:\n  - {from: 0}\n  - {from: 2B}\n  - {from: 3000000000}",
-        "line 7: schedule: found steps, expected tokens",
-    ),
-    "amount": (A + "schedule:\n  - {from: 2 billion}", "found '2 billion', expected a number of"),
+    "unit": (A + "weight-unit: words", "found 'words', expected tokens or loss-tokens or seq"),
     "validation": (A + "validation: {c: 1}", "line 4: unknown source 'c'"),
     "validation-size": (A + "validation: {a: 0}", "validation: a: found '0', expected a whole"),
+    "path-list": ("sources:\n  a: {path: [x, y]}", "'a': path: found a list, expected a text"),
 }
+OF_A_SOURCE = {
+    "unknown": ("max-epoch: 1", "line 2: unknown key of source 'a' .*: did you mean 'max-epochs'"),
+    "format": ("format: csv", "line 2: .*found 'csv', expected auto or"),
+    "epochs": ("max-epochs: 0", "found '0', expected a whole number"),
+    "half-epochs": ("max-epochs: 1.5", "found '1.5', expected a whole"),
+    "bad-limit": ("bad-limit: 2", "found '2', expected .* 0 to 1"),
+    "when": ("tokenise: later", "expected ahead or on-the-fly"),
+    "failure": (
+        "on-failure: x",
+        "line 2: .*: found 'x', expected error or go-on-without",
+    ),
+    "switch": ("append-eod: 1", "found '1', expected true or false"),
+}
+OF_PHASES = {  # which begin in line 5
+    "weight-of-nobody": ("from: 0, weights: {a: 1, c: 1}", "line 5: .* 'c': expected a, b"),
+    "no-weight": ("from: 0, weights: {a: 0, b: 0.0}", "line 5: weights: found nothing above 0"),
+    "negative": ("from: 0, weights: {a: -1}", "found '-1', expected a number"),
+    "nan": ("from: 0, weights: {a: nan}", "found 'nan', expected a number"),
+    "late-first": ("from: 5", "line 5: schedule: found a first phase from 5"),
+    "no-from": ("max-length: 5", "found a phase without 'from'"),
+    "back": ("from: 0|from: 9|from: 4", "line 7: .* from 4 after one from 9, expected phases in"),
+    "overlap": (
+        "from: 0|from: 2, to: 9, shape: linear|from: 4",
+        "line 7: .* inside the range .* 9",
+    ),
+    "range-back": ("from: 0|from: 9, to: 2, shape: linear", "line 6: .*rises"),
+    "to-alone": ("from: 0|from: 2, to: 9", "only one of 'to' and"),
+    "units": (
+        "from: 0|from: 2B|from: 3000000000",
+        "line 7: .* found steps, expected tokens",
+    ),
+    "amount": ("from: 2 billion", "found '2 billion', expected a number of"),
+}
+MISTAKES |= {name: (f"sources:\n  a: {{path: x, {k}}}", m) for name, (k, m) in OF_A_SOURCE.items()}
+for name, (phases, message) in OF_PHASES.items():
+    lines = "".join(f"\n  - {{{phase}}}" for phase in phases.split("|"))
+    MISTAKES[name] = (f"{A}schedule:{lines}", message)
 
 
 @pytest.mark.parametrize("case", MISTAKES)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.data.mixture.batch_size import BatchSize
+from megatron_hdp.data.mixture.draw import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase
 from megatron_hdp.data.order import Continuation, DataOrder
@@ -47,12 +47,9 @@ lengths_of_sources = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), lengths=lengths_of_sources)
 def test_every_source_keeps_its_share(data, lengths):
-    weights = data.draw(
-        st.lists(st.floats(1e-6, 1.0), min_size=len(lengths), max_size=len(lengths))
-    )
-    size = data.draw(
-        st.sampled_from([BatchSize(sequences=1), BatchSize(sequences=7), BatchSize(tokens=50)])
-    )
+    num = len(lengths)
+    weights = data.draw(st.lists(st.floats(1e-6, 1.0), min_size=num, max_size=num))
+    size = data.draw(st.sampled_from([BatchSize(1), BatchSize(7), BatchSize(tokens=50)]))
     table = {f"s{i}": one for i, one in enumerate(lengths)}
     made = mixture(table, weights=dict(zip(table, weights, strict=True)), batch=size)
     shares = made.schedule.settings[0].weights
@@ -108,14 +105,8 @@ def test_ties_go_to_the_first():
 
 @pytest.mark.parametrize("unit", ["tokens", "loss-tokens", "sequences"])
 def test_the_unit_of_the_weights(unit):
-    table = {"short": [4] * 9, "long": [40] * 9}
-    made = mixture(
-        table,
-        weights={"short": 1, "long": 3},
-        weight_unit=unit,
-        untrained=2,
-        batch=BatchSize(sequences=40),
-    )
+    table, weights = {"short": [4] * 9, "long": [40] * 9}, {"short": 1, "long": 3}
+    made = mixture(table, weights=weights, weight_unit=unit, untrained=2, batch=BatchSize(40))
     found = steps(made, 25)
     short, long = (drawn(found, made, name) for name in table)
     # of a row's n - 1 labels every second is trained: 2 of 4 tokens, 20 of 40
@@ -157,7 +148,7 @@ def test_a_run_goes_on_where_it_was(first, change, batch):
     made = mixture(table_of_three, weights=weights, batch=batch)
     before = steps(made, first)
     record = before[-1].after.to_record()
-    table, key = dict(table_of_three), {"a": 0, "b": 1, "c": 2, "d": 3}
+    table = dict(table_of_three)
     if change == "weights":
         weights = {"a": 0.1, "b": 0.1, "c": 0.8}
     elif change == "less":
@@ -171,7 +162,6 @@ def test_a_run_goes_on_where_it_was(first, change, batch):
     changed.sources = tuple(
         replace(one, stream=streams[one.name].stream) for one in changed.sources
     )
-    assert set(key) == set(streams)
     after = steps(changed, 12, Position.from_record(record))
     for name in set(table) & set(table_of_three):
         rows = [row for row, _, _ in drawn(before, made, name) + drawn(after, changed, name)]
@@ -189,13 +179,9 @@ def test_a_run_goes_on_where_it_was(first, change, batch):
 
 
 def test_a_source_that_ends_leaves_its_share_to_the_others():
-    table = {"a": [10] * 4, "b": [10] * 5, "c": [10] * 50}
-    made = mixture(
-        table,
-        weights={"a": 2, "b": 1, "c": 1},
-        max_epochs={"a": 2, "b": 2, "c": 1},
-        batch=BatchSize(sequences=8),
-    )
+    table, weights = {"a": [10] * 4, "b": [10] * 5, "c": [10] * 50}, {"a": 2, "b": 1, "c": 1}
+    ends = {"a": 2, "b": 2, "c": 1}
+    made = mixture(table, weights=weights, max_epochs=ends, batch=BatchSize(sequences=8))
     found = steps(made, 12)
     assert [len(step) for step in found] == [8] * 8 + [4, 0, 0, 0]
     assert sorted(drawn(found, made, "a")) == sorted([(i, 0, 10) for i in range(4)] * 2)
@@ -305,10 +291,7 @@ def test_labels_of_pieces():
 
 def test_a_linear_change_of_weights():
     table = {"a": [10] * 7, "b": [10] * 7}
-    phases = [
-        Phase(weights={"a": 1.0}),
-        Phase(begin=10, end=20, weights={"b": 1.0}),
-    ]
+    phases = [Phase(weights={"a": 1.0}), Phase(begin=10, end=20, weights={"b": 1.0})]
     made = mixture(table, phases=phases, batch=BatchSize(sequences=1000))
     found = steps(made, 25)
     shares = [float((step.sources == 1).mean()) for step in found]
@@ -325,7 +308,44 @@ def test_a_schedule_in_tokens():
     assert sources == [[0, 0]] * 5 + [[1, 1]] * 2  # 100 tokens are drawn before the sixth
 
 
-def test_a_batch_has_one_size():
-    for sizes in ({}, {"sequences": 1, "tokens": 1}, {"sequences": 0}):
-        with pytest.raises(ValueError, match="exactly one, at least 1"):
-            BatchSize(**sizes)
+GROWING = BatchSize(5, growth=((0, 1), (5, 3), (10, 5)))
+
+
+def test_the_size_of_a_step_depends_on_what_was_drawn():
+    assert [GROWING.at(drawn) for drawn in (0, 4, 5, 9, 10, 10**9)] == [1, 1, 3, 3, 5, 5]
+    assert BatchSize(4).at(7) == 4 and BatchSize(tokens=9).at(7) is None
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sequences": 1, "tokens": 1}, {"sequences": 0}])
+def test_a_batch_has_one_size(sizes):
+    with pytest.raises(ValueError, match="exactly one, at least 1"):
+        BatchSize(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("unit", "growth"),
+    [
+        ("sequences", ((1, 2), (3, 4))),
+        ("sequences", ((0, 2), (3, 4), (3, 5))),
+        ("tokens", ((0, 2),)),
+        ("sequences", ((0, 0),)),
+    ],
+)
+def test_growth_that_is_none_is_refused(unit, growth):
+    with pytest.raises(ValueError, match="sizes of a global batch"):
+        BatchSize(**{unit: 4, "growth": growth})
+
+
+def test_steps_grow_and_every_row_is_drawn_as_often_as_without():
+    table = {"s": list(range(1, 40))}
+    growing, position, rows, sizes = mixture(table, batch=GROWING), Position(), [], []
+    while position.sequences < 39:
+        step = growing.step(position)
+        again = growing.step(Position.from_record(position.to_record()))  # as after a resume
+        assert again.rows.tolist() == step.rows.tolist()
+        rows += step.rows.tolist()
+        sizes.append(len(step.rows))
+        position = step.after
+    assert sizes[:9] == [1, 1, 1, 1, 1, 3, 3, 5, 5]
+    plain = mixture(table, batch=BatchSize(39)).step(Position())
+    assert rows[:39] == plain.rows.tolist()

@@ -16,22 +16,15 @@ from megatron_hdp.data.mixture import (
     read_data_file,
 )
 from megatron_hdp.data.mixture.stream import SourceStream
-from megatron_hdp.data.shuffles import TableOrder
 from tests.data.chat import tiny_tokenizer
-from tests.data.prepare.corpora import texts_of, write_lines
+from tests.data.prepare.corpora import conversation, texts_of, write_lines
 from tests.support.gradients import write_corpus
-from tests.support.mixtures import Lengths
+from tests.support.mixtures import Lengths, TableOrder
 
 OPENING = Opening(
     max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None, workers=0
 )
 WEIGHTS = "schedule: [{from: 0, weights: {web: 0.5, code: 0.2, books: 0.3}, max-length: 80}]"
-
-
-def conversation(number):
-    turns = [("user", f"what is {number}?"), ("assistant", f"it is {number} " * (1 + number % 5))]
-    turns = turns * (1 + number % 3)
-    return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
 @pytest.fixture
@@ -119,7 +112,7 @@ def test_a_run_that_goes_on_is_the_same(folder):
 def test_conversations_are_drawn_the_same(tmp_path, unit):
     pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
     pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
-    rows = "".join(json.dumps(conversation(number)) + "\n" for number in range(60))
+    rows = "".join(json.dumps(conversation(n, rounds=1 + n % 3)) + "\n" for n in range(60))
     for name in ("chat", "more"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.jsonl").write_text(rows if name == "chat" else rows[: len(rows) // 2])

@@ -29,9 +29,8 @@ def decoder_of(path, folder, *, max_length=10_000, window_bytes=2**20, policy="t
     )
 
 
-def split(decoded):
-    borders = np.cumsum(decoded.lengths)[:-1]
-    return [one.tolist() for one in np.split(decoded.tokens, borders)]
+def tokens_of(decoder, rows):
+    return [one.tokens.tolist() for one in decoder.rows(np.asarray(rows))]
 
 
 @pytest.fixture
@@ -47,13 +46,13 @@ def path(tmp_path, texts):
 def test_rows_in_the_order_in_which_they_are_asked_for(path, tmp_path, texts):
     decoder = decoder_of(path, tmp_path / "cache")
     rows = np.array([30, 2, 2, 17, 0])
-    found = decoder.decode(rows)
     expected = as_bytes(texts)
-    assert split(found) == [expected[row] for row in rows] and found.is_trained is None
-    cut = decoder_of(path, tmp_path / "cache", max_length=9, append_eod=False).decode(rows)
-    assert split(cut) == [expected[row][:-1][:9] for row in rows]
-    none = decoder.decode(rows[:0])
-    assert len(none.tokens) == len(none.lengths) == 0
+    assert tokens_of(decoder, rows) == [expected[row] for row in rows]
+    for one in decoder.rows(rows):
+        assert one.is_trained is None and one.num_trained == len(one.tokens) - 1
+    cut = decoder_of(path, tmp_path / "cache", max_length=9, append_eod=False)
+    assert tokens_of(cut, rows) == [expected[row][:-1][:9] for row in rows]
+    assert decoder.rows(rows[:0]) == []
 
 
 def test_conversations_have_a_mask(tmp_path):
@@ -64,15 +63,13 @@ def test_conversations_have_a_mask(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"format": "chat", "template": "chatml", "bad_limit": 1.0}
     decoder = decoder_of(path, tmp_path / "cache", **keys)
-    found = decoder.decode(np.arange(3))
-    assert found.lengths[1] == 0 and decoder.num_bad == 1
-    assert len(found.is_trained) == len(found.tokens) == found.lengths.sum()
-    for tokens, trained in zip(
-        split(found)[::2], np.split(found.is_trained, [found.lengths[0]]), strict=True
-    ):
-        assert bytes(np.array(tokens)[trained].tolist()).decode() == "hello<|im_end|>"
+    first, bad, last = decoder.rows(np.arange(3))
+    assert len(bad.tokens) == 0 and decoder.num_bad == 1
+    for one in (first, last):
+        assert len(one.is_trained) == len(one.tokens) and one.num_trained == one.is_trained.sum()
+        assert bytes(one.tokens[one.is_trained].tolist()).decode() == "hello<|im_end|>"
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: no assistant turn to train on"):
-        decoder_of(path, tmp_path / "cache", **{**keys, "bad_limit": 0.0}).decode(np.arange(3))
+        decoder_of(path, tmp_path / "cache", **{**keys, "bad_limit": 0.0}).rows(np.arange(3))
 
 
 def test_a_row_of_several_conversations_is_refused(tmp_path):
@@ -81,7 +78,7 @@ def test_a_row_of_several_conversations_is_refused(tmp_path):
     path.write_text(json.dumps({"messages": turns}) + "\n")
     decoder = decoder_of(path, tmp_path / "cache", format="chat", template="megatron:identity")
     with pytest.raises(ValueError, match="line 1: found a row of 2 conversations, expected one"):
-        decoder.decode(np.arange(1))
+        decoder.rows(np.arange(1))
 
 
 def test_what_fits_in_the_window_is_read_once(path, tmp_path):
@@ -89,9 +86,8 @@ def test_what_fits_in_the_window_is_read_once(path, tmp_path):
     with mock.patch.object(
         RecordIndex, "read", autospec=True, side_effect=RecordIndex.read
     ) as read:
-        first = decoder.decode(np.arange(20))
-        assert decoder.decode(np.arange(20)).tokens.tolist() == first.tokens.tolist()
-        decoder.decode(np.arange(15, 25))
+        assert tokens_of(decoder, range(20)) == tokens_of(decoder, range(20))
+        decoder.rows(np.arange(15, 25))
     assert [call.args[1].tolist() for call in read.call_args_list] == [
         list(range(20)),
         list(range(20, 25)),
@@ -102,14 +98,14 @@ def test_the_window_is_bounded_and_the_least_used_leave(path, tmp_path, texts):
     decoder = decoder_of(path, tmp_path / "cache", window_bytes=12_000)
     expected = as_bytes(texts)
     for begin in range(0, 40, 5):
-        decoder.decode(np.array([0]))  # used again and again
+        decoder.rows(np.array([0]))  # used again and again
         rows = np.arange(begin, begin + 5)
-        assert split(decoder.decode(rows)) == [expected[row] for row in rows]
+        assert tokens_of(decoder, rows) == [expected[row] for row in rows]
         assert decoder._kept_bytes <= 12_000
         assert decoder._kept_bytes == sum(one.num_bytes for one in decoder._kept.values())
     assert 0 in decoder._kept and 1 not in decoder._kept and 39 in decoder._kept
     small = decoder_of(path, tmp_path / "cache", window_bytes=1)
-    assert split(small.decode(np.arange(40))) == expected
+    assert tokens_of(small, range(40)) == expected
 
 
 def test_threads_may_ask_at_a_time(path, tmp_path, texts):
@@ -120,7 +116,7 @@ def test_threads_may_ask_at_a_time(path, tmp_path, texts):
         draw = np.random.default_rng(seed)
         for _ in range(40):
             rows = draw.integers(0, 40, 6)
-            if split(decoder.decode(rows)) != [expected[row] for row in rows]:
+            if tokens_of(decoder, rows) != [expected[row] for row in rows]:
                 wrong.append(rows)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
@@ -135,9 +131,9 @@ def test_one_bad_record_is_an_error_unless_some_may_be(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n[]\n{"text": ""}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: expected a JSON object with a string"):
-        decoder_of(path, tmp_path / "cache").decode(np.arange(3))
+        decoder_of(path, tmp_path / "cache").rows(np.arange(3))
     decoder = decoder_of(path, tmp_path / "cache", bad_limit=0.01)
-    assert split(decoder.decode(np.arange(3))) == [[97, EOD], [], []]
+    assert tokens_of(decoder, range(3)) == [[97, EOD], [], []]
     assert decoder.num_bad == 1
     assert [len(one.tokens) for one in decoder.sample(np.arange(3))] == [2, 0, 0]
     assert decoder.num_bad == 1
@@ -149,18 +145,18 @@ def test_too_many_bad_records_are_an_error(tmp_path):
     path.write_text("".join('{"text": "a"}\n' if i % 50 else "x\n" for i in range(1500)))
     for limit, is_error in ((0.03, False), (0.01, True)):
         decoder = decoder_of(path, tmp_path / "cache", bad_limit=limit)
-        decoder.decode(np.arange(999))
+        decoder.rows(np.arange(999))
         assert decoder.num_bad == 20
         if not is_error:
-            decoder.decode(np.arange(1500))
+            decoder.rows(np.arange(1500))
             continue
         with pytest.raises(ValueError, match=r"20 of 1,000 .* at most 1\.000%.*line 1: expected"):
-            decoder.decode(np.arange(1000))
+            decoder.rows(np.arange(1000))
 
 
 def test_too_long(path, tmp_path, texts):
     decoder = decoder_of(path, tmp_path / "cache", max_length=300, policy="error")
     row = next(i for i, text in enumerate(texts) if len(text.encode()) + 1 > 300)
     with pytest.raises(ValueError, match=rf"line {row + 1} has \d+ tokens, the context length"):
-        decoder.decode(np.arange(40))
+        decoder.rows(np.arange(40))
     assert len(decoder.sample(np.array([row]))[0].tokens) == 300

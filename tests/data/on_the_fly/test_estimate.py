@@ -122,15 +122,9 @@ def test_where_it_cannot_be_kept_each_decodes_it_and_says_so(folder, decoded):
     source = opened(folder)
     (folder / "file").touch()
     said = []
-    found = open_estimate(
-        "web",
-        source.index,
-        source.decoder,
-        recipe=source.recipe,
-        max_length=100,
-        folder=folder / "file" / "below",
-        say=said.append,
-    )
+    place = {"folder": folder / "file" / "below", "say": said.append}
+    options = {"recipe": source.recipe, "max_length": 100, **place}
+    found = open_estimate("web", source.index, source.decoder, **options)
     assert found == source.estimate and len(decoded) == 2
     (line,) = said
     assert "source web: found no place for the estimate" in line and "256 records" in line

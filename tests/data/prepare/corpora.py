@@ -22,6 +22,11 @@ def write_lines(path, texts):
     return path
 
 
+def conversation(number, *, rounds=1):
+    turns = [("user", f"what is {number}?"), ("assistant", f"it is {number} " * (1 + number % 5))]
+    return {"messages": [{"role": role, "content": text} for role, text in turns * rounds]}
+
+
 def spec_of(path, **more):
     return SourceSpec(**{"name": "web", "path": str(path), **more})
 

@@ -1,6 +1,7 @@
 """Killed at any time, nothing half is taken for whole, and the next run goes on."""
 
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -95,8 +96,6 @@ def test_a_killed_run_is_continued(corpus, tmp_path, workers):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_is_killed_again_and_again(corpus, tmp_path, seed):
-    import random
-
     draw = random.Random(seed)
     for _ in range(40):
         process = start(corpus, tmp_path / "cache", draw.choice([0, 1, 3]))

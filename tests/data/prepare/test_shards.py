@@ -45,5 +45,9 @@ def test_little_is_cut_small_and_much_is_not():
 
 def test_counts_add_up_and_name_the_first():
     counts = Counts(1, 10, 0, 2, ["a", "b"])
-    counts.add(Counts(2, 20, 1, 3, ["c", "d"]), most_named=3)
-    assert counts == Counts(3, 30, 1, 5, ["a", "b", "c"])
+    counts.add(Counts(2, 20, 1, 3, ["c", "d"]))
+    for name in "ef":
+        counts.add_bad(name, may_be_bad=True)
+    assert counts == Counts(3, 30, 1, 7, ["a", "b", "c", "d", "e"])
+    with pytest.raises(ValueError, match="g"):
+        counts.add_bad("g", may_be_bad=False)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_hdp.data.prepare import Decoding
 from megatron_hdp.data.prepare.shards import cut
-from megatron_hdp.data.prepare.workers import Workers
+from megatron_hdp.data.prepare.workers import run_by_workers
 from megatron_hdp.data.tokenizers import ByteTokenizer
 from tests.data.prepare.corpora import texts_of, write_lines
 
@@ -59,11 +59,8 @@ def tasks_of(tmp_path, num=40):
 
 def run(tmp_path, decoding=DECODING, workers=2):
     told = []
-    with Workers(decoding, workers) as pool:
-        found = dict(
-            (shard.index, counts) for shard, counts in pool.run(tasks_of(tmp_path), told.append)
-        )
-    return found, sum(told)
+    results = run_by_workers(decoding, workers, tasks_of(tmp_path), told.append)
+    return {shard.index: counts for shard, counts in results}, sum(told)
 
 
 def test_all_shards_are_run_and_progress_is_told(tmp_path):
@@ -109,17 +106,18 @@ def test_workers_are_lean_and_share_the_cpus(tmp_path, monkeypatch):
 
 
 def test_workers_end_when_the_caller_stops_listening(tmp_path):
-    with Workers(DECODING, 2) as pool:
-        next(pool.run(tasks_of(tmp_path), lambda count: None))
-        assert len(workers_of(psutil.Process())) == 2
+    results = run_by_workers(DECODING, 2, tasks_of(tmp_path), lambda count: None)
+    next(results)
+    assert len(workers_of(psutil.Process())) == 2
+    results.close()
     assert workers_of(psutil.Process()) == []
 
 
 def test_workers_end_with_their_parent(tmp_path):
     program = (
-        "import time; from megatron_hdp.data.prepare.workers import Workers; "
+        "import time; from megatron_hdp.data.prepare.workers import started; "
         "from tests.data.prepare.test_workers import DECODING; "
-        "pool = Workers(DECODING, 2).__enter__(); "
+        "workers = started(DECODING, 2); workers.__enter__(); "
         "print('ready', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(

@@ -88,9 +88,9 @@ def step_of(rows, table):
     )
 
 
-def read(plan_, m, rank, rows, table, file, token_multiple=1):
+def read(plan_, m, rank, rows, table, file, **more):
     """A rank's part; its sequences under their rows."""
-    reader = Reader(rank, 10**6, reads_tokens=file is not None, token_multiple=token_multiple)
+    reader = Reader(rank, 10**6, reads_tokens=file is not None, **more)
     (share,) = StepShares(step_of(rows, table), plan_).of([rank])
     slot = share.indices.tolist().index(m)
     part = read_micro_batch(share, slot, reader, OneSource(table, file))
@@ -259,22 +259,27 @@ def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, 
     check_cover(made, np.arange(len(lengths)), table, file)
 
 
-def test_a_worked_example():
+def worked_example():
+    """A ring of two ranks for the first of two documents; the second is whole on its member 1."""
     file = CountingFile([7, 3])
     table = SequenceTable.build(np.array([7, 3]), max_length=7)
-    document = file.documents[0]
     micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
-    made = hand_made([7, 3], micro_batch)
-    part = read(made, 0, 2, np.array([0, 1]), table, file)
+    return file, (hand_made([7, 3], micro_batch), 0, 2, np.array([0, 1]), table)
+
+
+def test_a_worked_example():
+    file, where = worked_example()
+    document, whole = file.documents
+    part = read(*where, file)
     # degree 2: chunks of ceil(7 / 4) = 2 tokens; member 1 (rank 2) holds chunks 1 and 2
     assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
-    assert part.tokens.tolist() == [*document[2:6], *file.documents[1]]
-    assert part.labels.tolist() == [*document[3:7], *file.documents[1][1:], 0]
+    assert part.tokens.tolist() == [*document[2:6], *whole]
+    assert part.labels.tolist() == [*document[3:7], *whole[1:], 0]
     assert part.loss_mask.tolist() == [True] * 6 + [False]
     assert part.sequence_index.tolist() == [0] * 4 + [1] * 3
     assert (part.ring, part.ring_slices, part.local_lengths) == ((4, 2), (4,), (3,))
     assert (part.index, part.sequence_ids, part.offload_ratio) == (0, (0, 1), 0.5)
-    other = read(made, 0, 4, np.array([0, 1]), table, file)
+    other = read(*where[:2], 4, *where[3:], file)
     assert other.positions.tolist() == [0, 1, 6, 7]
     assert other.tokens.tolist() == [*document[:2], document[6], 0]
     assert other.loss_mask.tolist() == [True, True, False, False]
@@ -283,21 +288,14 @@ def test_a_worked_example():
 
 def test_further_tokens_are_those_of_the_file_behind_each_chunk():
     """The document's next chunk lies on the other rank; behind its end nothing has loss."""
-    ring = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.5)
-    made, file = hand_made([7, 3], ring), CountingFile([7, 3])
-    table, document = SequenceTable.build(np.array([7, 3]), max_length=7), file.documents[0]
-    (share,) = StepShares(step_of(np.array([0, 1]), table), made).of([2])
-    reader = Reader(2, 10**6, num_further=3)
-    part = read_micro_batch(share, 0, reader, OneSource(table, file))
-    assert part.positions.tolist() == [2, 3, 4, 5, 0, 1, 2]
-    labels = np.split(part.further_labels, 3)
-    masks = np.split(part.further_mask, 3)
-    assert labels[0].tolist() == [*document[4:7], 0, file.documents[1][2], 0, 0]
+    file, where = worked_example()
+    document, whole = file.documents
+    plain, part = read(*where, file), read(*where, file, num_further=3)
+    labels, masks = part.further_labels.reshape(3, -1), part.further_mask.reshape(3, -1)
+    assert labels[0].tolist() == [*document[4:7], 0, whole[2], 0, 0]
     assert labels[1].tolist() == [*document[5:7], 0, 0, 0, 0, 0]
     assert labels[2].tolist() == [document[6], 0, 0, 0, 0, 0, 0]
-    for depth in range(3):
-        assert masks[depth].tolist() == (labels[depth] > 0).tolist()
-    plain = read(made, 0, 2, np.array([0, 1]), table, file)
+    assert np.array_equal(masks, labels > 0)
     for name in ("tokens", "labels", "loss_mask", "positions", "sequence_index"):
         assert np.array_equal(getattr(part, name), getattr(plain, name))
     part.drop([part.sequence_ids[0]])
@@ -315,13 +313,6 @@ def test_a_rank_without_micro_batches_runs_padding():
     assert part.index is None and len(part.tokens) == 2 and part.offload_ratio == 0
 
 
-def test_a_plan_of_another_step_is_refused():
-    alone = MicroBatch(ranks=(0,), sequences=(0,), local={}, offload_ratio=0.0)
-    table = SequenceTable.build(np.array([3, 5]), max_length=5)
-    with pytest.raises(ValueError, match="1 sequences of 3 tokens, .*step's 1 of 5: .*another"):
-        StepShares(step_of(np.array([1]), table), hand_made([3], alone))
-
-
 def test_padding_is_two_tokens_without_loss():
     part = padding_micro_batch(3)
     assert (part.ring, part.ring_slices, part.local_lengths) == ((3,), (), (2,))
@@ -330,14 +321,6 @@ def test_padding_is_two_tokens_without_loss():
     assert part.sequence_index.tolist() == [-1, -1]
     assert not part.loss_mask.any()
     assert padding_micro_batch(3, 4).local_lengths == (4,)
-
-
-def worked_example():
-    file = CountingFile([7, 3])
-    table = SequenceTable.build(np.array([7, 3]), max_length=7)
-    micro_batch = MicroBatch(ranks=(4, 2), sequences=(0,), local={2: (1,)}, offload_ratio=0.0)
-    made = hand_made([7, 3], micro_batch)
-    return file, (made, 0, 2, np.array([0, 1]), table)
 
 
 def test_tokens_are_padded_to_a_multiple():

@@ -174,23 +174,19 @@ def test_plan_does_all_of_it(planner):
 
 
 @pytest.mark.parametrize(
-    ("functions", "message"),
+    ("primitive", "function", "message"),
     [
-        ({"mix": "unknown"}, "mix: found {'pages': 1.0}, expected a weight for each of web, chat"),
-        ({"mix": "nothing"}, "mix: found no weight above 0 for step 1, expected at least one"),
-        ({"mix": "negative"}, "mix: found the weight -1.0 of 'web', expected a finite number"),
-        ({"mix": "breaks"}, "recipe.py:breaks raised KeyError: 'no such thing' in .*, line "),
-        (
-            {"distribute": "twice"},
-            r"distribute: found \[0, 0, 0, 0\], expected each of the",
-        ),
-        ({"plan": "breaks"}, "plan: .*raised KeyError"),
+        ("mix", "unknown", "mix: found {'pages': 1.0}, expected a weight for each of web, chat"),
+        ("mix", "nothing", "mix: found no weight above 0 for step 1, expected at least one"),
+        ("mix", "negative", "mix: found the weight -1.0 of 'web', expected a finite number"),
+        ("mix", "breaks", "recipe.py:breaks raised KeyError: 'no such thing' in .*, line "),
+        ("distribute", "twice", r"distribute: found \[0, 0, 0, 0\], expected each of the"),
+        ("plan", "breaks", "plan: .*raised KeyError"),
     ],
-    ids=lambda one: next(iter(one.values())) if isinstance(one, dict) else None,
 )
-def test_what_cannot_be_used_is_told(planner, functions, message):
+def test_what_cannot_be_used_is_told(planner, primitive, function, message):
     with pytest.raises(PrimitiveError, match=message):
-        planner(**functions).plan(Position())
+        planner(**{primitive: function}).plan(Position())
 
 
 def test_an_unknown_axis_is_told(planner):

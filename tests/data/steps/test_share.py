@@ -10,11 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps import Reader, StepShares, pieces_of, read_micro_batch, work_of
+from megatron_hdp.data.steps import (
+    PackedShares,
+    Reader,
+    StepShares,
+    pieces_of,
+    read_micro_batch,
+    work_of,
+)
 from megatron_hdp.planner import LLAMA_7B, CostModel, plan
 from megatron_hdp.planner.lockstep import PADDING, slots
 from tests.support import machine
 from tests.support.random_plans import random_plan
+from tests.support.rank_steps import rank_steps
 
 unhurried = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
@@ -143,13 +151,6 @@ def test_a_plan_of_another_step_is_refused():
         StepShares(step_of([30, 7]), made)
 
 
-def test_a_share_knows_its_bytes():
-    step = step_of([30, 7, 7])
-    (share,) = StepShares(step, random_plan([30, 7, 7], ranks=1, tokens_per_rank=128)).of([0])
-    arrays = [getattr(share, one.name) for one in fields(share)]
-    assert share.num_bytes == sum(one.nbytes for one in arrays if isinstance(one, np.ndarray))
-
-
 @pytest.mark.slow
 def test_the_shares_of_thousands_of_ranks_are_cut_in_little_time():
     """4,096 ranks and 60,000 sequences; generous for a machine with other work."""
@@ -166,8 +167,7 @@ def test_the_shares_of_thousands_of_ranks_are_cut_in_little_time():
     shares = StepShares(step, made)
     found = [one for node in range(512) for one in shares.of(range(8 * node, 8 * node + 8))]
     took_s = time.perf_counter() - began
-    largest = max(one.num_bytes for one in found)
-    print(f"shares of 512 nodes of 8 ranks: {took_s:.2f} s, the largest {largest:,} bytes")
+    print(f"shares of 512 nodes of 8 ranks: {took_s:.2f} s")
     assert len(found) == num_ranks
     assert sum(len(one.ids) for one in found) >= len(step)
     assert took_s < 20
@@ -185,3 +185,41 @@ def test_a_share_has_its_part_of_the_plan(ranks, seed):
     found = np.array([work_of(share, BASE) for share in shares])
     assert found == pytest.approx(machine.work_of(made, BASE), rel=1e-9)
     assert ranks == 1 or len(made.local_sequences) > 0
+
+
+def shares_of(ranks=3):
+    return [one.share for one in rank_steps([5, 90, 300, 17, 1, 64], ranks=ranks)]
+
+
+def require_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for item in fields(other):
+            here, there = getattr(one, item.name), getattr(other, item.name)
+            if isinstance(there, np.ndarray):
+                assert here.dtype == there.dtype and here.tobytes() == there.tobytes(), item.name
+            else:
+                assert here == there, item.name
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_shares_that_were_packed_come_out_the_same(ranks):
+    shares = shares_of(ranks)
+    require_same(PackedShares.of(shares).unpack(), shares)
+
+
+def test_no_share_at_all_is_packed():
+    assert PackedShares.of([]).unpack() == []
+
+
+@pytest.mark.parametrize("number", [-1, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1])
+def test_numbers_of_any_size_are_packed(number):
+    shares = [replace(one, rows=one.rows * 0 + number) for one in shares_of()]
+    require_same(PackedShares.of(shares).unpack(), shares)
+
+
+def test_packed_small_numbers_take_few_bytes():
+    shares = shares_of()
+    packed = PackedShares.of(shares)
+    num_bytes = len(packed.sizes) + sum(len(contents) for _, contents in packed.columns)
+    arrays = [array for one in shares for array in list(vars(one).values())[3:]]
+    assert num_bytes < sum(one.nbytes for one in arrays) / 2

@@ -16,9 +16,8 @@ from megatron_hdp import files
 from megatron_hdp.data import TokenFileError, mapped_file
 from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.tables import TableCacheError, cache, cache_file
-from megatron_hdp.data.tables.cache import TableCache
+from megatron_hdp.data.tables.cache import IndexIdentity, TableCache
 from megatron_hdp.data.tables.cache_file import TableWriter
-from megatron_hdp.data.tables.identity import IndexIdentity
 from tests.data.tables.pairs import everything, open_table, write_index, write_pair
 
 DOCUMENTS = [[3], [5, 4], [], [8], [9], [1]]
@@ -85,16 +84,10 @@ def test_opening_is_noted(corpus):
 
 
 def test_what_is_cut_otherwise_is_another_table(corpus):
-    cuts = [
-        {},
-        {"max_length": 10},
-        {"long_sequence": "split"},
-        {"documents": range(1, 6)},
-        {"documents": range(1, 5)},
-    ]
-    for cut in cuts:
+    parts = [{"documents": range(1, 6)}, {"documents": range(1, 5)}]
+    for cut in ({}, {"max_length": 10}, {"long_sequence": "split"}, *parts):
         corpus.open(**cut)
-    assert len(corpus.tables) == len(cuts)
+    assert len(corpus.tables) == 5
 
 
 def test_rows_cannot_be_written(corpus):
@@ -249,12 +242,8 @@ def test_times_of_another_content_are_not_believed(corpus, unread):
     (path,) = corpus.folder.glob("*.times")
     said = json.loads(path.read_bytes())
     assert said["mtime_ns"] == [2]
-    for content in (
-        json.dumps(said | {"content": "0"}),
-        "[]",
-        "{",
-        json.dumps(said | {"mtime_ns": 2}),
-    ):
+    others = [json.dumps(said | other) for other in ({"content": "0"}, {"mtime_ns": 2})]
+    for content in (*others, "[]", "{"):
         path.write_text(content)
         with unread, pytest.raises(AssertionError, match="compared"):
             corpus.open()
@@ -315,8 +304,10 @@ def test_a_file_system_without_locks_is_refused(corpus):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    message = "no lock here"
-    with mock.patch("fcntl.flock", unsupported), pytest.raises(TableCacheError, match=message):
+    with (
+        mock.patch("fcntl.flock", unsupported),
+        pytest.raises(TableCacheError, match="no lock here"),
+    ):
         corpus.open()
 
 

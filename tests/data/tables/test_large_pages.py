@@ -14,17 +14,8 @@ LARGE_PAGE = 2 * 1024 * 1024
 NUM_ROWS = 1_500_000  # 6 and 12 MB: 2 and 5 large pages, and some more
 PIECE = 100_001
 TYPES = {"begin": "<i8", "length": "<u4"}
-FACTS = TableFacts(
-    num_sequences=NUM_ROWS,
-    num_tokens=NUM_ROWS,
-    longest=1,
-    corpus=0,
-    first_document=0,
-    num_documents=NUM_ROWS,
-    num_empty=0,
-    num_truncated=0,
-    num_split=0,
-)
+FACTS = dict.fromkeys(("corpus", "first_document", "num_empty", "num_truncated", "num_split"), 0)
+FACTS |= dict.fromkeys(("num_sequences", "num_tokens", "num_documents"), NUM_ROWS)
 
 
 @pytest.fixture
@@ -48,7 +39,7 @@ def test_pieces_of_any_size_are_written_as_whole_large_pages(tmp_path, noted):
                 writer.put(name, first, values[first : first + PIECE])
         assert sum(size for size, _ in noted) == (2 + 5) * LARGE_PAGE
         assert all(size % LARGE_PAGE == place % LARGE_PAGE == 0 for size, place in noted)
-        writer.publish(FACTS, TableOrigin("", 0, "", "<u2", 0))
+        writer.publish(TableFacts(longest=1, **FACTS), TableOrigin("", 0, "", "<u2", 0))
     found = cache_file.read_table(tmp_path / "made").columns
     assert np.array_equal(found.begin, columns["begin"])
     assert np.array_equal(found.length, columns["length"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_hdp.data import TokenFile, TokenFileError
 from megatron_hdp.data.tables import (
     SequenceTable,
+    TableFacts,
     count_documents,
     open_source,
     split_documents,
@@ -32,9 +33,8 @@ corpora = st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_siz
 @contextmanager
 def in_small_pieces(size):
     """Reads, cuts and compares so few at once that documents span pieces."""
-    names = ("index_file._PIECE", "index_checks._PIECE", "tables.table._PIECE")
     with ExitStack() as stack:
-        for name in (*names, "tables.cutting._MOST_ROWS"):
+        for name in ("index_file._PIECE", "index_checks._PIECE", "tables.cutting._MOST_ROWS"):
             stack.enter_context(mock.patch(f"megatron_hdp.data.{name}", size))
         yield
 
@@ -82,7 +82,7 @@ def test_every_table_is_that_of_the_reference(tmp_path_factory, case, piece):
         cached = open_table(prefix, cache_folder=folder, **options)
     again = open_table(prefix, cache_folder=folder, **options)
     file = TokenFile(prefix)
-    built = SequenceTable.build(file.lengths, file.begins, **options)
+    built = SequenceTable.build(file.lengths, **options)
     for table in (private, cached, again, built):
         facts, found = everything(table)
         assert found == columns
@@ -94,14 +94,18 @@ def assert_facts(table, documents, options, columns):
     lengths = np.array(columns[3])
     totals = [sum(documents[number]) for number in options["documents"]]
     num_long = sum(total > options["max_length"] for total in totals)
-    assert len(table) == len(lengths)
-    assert table.num_tokens == lengths.sum() and table.longest == lengths.max()
-    assert table.mean_length == lengths.mean()
-    assert table.corpus == fingerprint(lengths.tobytes())
-    assert table.num_documents == len(totals)
-    assert table.num_empty == totals.count(0)
-    assert table.num_truncated == num_long * (options["long_sequence"] == "truncate")
-    assert table.num_split == num_long * (options["long_sequence"] == "split")
+    assert len(table) == len(lengths) and table.mean_length == lengths.mean()
+    assert table.facts == TableFacts(
+        num_sequences=len(lengths),
+        num_tokens=lengths.sum(),
+        longest=lengths.max(),
+        corpus=fingerprint(lengths.tobytes()),
+        first_document=options["documents"].start,
+        num_documents=len(totals),
+        num_empty=totals.count(0),
+        num_truncated=num_long * (options["long_sequence"] == "truncate"),
+        num_split=num_long * (options["long_sequence"] == "split"),
+    )
 
 
 def test_a_column_written_to_a_wrong_place_is_found(tmp_path):
@@ -127,7 +131,7 @@ def test_the_reader_reads_a_tables_sequences(tmp_path):
         for begin, count in zip(table.begins(rows).tolist(), table.lengths(rows), strict=True)
     ]
     assert [token for piece in tokens for token in piece] == list(range(14))
-    assert reader.fingerprint() == TokenFile(prefix).fingerprint()
+    assert reader.fingerprint() == TokenFile(prefix).reader.fingerprint()
 
 
 @pytest.mark.parametrize("cached", [False, True])

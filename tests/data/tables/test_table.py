@@ -22,11 +22,10 @@ def test_error_names_document_lengths_and_remedies():
         assert part in message
 
 
-@pytest.mark.parametrize("documents", [range(2, 5), slice(2, 5)])
-def test_documents_are_numbered_in_the_whole_corpus(documents):
-    table = SequenceTable.build(LENGTHS, max_length=10, documents=documents)
+def test_documents_are_numbered_in_the_whole_corpus():
+    table = SequenceTable.build(LENGTHS, max_length=10, documents=range(2, 5))
     assert table.documents(np.arange(3)).tolist() == [2, 3, 4]
-    assert table.num_empty == 0
+    assert table.facts.num_empty == 0
 
 
 def test_a_long_document_outside_the_split_does_not_matter():
@@ -34,7 +33,7 @@ def test_a_long_document_outside_the_split_does_not_matter():
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "split"])
-@pytest.mark.parametrize("documents", [range(1, 2), range(3, 3), slice(5, 2)])
+@pytest.mark.parametrize("documents", [range(1, 2), range(3, 3), range(5, 2), range(9, 12)])
 def test_nothing_to_train_on_is_an_error(policy, documents):
     with pytest.raises(ValueError, match="no sequence to train on.*--data-path and --split"):
         SequenceTable.build(LENGTHS, max_length=9, long_sequence=policy, documents=documents)

@@ -68,12 +68,13 @@ def ids_of(words, backend, text):
     return ids
 
 
-@pytest.fixture(scope="module", params=[None, *KNOWN_PATTERNS], ids=[*"2", "2s", *"4q", "4o"])
+NORMALISED = (KNOWN_PATTERNS[2], tokenizers.normalizers.NFC())
+TRAINED = [(None,), *((pattern,) for pattern in KNOWN_PATTERNS), NORMALISED]
+
+
+@pytest.fixture(scope="module", params=TRAINED, ids=["2", "2s", "4", "q", "4o", "normal form"])
 def backend(request):
-    backend = trained(request.param)
-    state = tokenizers.Tokenizer.from_str(backend.to_str())
-    assert state.pre_tokenizer is not None
-    return backend, compiled_for_ascii(request.param or KNOWN_PATTERNS[0])
+    return trained(*request.param), compiled_for_ascii(request.param[0] or KNOWN_PATTERNS[0])
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,20 +83,6 @@ def test_ids_are_those_of_the_library(backend, text):
     tokenizer, pattern = backend
     words = words_of(tokenizer, pattern)
     assert ids_of(words, tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=TEXTS)
-def test_ids_are_those_of_the_library_in_its_normal_form(text):
-    tokenizer, pattern = NORMALISED
-    words = words_of(tokenizer, pattern)
-    assert ids_of(words, tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
-
-
-NORMALISED = (
-    trained(KNOWN_PATTERNS[2], tokenizers.normalizers.NFC()),
-    compiled_for_ascii(KNOWN_PATTERNS[2]),
-)
 
 
 def test_another_cut_would_be_noticed():
@@ -137,42 +124,35 @@ def test_known_tokenizers_are_recognised(pattern):
     assert ascii_pattern({"type": "Lowercase"}, state) is None
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {"type": "Whitespace"},
-        {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True},
-        {"type": "ByteLevel"},
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        {"type": "Sequence", "pretokenizers": []},
-        {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-            ],
-        },
-        {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": KNOWN_PATTERNS[0]},
-                    "behavior": "Removed",
-                    "invert": False,
-                },
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        },
-    ],
-)
+def level(**flags):
+    return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True, **flags}
+
+
+def sequence(*parts):
+    return {"type": "Sequence", "pretokenizers": list(parts)}
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": KNOWN_PATTERNS[0]}, "invert": False}
+OTHERS = [
+    None,
+    {"type": "Whitespace"},
+    level(add_prefix_space=True),
+    {"type": "ByteLevel"},
+    level(use_regex=False),
+    sequence(),
+    sequence({"type": "Digits", "individual_digits": True}, level()),
+    sequence(SPLIT | {"behavior": "Removed"}, level(use_regex=False)),
+]
+
+
+@pytest.mark.parametrize("state", OTHERS)
 def test_others_are_left_to_the_library(state):
     assert ascii_pattern(None, state) is None
 
 
 def test_tokens_that_look_around():
-    assert not heeds_surroundings("<|end|>", strips_right=False, is_single_word=False)
-    assert heeds_surroundings("<|end|>", strips_right=True, is_single_word=False)
-    assert heeds_surroundings("<|end|>", strips_right=False, is_single_word=True)
-    assert heeds_surroundings("a b", strips_right=False, is_single_word=False)
+    token = tokenizers.AddedToken
+    assert not heeds_surroundings(token("<|end|>"))
+    assert heeds_surroundings(token("<|end|>", rstrip=True))
+    assert heeds_surroundings(token("<|end|>", single_word=True))
+    assert heeds_surroundings(token("a b"))
