@@ -2,7 +2,6 @@
 // hand.
 #include "planner/base/memory.hpp"
 
-
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/baselines/baselines.hpp"
@@ -36,7 +35,7 @@ bool fits(const hdp::Problem& p, int64_t length, int64_t degree) {
          static_cast<int64_t>(p.cost.host_bytes_per_s) * length;
 }
 
-void test_brute_force() {
+TEST(test_brute_force) {
   for (const double host : {1.0, 2.0, 3.0, 100.0}) {
     for (int64_t capacity = 1; capacity <= 11; ++capacity) {
       for (int64_t multiple = 1; multiple <= 4; ++multiple) {
@@ -58,7 +57,7 @@ void test_brute_force() {
 }
 
 // The ratio is enough, and one step less is not.
-void test_least_ratio() {
+TEST(test_least_ratio) {
   for (const int64_t layers : {3, 4, 32, 80, 1 << 20}) {
     for (const int64_t capacity : {int64_t{8}, int64_t{8192}, int64_t{1} << 39}) {
       const hdp::Problem p = problem(capacity, 1, layers, 1e15);
@@ -78,7 +77,7 @@ void test_least_ratio() {
   }
 }
 
-void test_by_hand() {
+TEST(test_by_hand) {
   // 4 layers: 40 tokens with ratio 0.75 leave 40 x (2 + 0.25 x 2) / 4 = 25
   hdp::Problem p = problem(25, 1, 4, 100);
   CHECK(*hdp::offload_ratio(p, 40, 1) == 0.75);
@@ -102,7 +101,7 @@ void test_by_hand() {
   }
 }
 
-void test_naive() {
+TEST(test_naive) {
   hdp::Problem p = problem(25, 1, 4, 100);
   p.num_ranks = 2;
   p.lengths = {40, 51, 20, 5};
@@ -116,10 +115,3 @@ void test_naive() {
 }
 
 }  // namespace
-
-void test_memory() {
-  test_brute_force();
-  test_least_ratio();
-  test_by_hand();
-  test_naive();
-}

@@ -95,23 +95,22 @@ class Stretches {
 
 // The parts of the first draft for domains in the place of ranks; `ids`: what its sequences are in
 // the problem.
-std::vector<DomainPlan::Part> parts_of(const Problem& domains,
-                                       const std::vector<SequenceId>& ids) {
+std::vector<DomainPlan::Part> parts_of(const Problem& domains, const std::vector<SequenceId>& ids) {
   const Batch batch(domains);
   const Plan plan = first_draft(batch);
   std::vector<DomainPlan::Part> parts;
   Stretches stretches(index(domains.num_ranks), ids.size());
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
-    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
-    const auto begin = plan.sequences.begin() + plan.sequence_offsets[index(m)];
-    const auto end = plan.sequences.begin() + plan.sequence_offsets[index(m) + 1];
-    if (last - first == 1) {
-      std::for_each(begin, end, [&](SequenceId sequence) { stretches.add(*first, sequence); });
-    } else if (begin != end) {
-      std::for_each(first, last, [&](int32_t domain) { stretches.end(domain, parts); });
-      parts.push_back({{first, last}, {}});
-      for (auto i = begin; i != end; ++i) parts.back().sequences.push_back(ids[index(*i)]);
+    const Span ring = plan.ring(m);
+    const Span sharded = plan.sharded(m);
+    if (ring.size() == 1) {
+      for (const SequenceId sequence : sharded) stretches.add(*ring.first, sequence);
+    } else if (sharded.size() > 0) {
+      for (const int32_t domain : ring) stretches.end(domain, parts);
+      parts.push_back({{ring.first, ring.last}, {}});
+      for (const SequenceId sequence : sharded) {
+        parts.back().sequences.push_back(ids[index(sequence)]);
+      }
     }
     for (int32_t i = plan.local_offset(m); i < plan.local_offset(m + 1); ++i) {
       stretches.add(plan.locals.ranks[index(i)], plan.locals.sequences[index(i)]);

@@ -73,10 +73,8 @@ Plan MicroBatches::sorted() const {
   std::vector<int32_t> ranks;
   std::vector<SequenceId> sequences;
   for (const int32_t m : by_position(made_.positions)) {
-    ranks.assign(made_.ranks.begin() + made_.rank_offsets[index(m)],
-                 made_.ranks.begin() + made_.rank_offsets[index(m) + 1]);
-    sequences.assign(made_.sequences.begin() + made_.sequence_offsets[index(m)],
-                     made_.sequences.begin() + made_.sequence_offsets[index(m) + 1]);
+    ranks.assign(made_.ring(m).first, made_.ring(m).last);
+    sequences.assign(made_.sharded(m).first, made_.sharded(m).last);
     plan.add(ranks, sequences, made_.offload_ratio(m));
     const Locals& locals = made_.locals;
     const int32_t first = made_.local_offset(m);

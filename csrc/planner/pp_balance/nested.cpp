@@ -1,6 +1,5 @@
 #include "planner/pp_balance/nested.hpp"
 
-#include <algorithm>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -50,15 +49,9 @@ class Nested {
     for (int i = 0; i <= corrections; ++i) {
       Plan plan = place_shorts(batch_, rings, shorts_, style);
       if (plan.num_micro_batches() == 0 || first_misplaced(problem_, plan) >= 0) return;
-      std::vector<double> seconds;
-      for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-        seconds.push_back(micro_batch_load(problem_, plan, m).seconds);
-      }
-      const std::vector<double> ends = pipeline_ends(problem_, plan.rank_offsets, plan.ranks,
-                                                     seconds, problem_.num_ranks);
-      const double makespan_s = *std::max_element(ends.begin(), ends.end());
-      if (makespan_s < best_.makespan_s) {
-        best_ = {std::move(plan), makespan_s};
+      const auto [schedule, ends] = run_pipeline(problem_, plan);
+      if (schedule.makespan_s < best_.makespan_s) {
+        best_ = {std::move(plan), schedule.makespan_s};
         style_ = style;
       }
       correct(ends, rings.clocks);

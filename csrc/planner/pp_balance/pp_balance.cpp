@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <future>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <tuple>
 #include <utility>
 
-#include "planner/base/check.hpp"
 #include "planner/base/side_by_side.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/pp_balance/choices.hpp"
@@ -20,8 +18,6 @@
 
 namespace hdp {
 namespace {
-
-constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 // A sketch so much slower than the best one is not worked out.
 constexpr double kHopeless = 1.3;
@@ -61,12 +57,12 @@ Problem with_few_chunks(const Problem& problem) {
   if (problem.model_chunks <= kFew) return result;
   result.model_chunks = kFew;
   if (problem.row_weights.empty()) return result;
-  result.row_weights.assign(static_cast<std::size_t>(kFew * problem.pipeline_stages), 0.0);
+  result.row_weights.assign(index(kFew * problem.pipeline_stages), 0.0);
   for (int64_t chunk = 0; chunk < problem.model_chunks; ++chunk) {
     for (int64_t stage = 0; stage < problem.pipeline_stages; ++stage) {
       const int64_t row = chunk * kFew / problem.model_chunks * problem.pipeline_stages + stage;
-      result.row_weights[static_cast<std::size_t>(row)] +=
-          problem.row_weights[static_cast<std::size_t>(chunk * problem.pipeline_stages + stage)];
+      result.row_weights[index(row)] +=
+          problem.row_weights[index(chunk * problem.pipeline_stages + stage)];
     }
   }
   return result;
@@ -161,12 +157,13 @@ class Search {
 
   // The ones that are new, at the same time: each by itself, whatever threads there are.
   void sketch_all(const std::vector<Choice>& choices) {
-    const double hopeless_s = ranked_.empty() ? kNoLimit : kHopeless * ranked_[0].sketch.makespan_s;
+    const double hopeless_s =
+        ranked_.empty() ? kInfinity : kHopeless * ranked_[0].sketch.makespan_s;
     std::vector<Sketched> all;
     for (const Choice& choice : choices) {
-      const bool is_known =
-          std::any_of(ranked_.begin(), ranked_.end(),
-                      [&](const Sketched& known) { return known.choice == choice; });
+      const bool is_known = std::any_of(ranked_.begin(), ranked_.end(), [&](const Sketched& known) {
+        return known.choice == choice;
+      });
       if (is_known) continue;
       Seats& seats = seats_[{choice.unit, choice.deal, choice.groups}];
       if (seats.seating.speed.empty()) work_ += kSeatWork * problem_.num_ranks;
@@ -184,16 +181,16 @@ class Search {
       seats.outline = outline(seats.seating);
     });
     one.arrangement = {rows_of(one.choice, seats.seating.rounds.size(), group_), unit_s};
-    one.sketch = sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement,
-                        hopeless_s);
+    one.sketch =
+        sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement, hopeless_s);
   }
 
   Seating seating(const Choice& choice, const std::vector<LongSequence>& longs,
                   double unit_s) const {
     if (choice.deal == kOnAll) return seat_on_all(problem_, longs);
     const Deal& deal = deal_of(choice);
-    return seat(problem_, longs, {deal.level * unit_s, deal.grade, deal.most * mean_s_,
-                                  choice.groups ? group_ : 1});
+    return seat(problem_, longs,
+                {deal.level * unit_s, deal.grade, deal.most * mean_s_, choice.groups ? group_ : 1});
   }
 
   void rank(Sketched&& sketched) {
@@ -232,8 +229,8 @@ class Search {
   // The leaders first, then the fastest of all.
   std::vector<const Sketched*> to_draft() const {
     std::vector<const Sketched*> result = leaders(kDrafts);
-    const std::size_t size = order_.size() + static_cast<std::size_t>(problem_.num_ranks);
-    const std::size_t most = static_cast<std::size_t>(problem_.effort) * kDraftWork / size;
+    const std::size_t size = order_.size() + index(problem_.num_ranks);
+    const std::size_t most = index(problem_.effort) * kDraftWork / size;
     for (const Sketched& one : ranked_) {
       if (result.size() >= std::min(most, kMostDrafts)) break;
       if (std::find(result.begin(), result.end(), &one) == result.end()) result.push_back(&one);
@@ -282,7 +279,7 @@ Plan pp_balance(const Problem& problem) {
   std::vector<Plan> plans{Search(batch).run(), nested.get(), naive(problem)};
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
   Plan* best = nullptr;
-  double least_s = kNoLimit;
+  double least_s = kInfinity;
   for (Plan& plan : plans) {
     if (plan.num_micro_batches() == 0 || first_misplaced(problem, plan) >= 0) continue;
     const double makespan_s = simulate(problem, plan).makespan_s;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "planner/base/types.hpp"
-#include "planner/schedule/loads.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 
