@@ -4,7 +4,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/baselines/baselines.hpp"
 #include "tests/checking.hpp"
 
 namespace {
@@ -99,19 +98,6 @@ TEST(test_by_hand) {
     turn_off(off);
     CHECK(!hdp::offload_ratio(off, 40, 1) && hdp::least_degree(off, 40) == 2);
   }
-}
-
-TEST(test_naive) {
-  hdp::Problem p = problem(25, 1, 4, 100);
-  p.num_ranks = 2;
-  p.lengths = {40, 51, 20, 5};
-  const hdp::Plan plan = hdp::naive(p);
-  CHECK((plan.rank_offsets == std::vector<int32_t>{0, 2, 3, 4}));
-  CHECK((plan.sequences == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
-  CHECK(plan.offload_ratio(1) == 0.75 && plan.offload_ratio(2) == 0);
-  // 116 s of 3 ranks: on one of them 40 s would outlast the others
-  p.num_ranks = 3;
-  CHECK((hdp::naive(p).rank_offsets == std::vector<int32_t>{0, 2, 4, 5}));
 }
 
 }  // namespace

@@ -37,17 +37,6 @@ hdp::Problem problem(std::vector<int64_t> lengths, int64_t num_ranks, int64_t st
   return result;
 }
 
-TEST(test_schedule_of_one_rank) {
-  hdp::Plan plan;
-  for (hdp::SequenceId id = 0; id < 5; ++id) plan.add({0}, {id});
-  CHECK(near(hdp::simulate_pipeline(problem({24, 24, 24, 24, 24}, 1, 4, 24), plan).makespan_s,
-             5 * 6 + 18));
-  // a heavy one among light ones: see the Python test of the same schedule
-  hdp::Plan three;
-  for (hdp::SequenceId id = 0; id < 3; ++id) three.add({0}, {id});
-  CHECK(near(hdp::simulate_pipeline(problem({3, 90, 3}, 1, 2, 90), three).makespan_s, 91.5));
-}
-
 TEST(test_misplaced) {
   const hdp::Problem two_ranks = problem({4, 4, 4}, 2, 2, 4);
   hdp::Plan plan;

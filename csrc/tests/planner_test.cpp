@@ -1,15 +1,12 @@
 // Unit tests of the planner's parts; the program prints each failed check, and fails then.
-#include "planner/planner.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <random>
 #include <set>
-#include <string>
 #include <vector>
 
-#include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
 #include "planner/base/place_set.hpp"
 #include "planner/base/slices.hpp"
@@ -22,7 +19,6 @@
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/free_ranks.hpp"
 #include "planner/rings/rings.hpp"
-#include "planner/schedule/schedule.hpp"
 #include "tests/checking.hpp"
 
 namespace {
@@ -373,40 +369,6 @@ TEST(test_spare_room) {
   CHECK((locals.sequences == std::vector<hdp::SequenceId>{1, 2}));
   const hdp::PlaceSet left = room.take_remaining();
   CHECK(left.next(0) == 3 && left.next(4) == 4 && left.next(5) == left.size());
-}
-
-TEST(test_schedule) {
-  hdp::Problem small = problem({24, 2, 9, 4, 5}, 4, 10);
-  hdp::Plan plan;
-  plan.add({0, 1, 2}, {0});
-  plan.locals = {{2}, {1}};
-  plan.end_locals(1);
-  plan.add({3}, {2});
-  plan.add({0}, {3, 4});
-  const hdp::Schedule schedule = hdp::simulate(small, plan);
-  CHECK(std::abs(schedule.makespan_s - 295) < 1e-9);
-  CHECK(schedule.ring_tokens == 48);
-  CHECK(schedule.max_tokens_on_a_rank == 10);
-}
-
-TEST(test_strategies) {
-  std::vector<int64_t> lengths;
-  for (int64_t i = 0; i < 200; ++i) lengths.push_back(1 + i * i * 7919 % 701);
-  const hdp::Problem mixed = problem(lengths, 13, 101);
-  const double balanced = hdp::make_plan(mixed, "dp-balance").schedule.makespan_s;
-  CHECK(balanced <= hdp::make_plan(mixed, "naive").schedule.makespan_s);
-  CHECK(balanced <= hdp::make_plan(mixed, "static").schedule.makespan_s);
-}
-
-TEST(test_errors) {
-  const auto message = [](const hdp::Problem& bad) {
-    return hdp_tests::refusal([&] { hdp::make_plan(bad, "naive"); });
-  };
-  CHECK(message(problem({}, 2, 10)) == "there are 0 sequences; expected at least 1");
-  CHECK(message(problem({3, 1000}, 8, 100)) ==
-        "sequence 1 of the batch has 1,000 tokens and needs 10 ranks at 100 tokens each; there are "
-        "8: raise tokens_per_rank or add ranks");
-  CHECK(message(problem({3}, 8, 0)).find("tokens per rank is 0") == 0);
 }
 
 }  // namespace

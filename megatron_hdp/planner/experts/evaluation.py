@@ -23,9 +23,8 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     fixed_s,
-    held_tokens,
     lockstep_bound_s,
-    pipeline_lower_bound_s,
+    pipeline_bound_of,
     pipeline_target_s,
     speeds_of,
     total_compute_s,
@@ -96,7 +95,7 @@ def figures_in_lockstep(
     bound_s = target_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
     if stages > 1:
         target_s = pipeline_target_s(bound_s, plan.tokens_per_rank, cost_model, pipeline)
-        bound_s = _pipeline_bound_s(plan, cost_model, size, pipeline)
+        bound_s = pipeline_bound_of(plan, cost_model, pipeline, size)
     values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Evaluation)}
     found = LockstepFigures(
         **values
@@ -157,12 +156,6 @@ def _experts_s(
     return seconds
 
 
-def _pipeline_bound_s(plan: Plan, cost_model: CostModel, size: int, pipeline: Pipeline) -> float:
-    offloads = bool(plan.offload_ratios.any())
-    held = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
-    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, held, size)
-
-
 class _Domains(NamedTuple):
     """What domains run: a micro-batch is a position of one, or of those that a ring ties there."""
 
@@ -197,19 +190,18 @@ class _Domains(NamedTuple):
         of_micro_batch = np.zeros(plan.num_micro_batches, dtype=np.int64)
         ranks, at = np.nonzero(lists >= 0)
         of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
-        none = np.zeros(0, dtype=np.int64)
         of_domains = Plan(
             num_ranks=len(counts),
             tokens_per_rank=1,
             strategy="positions",
-            lengths=np.ones(num, dtype=np.int64),
-            rank_offsets=np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num))]),
-            ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
+            lengths=np.ones(num),
+            rank_offsets=np.cumsum([0, *np.bincount(numbers, minlength=num)]),
+            ranks=domains[np.argsort(numbers, kind="stable")],
             sequence_offsets=np.arange(num + 1),
             sequences=np.arange(num),
-            local_offsets=np.zeros(num + 1, dtype=np.int64),
-            local_sequences=none,
-            local_ranks=none.astype(np.int32),
+            local_offsets=np.zeros(num + 1),
+            local_sequences=[],
+            local_ranks=[],
             offload_ratios=np.zeros(num),
             positions=positions,
         )

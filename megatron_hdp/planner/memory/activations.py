@@ -272,19 +272,13 @@ def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:
     return ((received + 0.5) * kv + outputs * output + log_sum_exps) / job.tensor_ranks
 
 
-def second_stream_kept_bytes(job: Job) -> float:
-    """Bytes of a token that a layer keeps in that stream's memory until its backward.
+def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
+    """Bytes of a token that these layers of a part keep in that stream's memory until backward.
 
     The K and V that a ring of TransformerEngine's received last, if its degree is odd: they came in
     a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
-    computes, and neither can have the other's. A mean over the model, as `kept_after_forward`.
+    computes, and neither can have the other's.
     """
-    of_parts = (second_stream_kept_of_part(job, part) for part in job.parts)
-    return sum(of_parts) / job.shape.num_layers
-
-
-def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """The same of a part of the model, of these layers."""
     if job.hdp_ranks < 3 or job.recompute == "selective":
         return 0.0
     kept = part[job.recomputed_of(len(part)) :]

@@ -103,19 +103,18 @@ def _refuse_mixed(
 
 
 def _of_layout(layout: str, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    parts = parts_of(layout)
-    if len(parts) % num_stages:
+    layers = parts_of(layout)
+    if len(layers) % num_stages:
         raise OptionError(
-            f"{_LAYOUT} {layout}: found {len(parts)} parts, expected a multiple of "
+            f"{_LAYOUT} {layout}: found {len(layers)} parts, expected a multiple of "
             f"--pipeline-model-parallel-size {num_stages}: add or remove a |"
         )
-    found = sum(part.layers for part in parts)
-    if found != num_layers:
+    if sum(layers) != num_layers:
         raise OptionError(
-            f"{_LAYOUT} {layout}: found {found} layers (t), expected --num-layers {num_layers}: "
-            "change one of them"
+            f"{_LAYOUT} {layout}: found {sum(layers)} layers (t), expected --num-layers "
+            f"{num_layers}: change one of them"
         )
-    return tuple(part.layers for part in parts)
+    return layers
 
 
 @dataclass(frozen=True)

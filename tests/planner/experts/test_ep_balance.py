@@ -13,7 +13,7 @@ from megatron_hdp.planner import LLAMA_7B, Plan, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.lockstep import PADDING, end_together, slots
 from megatron_hdp.planner.pipeline import Pipeline
-from tests.planner.experts.blocking import run_blocking
+from tests.planner.blocking import run_blocking
 from tests.planner.launch_model import Step, hangs
 from tests.planner.problems import Problem, problems, repeatable
 
@@ -116,7 +116,7 @@ def test_pipelines_that_share_experts_never_deadlock(found, stages, chunks) -> N
     problem, size, share = found
     made = planned(problem, size, costs_of(problem, share), stages=stages, chunks=chunks)
     lists = slots(made, aligned=True, lockstep_ranks=size)
-    assert run_blocking(made, lists, size, Pipeline(stages, chunks), {}) == 0
+    assert run_blocking(lists, Pipeline(stages, chunks), size=size) is not None
 
 
 @pytest.mark.parametrize("late", [1, 2], ids=["a rank", "a domain"])
@@ -124,9 +124,9 @@ def test_pipelines_that_share_experts_deadlock_at_other_positions(late) -> None:
     rings = {"ranks": 4, "tokens_per_rank": 128, "pipeline_stages": 2}
     made = plan([512, 512], **rings, expert_parallel_size=2)
     lists = [one.tolist() for one in slots(made, aligned=True, lockstep_ranks=2)]
-    assert run_blocking(made, lists, 2, Pipeline(2), {}) == 0
+    assert run_blocking(lists, Pipeline(2), size=2) is not None
     wrong = [[first, PADDING, second] for first, second in lists[:late]] + lists[late:]
-    assert run_blocking(made, wrong, 2, Pipeline(2), {}) is None
+    assert run_blocking(wrong, Pipeline(2), size=2) is None
 
 
 @settings(quickly, max_examples=40)
