@@ -339,14 +339,9 @@ class MemberWork(NamedTuple):
 def work_of(
     plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
 ) -> MemberWork:
-    """What a run of a plan's micro-batches takes of its members, before anybody waits.
+    """What a run of a plan's micro-batches takes of members of these speeds, before they wait.
 
-    Args:
-        plan: the plan.
-        cost_model: of a rank of speed 1.
-        stages: of each rank.
-        speeds: of each rank; traffic takes as long on all of them.
-        run: of micro-batches.
+    Traffic takes as long on all of them.
     """
     members = span_of(plan.rank_offsets, run)
     num_members = counts_of(plan.rank_offsets, run)

@@ -110,13 +110,7 @@ def tight_bound_s(lengths: ArrayLike, **arguments: Unpack[Arguments]) -> float:
     It also counts what sequences cannot avoid to lose: traffic that is exposed at every degree at
     which they are short enough, and waiting for slow ranks that their memory makes them use. The
     proof stands in ``csrc/planner/bounds/bounds.hpp``. Pipeline stages are not taken into account.
-
-    Args:
-        lengths: Tokens of each sequence.
-        arguments: of `plan` but for the strategy.
-
-    Raises:
-        ValueError: as `plan`.
+    The arguments are those of `plan`, and so are refusals.
     """
     return tight_bound_of(Problem.of(lengths, **arguments))
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan, tight_bound_s
+from megatron_hdp.planner import LLAMA_7B, CostModel, Figures, Plan, plan, tight_bound_s
+from tests.support.random_plans import random_plan
 
 
 def repeatable(examples: int) -> settings:
@@ -144,18 +146,29 @@ class Problem:
         """The cost model with the ranks' speeds."""
         return dataclasses.replace(COST_MODELS[self.cost_model], rank_speeds=self.speeds)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``plan`` but for the lengths."""
+        names = ("ranks", "tokens_per_rank", "slice_multiple", "effort", "offload")
+        return {"cost_model": self.model} | {name: getattr(self, name) for name in names}
+
     def plan(self, strategy: str, **others: Any) -> Plan:
-        return plan(
+        return plan(self.lengths, strategy=strategy, **self.arguments | others)
+
+    def random_plan(self, seed: int) -> Plan:
+        """Several sequences to a ring, any degree, locals: what proofs must hold for."""
+        return random_plan(
             self.lengths,
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
             slice_multiple=self.slice_multiple,
-            cost_model=self.model,
-            effort=self.effort,
-            offload=self.offload,
-            strategy=strategy,
-            **others,
+            seed=seed,
         )
+
+    @property
+    def proven_s(self) -> float:
+        """Seconds that every plan takes."""
+        return tight_bound_s(self.lengths, **self.arguments)
 
 
 def longest_that_fits(ranks: int, tokens_per_rank: int, slice_multiple: int) -> int:
@@ -258,11 +271,13 @@ def rings_of(
     rings: Sequence[Sequence[int]],
     lengths: Sequence[int] | None = None,
     ratios: Sequence[float] | None = None,
+    sequences: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Plan:
-    """A plan whose micro-batch m has sequence m on ring m."""
+    """A plan whose micro-batch m has these sequences on ring m, or its own one."""
     count = len(rings)
     ranks = [rank for ring in rings for rank in ring]
+    shared = [[m] for m in range(count)] if sequences is None else sequences
     fields: dict[str, Any] = {
         "num_ranks": max(ranks) + 1,
         "tokens_per_rank": 10**6,
@@ -270,8 +285,8 @@ def rings_of(
         "lengths": [1] * count if lengths is None else lengths,
         "rank_offsets": np.cumsum([0, *map(len, rings)]),
         "ranks": ranks,
-        "sequence_offsets": np.arange(count + 1),
-        "sequences": np.arange(count),
+        "sequence_offsets": np.cumsum([0, *map(len, shared)]),
+        "sequences": [one for of_ring in shared for one in of_ring],
         "local_offsets": np.zeros(count + 1),
         "local_sequences": [],
         "local_ranks": [],
@@ -280,13 +295,14 @@ def rings_of(
     return Plan(**(fields | changes))
 
 
-def proven_s(problem: Problem) -> float:
-    """Seconds that every plan of the problem takes."""
-    return tight_bound_s(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        cost_model=problem.model,
-        offload=problem.offload,
-    )
+def rings(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ranks and sequences of each micro-batch."""
+    batches = [plan.micro_batch(m) for m in range(plan.num_micro_batches)]
+    return [(batch.ranks, batch.sequences) for batch in batches]
+
+
+def agree(made: Plan, result: Figures) -> None:
+    """The planner's figures are the evaluator's, which are not below the bound."""
+    for name in ("makespan_s", "lower_bound_s", "efficiency"):
+        assert made.summary[name] == pytest.approx(getattr(result, name), rel=1e-9), name
+    assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)

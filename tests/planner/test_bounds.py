@@ -17,8 +17,7 @@ from megatron_hdp.planner import (
     tight_bound_s,
 )
 from megatron_hdp.planner.bounds import own_times_s
-from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, proven_s, repeatable
-from tests.support.random_plans import random_plan
+from tests.planner.problems import EXECUTED_STRATEGIES, Problem, problems, repeatable, rings_of
 
 quickly = repeatable(80)
 
@@ -28,23 +27,15 @@ quickly = repeatable(80)
 @given(problem=problems())
 def test_no_strategy_beats_the_proven_bound(strategy: str, problem: Problem) -> None:
     result = evaluate(problem.plan(strategy), problem.model)
-    assert result.lower_bound_s <= proven_s(problem) * (1 + 1e-9)
-    assert proven_s(problem) <= result.makespan_s * (1 + 1e-9)
+    assert result.lower_bound_s <= problem.proven_s * (1 + 1e-9)
+    assert problem.proven_s <= result.makespan_s * (1 + 1e-9)
 
 
 @settings(quickly, max_examples=200)
 @given(problem=problems(), seed=st.integers(0, 5))
 def test_no_random_plan_beats_the_proven_bound(problem: Problem, seed: int) -> None:
-    """Several sequences to a ring, any degree, locals: what the proof must hold for."""
-    problem = dataclasses.replace(problem, offload="off")
-    made = random_plan(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        seed=seed,
-    )
-    assert proven_s(problem) <= evaluate(made, problem.model).makespan_s * (1 + 1e-9)
+    made = problem.random_plan(seed)
+    assert problem.proven_s <= evaluate(made, problem.model).makespan_s * (1 + 1e-9)
 
 
 def test_a_slow_rank_that_memory_makes_a_sequence_use() -> None:
@@ -140,20 +131,9 @@ def test_a_narrow_ring_may_leave_its_node_where_hops_are_shorter() -> None:
 
 def one_ring_of(lengths: np.ndarray, ranks: int) -> Plan:
     """One micro-batch of all sequences, shared by all ranks."""
-    return Plan(
-        num_ranks=ranks,
-        tokens_per_rank=-(-int(lengths.sum()) // ranks),
-        strategy="naive",
-        lengths=lengths,
-        rank_offsets=[0, ranks],
-        ranks=np.arange(ranks),
-        sequence_offsets=[0, len(lengths)],
-        sequences=np.arange(len(lengths)),
-        local_offsets=[0, 0],
-        local_sequences=[],
-        local_ranks=[],
-        offload_ratios=[0.0],
-    )
+    capacity = -(-int(lengths.sum()) // ranks)
+    everything = [range(len(lengths))]
+    return rings_of([range(ranks)], lengths, sequences=everything, tokens_per_rank=capacity)
 
 
 def test_traffic_that_memory_exposes() -> None:

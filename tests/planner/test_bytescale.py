@@ -5,6 +5,7 @@ import pytest
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import CostModel, Plan, plan
+from tests.planner.problems import rings
 
 LINEAR = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 
@@ -12,11 +13,6 @@ LINEAR = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 def bytescale(lengths: list[int], ranks: int, tokens_per_rank: int, **others: object) -> Plan:
     arguments = {"strategy": "bytescale", "cost_model": LINEAR} | others
     return plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, **arguments)  # type: ignore[arg-type]
-
-
-def rings(result: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    batches = [result.micro_batch(m) for m in range(result.num_micro_batches)]
-    return [(batch.ranks, batch.sequences) for batch in batches]
 
 
 def test_at_the_start_all_ranks_are_targets() -> None:

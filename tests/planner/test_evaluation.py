@@ -137,12 +137,6 @@ def test_cost_model_of_record() -> None:
     assert (LLAMA_7B.intra_node_bytes_per_s, LLAMA_7B.inter_node_bytes_per_s) == (300e9, 50e9)
 
 
-def test_cost_model_file_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    path.write_bytes(COST.to_json())
-    assert CostModel.from_json(path) == COST
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

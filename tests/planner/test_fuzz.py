@@ -148,6 +148,7 @@ def test_tokens_beyond_32_bits(strategy: str, length: int) -> None:
     result = plan(lengths, ranks=48, tokens_per_rank=2**37, slice_multiple=128, strategy=strategy)
     result.validate()
     assert result.summary["ring_tokens"] >= 0
+    assert result.summary["max_tokens_on_a_rank"] >= min(length // 48, 2**36)
     assert result.summary["makespan_s"] >= result.summary["lower_bound_s"] * (1 - 1e-9)
 
 

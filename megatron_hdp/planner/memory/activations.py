@@ -140,12 +140,7 @@ def kept_after_forward(job: Job) -> float:
 
 
 def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """Bytes of one token that a part of the model holds between its forward and backward.
-
-    Args:
-        job: what is trained, and how.
-        part: the layers that one forward runs through.
-    """
+    """Bytes of one token that a part of the model holds between its forward and backward."""
     if job.recompute == "full":
         inputs = [job.value_bytes * layer.hidden_size * job.token_share for layer in part]
         if job.recompute_method == "uniform":
@@ -257,11 +252,6 @@ def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:
     - six log-sum-exps, ``4 heads / p``: of two steps, transposed, and what adding them up takes
 
     Backward runs on the stream that computes alone.
-
-    Args:
-        job: what is trained, and how.
-        layer: of the model.
-        degree: of the ring, `D`.
     """
     if degree < 2:
         return 0.0

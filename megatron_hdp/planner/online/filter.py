@@ -49,12 +49,7 @@ class Corrections:
     """Ranks, ascending, whose speed is another one, with that speed."""
 
     def of(self, base: CostModel, num_ranks: int) -> CostModel:
-        """The cost model with these corrections; itself where there are none.
-
-        Args:
-            base: what they correct.
-            num_ranks: HDP ranks.
-        """
+        """The cost model with these corrections; itself where there are none."""
         if self == Corrections():
             return base
         points = tuple((length, self.attention_factor * s) for length, s in base.attention_points)
@@ -109,12 +104,7 @@ class FilterState:
 
     @classmethod
     def begin(cls, base: CostModel, num_ranks: int) -> Self:
-        """Nothing is known yet.
-
-        Args:
-            base: the cost model that the run begins with.
-            num_ranks: HDP ranks.
-        """
+        """Nothing is known yet."""
         speeds = np.array(base.rank_speeds or (1.0,) * num_ranks)
         return cls(
             coefficients=np.array([1.0, 1.0, base.g]),

@@ -20,9 +20,6 @@ _LETTERS = "EtL"
 def parts_of(layout: str) -> tuple[int, ...]:
     """Layers of each part that a layout names, in the model's order.
 
-    Args:
-        layout: the text.
-
     Raises:
         OptionError: it is none, or the embedding does not stand in front, the loss at the end.
     """

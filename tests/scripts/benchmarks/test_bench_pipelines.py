@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import Plan, compute_s, evaluate, make_plan, pipeline_lower_bound_s, plan
+from megatron_hdp.planner import compute_s, evaluate, make_plan, pipeline_lower_bound_s, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
+from tests.planner.problems import rings_of
 from tests.support.scripts import script_module
 
 
@@ -76,21 +77,8 @@ def test_only_what_a_strategy_knows_is_told_to_it(bench):
 
 def plan_of(micro_batches, lengths):
     """Of ``(ranks, sequences)``, on two ranks of 8,192 tokens."""
-    none = np.zeros(len(micro_batches) + 1, dtype=np.int64)
-    return Plan(
-        num_ranks=2,
-        tokens_per_rank=8192,
-        strategy="by hand",
-        lengths=np.array(lengths),
-        rank_offsets=np.cumsum([0, *(len(ranks) for ranks, _ in micro_batches)]),
-        ranks=np.array([rank for ranks, _ in micro_batches for rank in ranks], dtype=np.int32),
-        sequence_offsets=np.cumsum([0, *(len(ids) for _, ids in micro_batches)]),
-        sequences=np.array([one for _, ids in micro_batches for one in ids]),
-        local_offsets=none,
-        local_sequences=np.zeros(0, dtype=np.int64),
-        local_ranks=np.zeros(0, dtype=np.int32),
-        offload_ratios=np.zeros(len(micro_batches)),
-    )
+    rings, sequences = zip(*micro_batches, strict=True)
+    return rings_of(rings, lengths, sequences=sequences, tokens_per_rank=8192)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -158,10 +146,13 @@ def test_the_tables_compare_batch_by_batch(bench):
     rows = [bench.cases.Case(data, 8, 1024, pipeline_stages=2) for data in ("github", "byted")]
     names = [case.name for case in rows]
 
-    def of(case, seed, strategy, chunks, makespan_s, *figures):
-        return bench.staged.Staged(case, seed, strategy, chunks, None, makespan_s, *figures)
+    keys = ("case", "seed", "strategy", "virtual_stages")
+    figures = ("makespan_s", "bound_s", "target_s", "perfect_s", "planning_ms")
 
-    missing = bench.staged.Staged(names[1], 0, "naive", 1, "no plan")
+    def of(*values):
+        return bench.staged.Staged(**dict(zip(keys + figures, values, strict=False)))
+
+    missing = dataclasses.replace(of(names[1], 0, "naive", 1), problem="no plan")
     results = [
         of(names[0], 0, "auto", 1, 10.0, 6.0, 9.0, 5.0, 2.0),
         of(names[0], 1, "auto", 1, 20.0, 16.0, 8.0, 10.0, 4.0),
