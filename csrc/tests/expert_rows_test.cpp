@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/ep_balance/micro_batches.hpp"
 #include "planner/ep_balance/rank_groups.hpp"
 #include "planner/ep_balance/rows.hpp"
 #include "tests/checking.hpp"

@@ -1,6 +1,4 @@
 // Unit tests of what pipelines need.
-#include "planner/schedule/pipeline.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>

@@ -288,8 +288,8 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
         work = work_of(plan, cost_model, stages, speeds, run)
         of_micro_batches = work.degrees, work.transfer_s, work.hop_s
-        of_members = (np.repeat(value, work.num_members) for value in of_micro_batches)
-        exposed = exposed_s(*of_members, work.attention_s)
+        degrees, transfer, hop = (np.repeat(each, work.num_members) for each in of_micro_batches)
+        exposed = exposed_s(degrees, transfer, hop, work.attention_s)
         own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
         yield _Times(
             run=run,

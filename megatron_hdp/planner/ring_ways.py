@@ -58,7 +58,7 @@ class RingWays:
         )
 
     def latent_is_faster(self, lengths: Sequence[int], ring: Sequence[int]) -> bool:
-        """Whether a ring of these sequences had better pass it on; all its members find the same."""
+        """Whether a ring of these sequences had better pass it on; all members agree."""
         return _ring_s(self.latent, lengths, ring) < _ring_s(self.kv, lengths, ring)
 
 

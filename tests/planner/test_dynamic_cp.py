@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
-from megatron_hdp.planner import LLAMA_7B, Plan, evaluate, plan, slice_tokens
+from megatron_hdp.planner import Plan, evaluate, plan, slice_tokens
 from tests.planner.problems import (
     Problem,
     agree,
@@ -317,11 +317,5 @@ def test_it_is_near_linear(lengths: str) -> None:
         "short": (np.full(1_000_000, 500), 2),
         "many rounds": (rng.integers(4000, 9000, 50_000), 8),
     }[lengths]
-    made = plan(
-        drawn.astype(np.int64),
-        ranks=ranks,
-        tokens_per_rank=8192,
-        strategy=STRATEGY,
-        cost_model=LLAMA_7B,
-    )
+    made = plan(drawn.astype(np.int64), ranks=ranks, tokens_per_rank=8192, strategy=STRATEGY)
     assert made.summary["planning_ms"] < 20_000

@@ -55,18 +55,3 @@ def test_long_sequences_in_a_window_take_fewer_ranks() -> None:
         found = np.searchsorted(made.sequence_offsets, place, side="right") - 1
         degrees.append(int(np.diff(made.rank_offsets)[found]))
     assert degrees[0] > degrees[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window_tokens": -1}, "window_tokens is -1; expected an integer from 0 to"),
-        ({"window_tokens": 2.0}, "window_tokens is 2.0; expected an integer"),
-        ({"window_share": 1.5}, "window_share is 1.5; expected a share of 0 to 1"),
-        ({"window_tokens": 0}, "window_share is 0.75 without window_tokens; give both"),
-        ({"halo_bytes": -1.0}, "halo_bytes is -1.0; expected a finite number >= 0"),
-    ],
-)
-def test_wrong_windows(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=f"cost model: {message}"):
-        dataclasses.replace(ONE_IN_FOUR_IS_FULL, **changes)  # type: ignore[arg-type]

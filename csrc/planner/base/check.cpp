@@ -1,5 +1,3 @@
-#include "planner/base/check.hpp"
-
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
@@ -7,6 +5,7 @@
 #include <utility>
 
 #include "planner/base/memory.hpp"
+#include "planner/base/types.hpp"
 
 namespace hdp {
 namespace {

@@ -167,4 +167,8 @@ struct Plan {
   void add_ring(const std::vector<int32_t>& ring);
 };
 
+// Throws std::invalid_argument for a malformed problem or one with a sequence that does not fit; it
+// names what was found, expected and the remedy.
+void check(const Problem& problem);
+
 }  // namespace hdp

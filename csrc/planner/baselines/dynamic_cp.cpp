@@ -129,8 +129,9 @@ class Groups {
 // One micro-batch for each rank.
 class Round {
  public:
-  explicit Round(const Problem& problem) : problem_(problem), num_free_(problem.num_ranks) {
-    for (int64_t degree = 1; degree <= problem.num_ranks; degree *= 2) {
+  // With groups of at least so many ranks.
+  Round(const Problem& problem, int64_t least) : problem_(problem), num_free_(problem.num_ranks) {
+    for (int64_t degree = least; degree <= problem.num_ranks; degree *= 2) {
       groups_.emplace_back(degree, problem.num_ranks);
     }
   }
@@ -225,37 +226,6 @@ class Round {
   std::vector<Groups> groups_;
 };
 
-// One micro-batch of all ranks.
-class AllRanks {
- public:
-  explicit AllRanks(const Problem& problem) : problem_(problem), room_(problem.tokens_per_rank) {}
-
-  bool add(SequenceId id) {
-    const int64_t length = length_of(problem_, id);
-    if (!fits(length)) return false;
-    room_ -= tokens(length);
-    sequences_.push_back(id);
-    return true;
-  }
-
-  bool fits(int64_t length) const { return tokens(length) <= room_; }
-
-  void finish(Plan& plan) const {
-    std::vector<int32_t> ring(index(problem_.num_ranks));
-    std::iota(ring.begin(), ring.end(), 0);
-    plan.add(ring, sequences_);
-  }
-
- private:
-  int64_t tokens(int64_t length) const {
-    return slice_tokens(length, problem_.num_ranks, problem_.slice_multiple);
-  }
-
-  const Problem& problem_;
-  int64_t room_;  // of each rank
-  std::vector<SequenceId> sequences_;
-};
-
 // The sequences that no round has taken, longest first.
 class Waiting {
  public:
@@ -266,16 +236,15 @@ class Waiting {
 
   bool empty() const { return left_.next(0) == order_.size(); }
 
-  // Offers each to `taker`, a Round or AllRanks, skipping those that it has no place for; returns
-  // the places of what it took.
-  template <class Taker>
-  std::vector<std::size_t> deal(Taker& taker) const {
+  // Offers each to a round, skipping those that it has no place for; returns the places of what it
+  // took.
+  std::vector<std::size_t> deal(Round& round) const {
     std::vector<std::size_t> taken;
     for (std::size_t place = left_.next(0); place < order_.size();) {
-      if (taker.add(order_[place])) {
+      if (round.add(order_[place])) {
         taken.push_back(place++);
       } else {
-        place = first_that_fits(taker, place);
+        place = first_that_fits(round, place);
       }
       place = left_.next(place);
     }
@@ -287,10 +256,9 @@ class Waiting {
   }
 
  private:
-  template <class Taker>
-  std::size_t first_that_fits(const Taker& taker, std::size_t place) const {
+  std::size_t first_that_fits(const Round& round, std::size_t place) const {
     const auto found = std::partition_point(at(order_, place), order_.end(), [&](SequenceId id) {
-      return !taker.fits(length_of(problem_, id));
+      return !round.fits(length_of(problem_, id));
     });
     return index(found - order_.begin());
   }
@@ -301,13 +269,10 @@ class Waiting {
 };
 
 void add_round(const Problem& problem, Waiting& waiting, Plan& plan) {
-  Round round(problem);
+  Round round(problem, 1);
   const std::vector<std::size_t> taken = waiting.deal(round);
-  if (round.finish(plan)) {
-    waiting.take(taken);
-    return;
-  }
-  AllRanks all(problem);
+  if (round.finish(plan)) return waiting.take(taken);
+  Round all(problem, problem.num_ranks);
   waiting.take(waiting.deal(all));
   all.finish(plan);
 }

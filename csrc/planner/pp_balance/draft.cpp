@@ -7,7 +7,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
-#include "planner/schedule/pipeline.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "planner/schedule/pipeline.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {

@@ -1,10 +1,8 @@
-#include "planner/schedule/lockstep.hpp"
-
 #include <algorithm>
 #include <numeric>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/schedule/pipeline.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {

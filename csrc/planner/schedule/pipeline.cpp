@@ -1,7 +1,7 @@
-#include "planner/schedule/pipeline.hpp"
-
 #include <algorithm>
 #include <numeric>
+
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {

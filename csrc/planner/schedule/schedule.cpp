@@ -7,8 +7,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/schedule/lockstep.hpp"
-#include "planner/schedule/pipeline.hpp"
 
 namespace hdp {
 namespace {

@@ -66,4 +66,36 @@ struct Scheduled {
 
 Scheduled scheduled(const Problem& problem, Plan plan);
 
+// Of ranks that are pipelines of several stages, plain or interleaved, exactly:
+
+// The first micro-batch that does not stand at the same position in the lists of all its ranks;
+// -1 if there is none.
+int64_t first_misplaced(const Problem& problem, const Plan& plan);
+
+// Micro-batches that a stage runs through one model chunk before the next; a rank's count is padded
+// to a multiple of it.
+int64_t group_size(const Problem& problem);
+
+// When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
+// over all stages, a third of it forward. Every micro-batch must stand at one position. The ranks
+// may be fewer or others than the problem's, of which only stages, chunks and weights count.
+std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
+                                  const std::vector<int32_t>& ranks,
+                                  const std::vector<double>& seconds, int64_t num_ranks);
+
+// Of neighbouring ranks that share experts and wait for each other at every position:
+
+// The position of each micro-batch in the lists of all its ranks: what the plan says, or the first
+// one that is free on all of them and behind what they run before.
+std::vector<int32_t> aligned_positions(const Problem& problem, const Plan& plan);
+
+// As simulate(), for problem.expert_ranks > 1. At a position a domain takes the time of its slowest
+// rank without experts, and on top 1/E of its tokens' time in experts, on its slowest rank. A ring
+// over several domains ties their positions: they start together and take the time of the slowest.
+// With pipeline stages domains are the pipelines, and each stage takes its part of a position.
+Schedule simulate_lockstep(const Problem& problem, const Plan& plan);
+
+// The problem without the time that experts take.
+Problem without_experts(const Problem& problem);
+
 }  // namespace hdp

@@ -36,6 +36,26 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 _ONE_STAGE = Pipeline()
+_DIRECTIONS = 2  # of what is exchanged: to the experts and back
+_PASSES = 2  # as much in forward as in backward
+
+
+def exchanged_bytes_per_token(
+    *, values_per_token: int, value_bytes: int, expert_ranks: int
+) -> float:
+    """Bytes that leave a GPU for a token in all layers: all-to-all, both ways, both passes.
+
+    A token's hidden state goes to each of its experts and one comes back from each; backward as
+    many gradients. Experts are taken to get equally many tokens, so that 1 of ``expert_ranks`` of
+    all this stays where it is.
+
+    Args:
+        values_per_token: that go out in a forward pass: layers x experts of a token x hidden size.
+        value_bytes: of one value.
+        expert_ranks: GPUs that the experts of a layer are spread over.
+    """
+    once = values_per_token * value_bytes
+    return _DIRECTIONS * _PASSES * once * (expert_ranks - 1) / expert_ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -190,18 +210,19 @@ class _Domains(NamedTuple):
         of_micro_batch = np.zeros(plan.num_micro_batches, dtype=np.int64)
         ranks, at = np.nonzero(lists >= 0)
         of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
+        none = np.zeros(0, dtype=np.int64)
         of_domains = Plan(
             num_ranks=len(counts),
             tokens_per_rank=1,
             strategy="positions",
-            lengths=np.ones(num),
+            lengths=np.ones(num, dtype=np.int64),
             rank_offsets=np.cumsum([0, *np.bincount(numbers, minlength=num)]),
-            ranks=domains[np.argsort(numbers, kind="stable")],
+            ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
             sequence_offsets=np.arange(num + 1),
             sequences=np.arange(num),
-            local_offsets=np.zeros(num + 1),
-            local_sequences=[],
-            local_ranks=[],
+            local_offsets=np.zeros(num + 1, dtype=np.int64),
+            local_sequences=none,
+            local_ranks=none.astype(np.int32),
             offload_ratios=np.zeros(num),
             positions=positions,
         )

@@ -1,6 +1,5 @@
 """``docs/reproduction.md`` from ``docs/reproduction.json``: every figure of it stands there."""
 
-import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,54 +9,6 @@ from bytescale.checks import NEAR, ORDER, RAMP, VARIANTS, is_near
 Figures = dict[str, Any]
 
 _TEMPLATE = Path(__file__).with_name("reproduction.template.md")
-
-_CONSTANTS = (
-    (
-        "attention_flops_per_s",
-        "attention, both passes, FLOP/s (causal, 6 L H s^2)",
-        "{:.3g}",
-        "figure 21, 64K tokens in 5.08 s on 8 GPUs; figure 6a: 63.5 % of it is attention's square",
-    ),
-    (
-        "linear_flops_per_s",
-        "matrices, both passes, FLOP/s",
-        "{:.3g}",
-        "the rest of the 5.08 s, 6.2e9 parameters",
-    ),
-    (
-        "network_bytes_per_s",
-        "to another node, bytes/s",
-        "{:.3g}",
-        "case study: K and V of 8,192 tokens and a layer (32 MiB), two GPUs, in 1.5 ms",
-    ),
-    (
-        "ring_traffic",
-        "ring traffic of both passes, over that in BF16",
-        "{:.3f}",
-        "calibrated: the case study's baseline step takes 520 s",
-    ),
-    (
-        "nvlink_bytes_per_s",
-        "within a node, bytes/s",
-        "{:.3g}",
-        "NVIDIA's data sheet of the A800, 400 GB/s both ways",
-    ),
-    (
-        "host_bytes_per_s",
-        "to host memory, bytes/s",
-        "{:.3g}",
-        "figure 21: from ratio 0.6 to 1.0 1.11 s more for 12.8 GB",
-    ),
-    (
-        "activation_bytes",
-        "activations, bytes a token, layer and channel",
-        "{:.0f}",
-        "arXiv 2205.05198, section 4.1",
-    ),
-    ("tokens_per_rank", "capacity of a rank, tokens", "{:,}", "case study: 2M tokens at CP 256"),
-    ("gpu_memory_bytes", "memory of a GPU, bytes", "{:.3g}", "its size gives TP, see below"),
-    ("gpus_per_node", "GPUs of a node", "{}", "assumed"),
-)
 
 _BY_BOUND = "no plan reaches it under these constants: the bound is below the paper's figure"
 _NEAR_BOUND = "the plan is within 7 % of the bound"
@@ -84,41 +35,30 @@ def page_of(found: Figures) -> str:
     gains = [cell["auto"] / cell["bytescale"] for cell in cells]
     reached = [one["reached"] for one in found["sensitivity"]]
     left = [one["cell"] for one in found["reasons"] if not one["near"]]
-    template = string.Template(_TEMPLATE.read_text())
-    return template.substitute(
-        near,
-        cells=len(cells),
-        reached=len(cells) - len(below),
-        seeds=found["seeds"],
-        batches=found["batches"],
-        percent=round(100 * NEAR),
-        least_gain=f"{min(gains):.2f}",
-        most_gain=f"{max(gains):.2f}",
-        least_reached=min(reached),
-        most_reached=max(reached),
-        num_reasons=len(found["reasons"]),
-        num_left=len(left),
-        added_256k=found["offload_256k_s"],
-        constants=_constants(found["constants"]),
-        cells_table=_cells(cells),
-        below=_below(below),
-        letters=_letters(),
-        reasons=_reasons(found["reasons"]),
-        sensitivity=_sensitivity(found["sensitivity"]),
-        case_study=_case_study(found["case_study"]),
-        ablation=_ablation(found["ablation"]),
-        offload=_offload(found["offload"]),
-    )
+    texts = {
+        "cells": len(cells),
+        "reached": len(cells) - len(below),
+        "percent": round(100 * NEAR),
+        "least_gain": f"{min(gains):.2f}",
+        "most_gain": f"{max(gains):.2f}",
+        "least_reached": min(reached),
+        "most_reached": max(reached),
+        "num_reasons": len(found["reasons"]),
+        "num_left": len(left),
+        "cells_table": _cells(cells),
+        "below": _below(below),
+        "letters": _letters(),
+        "reasons": _reasons(found["reasons"]),
+        "sensitivity": _sensitivity(found["sensitivity"]),
+        "ablation": _ablation(found["ablation"]),
+        "offload": _offload(found["offload"]),
+    }
+    return _TEMPLATE.read_text().format_map(found | near | texts)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def _constants(constants: Figures) -> str:
-    rows = [(text, form.format(constants[name]), source) for name, text, form, source in _CONSTANTS]
-    return _table(("constant", "value", "from"), rows)
 
 
 def _name(cell: Figures) -> str:
@@ -185,44 +125,6 @@ def _sensitivity(sets: Sequence[Figures]) -> str:
     header = ("constants", "algorithm 2 within 25 %", "typical factor", "auto reaches the paper")
     case = ("case study: mesh, s (520)", "balanced, s (157)")
     return _table((*header, "worst auto / paper", *case), rows)
-
-
-def _case_study(case: Figures) -> str:
-    low, middle, high = case["ring_step_compute_ms"]
-    paper, mine, fastest = case["paper_step_s"], case["step_s"], case["fastest_rank_s"]
-    in_order = "naive_in_order"
-    rows = [
-        (
-            "mesh, micro-batches of a rank",
-            "CP 256, 8",
-            f"CP {case['mesh']}, {case['micro_batches_of_a_rank']}",
-        ),
-        (
-            "ring step of the mesh, compute",
-            "0.3 to 0.4 ms",
-            f"{middle} ms (half of them {low} to {high})",
-        ),
-        (
-            "ring step of the mesh, traffic",
-            "1.4 to 1.6 ms",
-            f"{case['ring_step_traffic_ms']} ms, with the factor "
-            f"{case['ring_step_traffic_of_the_model_ms']} ms",
-        ),
-        ("ring step of degree 39, compute", "2.8 ms", f"{case['degree_39_compute_ms']} ms"),
-        ("step, static mesh", f"{paper['static']:.0f} s", f"{mine['static']:.0f} s (calibrated)"),
-        (
-            "step, naive HDP (fastest rank)",
-            f"{paper['naive']:.0f} s ({case['paper_fastest_rank_s']:.0f} s)",
-            f"as it comes {mine[in_order]:.0f} s ({fastest[in_order]:.0f} s), longest first "
-            f"{mine['naive']:.0f} s ({fastest['naive']:.0f} s)",
-        ),
-        (
-            "step, balanced HDP",
-            f"{paper['balanced']:.0f} s",
-            f"bytescale {mine['bytescale']:.0f} s, auto {mine['auto']:.0f} s",
-        ),
-    ]
-    return _table(("", "paper", "simulated"), rows)
 
 
 def _ablation(ladder: Sequence[Figures]) -> str:

@@ -145,6 +145,15 @@ def test_problems_are_marked_and_named(bench):
         (["--strategies", "best"], "invalid choice: 'best'"),
         (["--latency", "1", "-2", "3"], "--latency is 1 -2 3; expected finite numbers >= 0"),
         (["--noise", "5", "nan"], "--noise is 5 nan; expected finite numbers >= 0"),
+        (["--virtual-stages", "2"], "found --virtual-stages 2; expected --pipelines with it"),
+        (["--pipelines", "--virtual-stages", "0", "2"], "is 0 2; expected different numbers >= 1"),
+        (["--pipelines", "--virtual-stages", "2", "2"], "is 2 2; expected different numbers >= 1"),
+        (
+            ["--pipelines", "--virtual-stages", "5"],
+            "with 8 stages needs 40 layers; the model has 32",
+        ),
+        (["--pipelines", "--strategies", "static"], "expected auto among them"),
+        (["--pipelines", "--noise", "5"], "found --pipelines and --noise; expected one of them"),
     ],
 )
 def test_bad_flags(bench, capsys, arguments, message):
