@@ -3,14 +3,13 @@
 #include <stdexcept>
 #include <utility>
 
-#include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/ep_balance.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
-#include "planner/schedule/lockstep.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
@@ -41,12 +40,9 @@ struct Strategy {
 
 // Every strategy; megatron_hdp/strategies.py says of each what it is.
 constexpr Strategy kStrategies[] = {
-    {"static", judged_plan<static_mesh>},
-    {"naive", judged_plan<naive>},
-    {"bytescale", judged_plan<bytescale>},
-    {"dynamic-cp", judged_plan<dynamic_cp>},
-    {"dp-balance", judged_dp_balance},
-    {"pp-balance", judged_plan<pp_balance>},
+    {"static", judged_plan<static_mesh>},    {"naive", judged_plan<naive>},
+    {"bytescale", judged_plan<bytescale>},   {"dynamic-cp", judged_plan<dynamic_cp>},
+    {"dp-balance", judged_dp_balance},       {"pp-balance", judged_plan<pp_balance>},
     {"ep-balance", judged_plan<ep_balance>},
 };
 

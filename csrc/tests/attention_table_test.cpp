@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <limits>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,11 +23,19 @@ hdp::CostModel model(Points points, double b) {
   return cost;
 }
 
-void test_lines() {
+TEST(test_lines) {
   const hdp::AttentionTable table({{10, 5}, {30, 45}, {40, 45}, {50, 55}});
-  for (const auto& [length, seconds] :
-       Points{{0, 0}, {2, 1}, {10, 5}, {20, 25}, {30, 45}, {37, 45}, {40, 45}, {45, 50}, {50, 55},
-              {51, 56}, {1050, 1055}}) {
+  for (const auto& [length, seconds] : Points{{0, 0},
+                                              {2, 1},
+                                              {10, 5},
+                                              {20, 25},
+                                              {30, 45},
+                                              {37, 45},
+                                              {40, 45},
+                                              {45, 50},
+                                              {50, 55},
+                                              {51, 56},
+                                              {1050, 1055}}) {
     CHECK(table.seconds(length) == seconds);
   }
   CHECK(table.seconds(int64_t{1} << 41) == 55 + static_cast<double>((int64_t{1} << 41) - 50));
@@ -42,7 +49,7 @@ void test_lines() {
 }
 
 // The line of every length is the one that a search through all points finds.
-void test_the_line_is_found() {
+TEST(test_the_line_is_found) {
   Points points;
   for (int64_t length = 1; length < 3000; length += 1 + length / 40 + length % 3) {
     points.push_back({length, static_cast<double>(length * length)});
@@ -62,7 +69,7 @@ void test_the_line_is_found() {
 }
 
 // Lines so flat that rounding decides from one length to the next.
-void test_seconds_never_fall() {
+TEST(test_seconds_never_fall) {
   const double next = std::nextafter(0.3, 1.0);
   const hdp::CostModel flat = model({{7, 0.1}, {900, 0.3}, {1800, next}, {1801, next}}, 1e-19);
   double last = 0;
@@ -73,7 +80,7 @@ void test_seconds_never_fall() {
   }
 }
 
-void test_the_greatest_length_within() {
+TEST(test_the_greatest_length_within) {
   const double third = 1.0 / 3;
   for (const double b : {0.0, 1e-3, 1.0}) {
     const hdp::CostModel cost =
@@ -91,7 +98,7 @@ void test_the_greatest_length_within() {
   CHECK(hdp::length_within(model({{10, 0}, {11, 1}}, 0), 0) == 10);
 }
 
-void test_what_hides() {
+TEST(test_what_hides) {
   hdp::CostModel cost = model({{10, 10}, {20, 60}}, 1);
   cost.kv_bytes_per_token = 0.5;
   CHECK(hdp::compute_s(cost, 20) == 80);
@@ -102,7 +109,7 @@ void test_what_hides() {
 }
 
 // Rounds search sequences by their degrees, which have to fall with the length.
-void test_shorter_sequences_are_not_wider() {
+TEST(test_shorter_sequences_are_not_wider) {
   hdp::Problem problem;
   problem.lengths = {160, 80, 40, 20};
   problem.num_ranks = 16;
@@ -111,9 +118,8 @@ void test_shorter_sequences_are_not_wider() {
   problem.cost.kv_bytes_per_token = 1;
   CHECK(hdp::greatest_hidden_degree(problem.cost, 20, 16) == 4);
   CHECK(hdp::greatest_hidden_degree(problem.cost, 160, 16) == 2);
-  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
   const std::vector<hdp::LongSequence> longs =
-      hdp::long_sequences(problem, {0, 1, 2, 3}, kNoLimit);
+      hdp::long_sequences(problem, {0, 1, 2, 3}, hdp::kInfinity);
   std::vector<int64_t> greatest;
   for (const hdp::LongSequence& one : longs) greatest.push_back(one.greatest);
   CHECK((greatest == std::vector<int64_t>{9, 5, 3, 3}));
@@ -123,15 +129,10 @@ std::string refusal(const hdp::CostModel& cost) {
   hdp::Problem problem;
   problem.lengths = {1};
   problem.cost = cost;
-  try {
-    hdp::make_plan(problem, "naive");
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
+  return hdp_tests::refusal([&] { hdp::make_plan(problem, "naive"); });
 }
 
-void test_refusals() {
+TEST(test_refusals) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const auto says = [](const hdp::CostModel& cost, const char* text) {
     return refusal(cost).find(text) != std::string::npos;
@@ -149,13 +150,3 @@ void test_refusals() {
 }
 
 }  // namespace
-
-void test_attention_table() {
-  test_lines();
-  test_the_line_is_found();
-  test_seconds_never_fall();
-  test_the_greatest_length_within();
-  test_what_hides();
-  test_shorter_sequences_are_not_wider();
-  test_refusals();
-}

@@ -4,8 +4,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/ep_balance/rank_groups.hpp"
-#include "planner/ep_balance/slot_filler.hpp"
-#include "planner/ep_balance/micro_batches.hpp"
 #include "planner/ep_balance/rows.hpp"
 #include "tests/checking.hpp"
 
@@ -50,7 +48,7 @@ hdp::Places tried(const hdp::Items& items, double work_s, int64_t tokens, double
   return places;
 }
 
-void test_search_finds_what_trying_finds() {
+TEST(test_search_finds_what_trying_finds) {
   for (const double a : {0.0, 0.01, 1.0}) {
     hdp::Problem dense = problem(500);
     dense.cost.a = a;
@@ -69,15 +67,14 @@ void test_search_finds_what_trying_finds() {
       hdp::Items others = all;
       others[first].tokens = 10000;  // taken
       hdp::Places places = tried(others, work_s - opening.dense_s,
-                                 kSize * dense.tokens_per_rank - opening.tokens,
-                                 1e-3 * work_s);
+                                 kSize * dense.tokens_per_rank - opening.tokens, 1e-3 * work_s);
       places.insert(places.begin(), first);
       CHECK(places == draft.places);
     }
   }
 }
 
-void test_drafts_take_nothing() {
+TEST(test_drafts_take_nothing) {
   const hdp::Problem dense = problem(50);
   const hdp::Items all = items(dense, 100, 50);
   hdp::SlotFiller filler(dense, all);
@@ -94,7 +91,7 @@ void test_drafts_take_nothing() {
 }
 
 // All ranks together do the same, however much is sharded at first.
-void test_more_is_sharded_where_that_loses_less() {
+TEST(test_more_is_sharded_where_that_loses_less) {
   const hdp::Problem dense = problem(1000);
   for (const int64_t longest : {100, 400, 900}) {
     const hdp::Items all = items(dense, 6, longest);
@@ -120,7 +117,7 @@ void test_more_is_sharded_where_that_loses_less() {
   }
 }
 
-void test_all_are_dealt_once() {
+TEST(test_all_are_dealt_once) {
   const hdp::Problem dense = problem(60);
   const hdp::Items all = items(dense, 200, 150);
   hdp::Rows rows(dense, all);
@@ -142,10 +139,3 @@ void test_all_are_dealt_once() {
 }
 
 }  // namespace
-
-void test_expert_rows() {
-  test_search_finds_what_trying_finds();
-  test_drafts_take_nothing();
-  test_more_is_sharded_where_that_loses_less();
-  test_all_are_dealt_once();
-}

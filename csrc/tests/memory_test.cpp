@@ -2,10 +2,8 @@
 // hand.
 #include "planner/base/memory.hpp"
 
-
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/baselines/baselines.hpp"
 #include "tests/checking.hpp"
 
 namespace {
@@ -36,7 +34,7 @@ bool fits(const hdp::Problem& p, int64_t length, int64_t degree) {
          static_cast<int64_t>(p.cost.host_bytes_per_s) * length;
 }
 
-void test_brute_force() {
+TEST(test_brute_force) {
   for (const double host : {1.0, 2.0, 3.0, 100.0}) {
     for (int64_t capacity = 1; capacity <= 11; ++capacity) {
       for (int64_t multiple = 1; multiple <= 4; ++multiple) {
@@ -58,7 +56,7 @@ void test_brute_force() {
 }
 
 // The ratio is enough, and one step less is not.
-void test_least_ratio() {
+TEST(test_least_ratio) {
   for (const int64_t layers : {3, 4, 32, 80, 1 << 20}) {
     for (const int64_t capacity : {int64_t{8}, int64_t{8192}, int64_t{1} << 39}) {
       const hdp::Problem p = problem(capacity, 1, layers, 1e15);
@@ -78,7 +76,7 @@ void test_least_ratio() {
   }
 }
 
-void test_by_hand() {
+TEST(test_by_hand) {
   // 4 layers: 40 tokens with ratio 0.75 leave 40 x (2 + 0.25 x 2) / 4 = 25
   hdp::Problem p = problem(25, 1, 4, 100);
   CHECK(*hdp::offload_ratio(p, 40, 1) == 0.75);
@@ -102,24 +100,4 @@ void test_by_hand() {
   }
 }
 
-void test_naive() {
-  hdp::Problem p = problem(25, 1, 4, 100);
-  p.num_ranks = 2;
-  p.lengths = {40, 51, 20, 5};
-  const hdp::Plan plan = hdp::naive(p);
-  CHECK((plan.rank_offsets == std::vector<int32_t>{0, 2, 3, 4}));
-  CHECK((plan.sequences == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
-  CHECK(plan.offload_ratio(1) == 0.75 && plan.offload_ratio(2) == 0);
-  // 116 s of 3 ranks: on one of them 40 s would outlast the others
-  p.num_ranks = 3;
-  CHECK((hdp::naive(p).rank_offsets == std::vector<int32_t>{0, 2, 4, 5}));
-}
-
 }  // namespace
-
-void test_memory() {
-  test_brute_force();
-  test_least_ratio();
-  test_by_hand();
-  test_naive();
-}

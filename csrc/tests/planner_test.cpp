@@ -1,39 +1,25 @@
 // Unit tests of the planner's parts; the program prints each failed check, and fails then.
-#include "planner/planner.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <random>
 #include <set>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
+#include "planner/base/place_set.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
-#include "planner/dp_balance/degree_search.hpp"
+#include "planner/dp_balance/decide.hpp"
 #include "planner/rings/batch.hpp"
-#include "planner/rings/columns.hpp"
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/free_ranks.hpp"
-#include "planner/rings/node_ranks.hpp"
-#include "planner/rings/place_set.hpp"
 #include "planner/rings/rings.hpp"
-#include "planner/rings/spare_room.hpp"
-#include "planner/schedule/schedule.hpp"
 #include "tests/checking.hpp"
-
-void test_attention_table();  // attention_table_test.cpp
-void test_expert_rows();      // expert_rows_test.cpp
-void test_memory();           // memory_test.cpp
-void test_pipelines();        // pipeline_test.cpp
-void test_stress();           // stress_test.cpp
 
 namespace {
 
@@ -49,7 +35,7 @@ hdp::Problem problem(std::vector<int64_t> lengths, int64_t num_ranks, int64_t ca
   return result;
 }
 
-void test_slices() {
+TEST(test_slices) {
   CHECK(hdp::slice_tokens(7, 1, 4) == 8);
   CHECK(hdp::slice_tokens(25, 3, 1) == 10);
   CHECK(hdp::least_degree(10, 10, 1) == 1);
@@ -69,18 +55,17 @@ void test_slices() {
   }
 }
 
-void test_packing() {
+TEST(test_packing) {
   hdp::BestFit packing(10);
   CHECK(packing.place(6) == 0);
   CHECK(packing.place(7) == 1);
   CHECK(packing.place(3) == 1);  // fills bin 1 exactly rather than bin 0
   CHECK(packing.place(2) == 0);
   CHECK(packing.place(10) == 2);
-  CHECK(packing.num_bins() == 3);
 }
 
 // Items that shrink find the same bins in both packings, over and below the capacity.
-void test_packing_of_shrinking_items() {
+TEST(test_packing_of_shrinking_items) {
   std::mt19937 random(7);
   for (int round = 0; round < 200; ++round) {
     const int64_t capacity = 1 + static_cast<int64_t>(random() % 50);
@@ -88,19 +73,20 @@ void test_packing_of_shrinking_items() {
     for (int64_t& item : items) item = 1 + static_cast<int64_t>(random() % 60);
     std::sort(items.begin(), items.end(), std::greater<>());
     hdp::BestFit any(capacity);
+    int64_t num_bins = 0;
     hdp::BestFitDecreasing shrinking(capacity, items.empty() ? 1 : items.back());
     for (const int64_t item : items) {
-      const bool fits = shrinking.fits(item);
-      const int64_t bins = shrinking.num_bins();
-      CHECK(shrinking.place(item) == any.place(item));
-      CHECK(fits == (shrinking.num_bins() == bins));
+      const bool fits = item <= shrinking.most();
+      const int64_t bin = any.place(item);
+      CHECK(shrinking.place(item) == bin);
+      CHECK(fits == (bin < num_bins));
+      num_bins = std::max(num_bins, bin + 1);
     }
-    CHECK(shrinking.num_bins() == any.num_bins());
   }
 }
 
 // In any order each item goes to the least room that is enough, of two to the older bin.
-void test_best_fit() {
+TEST(test_best_fit) {
   std::mt19937 random(9);
   for (int round = 0; round < 100; ++round) {
     const int64_t capacity = 1 + static_cast<int64_t>(random() % 20);
@@ -117,12 +103,11 @@ void test_best_fit() {
       rooms[best] -= item;
       CHECK(packing.place(item) == static_cast<int64_t>(best));
     }
-    CHECK(packing.num_bins() == static_cast<int64_t>(rooms.size()));
   }
 }
 
 // Locals and offload ratios are kept up to the last micro-batch that has any.
-void test_what_most_micro_batches_lack() {
+TEST(test_what_most_micro_batches_lack) {
   hdp::Plan plan;
   plan.add({0}, {0});
   plan.add({0, 1}, {1}, 0.5);
@@ -136,7 +121,7 @@ void test_what_most_micro_batches_lack() {
   CHECK(plan.offload_ratio(0) == 0 && plan.offload_ratio(1) == 0.5 && plan.offload_ratio(2) == 0);
 }
 
-void test_place_set() {
+TEST(test_place_set) {
   std::mt19937 random(8);
   for (const std::size_t size : {0, 1, 63, 64, 65, 5000, 300000}) {
     hdp::PlaceSet places(size);
@@ -158,7 +143,7 @@ void test_place_set() {
   }
 }
 
-void test_cost_model() {
+TEST(test_cost_model) {
   hdp::CostModel cost{1.0, 2.0, 0.0, 8.0, 1.0, 0.5, 4};
   CHECK(hdp::compute_s(cost, 24) == 624);
   CHECK(hdp::transfer_s(cost, 4, 24, true) == 3 * 0.75 * 24 * 8);
@@ -193,7 +178,7 @@ void test_cost_model() {
   CHECK(hdp::length_within({0, 0, 0, 0, 1, 1, 8}, 0) == int64_t{1} << 41);
 }
 
-void test_sorting() {
+TEST(test_sorting) {
   std::vector<int64_t> lengths;
   for (int64_t i = 0; i < 5000; ++i)
     lengths.push_back(1 + i * 7919 % 4099 * (i % 3 == 0 ? 1 << 20 : 1));
@@ -201,10 +186,10 @@ void test_sorting() {
   const hdp::SortedLengths sorted(lengths, order);
   CHECK(order.size() == lengths.size() && sorted.size() == lengths.size());
   for (std::size_t i = 1; i < order.size(); ++i) {
-    CHECK(sorted[i] == lengths[static_cast<std::size_t>(order[i])]);
+    CHECK(sorted[i] == lengths[hdp::index(order[i])]);
     CHECK(sorted.first_within(sorted[i]) <= i && sorted.first_within(sorted[i] - 1) > i);
-    const auto left = static_cast<std::size_t>(order[i - 1]);
-    const auto right = static_cast<std::size_t>(order[i]);
+    const auto left = hdp::index(order[i - 1]);
+    const auto right = hdp::index(order[i]);
     CHECK(lengths[left] > lengths[right] || (lengths[left] == lengths[right] && left < right));
   }
   CHECK((hdp::longest_first({3, 9, 3, 1}) == std::vector<hdp::SequenceId>{1, 0, 2, 3}));
@@ -215,7 +200,7 @@ void test_sorting() {
   CHECK(few.first_within(2) == 4);
 }
 
-void test_clock_heap() {
+TEST(test_clock_heap) {
   hdp::ClockHeap heap({5, 1, 3, 1});
   CHECK(heap.rank(0) == 1 && heap.clock(0) == 1);
   heap.advance(0, 4);
@@ -226,7 +211,7 @@ void test_clock_heap() {
   CHECK(heap.rank(0) == 1 && heap.clock(0) == 4);
 }
 
-void test_free_ranks() {
+TEST(test_free_ranks) {
   using Ranks = std::vector<int32_t>;
   hdp::FreeRanks free({0, 1, 2, 3, 4, 5, 6, 7});
   CHECK((free.take(4) == Ranks{0, 1, 2, 3}));
@@ -245,7 +230,7 @@ void test_free_ranks() {
   CHECK((preferring.take(2) == Ranks{3, 2}));
 }
 
-void test_node_ranks() {
+TEST(test_node_ranks) {
   using Ranks = std::vector<int32_t>;
   const std::vector<double> clocks{0, 0, 0, 5, 0, 1, 1, 1, 0, 0};
   const std::vector<bool> all(10, true);
@@ -265,7 +250,7 @@ void test_node_ranks() {
   CHECK((waiting.take(2) == Ranks{1, 3}));
 }
 
-void test_degrees() {
+TEST(test_degrees) {
   const hdp::Problem giant = problem({100}, 8, 60);
   const hdp::Batch batch(giant);
   CHECK((hdp::balanced_degrees(batch, {8, false}, 1e9) == hdp::Degrees{2}));
@@ -287,7 +272,7 @@ void test_degrees() {
   CHECK(hdp::may_share(giant, 5, 1, 2) && !hdp::may_share(giant, 5, 1, 3));
 }
 
-void test_rings_nest() {
+TEST(test_rings_nest) {
   // four of degree 2 and one of degree 4 on 8 ranks: nobody waits
   hdp::Problem nested = problem({100, 50, 50, 50, 50}, 8, 60);
   const hdp::Batch batch(nested);
@@ -306,7 +291,7 @@ void test_rings_nest() {
   }
 }
 
-void test_columns() {
+TEST(test_columns) {
   // compute 100 x 102 and 60 x 62 (and 20 x 22), at most 60 tokens on a rank
   const hdp::Problem columns = problem({100, 60, 20}, 8, 60);
   const hdp::Batch batch(columns);
@@ -333,7 +318,7 @@ void test_columns() {
   CHECK(rings.gaps.empty());
 }
 
-void test_degree_search() {
+TEST(test_degree_search) {
   // three sequences of time 100 x 102 on three ranks: rings of two run one after the other
   hdp::Problem threes = problem({100, 100, 100}, 3, 60);
   threes.cost.kv_bytes_per_token = 0;
@@ -350,7 +335,7 @@ void test_degree_search() {
       (hdp::search_degrees(batch, start, 0, num_tries).decisions.degrees == hdp::Degrees{2, 2, 2}));
 }
 
-void test_bounds() {
+TEST(test_bounds) {
   // 24 tokens: 312 s of compute on two ranks, and 288 s of transfer of which 144 s hide
   hdp::Problem slow = problem({24}, 4, 24);
   slow.cost = {1.0, 2.0, 0.0, 8.0, 1.0, 1.0, 8};
@@ -373,7 +358,7 @@ void test_bounds() {
   CHECK(std::abs(hdp::tight_bound_s(forced) - 550) < 1e-9);
 }
 
-void test_spare_room() {
+TEST(test_spare_room) {
   const hdp::Problem shorts = problem({9, 4, 4, 3, 2}, 2, 10);
   const hdp::Batch batch(shorts);
   hdp::SpareRoom room(batch, hdp::places_of_shorts(batch, hdp::Degrees{2, 1, 1, 1, 1}));
@@ -386,72 +371,6 @@ void test_spare_room() {
   CHECK(left.next(0) == 3 && left.next(4) == 4 && left.next(5) == left.size());
 }
 
-void test_schedule() {
-  hdp::Problem small = problem({24, 2, 9, 4, 5}, 4, 10);
-  hdp::Plan plan;
-  plan.add({0, 1, 2}, {0});
-  plan.locals = {{2}, {1}};
-  plan.end_locals(1);
-  plan.add({3}, {2});
-  plan.add({0}, {3, 4});
-  const hdp::Schedule schedule = hdp::simulate(small, plan);
-  CHECK(std::abs(schedule.makespan_s - 295) < 1e-9);
-  CHECK(schedule.ring_tokens == 48);
-  CHECK(schedule.max_tokens_on_a_rank == 10);
-}
-
-void test_strategies() {
-  std::vector<int64_t> lengths;
-  for (int64_t i = 0; i < 200; ++i) lengths.push_back(1 + i * i * 7919 % 701);
-  const hdp::Problem mixed = problem(lengths, 13, 101);
-  const double balanced = hdp::make_plan(mixed, "dp-balance").schedule.makespan_s;
-  CHECK(balanced <= hdp::make_plan(mixed, "naive").schedule.makespan_s);
-  CHECK(balanced <= hdp::make_plan(mixed, "static").schedule.makespan_s);
-}
-
-void test_errors() {
-  const auto message = [](const hdp::Problem& bad) {
-    try {
-      hdp::make_plan(bad, "naive");
-    } catch (const std::invalid_argument& error) {
-      return std::string(error.what());
-    }
-    return std::string("no error");
-  };
-  CHECK(message(problem({}, 2, 10)) == "there are 0 sequences; expected at least 1");
-  CHECK(message(problem({3, 1000}, 8, 100)) ==
-        "sequence 1 of the batch has 1,000 tokens and needs 10 ranks at 100 tokens each; there are "
-        "8: raise tokens_per_rank or add ranks");
-  CHECK(message(problem({3}, 8, 0)).find("tokens per rank is 0") == 0);
-}
-
 }  // namespace
 
-int main() {
-  test_slices();
-  test_packing();
-  test_packing_of_shrinking_items();
-  test_best_fit();
-  test_what_most_micro_batches_lack();
-  test_place_set();
-  test_cost_model();
-  test_sorting();
-  test_clock_heap();
-  test_free_ranks();
-  test_node_ranks();
-  test_degrees();
-  test_rings_nest();
-  test_columns();
-  test_degree_search();
-  test_bounds();
-  test_spare_room();
-  test_schedule();
-  test_strategies();
-  test_errors();
-  test_attention_table();
-  test_expert_rows();
-  test_memory();
-  test_stress();
-  test_pipelines();
-  return hdp_tests::exit_status();
-}
+int main() { return hdp_tests::run_tests(); }

@@ -95,16 +95,16 @@ hdp::Problem random_problem(int seed, bool offload) {
 // Every sequence once, every rank at most once in a micro-batch, all of them ranks there are.
 bool covers(const hdp::Problem& problem, const hdp::Plan& plan) {
   std::vector<int> held(problem.lengths.size());
-  for (const int64_t id : plan.sequences) ++held.at(static_cast<std::size_t>(id));
-  for (const int64_t id : plan.locals.sequences) ++held.at(static_cast<std::size_t>(id));
+  for (const int64_t id : plan.sequences) ++held.at(hdp::index(id));
+  for (const int64_t id : plan.locals.sequences) ++held.at(hdp::index(id));
   for (const int times : held) {
     if (times != 1) return false;
   }
   for (std::size_t m = 0; m + 1 < plan.rank_offsets.size(); ++m) {
-    std::vector<int> seats(static_cast<std::size_t>(problem.num_ranks));
+    std::vector<int> seats(hdp::index(problem.num_ranks));
     if (plan.rank_offsets[m] == plan.rank_offsets[m + 1]) return false;
     for (auto i = plan.rank_offsets[m]; i < plan.rank_offsets[m + 1]; ++i) {
-      if (++seats.at(static_cast<std::size_t>(plan.ranks[static_cast<std::size_t>(i)])) > 1) {
+      if (++seats.at(hdp::index(plan.ranks[hdp::index(i)])) > 1) {
         return false;
       }
     }
@@ -115,7 +115,7 @@ bool covers(const hdp::Problem& problem, const hdp::Plan& plan) {
 // On every member of every ring: its slices and its whole sequences, what is offloaded left out.
 bool fits(const hdp::Problem& problem, const hdp::Plan& plan) {
   const auto tokens = [&](int64_t id, int64_t degree) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t length = problem.lengths[hdp::index(id)];
     return hdp::slice_tokens(length, degree, problem.slice_multiple);
   };
   for (std::size_t m = 0; m + 1 < plan.rank_offsets.size(); ++m) {
@@ -124,12 +124,12 @@ bool fits(const hdp::Problem& problem, const hdp::Plan& plan) {
     for (auto i = plan.rank_offsets[m]; i < plan.rank_offsets[m + 1]; ++i) {
       int64_t held = 0;
       for (auto s = plan.sequence_offsets[m]; s < plan.sequence_offsets[m + 1]; ++s) {
-        held += tokens(plan.sequences[static_cast<std::size_t>(s)], degree);
+        held += tokens(plan.sequences[hdp::index(s)], degree);
       }
       const auto last = plan.local_offset(static_cast<int64_t>(m) + 1);
       for (auto s = plan.local_offset(static_cast<int64_t>(m)); s < last; ++s) {
-        const auto at = static_cast<std::size_t>(s);
-        if (plan.locals.ranks[at] != plan.ranks[static_cast<std::size_t>(i)]) continue;
+        const auto at = hdp::index(s);
+        if (plan.locals.ranks[at] != plan.ranks[hdp::index(i)]) continue;
         held += tokens(plan.locals.sequences[at], 1);
       }
       const auto capacity = static_cast<double>(problem.tokens_per_rank) * (1 + 1e-12);
@@ -164,7 +164,7 @@ void stress_dynamic_cp(int seed) {
 }
 
 // The checks see a sequence that is missing, one that is twice there, and one that is too long.
-void test_the_checks() {
+TEST(test_the_checks) {
   hdp::Problem problem;
   problem.lengths = {10, 10};
   problem.num_ranks = 2;
@@ -180,10 +180,7 @@ void test_the_checks() {
   check_that(!covers(problem, plan), "a sequence that is there twice is not seen", "checks", 3);
 }
 
-}  // namespace
-
-void test_stress() {
-  test_the_checks();
+TEST(test_strategies_on_random_problems) {
   for (int seed = 0; seed < 300; ++seed) {
     for (const char* strategy : {"static", "naive", "bytescale"}) stress(strategy, seed, false);
     for (const char* strategy : {"naive", "bytescale"}) stress(strategy, seed, true);
@@ -197,3 +194,5 @@ void test_stress() {
     }
   }
 }
+
+}  // namespace

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import TypedDict
 
 import numpy as np
@@ -21,29 +22,6 @@ class _Answer(TypedDict):
     num_positions: int
     padding_share: float
 
-class _CostModel(TypedDict):
-    a: float
-    linear_s_per_token: float
-    g: float
-    kv_bytes_per_token: float
-    intra_node_bytes_per_s: float
-    inter_node_bytes_per_s: float
-    ranks_per_node: int
-    activation_bytes_per_token: float
-    host_bytes_per_s: float
-    num_layers: int
-    attention_lengths: NDArray[np.int64]
-    attention_seconds: NDArray[np.float64]
-    attention_b: float
-    block_all_layers_s: float
-    intra_node_hop_all_layers_s: float
-    inter_node_hop_all_layers_s: float
-    merge_b: float
-    b_experts: float
-    window_tokens: int
-    window_share: float
-    halo_s: float
-
 class Problem:
     def __init__(
         self,
@@ -60,7 +38,7 @@ class Problem:
         effort: int,
         expert_ranks: int,
         rank_speeds: NDArray[np.float64],
-        cost_model: _CostModel,
+        cost_model: Mapping[str, float | NDArray[np.int64] | NDArray[np.float64]],
     ) -> None: ...
 
 STRATEGIES: tuple[str, ...]

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.flat_plan import PIECE
+from megatron_hdp.planner.flat_plan import PIECE, FlatPlan
 from megatron_hdp.planner.pipeline import Pipeline
 
 _MOST_LONGEST = 256
@@ -250,11 +250,16 @@ def pipeline_target_s(
     return bound_s * float(shares[slowest]) + others * one
 
 
-def held_tokens(tokens_per_rank: int, num_layers: int, *, offloads: bool) -> int:
-    """The most tokens that a rank holds at a time: at offload ratio 1 two layers stay resident."""
-    if not offloads:
-        return tokens_per_rank
-    return -(-tokens_per_rank * num_layers // min(2, num_layers))
+def pipeline_bound_of(
+    plan: FlatPlan, cost_model: CostModel, pipeline: Pipeline, expert_parallel_size: int = 1
+) -> float:
+    """`pipeline_lower_bound_s` where ranks hold what a plan lets them, by offload or without it."""
+    held = plan.tokens_per_rank
+    if plan.offload_ratios.any():  # at ratio 1 two layers stay resident
+        held = -(-held * cost_model.num_layers // min(2, cost_model.num_layers))
+    return pipeline_lower_bound_s(
+        plan.lengths, plan.num_ranks, cost_model, pipeline, held, expert_parallel_size
+    )
 
 
 def pipeline_lower_bound_s(

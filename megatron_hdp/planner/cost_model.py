@@ -195,10 +195,9 @@ class CostModel:
         squares = lengths * lengths
         if not self.window_share:
             return squares
-        window = float(self.window_tokens)
-        inside = np.where(lengths > window, window * (2 * lengths - window), squares)
-        found: Float64Array = (1 - self.window_share) * squares + self.window_share * inside
-        return found
+        inside = np.minimum(lengths, float(self.window_tokens))
+        seen: Float64Array = inside * (2 * lengths - inside)
+        return (1 - self.window_share) * squares + self.window_share * seen
 
     @property
     def halo_s(self) -> float:

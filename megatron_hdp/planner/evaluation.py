@@ -19,11 +19,10 @@ from megatron_hdp.planner.bounds import (
     compute_s,
     exposed_s,
     fixed_s,
-    held_tokens,
     links_of,
     lower_bound_s,
     merge_s,
-    pipeline_lower_bound_s,
+    pipeline_bound_of,
     pipeline_target_s,
     sent_bytes,
     speeds_of,
@@ -234,21 +233,15 @@ class _Totals:
             "busy_s": self._busy_s,
             "total_compute_s": total_compute_s(plan.lengths, cost_model),
             "total_speed": self._total_speed,
-            "lower_bound_s": _lower_bound_s(plan, cost_model, pipeline, bound_s),
+            "lower_bound_s": bound_s
+            if pipeline.stages == 1
+            else pipeline_bound_of(plan, cost_model, pipeline),
             "pipeline_bound_s": pipeline_target_s(
                 bound_s, plan.tokens_per_rank, cost_model, pipeline
             ),
             "ring_bytes": float(self._ring_bytes.sum()),
             "pipeline": pipeline,
         }
-
-
-def _lower_bound_s(plan: Plan, cost_model: CostModel, pipeline: Pipeline, bound_s: float) -> float:
-    if pipeline.stages == 1:
-        return bound_s
-    offloads = bool(plan.offload_ratios.any())
-    capacity = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
-    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, capacity)
 
 
 def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:
@@ -293,31 +286,20 @@ def _starts(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Arr
 def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_Times]:
     speeds = speeds_of(cost_model, plan.num_ranks)
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
-        yield _times(plan, cost_model, stages, speeds, run)
-
-
-def _times(
-    plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
-) -> _Times:
-    work = work_of(plan, cost_model, stages, speeds, run)
-    degrees, num_members = work.degrees, work.num_members
-
-    def each(value: Float64Array) -> Float64Array:
-        """Of a micro-batch, for each of its members."""
-        return np.repeat(value, num_members)
-
-    exposed = exposed_s(each(degrees), each(work.transfer_s), each(work.hop_s), work.attention_s)
-    own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
-    starts = work.first_members
-    return _Times(
-        run=run,
-        members=work.members,
-        own_s=own_s,
-        local_s=work.local_s,
-        exposed_s=np.maximum.reduceat(exposed, starts),
-        duration_s=np.maximum.reduceat(own_s, starts),
-        ring_bytes=work.ring_bytes,
-    )
+        work = work_of(plan, cost_model, stages, speeds, run)
+        of_micro_batches = work.degrees, work.transfer_s, work.hop_s
+        degrees, transfer, hop = (np.repeat(each, work.num_members) for each in of_micro_batches)
+        exposed = exposed_s(degrees, transfer, hop, work.attention_s)
+        own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
+        yield _Times(
+            run=run,
+            members=work.members,
+            own_s=own_s,
+            local_s=work.local_s,
+            exposed_s=np.maximum.reduceat(exposed, work.first_members),
+            duration_s=np.maximum.reduceat(own_s, work.first_members),
+            ring_bytes=work.ring_bytes,
+        )
 
 
 class MemberWork(NamedTuple):
@@ -357,14 +339,9 @@ class MemberWork(NamedTuple):
 def work_of(
     plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
 ) -> MemberWork:
-    """What a run of a plan's micro-batches takes of its members, before anybody waits.
+    """What a run of a plan's micro-batches takes of members of these speeds, before they wait.
 
-    Args:
-        plan: the plan.
-        cost_model: of a rank of speed 1.
-        stages: of each rank.
-        speeds: of each rank; traffic takes as long on all of them.
-        run: of micro-batches.
+    Traffic takes as long on all of them.
     """
     members = span_of(plan.rank_offsets, run)
     num_members = counts_of(plan.rank_offsets, run)

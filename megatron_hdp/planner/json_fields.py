@@ -13,11 +13,6 @@ from megatron_hdp.nearest import nearest
 def read_fields(cls: type, path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """The JSON object of a file, whose keys are fields of a dataclass.
 
-    Args:
-        cls: the dataclass.
-        path: of the file.
-        what: the file is, for errors.
-
     Raises:
         ValueError: not such an object; gives the nearest name of an unknown key.
     """

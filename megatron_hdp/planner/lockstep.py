@@ -25,10 +25,6 @@ def planned_for(strategy: str, problem: Problem) -> Problem:
 
     A strategy that knows nothing of pipelines plans for one stage: with more the planner would
     refuse most of its plans, which `slots` aligns; what such a plan promises counts no ramp.
-
-    Args:
-        strategy: as the run names it.
-        problem: with the pipeline that each HDP rank of the run is.
     """
     known = BY_NAME.get(strategy)
     if known is None or known.on_pipelines:  # None: "auto", which is one that plans for them
@@ -108,11 +104,6 @@ def end_together(plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int
     sends in earlier layers. Should its driver wait for the device in between, to get memory or to
     load a kernel, it would send nothing more: a member that has other micro-batches left would
     never begin the reduction, and all would hang.
-
-    Args:
-        plan: the plan.
-        slots: of all its ranks, as `slots` gives them.
-        lockstep_ranks: likewise.
     """
     last = np.array([one[-1] for one in slots])
     owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))

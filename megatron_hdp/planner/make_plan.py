@@ -1,12 +1,13 @@
 """Plans a problem: calls the C++ planner and adds the figures."""
 
 import time
+from dataclasses import replace
 from typing import Unpack
 
 from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
-from megatron_hdp.planner.bounds import held_tokens, lockstep_bound_s, pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_bound_of
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Arguments, Problem
 from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
@@ -68,30 +69,7 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     strategy = resolved(strategy, stages=stages, shares_experts=shares_experts)
     answer = _core.plan(problem.core, strategy)
     planning_ms = (time.perf_counter() - started) * 1e3
-    makespan_s = answer["makespan_s"]
-    lower_bound_s = answer["lower_bound_s"]
-    given = problem.lengths, problem.ranks, problem.cost_model
-    if stages > 1:
-        offloads = bool(answer["offload_ratios"].any())
-        held = held_tokens(
-            problem.tokens_per_rank, problem.cost_model.num_layers, offloads=offloads
-        )
-        lower_bound_s = pipeline_lower_bound_s(
-            *given, problem.pipeline, held, problem.expert_parallel_size
-        )
-    elif shares_experts:
-        lower_bound_s = lockstep_bound_s(*given, problem.expert_parallel_size)
-    summary = {
-        "makespan_s": makespan_s,
-        "lower_bound_s": lower_bound_s,
-        "efficiency": answer["perfect_s"] / stages / makespan_s if makespan_s else 1.0,
-        "planning_ms": planning_ms,
-        "ring_tokens": answer["ring_tokens"],
-        "max_tokens_on_a_rank": answer["max_tokens_on_a_rank"],
-    }
-    if shares_experts:
-        summary |= {name: answer[name] for name in LOCKSTEP_KEYS}  # type: ignore[literal-required]
-    return Plan(
+    made = Plan(
         num_ranks=problem.ranks,
         tokens_per_rank=problem.tokens_per_rank,
         strategy=strategy,
@@ -106,8 +84,24 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
         local_ranks=answer["local_ranks"],
         offload_ratios=answer["offload_ratios"],
         positions=answer["positions"],
-        summary=summary,
     )
+    makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
+    cost_model, size = problem.cost_model, problem.expert_parallel_size
+    if stages > 1:
+        lower_bound_s = pipeline_bound_of(made, cost_model, problem.pipeline, size)
+    elif shares_experts:
+        lower_bound_s = lockstep_bound_s(problem.lengths, problem.ranks, cost_model, size)
+    summary = {
+        "makespan_s": makespan_s,
+        "lower_bound_s": lower_bound_s,
+        "efficiency": answer["perfect_s"] / stages / makespan_s if makespan_s else 1.0,
+        "planning_ms": planning_ms,
+        "ring_tokens": answer["ring_tokens"],
+        "max_tokens_on_a_rank": answer["max_tokens_on_a_rank"],
+    }
+    if shares_experts:
+        summary |= {name: answer[name] for name in LOCKSTEP_KEYS}  # type: ignore[literal-required]
+    return replace(made, summary=summary)
 
 
 def tight_bound_s(lengths: ArrayLike, **arguments: Unpack[Arguments]) -> float:
@@ -116,13 +110,7 @@ def tight_bound_s(lengths: ArrayLike, **arguments: Unpack[Arguments]) -> float:
     It also counts what sequences cannot avoid to lose: traffic that is exposed at every degree at
     which they are short enough, and waiting for slow ranks that their memory makes them use. The
     proof stands in ``csrc/planner/bounds/bounds.hpp``. Pipeline stages are not taken into account.
-
-    Args:
-        lengths: Tokens of each sequence.
-        arguments: of `plan` but for the strategy.
-
-    Raises:
-        ValueError: as `plan`.
+    The arguments are those of `plan`, and so are refusals.
     """
     return tight_bound_of(Problem.of(lengths, **arguments))
 

@@ -97,12 +97,6 @@ def order_on_stage(lists: RankLists, num: int, pipeline: Pipeline, stage: int) -
 
     Those through chunk ``c`` are ``2 num stages c`` more.
 
-    Args:
-        lists: of all ranks.
-        num: micro-batches.
-        pipeline: with several chunks, counts are multiples of the stages.
-        stage: 0 is the first.
-
     Returns:
         Twice as many entries a chunk as the lists have, the first rank's first.
     """
@@ -158,12 +152,7 @@ def longest_paths(
     waits: Waits, seconds: Float64Array, lag_s: Float64Array | None = None
 ) -> tuple[Float64Array, BoolArray]:
     """Earliest start of every operation, and which of them ever start: topological, in waves.
-
-    Args:
-        waits: what waits for what.
-        seconds: of each operation.
-        lag_s: of each pair, between the end of the first and the start of the second; 0 if not
-            given.
+    A ``lag_s`` lies between the end of the first of a pair and the start of the second.
     """
     num = len(seconds)
     by_first = np.argsort(waits.first, kind="stable")

@@ -19,6 +19,12 @@ from megatron_hdp.planner.flat_plan import PlanError, frozen
 from megatron_hdp.planner.pipeline import Pipeline
 
 OFFLOAD = ("auto", "off")
+_OF_COSTS = (
+    *("a", "linear_s_per_token", "g", "kv_bytes_per_token", "attention_b", "merge_b", "b_experts"),
+    *("intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "num_layers"),
+    *("activation_bytes_per_token", "host_bytes_per_s", "window_tokens", "window_share", "halo_s"),
+)
+"""What C++ knows of a cost model by the same names; it refuses others."""
 _INTEGERS = ("ranks", "tokens_per_rank", "slice_multiple", "effort", "expert_parallel_size")
 
 
@@ -108,27 +114,12 @@ class Problem:
             expert_ranks=self.expert_parallel_size,
             rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),
             cost_model={
-                "a": cost.a,
-                "linear_s_per_token": cost.linear_s_per_token,
-                "g": cost.g,
-                "kv_bytes_per_token": cost.kv_bytes_per_token,
-                "intra_node_bytes_per_s": cost.intra_node_bytes_per_s,
-                "inter_node_bytes_per_s": cost.inter_node_bytes_per_s,
-                "ranks_per_node": cost.ranks_per_node,
-                "activation_bytes_per_token": cost.activation_bytes_per_token,
-                "host_bytes_per_s": cost.host_bytes_per_s,
-                "num_layers": cost.num_layers,
+                **{name: getattr(cost, name) for name in _OF_COSTS},
                 "attention_lengths": table.lengths,
                 "attention_seconds": table.seconds,
-                "attention_b": cost.attention_b,
                 "block_all_layers_s": 2 * layers * cost.block_s,
                 "intra_node_hop_all_layers_s": layers * cost.intra_node_hop_s,
                 "inter_node_hop_all_layers_s": layers * cost.inter_node_hop_s,
-                "merge_b": cost.merge_b,
-                "b_experts": cost.b_experts,
-                "window_tokens": cost.window_tokens,
-                "window_share": cost.window_share,
-                "halo_s": cost.halo_s,
             },
         )
 

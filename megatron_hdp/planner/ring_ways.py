@@ -58,12 +58,7 @@ class RingWays:
         )
 
     def latent_is_faster(self, lengths: Sequence[int], ring: Sequence[int]) -> bool:
-        """Whether a ring had better pass the latent on; the same on all its members.
-
-        Args:
-            lengths: tokens of the ring's whole sequences.
-            ring: its HDP ranks.
-        """
+        """Whether a ring of these sequences had better pass it on; all members agree."""
         return _ring_s(self.latent, lengths, ring) < _ring_s(self.kv, lengths, ring)
 
 

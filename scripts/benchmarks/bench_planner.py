@@ -10,13 +10,14 @@ minute.
 import argparse
 import dataclasses
 import fnmatch
+import itertools
 import json
 import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from planner_bench.cases import (
@@ -170,10 +171,18 @@ def main(argv: Sequence[str]) -> int:
     if arguments.list:
         print("\n".join(case.name for case in cases))
         return 0
-    batches = []
-    for case in cases:
-        batches += [(case, seed) for seed in range(1 if arguments.quick else arguments.seeds)]
-    text, results = (_staged if arguments.pipelines else _measured)(arguments, cases, batches)
+    strategies, chunks, repeats = arguments.strategies, arguments.virtual_stages, arguments.repeats
+    results: list[Result | Staged] = []
+    for case, seed in itertools.product(cases, range(1 if arguments.quick else arguments.seeds)):
+        print(f"{case.name}, seed {seed}", file=sys.stderr, flush=True)
+        if arguments.pipelines:
+            results += measure_staged(case, seed, strategies, chunks, repeats)
+        else:
+            results += measure(case, seed, strategies, repeats, arguments.noise)
+    if arguments.pipelines:
+        text = str(StagedTables(cases, strategies, chunks, results))
+    else:
+        text = tables(cases, strategies, results)
     command = shlex.join(["python", "scripts/benchmarks/bench_planner.py", *argv])
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"`{command}` on {machine}")
@@ -186,33 +195,6 @@ def main(argv: Sequence[str]) -> int:
         }
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
     return 0
-
-
-_Batches = Sequence[tuple[Case, int]]
-
-
-def _measured(
-    arguments: argparse.Namespace, cases: Sequence[Case], batches: _Batches
-) -> tuple[str, list[Result]]:
-    strategies, noise = arguments.strategies, arguments.noise
-    given = strategies, arguments.repeats, noise
-    results = [one for case, seed in _told(batches) for one in measure(case, seed, *given)]
-    return tables(cases, strategies, results), results
-
-
-def _staged(
-    arguments: argparse.Namespace, cases: Sequence[Case], batches: _Batches
-) -> tuple[str, list[Staged]]:
-    strategies, chunks = arguments.strategies, arguments.virtual_stages
-    given = strategies, chunks, arguments.repeats
-    results = [one for case, seed in _told(batches) for one in measure_staged(case, seed, *given)]
-    return str(StagedTables(cases, strategies, chunks, results)), results
-
-
-def _told(batches: _Batches) -> Iterator[tuple[Case, int]]:
-    for case, seed in batches:
-        print(f"{case.name}, seed {seed}", file=sys.stderr, flush=True)
-        yield case, seed
 
 
 if __name__ == "__main__":

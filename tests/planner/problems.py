@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import LLAMA_7B, CostModel, Plan, plan, tight_bound_s
+from megatron_hdp.planner import LLAMA_7B, CostModel, Figures, Plan, plan, tight_bound_s
+from tests.support.random_plans import random_plan
 
 
 def repeatable(examples: int) -> settings:
@@ -24,106 +26,63 @@ def repeatable(examples: int) -> settings:
 
 EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")
 
+
+def _model(
+    a: float,
+    b: float,
+    *,
+    kv: float = 1.0,
+    links: tuple[float, float] = (300e9, 50e9),
+    node: int = 8,
+    **others: Any,
+) -> CostModel:
+    """One with `kv` bytes a token, and `links` within and between nodes of so many ranks."""
+    named = dict(zip(("intra_node_bytes_per_s", "inter_node_bytes_per_s"), links, strict=True))
+    return CostModel(a=a, b=b, kv_bytes_per_token=kv, ranks_per_node=node, **named, **others)
+
+
+_WINDOW = ((10, 0.0005), (20, 0.002), (40, 0.008), (80, 0.024))  # attention of 40 before each
+_CONCAVE = ((8, 0.08), (64, 0.2), (500, 0.4), (501, 0.4))  # more for a token of a short sequence
+_HALF = {"window_tokens": 20, "window_share": 0.5, "halo_bytes": 20.0}  # a halo takes 0.02 s
+_HOPS = {"intra_node_hop_s": 0.05, "inter_node_hop_s": 0.15}  # in each of three layers
+_BLOCKS = {"block_s": 0.02, "merge_b": 1e-3}  # a block takes as long as some 100 tokens
+_SLOW_NODE = {"intra_node_hop_s": 0.02, "inter_node_hop_s": 0.01}
 COST_MODELS = {
     "record": LLAMA_7B,
-    "launch-bound": CostModel(a=1e-6, b=1e-3, kv_bytes_per_token=1.0, g=1.0),
-    "network-bound": CostModel(
-        a=1e-6,
-        b=1e-6,
-        kv_bytes_per_token=1e6,
-        intra_node_bytes_per_s=1e6,
-        inter_node_bytes_per_s=5e5,
-        ranks_per_node=4,
-    ),
-    "linear": CostModel(a=0.0, b=1e-3, kv_bytes_per_token=0.0, g=1e-2, ranks_per_node=3),
-    "attention": CostModel(
-        a=1e-3, b=0.0, kv_bytes_per_token=1.0, inter_node_bytes_per_s=1e3, ranks_per_node=1
-    ),
-    "free": CostModel(a=0.0, b=0.0, kv_bytes_per_token=0.0),
-    "window": CostModel(  # attention of 40 tokens before each
-        a=0.0,
-        b=1e-4,
-        kv_bytes_per_token=1.0,
-        inter_node_bytes_per_s=1e4,
-        ranks_per_node=4,
-        attention_points=((10, 0.0005), (20, 0.002), (40, 0.008), (80, 0.024)),
-    ),
-    "alternating": CostModel(  # half of the layers with a window, whose halo takes 0.02 s
-        a=1e-4,
-        b=1e-4,
-        kv_bytes_per_token=1.0,
-        g=1e-3,
-        intra_node_bytes_per_s=1e4,
-        inter_node_bytes_per_s=1e3,
-        ranks_per_node=3,
-        window_tokens=20,
-        window_share=0.5,
-        halo_bytes=20.0,
-    ),
-    "concave": CostModel(  # a token of a short sequence costs more than one of a long one
-        a=0.0,
-        b=1e-4,
-        kv_bytes_per_token=1.0,
-        g=1e-3,
-        intra_node_bytes_per_s=2e3,
-        inter_node_bytes_per_s=1e3,
-        ranks_per_node=3,
-        attention_points=((8, 0.08), (64, 0.2), (500, 0.4), (501, 0.4)),
-    ),
-    "latency": CostModel(  # hops of 0.15 and 0.45 s in each pass: a long ring hides some
-        a=1e-4,
-        b=1e-3,
-        kv_bytes_per_token=1.0,
-        intra_node_bytes_per_s=1e4,
-        inter_node_bytes_per_s=2e3,
-        ranks_per_node=4,
-        num_layers=3,
-        intra_node_hop_s=0.05,
-        inter_node_hop_s=0.15,
-    ),
-    "blocks": CostModel(  # one takes as long as some 100 tokens
-        a=1e-5,
-        b=1e-3,
-        kv_bytes_per_token=1.0,
-        inter_node_bytes_per_s=1e4,
-        ranks_per_node=4,
+    "launch-bound": _model(1e-6, 1e-3, g=1.0),
+    "network-bound": _model(1e-6, 1e-6, kv=1e6, links=(1e6, 5e5), node=4),
+    "linear": _model(0.0, 1e-3, kv=0.0, node=3, g=1e-2),
+    "attention": _model(1e-3, 0.0, links=(300e9, 1e3), node=1),
+    "free": _model(0.0, 0.0, kv=0.0),
+    "window": _model(0.0, 1e-4, links=(300e9, 1e4), node=4, attention_points=_WINDOW),
+    "alternating": _model(1e-4, 1e-4, links=(1e4, 1e3), node=3, g=1e-3, **_HALF),
+    "concave": _model(0.0, 1e-4, links=(2e3, 1e3), node=3, g=1e-3, attention_points=_CONCAVE),
+    "latency": _model(1e-4, 1e-3, links=(1e4, 2e3), node=4, num_layers=3, **_HOPS),
+    "blocks": _model(
+        *(1e-5, 1e-3),
+        links=(300e9, 1e4),
+        node=4,
         num_layers=4,
         attention_b=1e-3,
         b_experts=5e-4,
-        block_s=0.02,
-        merge_b=1e-3,
+        **_BLOCKS,
     ),
-    "latency, blocks": CostModel(  # a node's links are the slower ones
-        a=0.0,
-        b=1e-4,
-        kv_bytes_per_token=1.0,
-        g=1e-2,
-        intra_node_bytes_per_s=2e2,
-        inter_node_bytes_per_s=1e3,
-        ranks_per_node=3,
+    "latency, blocks": _model(  # a node's links are the slower ones
+        *(0.0, 1e-4),
+        links=(2e2, 1e3),
+        node=3,
         num_layers=2,
+        g=1e-2,
         attention_b=1e-2,
         block_s=5e-3,
-        intra_node_hop_s=0.02,
-        inter_node_hop_s=0.01,
         merge_b=2e-3,
+        **_SLOW_NODE,
     ),
-    "fast host": CostModel(
-        a=1e-6,
-        b=1e-3,
-        kv_bytes_per_token=1.0,
-        activation_bytes_per_token=1.0,
-        host_bytes_per_s=1e6,
-        num_layers=12,
+    "fast host": _model(
+        1e-6, 1e-3, num_layers=12, activation_bytes_per_token=1.0, host_bytes_per_s=1e6
     ),
-    "slow host": CostModel(  # half of the tokens reach it in a third of 1 ms a token
-        a=0.0,
-        b=1e-3,
-        kv_bytes_per_token=1.0,
-        g=1e-3,
-        activation_bytes_per_token=2.0,
-        host_bytes_per_s=3e3,
-        num_layers=5,
+    "slow host": _model(  # half of the tokens reach it in a third of 1 ms a token
+        0.0, 1e-3, num_layers=5, g=1e-3, activation_bytes_per_token=2.0, host_bytes_per_s=3e3
     ),
 }
 
@@ -144,18 +103,29 @@ class Problem:
         """The cost model with the ranks' speeds."""
         return dataclasses.replace(COST_MODELS[self.cost_model], rank_speeds=self.speeds)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``plan`` but for the lengths."""
+        names = ("ranks", "tokens_per_rank", "slice_multiple", "effort", "offload")
+        return {"cost_model": self.model} | {name: getattr(self, name) for name in names}
+
     def plan(self, strategy: str, **others: Any) -> Plan:
-        return plan(
+        return plan(self.lengths, strategy=strategy, **self.arguments | others)
+
+    def random_plan(self, seed: int) -> Plan:
+        """Several sequences to a ring, any degree, locals: what proofs must hold for."""
+        return random_plan(
             self.lengths,
             ranks=self.ranks,
             tokens_per_rank=self.tokens_per_rank,
             slice_multiple=self.slice_multiple,
-            cost_model=self.model,
-            effort=self.effort,
-            offload=self.offload,
-            strategy=strategy,
-            **others,
+            seed=seed,
         )
+
+    @property
+    def proven_s(self) -> float:
+        """Seconds that every plan takes."""
+        return tight_bound_s(self.lengths, **self.arguments)
 
 
 def longest_that_fits(ranks: int, tokens_per_rank: int, slice_multiple: int) -> int:
@@ -258,11 +228,13 @@ def rings_of(
     rings: Sequence[Sequence[int]],
     lengths: Sequence[int] | None = None,
     ratios: Sequence[float] | None = None,
+    sequences: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Plan:
-    """A plan whose micro-batch m has sequence m on ring m."""
+    """A plan whose micro-batch m has these sequences on ring m, or its own one."""
     count = len(rings)
     ranks = [rank for ring in rings for rank in ring]
+    shared = [[m] for m in range(count)] if sequences is None else sequences
     fields: dict[str, Any] = {
         "num_ranks": max(ranks) + 1,
         "tokens_per_rank": 10**6,
@@ -270,8 +242,8 @@ def rings_of(
         "lengths": [1] * count if lengths is None else lengths,
         "rank_offsets": np.cumsum([0, *map(len, rings)]),
         "ranks": ranks,
-        "sequence_offsets": np.arange(count + 1),
-        "sequences": np.arange(count),
+        "sequence_offsets": np.cumsum([0, *map(len, shared)]),
+        "sequences": [one for of_ring in shared for one in of_ring],
         "local_offsets": np.zeros(count + 1),
         "local_sequences": [],
         "local_ranks": [],
@@ -280,13 +252,14 @@ def rings_of(
     return Plan(**(fields | changes))
 
 
-def proven_s(problem: Problem) -> float:
-    """Seconds that every plan of the problem takes."""
-    return tight_bound_s(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        cost_model=problem.model,
-        offload=problem.offload,
-    )
+def rings(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ranks and sequences of each micro-batch."""
+    batches = [plan.micro_batch(m) for m in range(plan.num_micro_batches)]
+    return [(batch.ranks, batch.sequences) for batch in batches]
+
+
+def agree(made: Plan, result: Figures) -> None:
+    """The planner's figures are the evaluator's, which are not below the bound."""
+    for name in ("makespan_s", "lower_bound_s", "efficiency"):
+        assert made.summary[name] == pytest.approx(getattr(result, name), rel=1e-9), name
+    assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)

@@ -68,11 +68,6 @@ def test_wrong_points(points: object, message: str) -> None:
         CostModel(a=0.0, b=1.0, kv_bytes_per_token=1.0, attention_points=points)  # type: ignore[arg-type]
 
 
-def test_points_and_a_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r"a is 1e-09 beside attention_points; expected 0: they"):
-        CostModel(a=1e-9, b=0.0, kv_bytes_per_token=1.0, attention_points=((5, 1.0),))
-
-
 def test_a_file_keeps_the_points(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_bytes(TABLE.to_json())

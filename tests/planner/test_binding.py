@@ -1,7 +1,6 @@
 """The extension refuses what numpy and Python can get wrong, without the checks of ``plan``."""
 
 import itertools
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,43 +10,26 @@ from megatron_hdp import strategies
 from megatron_hdp.planner import CostModel, Problem, evaluate, make_plan, plan
 from megatron_hdp.planner.extension import _core
 
-COST_MODEL: dict[str, Any] = {
-    "a": 1.0,
-    "linear_s_per_token": 1.0,
-    "g": 0.0,
-    "kv_bytes_per_token": 1.0,
-    "intra_node_bytes_per_s": 1.0,
-    "inter_node_bytes_per_s": 1.0,
-    "ranks_per_node": 8,
-    "activation_bytes_per_token": 0.0,
-    "host_bytes_per_s": 1.0,
-    "num_layers": 1,
-    "attention_lengths": np.array([], dtype=np.int64),
-    "attention_seconds": np.array([], dtype=np.float64),
-    "attention_b": 0.0,
-    "block_all_layers_s": 0.0,
-    "intra_node_hop_all_layers_s": 0.0,
-    "inter_node_hop_all_layers_s": 0.0,
-    "merge_b": 0.0,
-    "b_experts": 0.0,
-    "window_tokens": 0,
-    "window_share": 0.0,
-    "halo_s": 0.0,
-}
-PROBLEM: dict[str, Any] = {
-    "lengths": np.array([20, 5, 5]),
-    "num_ranks": 2,
-    "tokens_per_rank": 10,
-    "slice_multiple": 1,
-    "max_length": 20,
-    "pipeline_stages": 1,
-    "model_chunks": 1,
-    "row_weights": np.ones(1),
-    "offload": False,
-    "effort": 1,
-    "expert_ranks": 1,
-    "rank_speeds": np.array([], dtype=np.float64),
-}
+
+def fields_of(problem: Problem) -> dict[str, Any]:
+    """What the extension is given of a problem, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "Problem", dict)
+        return dict(problem.core)  # type: ignore[call-overload]
+
+
+SLOW_LINKS = dict.fromkeys(("intra_node_bytes_per_s", "inter_node_bytes_per_s"), 1.0)
+PROBLEM = fields_of(
+    Problem.of(
+        [20, 5, 5],
+        ranks=2,
+        tokens_per_rank=10,
+        cost_model=CostModel(
+            a=1.0, b=1.0, kv_bytes_per_token=1.0, host_bytes_per_s=1.0, **SLOW_LINKS
+        ),
+    )
+)
+COST_MODEL = PROBLEM.pop("cost_model")
 
 
 def core_of(**changes: Any) -> Any:
@@ -62,27 +44,12 @@ def call(strategy: str = "dp-balance", **changes: Any) -> dict[str, Any]:
 
 # One in which every coefficient counts, each with a value of its own: a ring between nodes and
 # one in a node, blocks, windows, activations that leave for the host.
-EVERY = CostModel(
-    a=3e-6,
-    b=7e-4,
-    kv_bytes_per_token=1.5,
-    g=2e-3,
-    intra_node_bytes_per_s=900.0,
-    inter_node_bytes_per_s=500.0,
-    ranks_per_node=4,
-    activation_bytes_per_token=1.2,
-    host_bytes_per_s=9e3,
-    num_layers=6,
-    attention_b=2e-4,
-    b_experts=4e-4,
-    block_s=1e-3,
-    intra_node_hop_s=1.1e-3,
-    inter_node_hop_s=2.3e-3,
-    merge_b=3e-5,
-    window_tokens=30,
-    window_share=0.3,
-    halo_bytes=5.0,
-)
+LINKS = {"intra_node_bytes_per_s": 900.0, "inter_node_bytes_per_s": 500.0, "ranks_per_node": 4}
+HOPS = {"intra_node_hop_s": 1.1e-3, "inter_node_hop_s": 2.3e-3, "block_s": 1e-3, "merge_b": 3e-5}
+HOST = {"activation_bytes_per_token": 1.2, "host_bytes_per_s": 9e3, "num_layers": 6}
+WINDOWS = {"window_tokens": 30, "window_share": 0.3, "halo_bytes": 5.0}
+LINEAR = {"b": 7e-4, "attention_b": 2e-4, "b_experts": 4e-4, "g": 2e-3}
+EVERY = CostModel(a=3e-6, kv_bytes_per_token=1.5, **LINEAR | LINKS | HOPS | HOST | WINDOWS)
 LENGTHS = [700, 300, 300, 130, *range(20, 90, 7)]
 
 
@@ -232,15 +199,3 @@ def test_strided_and_big_endian_lengths() -> None:
     assert np.array_equal(call(lengths=strided)["sequences"], call()["sequences"])
     with pytest.raises(ValueError, match="lengths has dtype >i8"):
         call(lengths=np.array([20, 5], dtype=">i8"))
-
-
-def test_threads_get_the_same_plan() -> None:
-    expected = call()["sequences"]
-    results: list[object] = []
-    threads = [threading.Thread(target=lambda: results.append(call())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    assert all(np.array_equal(result["sequences"], expected) for result in results)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.presets import preset_lengths
-from megatron_hdp.planner import CostModel, Plan, plan
+from megatron_hdp.planner import CostModel, Plan, plan, slice_tokens
+from tests.planner.problems import rings
 
 LINEAR = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 
@@ -12,11 +13,6 @@ LINEAR = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)
 def bytescale(lengths: list[int], ranks: int, tokens_per_rank: int, **others: object) -> Plan:
     arguments = {"strategy": "bytescale", "cost_model": LINEAR} | others
     return plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, **arguments)  # type: ignore[arg-type]
-
-
-def rings(result: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    batches = [result.micro_batch(m) for m in range(result.num_micro_batches)]
-    return [(batch.ranks, batch.sequences) for batch in batches]
 
 
 def test_at_the_start_all_ranks_are_targets() -> None:
@@ -48,16 +44,8 @@ def test_degrees_are_the_least_and_sequences_that_fit_stay_whole() -> None:
     result = bytescale(lengths.tolist(), ranks=13, tokens_per_rank=17)
     result.validate()
     for ranks, sequences in rings(result):
-        if len(sequences) == 1:
-            length = lengths[sequences[0]]
-            least = next(
-                d
-                for d in range(1, 14)
-                if (1 if d == 1 else 2) * -(-length // (1 if d == 1 else 2 * d)) <= 17
-            )
-            assert len(ranks) == least
-        else:
-            assert len(ranks) == 1
+        length = lengths[sequences[0]] if len(sequences) == 1 else 1
+        assert len(ranks) == next(d for d in range(1, 14) if slice_tokens(length, d) <= 17)
 
 
 @pytest.mark.parametrize("preset", ["github", "byted"])

@@ -1,6 +1,7 @@
 """The cost model of an HDP rank of several GPUs."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,8 @@ def test_tensor_ranks_compute_send_and_copy_side_by_side():
     assert (one.ranks_per_node, four.ranks_per_node) == (8, 2)
     assert CostModel.of_tensor_ranks(16, **shape).ranks_per_node == 1
     assert four.kv_bytes_per_token == one.kv_bytes_per_token
-    parts = {"attention_b": 8.0, "b_experts": 4.0, "block_s": 1.0, "intra_node_hop_s": 2.0}
-    parts["merge_b"] = 12.0
+    parts = {"attention_b": 8.0, "b_experts": 4.0, "merge_b": 12.0, "block_s": 1.0}
+    parts["intra_node_hop_s"] = 2.0
     some = CostModel.of_tensor_ranks(4, **shape, **parts)
     assert (some.attention_b, some.b_experts, some.merge_b) == (2.0, 1.0, 3.0)
     assert (some.block_s, some.intra_node_hop_s) == (1.0, 2.0)  # of a layer, however wide
@@ -50,15 +51,41 @@ def test_a_file_without_latencies_is_one_with_none(tmp_path: Path):
     assert CostModel.from_json(path) == some
 
 
-@pytest.mark.parametrize("name", NEW)
-def test_bad_latencies(name: str):
-    with pytest.raises(ValueError, match=f"{name} is -1; expected a finite number >= 0"):
-        CostModel(a=1, b=1, kv_bytes_per_token=1, **{name: -1})
+NO_TIMES = (math.nan, math.inf, -1.0, None, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({name: -1}, f"{name} is -1; expected a finite number >= 0") for name in NEW),
+        *(({"g": value}, f"g is {value}; expected a finite number >= 0") for value in NO_TIMES),
+        (
+            {"inter_node_bytes_per_s": 0},
+            "inter_node_bytes_per_s is 0; expected a finite number > 0",
+        ),
+        ({"ranks_per_node": 2.5}, r"ranks_per_node is 2\.5; expected an integer >= 1"),
+        ({"a": 1e-9, "attention_points": ((5, 1.0),)}, "a is 1e-09 beside attention_points; exp"),
+        ({"attention_b": 2, "attention_points": [(1, 1)]}, "attention_b is 2.0 beside attention_p"),
+        ({"window_tokens": -1}, "window_tokens is -1; expected an integer from 0 to"),
+        ({"window_tokens": 2.0}, "window_tokens is 2.0; expected an integer"),
+        ({"window_share": 1.5}, "window_share is 1.5; expected a share of 0 to 1"),
+        ({"window_share": 0.75}, "window_share is 0.75 without window_tokens; give both"),
+        ({"halo_bytes": -1.0}, "halo_bytes is -1.0; expected a finite number >= 0"),
+    ],
+    ids=str,
+)
+def test_bad_coefficients(changes: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=f"cost model: .*{message}"):
+        CostModel(**{"a": 0, "b": 1, "kv_bytes_per_token": 1} | changes)
+
+
+@pytest.mark.parametrize("value", NO_TIMES[:3])
+def test_bad_speeds_of_compute(value: float):
+    with pytest.raises(ValueError, match="flops_per_s"):
+        CostModel.from_model_shape(2, 8, 1e3, 16, flops_per_s=value)
 
 
 def test_attention_is_told_once():
-    with pytest.raises(ValueError, match="attention_b is 2.0 beside attention_points; expected 0"):
-        CostModel(a=0, b=1, kv_bytes_per_token=1, attention_b=2, attention_points=[(1, 1)])
     before = CostModel(a=1, b=1, kv_bytes_per_token=1, attention_b=2, b_experts=3, block_s=4)
     after = before.with_costs(lambda s: 5.0 * s, max_length=100)
     assert (after.attention_b, after.b_experts, after.block_s) == (0, 0, 4)
@@ -84,8 +111,5 @@ def test_dear_blocks_keep_rings_narrow_and_dear_hops_in_a_node():
         return int(np.diff(made.rank_offsets).max())
 
     assert widest(block_s=1e-2) < widest()
-    short = {"ranks": 16, "tokens_per_rank": 16_384}
-    slow = dataclasses.replace(LLAMA_7B, inter_node_hop_s=0.05)
-    one = [80_000]
-    assert len(plan(one, **short).micro_batch(0).ranks) > 8
-    assert len(plan(one, cost_model=slow, **short).micro_batch(0).ranks) <= 8
+    arguments["ranks"], lengths = 16, [80_000]
+    assert widest(inter_node_hop_s=0.05) <= 8 < widest()

@@ -115,13 +115,7 @@ def test_our_plans_end_together():
         shares = []
         for ranks in (8, 32, 64):
             lengths = np.minimum(random.lognormal(7, 1.6, 12 * ranks).astype(np.int64) + 1, 65536)
-            made = plan(
-                lengths,
-                ranks=ranks,
-                tokens_per_rank=16384,
-                strategy=strategy,
-                cost_model=model,
-                pipeline_stages=stages,
-            )
+            arguments = {"ranks": ranks, "tokens_per_rank": 16384, "pipeline_stages": stages}
+            made = plan(lengths, strategy=strategy, cost_model=model, **arguments)
             shares.append(rule(step_of(made, stages)).mean())
         assert min(shares) > 0.9, (strategy, shares)

@@ -2,11 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import LLAMA_7B, CostModel, evaluate
+from megatron_hdp.planner import CostModel, Evaluation, evaluate
 from tests.planner.problems import rings_of, small_plan
 
 COST = CostModel(
@@ -18,6 +19,12 @@ COST = CostModel(
     inter_node_bytes_per_s=1e9,
     ranks_per_node=4,
 )
+HALF = {"rank_speeds": (1.0, 1.0, 0.5, 1.0)}
+
+
+def evaluated(**changes: Any) -> Evaluation:
+    """The small plan by these costs."""
+    return evaluate(small_plan(), dataclasses.replace(COST, **changes))
 
 
 def test_small_plan_by_hand() -> None:
@@ -39,18 +46,17 @@ def test_small_plan_by_hand() -> None:
 def test_traffic_is_exposed_only_beyond_the_rings_own_attention() -> None:
     # three steps of 24^2 / 9 = 64 s of attention, 64 / 3 forward and 128 / 3 backward; before two
     # of them a hop of 8 bytes forward, 16 backward: 40 and 80 s, of which 120 - 64 s are exposed
-    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)
-    result = evaluate(small_plan(), slow)
+    result = evaluated(intra_node_bytes_per_s=0.2)
     assert result.exposed_s.tolist() == pytest.approx([2 * 56, 0, 0])
     assert result.duration_s[0] == pytest.approx(226 + 112)
-    hidden = dataclasses.replace(COST, intra_node_bytes_per_s=0.375)  # 8 / 0.375 = 64 / 3
-    assert evaluate(small_plan(), hidden).exposed_s.tolist() == pytest.approx([0, 0, 0])
+    hidden = evaluated(intra_node_bytes_per_s=0.375)  # 8 / 0.375 = 64 / 3
+    assert hidden.exposed_s.tolist() == pytest.approx([0, 0, 0])
 
 
 def test_every_hop_takes_its_latency_in_each_layer_and_pass() -> None:
     # as above, hops of 40 and 80 s under 64 / 3 and 128 / 3 s; four layers of 2.5 s add 10 s each
-    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, intra_node_hop_s=2.5, num_layers=4)
-    assert evaluate(small_plan(), slow).exposed_s.tolist() == pytest.approx([2 * 76, 0, 0])
+    slow = evaluated(intra_node_bytes_per_s=0.2, intra_node_hop_s=2.5, num_layers=4)
+    assert slow.exposed_s.tolist() == pytest.approx([2 * 76, 0, 0])
     # without bytes 4 x 8 s hide under 128 / 3 s of backward, and not under 64 / 3 s of forward
     latent = dataclasses.replace(COST, kv_bytes_per_token=0.0, intra_node_hop_s=8.0, num_layers=4)
     exposed_s = 2 * (32 - 64 / 3)
@@ -66,34 +72,29 @@ def test_every_hop_takes_its_latency_in_each_layer_and_pass() -> None:
 def test_every_block_takes_its_time_in_each_layer_and_pass() -> None:
     # 2 passes x 5 layers x 0.5 s: three steps of the ring, one more on rank 2 for its local
     # sequence, one for each of the other two micro-batches
-    blocks = dataclasses.replace(COST, block_s=0.5, num_layers=5)
-    result = evaluate(small_plan(), blocks)
+    result = evaluated(block_s=0.5, num_layers=5)
     assert result.duration_s.tolist() == pytest.approx([226 + 4 * 5, 109 + 5, 69 + 5])
     assert result.local_s.tolist() == pytest.approx([0, 0, 8 + 5, 0, 0])
     assert result.busy_s.tolist() == pytest.approx([233 + 74, 233, 246, 114])
     # rank 2 at half speed takes twice the time for them as well
-    slow = dataclasses.replace(blocks, rank_speeds=(1.0, 1.0, 0.5, 1.0))
-    assert evaluate(small_plan(), slow).duration_s[0] == pytest.approx(2 * 246)
+    assert evaluated(block_s=0.5, num_layers=5, **HALF).duration_s[0] == pytest.approx(2 * 246)
     assert result.total_compute_s == pytest.approx(790)
 
 
 def test_a_further_step_merges_each_token_of_a_member() -> None:
     # two further steps of the ring's three, 8 tokens on a member, 0.5 s each; nothing of it hides
-    merging = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, merge_b=0.5)
-    result = evaluate(small_plan(), merging)
+    result = evaluated(intra_node_bytes_per_s=0.2, merge_b=0.5)
     assert result.exposed_s[0] == pytest.approx(112)
     assert result.duration_s.tolist() == pytest.approx([226 + 112 + 8, 109, 69])
     # rank 2 at half speed takes twice the time for it as well
-    slow = dataclasses.replace(merging, rank_speeds=(1.0, 1.0, 0.5, 1.0))
-    without = evaluate(small_plan(), dataclasses.replace(slow, merge_b=0.0))
-    assert evaluate(small_plan(), slow).duration_s[0] == pytest.approx(without.duration_s[0] + 16)
+    without, slow = (evaluated(intra_node_bytes_per_s=0.2, merge_b=b, **HALF) for b in (0.0, 0.5))
+    assert slow.duration_s[0] == pytest.approx(without.duration_s[0] + 16)
 
 
 def test_a_linear_term_of_attention_hides_traffic_and_one_of_experts_does_not() -> None:
     # the ring's 24 tokens: 24 x 1.5 s more, 12 s a member, 4 s a step
-    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2)
-    attention = evaluate(small_plan(), dataclasses.replace(slow, attention_b=1.5))
-    experts = evaluate(small_plan(), dataclasses.replace(slow, b_experts=1.5))
+    attention = evaluated(intra_node_bytes_per_s=0.2, attention_b=1.5)
+    experts = evaluated(intra_node_bytes_per_s=0.2, b_experts=1.5)
     assert attention.exposed_s[0] == pytest.approx(2 * (120 - 68))
     assert experts.exposed_s[0] == pytest.approx(2 * (120 - 64))
     assert attention.duration_s[0] == pytest.approx(218 + 12 + 104 + 8 + 2 * 1.5)
@@ -102,10 +103,9 @@ def test_a_linear_term_of_attention_hides_traffic_and_one_of_experts_does_not() 
 
 
 def test_a_ring_that_leaves_its_node_runs_at_the_other_bandwidth() -> None:
-    slow_network = dataclasses.replace(COST, inter_node_bytes_per_s=0.2)
-    assert evaluate(small_plan(), slow_network).exposed_s[0] == 0
-    split = dataclasses.replace(slow_network, ranks_per_node=2)  # ranks 0, 1 | 2, 3
-    assert evaluate(small_plan(), split).exposed_s[0] == pytest.approx(112)
+    assert evaluated(inter_node_bytes_per_s=0.2).exposed_s[0] == 0
+    split = evaluated(inter_node_bytes_per_s=0.2, ranks_per_node=2)  # ranks 0, 1 | 2, 3
+    assert split.exposed_s[0] == pytest.approx(112)
 
 
 def test_members_wait_for_each_other_at_the_start() -> None:
@@ -128,21 +128,6 @@ def test_the_bound_is_the_longest_sequence_where_that_is_longer() -> None:
     assert result.lower_bound_s == pytest.approx(456)
 
 
-def test_cost_model_of_record() -> None:
-    # 6 P s + 6 L H s^2 FLOP at 400 TFLOP/s
-    s = 8192.0
-    assert LLAMA_7B.b * s == pytest.approx(6 * 7e9 * s / 400e12)
-    assert LLAMA_7B.a * s * s == pytest.approx(6 * 32 * 4096 * s * s / 400e12)
-    assert (LLAMA_7B.g, LLAMA_7B.kv_bytes_per_token, LLAMA_7B.ranks_per_node) == (0, 131_072, 8)
-    assert (LLAMA_7B.intra_node_bytes_per_s, LLAMA_7B.inter_node_bytes_per_s) == (300e9, 50e9)
-
-
-def test_cost_model_file_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    path.write_bytes(COST.to_json())
-    assert CostModel.from_json(path) == COST
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -153,17 +138,7 @@ def test_cost_model_file_round_trip(tmp_path: Path) -> None:
             '{"a": 1, "b": 1, "kv_byte_per_token": 1}',
             "unknown key 'kv_byte_per_token'; nearest is ",
         ),
-        ('{"a": -1, "b": 1, "kv_bytes_per_token": 1}', r"a is -1; expected a finite number >= 0"),
-        ('{"a": null, "b": 1, "kv_bytes_per_token": 1}', "a is None; expected a finite number"),
-        ('{"a": true, "b": 1, "kv_bytes_per_token": 1}', "a is True; expected a finite number"),
-        (
-            '{"a": 1, "b": 1, "kv_bytes_per_token": 1, "inter_node_bytes_per_s": 0}',
-            "inter_node_bytes_per_s is 0; expected a finite number > 0",
-        ),
-        (
-            '{"a": 1, "b": 1, "kv_bytes_per_token": 1, "ranks_per_node": 2.5}',
-            r"ranks_per_node is 2\.5; expected an integer >= 1",
-        ),
+        ('{"a": -1, "b": 1, "kv_bytes_per_token": 1}', r"cost\.json: .*a is -1; expected a finite"),
     ],
 )
 def test_bad_cost_model_files(tmp_path: Path, text: str, message: str) -> None:
@@ -173,19 +148,10 @@ def test_bad_cost_model_files(tmp_path: Path, text: str, message: str) -> None:
         CostModel.from_json(path)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_bad_numbers_in_a_cost_model(value: float) -> None:
-    with pytest.raises(ValueError, match=f"cost model: g is {value}"):
-        dataclasses.replace(COST, g=value)
-    with pytest.raises(ValueError, match="flops_per_s"):
-        CostModel.from_model_shape(2, 8, 1e3, 16, flops_per_s=value)
-
-
 def test_speeds_by_hand() -> None:
     # rank 2 at half speed: (208 + 8 local + g 10) / 0.5 = 452 s; rank 3 at double speed: 109 / 2;
     # then rank 0: 69
-    speeds = dataclasses.replace(COST, rank_speeds=(1.0, 1.0, 0.5, 2.0))
-    result = evaluate(small_plan(), speeds)
+    result = evaluated(rank_speeds=(1.0, 1.0, 0.5, 2.0))
     assert result.duration_s.tolist() == pytest.approx([452, 54.5, 69])
     assert result.local_s.tolist() == pytest.approx([0, 0, 16, 0, 0])
     assert result.busy_s.tolist() == pytest.approx([218 + 69, 218, 452, 54.5])
@@ -198,15 +164,14 @@ def test_speeds_by_hand() -> None:
 
 def test_a_slow_member_hides_more_traffic() -> None:
     # hops of 120 s; steps of 64 s, of 128 s on the slow rank: 2 x 56 s exposed on the others
-    slow = dataclasses.replace(COST, intra_node_bytes_per_s=0.2, rank_speeds=(1.0, 1.0, 0.5, 1.0))
-    result = evaluate(small_plan(), slow)
+    result = evaluated(intra_node_bytes_per_s=0.2, **HALF)
     assert result.exposed_s.tolist() == pytest.approx([112, 0, 0])
     assert result.duration_s[0] == pytest.approx(452)  # the slow rank still decides
 
 
 def test_a_speed_for_each_rank() -> None:
     with pytest.raises(ValueError, match="rank_speeds has 3 entries; expected one for each of 4"):
-        evaluate(small_plan(), dataclasses.replace(COST, rank_speeds=(1.0, 1.0, 0.5)))
+        evaluated(rank_speeds=(1.0, 1.0, 0.5))
 
 
 def test_without_stages_forward_comes_first_and_backward_takes_two_thirds() -> None:

@@ -12,22 +12,13 @@ from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES, repeatable
-from tests.planner.test_binding import core_of
+from tests.planner.test_binding import COST_MODEL, PROBLEM, core_of
 
 fuzzily = repeatable(150)
 
-INTEGERS = ("num_ranks", "tokens_per_rank", "slice_multiple", "max_length", "ranks_per_node")
-INTEGERS += ("num_layers", "pipeline_stages", "effort", "expert_ranks")
-NUMBERS = ("a", "linear_s_per_token", "g", "kv_bytes_per_token", "intra_node_bytes_per_s")
-NUMBERS += ("inter_node_bytes_per_s", "activation_bytes_per_token", "host_bytes_per_s")
-NUMBERS += (
-    "attention_b",
-    "block_all_layers_s",
-    "intra_node_hop_all_layers_s",
-    "inter_node_hop_all_layers_s",
-    "merge_b",
-    "b_experts",
-)
+CORE = PROBLEM | COST_MODEL
+INTEGERS = [name for name, value in CORE.items() if type(value) is int]
+NUMBERS = [name for name, value in CORE.items() if type(value) is float]
 
 around_a_limit = st.builds(
     lambda power, off, sign: max(-(2**63), min(2**63 - 1, sign * (2**power + off))),
@@ -90,12 +81,9 @@ def test_the_extension_plans_or_shows_the_culprit(
 
 WRONG_TYPES: list[Any] = [None, "8", "", b"8", True, False, 2.5, math.nan, math.inf, [], {}, [8]]
 WRONG_TYPES += [object(), 1j, np.array([1, 2]), 2**64, -(2**64), 10**400, -1, 0]
-
-
-INTEGER_ARGUMENTS = ("ranks", "tokens_per_rank", "slice_multiple", "pipeline_stages", "effort")
-INTEGER_ARGUMENTS += ("expert_parallel_size",)
-OTHER_ARGUMENTS = ("strategy", "offload", "max_length", "ranks_per_node", "cost_model")
-WRONG = [(name, value) for name in INTEGER_ARGUMENTS + OTHER_ARGUMENTS for value in WRONG_TYPES]
+ARGUMENTS = ("ranks", "tokens_per_rank", "slice_multiple", "pipeline_stages", "effort", "strategy")
+ARGUMENTS += ("expert_parallel_size", "offload", "max_length", "ranks_per_node", "cost_model")
+WRONG = [(name, value) for name in ARGUMENTS for value in WRONG_TYPES]
 WRONG += [
     (name, value)
     for name in ("lengths", "rank_speeds")
@@ -126,13 +114,7 @@ def test_wrong_speeds_are_named(speeds: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "speeds",
-    [
-        np.ones(3),
-        np.ones((2, 1)),
-        np.ones(2, dtype=np.float32),
-        np.ones(2, dtype=np.int64),
-        np.array(1.0),
-    ],
+    [np.ones(3), np.ones((2, 1)), np.ones(2, np.float32), np.ones(2, np.int64), np.array(1.0)],
     ids=lambda speeds: f"{speeds.dtype}{speeds.shape}",
 )
 def test_the_extension_refuses_speeds_of_another_shape(speeds: np.ndarray[Any, Any]) -> None:
@@ -148,42 +130,39 @@ def test_tokens_beyond_32_bits(strategy: str, length: int) -> None:
     result = plan(lengths, ranks=48, tokens_per_rank=2**37, slice_multiple=128, strategy=strategy)
     result.validate()
     assert result.summary["ring_tokens"] >= 0
+    assert result.summary["max_tokens_on_a_rank"] >= min(length // 48, 2**36)
     assert result.summary["makespan_s"] >= result.summary["lower_bound_s"] * (1 - 1e-9)
+
+
+at_least_1 = whole.filter(lambda value: value >= 1)
 
 
 @fuzzily
 @given(
     length=st.integers(1, 2**40),
-    num_ranks=st.integers(1, 3000),
-    tokens_per_rank=whole.filter(lambda value: value >= 1),
-    slice_multiple=whole.filter(lambda value: value >= 1),
+    arguments=st.fixed_dictionaries(
+        {
+            "ranks": st.integers(1, 3000),
+            "tokens_per_rank": at_least_1,
+            "slice_multiple": at_least_1,
+            "offload": st.sampled_from(["auto", "off"]),
+        }
+    ),
     layers=st.integers(1, 2**20),
-    offload=st.sampled_from(["auto", "off"]),
 )
-@example(2**40, 3000, 2**40, 2**40, 2**20, "auto")
-def test_least_degrees_do_not_overflow(
-    length: int,
-    num_ranks: int,
-    tokens_per_rank: int,
-    slice_multiple: int,
-    layers: int,
-    offload: str,
-) -> None:
+@example(
+    2**40,
+    {"ranks": 3000, "tokens_per_rank": 2**40, "slice_multiple": 2**40, "offload": "auto"},
+    2**20,
+)
+def test_least_degrees_do_not_overflow(length: int, arguments: dict[str, Any], layers: int) -> None:
     model = CostModel(
         a=0.0, b=1.0, kv_bytes_per_token=1.0, activation_bytes_per_token=1.0, num_layers=layers
     )
     try:
-        result = plan(
-            [length],
-            ranks=num_ranks,
-            tokens_per_rank=tokens_per_rank,
-            slice_multiple=slice_multiple,
-            cost_model=model,
-            offload=offload,
-            strategy="naive",
-        )
+        result = plan([length], cost_model=model, strategy="naive", **arguments)
     except ValueError as error:
-        assert shows(error, [length, tokens_per_rank, slice_multiple, num_ranks])
+        assert shows(error, [length, *arguments.values()])
     else:
         result.validate(num_layers=layers)
 

@@ -1,8 +1,4 @@
-"""Runs slots under the interleaved schedule with blocking semantics: never a deadlock.
-
-A worker is one stage of one rank with several model chunks. It enters its next operation and waits
-for its ring, and knows nothing of the others but what it waits for.
-"""
+"""Slots under the interleaved schedule, run by workers that block: never a deadlock."""
 
 import numpy as np
 import pytest
@@ -11,65 +7,13 @@ from hypothesis import strategies as st
 
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
+from tests.planner.blocking import fed_by, interleaved, run_blocking
 from tests.planner.problems import repeatable
 from tests.support.random_plans import random_plan
 
+__all__ = ["fed_by", "interleaved"]
+
 slowly = repeatable(60)
-
-
-def table(micro_batches, chunks, group):
-    """What a stage runs forward, in order: a group through every chunk, then the next group."""
-    return [
-        (m, chunk)
-        for begin in range(0, len(micro_batches), group)
-        for chunk in range(chunks)
-        for m in micro_batches[begin : begin + group]
-    ]
-
-
-def interleaved(micro_batches, stage, stages, chunks, group):
-    """Pass, micro-batch and chunk of each operation of a stage, in Megatron's order."""
-    forwards = [("F", m, chunk) for m, chunk in table(micro_batches, chunks, group)]
-    backwards = [("B", m, chunks - 1 - chunk) for m, chunk in table(micro_batches, chunks, group)]
-    warm_up = min(len(forwards), 2 * (stages - 1 - stage) + (chunks - 1) * group)
-    order = forwards[:warm_up]
-    for i in range(len(forwards) - warm_up):
-        order += [forwards[warm_up + i], backwards[i]]
-    return order + backwards[len(forwards) - warm_up :]
-
-
-def fed_by(kind, m, at, last):
-    """What must have ended: passes run through the stages of all chunks, one behind another."""
-    if kind == "F":
-        return ("F", m, at - 1) if at else None
-    return ("B", m, at + 1) if at < last else ("F", m, at)
-
-
-def run_blocking(queues, rings, stages, chunks, group):
-    """Whether every operation ends."""
-    waiting = {
-        (rank, stage): interleaved(queue, stage, stages, chunks, group)
-        for rank, queue in enumerate(queues)
-        for stage in range(stages)
-    }
-    done, progress = set(), True
-    while progress:
-        progress = False
-        for (_, stage), operations in waiting.items():
-            if not operations:
-                continue
-            kind, m, chunk = operations[0]
-            at = chunk * stages + stage
-            needed = fed_by(kind, m, at, stages * chunks - 1)
-            members = [waiting[rank, stage] for rank in rings[m]]
-            if needed is not None and needed not in done:
-                continue
-            if all(queue and queue[0] == (kind, m, chunk) for queue in members):
-                for queue in members:
-                    queue.pop(0)
-                done.add((kind, m, at))
-                progress = True
-    return not any(waiting.values())
 
 
 def with_paddings_named(plan, lists):
@@ -101,10 +45,10 @@ BATCH = {
 @slowly
 @given(**BATCH)
 def test_slots_in_whole_groups_never_deadlock(stages, chunks, lengths, ranks, seed):
-    made, group = made_of(lengths, ranks, seed), Pipeline(stages, chunks).group_size
-    lists = slots(made, aligned=True, group_size=group)
+    pipeline = Pipeline(stages, chunks)
+    lists = slots(made_of(lengths, ranks, seed), aligned=True, group_size=pipeline.group_size)
     assert all(len(one) % stages == 0 for one in lists)
-    assert run_blocking(*with_paddings_named(made, lists), stages, chunks, group)
+    assert run_blocking(lists, pipeline, group=stages) is not None
 
 
 @pytest.mark.parametrize("stages, chunks", [(2, 2), (2, 3), (4, 2), (4, 3)])
@@ -122,7 +66,7 @@ def test_groups_that_are_cut_short_deadlock(stages, chunks, fault):
                 np.append(one, np.full(allowed_padding(len(one), stages, group), PADDING))
                 for one in lists
             ]
-        stuck += not run_blocking(*with_paddings_named(made, lists), stages, chunks, group)
+        stuck += run_blocking(lists, Pipeline(stages, chunks), group=group) is None
     assert stuck > 0
 
 

@@ -1,11 +1,13 @@
 """Offload: degrees below the memory minimum, with ratios that the host keeps up with."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 
 from megatron_hdp.planner import CostModel, Plan, compute_s, plan, slice_tokens
-from tests.planner.problems import Problem, problems, repeatable
+from tests.planner.problems import Problem, problems, repeatable, rings
 
 PAPERS_STRATEGIES = ("naive", "bytescale")
 
@@ -20,6 +22,7 @@ FAST_HOST = CostModel(
     host_bytes_per_s=100.0,
     num_layers=4,
 )
+LIMITED = dataclasses.replace(FAST_HOST, host_bytes_per_s=0.49)
 
 
 def offloaded(lengths: list[int], ranks: int, **others: object) -> Plan:
@@ -31,15 +34,10 @@ def test_half_of_the_layers_stay() -> None:
     # at ratio 1 a rank holds 2 x 10 tokens; at 2/3 of the other two layers 15 x (2 + 2/3) / 4 = 10;
     # a half of 21 is padded to 12 tokens: 12 x (2 + 4/3) / 4 = 10
     result = offloaded([21, 20, 15, 10], ranks=2)
-    batches = [result.micro_batch(m) for m in range(result.num_micro_batches)]
-    assert [(batch.sequences, len(batch.ranks)) for batch in batches] == [
-        ((0,), 2),
-        ((1,), 1),
-        ((2,), 1),
-        ((3,), 1),
+    assert [(len(ranks), sequences) for ranks, sequences in rings(result)] == [
+        *((2, (0,)), (1, (1,)), (1, (2,)), (1, (3,))),
     ]
-    ratios = [batch.offload_ratio for batch in batches]
-    assert ratios == pytest.approx([1 / 3, 1, 2 / 3, 0])
+    assert result.offload_ratios.tolist() == pytest.approx([1 / 3, 1, 2 / 3, 0])
     result.validate(num_layers=4)
 
 
@@ -61,26 +59,14 @@ def test_a_sequence_that_would_outlast_the_others_keeps_its_ranks(strategy: str)
     assert (len(among_others.micro_batch(0).ranks), among_others.offload_ratios[0]) == (1, 1)
 
 
-LIMITED = CostModel(
-    a=0.0,
-    b=1.0,
-    kv_bytes_per_token=0.0,
-    activation_bytes_per_token=1.0,
-    host_bytes_per_s=0.49,
-    num_layers=4,
-)
-
-
 def test_a_batch_that_needs_offload_says_so() -> None:
     with pytest.raises(ValueError, match='add ranks, or use offload="auto", which needs 1'):
-        plan([15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST)
-    assert plan(
-        [15], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, strategy="naive", offload="auto"
-    ).offload_ratios.tolist() == pytest.approx([2 / 3])
+        offloaded([15], ranks=1, offload="off")
+    assert offloaded([15], ranks=1).offload_ratios.tolist() == pytest.approx([2 / 3])
     with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks$"):
-        plan([21], ranks=1, tokens_per_rank=10, cost_model=FAST_HOST, offload="auto")
+        offloaded([21], ranks=1)
     with pytest.raises(ValueError, match='raise tokens_per_rank, or use offload="auto"'):
-        plan([15], ranks=1, tokens_per_rank=10, slice_multiple=6, cost_model=FAST_HOST)
+        offloaded([15], ranks=1, slice_multiple=6, offload="off")
 
 
 def fits(problem: Problem, length: int, degree: int) -> bool:

@@ -6,18 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megatron_hdp.planner import (
-    LLAMA_7B,
-    Evaluation,
-    Plan,
-    PlanError,
-    evaluate,
-    figures,
-    validation,
-)
+from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, figures, validation
 from megatron_hdp.planner import bounds as bounds_module
 from megatron_hdp.planner import flat_plan as flat_plan_module
-from tests.planner.problems import EXECUTED_STRATEGIES, Problem, fixed_problems, small_plan
+from tests.planner.problems import EXECUTED_STRATEGIES, Problem, fixed_problems
+from tests.planner.test_validation import FAULTS, caught_and_named
 
 
 @pytest.fixture(params=[1, 13])
@@ -72,26 +65,11 @@ def test_figures_of_pipelines() -> None:
         figures(made, problem.model, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"offload_ratios": [0, 0, 2.0]}, "offload ratio of micro-batch 2 is 2.0"),
-        ({"ranks": [0, 1, 1, 3, 0]}, "micro-batch 0 names rank 1 twice"),
-        ({"sequence_offsets": [0, 1, 1, 4]}, "micro-batch 1 has no sequences"),
-        ({"sequence_offsets": [0, 2, 1, 4]}, "sequence_offsets falls after entry 1"),
-        (
-            {"local_offsets": [0, 0, 0, 1]},
-            "micro-batch 2 gives local sequence 1 to rank 2, which is not in its ring",
-        ),
-        ({"tokens_per_rank": 8}, "micro-batch 0 holds 10 tokens on rank 2; the capacity is 8"),
-        ({"lengths": [24, 2, 11, 4, 5]}, "micro-batch 1 holds 11 tokens on rank 3"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "change", "message"), FAULTS, ids=lambda value: str(value)[:40])
 def test_what_is_wrong_is_named(
-    small_pieces: None, changes: dict[str, object], message: str
+    small_pieces: None, rule: str, change: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
-        small_plan(**changes).validate()
+    caught_and_named(rule, change, message)
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 127, 128, 129, 1000, 4099])

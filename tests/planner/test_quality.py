@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.presets import LONGEST, preset_lengths
-from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan, tight_bound_s
+from megatron_hdp.planner import LLAMA_7B, Plan, evaluate, plan, tight_bound_s
 
 SLOW_RANK = [0.5, *[1.0] * 63]
-
-
-LATENCIES = {  # us a layer of a hop in a node, of one between nodes, of a block; what to reach
-    "15, 25, 10": (15, 25, 10, 0.985),
-    "30, 50, 30": (30, 50, 30, 0.97),
-}
+VERY_MANY = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4096, 16384)]
 
 
 def batch(preset: str, ranks: int, tokens_per_rank: int, seed: int) -> np.ndarray:
@@ -24,8 +19,9 @@ def batch(preset: str, ranks: int, tokens_per_rank: int, seed: int) -> np.ndarra
 
 
 def share(made: Plan) -> float:
-    made.validate()
-    assert made.summary["max_tokens_on_a_rank"] <= made.tokens_per_rank
+    made.validate(num_layers=32)
+    if not made.offload_ratios.any():
+        assert made.summary["max_tokens_on_a_rank"] <= made.tokens_per_rank
     return made.summary["lower_bound_s"] / made.summary["makespan_s"]
 
 
@@ -40,36 +36,26 @@ def test_few_ranks(preset: str, tokens_per_rank: int) -> None:
 
 @pytest.mark.parametrize("preset", ["github", "byted"])
 @pytest.mark.parametrize("tokens_per_rank", [8192, 32768])
-@pytest.mark.parametrize("ranks", [256, 1024])
+@pytest.mark.parametrize("ranks", [256, 1024, *VERY_MANY])
 def test_many_ranks(preset: str, ranks: int, tokens_per_rank: int) -> None:
-    for seed in (20, 21):
+    for seed in (20, 21) if ranks <= 1024 else (20,):
         lengths = batch(preset, ranks, tokens_per_rank, seed)
         assert share(plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)) >= 0.98
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["github", "byted"])
-@pytest.mark.parametrize("tokens_per_rank", [8192, 32768])
-@pytest.mark.parametrize("ranks", [4096, 16384])
-def test_very_many_ranks(preset: str, ranks: int, tokens_per_rank: int) -> None:
-    lengths = batch(preset, ranks, tokens_per_rank, 20)
-    assert share(plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)) >= 0.98
-
-
-@pytest.mark.parametrize("latencies", LATENCIES)
+@pytest.mark.parametrize(
+    ("latencies", "wanted"), [((15, 25, 10), 0.985), ((30, 50, 30), 0.97)], ids=str
+)
 @pytest.mark.parametrize("preset", ["github", "byted"])
 @pytest.mark.parametrize("tokens_per_rank", [8192, 32768])
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_hops_and_blocks_that_the_planner_knows(
-    latencies: str, preset: str, tokens_per_rank: int, ranks: int
+    latencies: tuple[int, ...], wanted: float, preset: str, tokens_per_rank: int, ranks: int
 ) -> None:
-    intra_node, inter_node, block, wanted = LATENCIES[latencies]
-    cost = dataclasses.replace(
-        LLAMA_7B,
-        intra_node_hop_s=intra_node * 1e-6,
-        inter_node_hop_s=inter_node * 1e-6,
-        block_s=block * 1e-6,
-    )
+    """Latencies in us a layer: of a hop in a node, of one between nodes, of a block."""
+    names = ("intra_node_hop_s", "inter_node_hop_s", "block_s")
+    seconds = {name: 1e-6 * value for name, value in zip(names, latencies, strict=True)}
+    cost = dataclasses.replace(LLAMA_7B, **seconds)
     lengths = batch(preset, ranks, tokens_per_rank, 0)
     arguments = {"ranks": ranks, "tokens_per_rank": tokens_per_rank}
     made = plan(lengths, cost_model=cost, **arguments)
@@ -77,11 +63,7 @@ def test_hops_and_blocks_that_the_planner_knows(
     blind = evaluate(plan(lengths, **arguments), cost)
     assert blind.makespan_s >= made.summary["makespan_s"]
     if tokens_per_rank == 8192 and ranks == 1024:
-        assert share_of(blind) < 0.985  # what knowing them is worth
-
-
-def share_of(evaluation: Evaluation) -> float:
-    return evaluation.lower_bound_s / evaluation.makespan_s
+        assert blind.lower_bound_s / blind.makespan_s < 0.985  # what knowing them is worth
 
 
 def test_the_papers_case_study() -> None:
@@ -97,13 +79,7 @@ def test_a_rank_at_half_speed(preset: str) -> None:
         made = plan(lengths, **arguments)
         proven = tight_bound_s(lengths, **arguments)  # some sequences fit on all ranks only
         assert proven / made.summary["makespan_s"] >= 0.96
-        assert share_with_offload(lengths, arguments) >= 0.96
-
-
-def share_with_offload(lengths: np.ndarray, arguments: dict[str, object]) -> float:
-    made = plan(lengths, offload="auto", **arguments)  # type: ignore[arg-type]
-    made.validate(num_layers=32)
-    return made.summary["lower_bound_s"] / made.summary["makespan_s"]
+        assert share(plan(lengths, offload="auto", **arguments)) >= 0.96
 
 
 def test_more_effort_never_ends_later() -> None:

@@ -11,26 +11,20 @@ from megatron_hdp.planner.types import PlanError
 NO_ROOM = {"ranks": 2, "tokens_per_rank": 10}
 
 
-def test_python_gets_the_names_of_arguments() -> None:
-    with pytest.raises(ValueError, match="raise tokens_per_rank or add ranks"):
+@pytest.mark.parametrize(
+    ("names", "capacity", "longest"),
+    [
+        ({}, "tokens_per_rank", "max_length"),
+        (PLANNER_FLAGS, "--hdp-tokens-per-rank", "--seq-length"),
+    ],
+)
+def test_a_caller_gets_its_flags_and_python_the_arguments(
+    names: dict[str, str], capacity: str, longest: str
+) -> None:
+    with pytest.raises(ValueError, match=f"raise {capacity} or add ranks"), told_as(names):
         plan([100], **NO_ROOM)
-    with pytest.raises(ValueError, match="raise max_length or cut it"):
+    with pytest.raises(ValueError, match=f"raise {longest} or cut it"), told_as(names):
         plan([10], max_length=5, **NO_ROOM)
-
-
-def test_a_caller_gets_its_flags() -> None:
-    with (
-        pytest.raises(ValueError, match="raise --hdp-tokens-per-rank"),
-        told_as(PLANNER_FLAGS),
-    ):
-        plan([100], **NO_ROOM)
-    with pytest.raises(ValueError, match="raise --seq-length or cut it"), told_as(PLANNER_FLAGS):
-        plan([10], max_length=5, **NO_ROOM)
-
-
-def test_a_caller_without_flags_gets_the_names_of_arguments() -> None:
-    with pytest.raises(ValueError, match="raise tokens_per_rank or add ranks"), told_as({}):
-        plan([100], **NO_ROOM)
 
 
 def test_a_broken_rule_keeps_its_kind() -> None:

@@ -16,12 +16,12 @@ from megatron_hdp.planner import CostModel, Plan, evaluate, lower_bound_s, plan,
 from tests.planner.problems import (
     EXECUTED_STRATEGIES,
     Problem,
+    agree,
     longest_that_fits,
-    proven_s,
     rank_speeds,
     repeatable,
+    rings_of,
 )
-from tests.support.random_plans import random_plan
 
 quickly = repeatable(100)
 
@@ -83,39 +83,23 @@ def table_problems(draw: st.DrawFn) -> TableProblem:
     )
 
 
-def check_figures(problem: TableProblem, made: Plan, stages: int = 1) -> None:
-    result = evaluate(made, problem.model, stages)
-    assert made.summary["makespan_s"] == pytest.approx(result.makespan_s, rel=1e-9)
-    assert made.summary["lower_bound_s"] == pytest.approx(result.lower_bound_s, rel=1e-9)
-    assert made.summary["efficiency"] == pytest.approx(result.efficiency, rel=1e-9)
-    assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("strategy", EXECUTED_STRATEGIES)
 @quickly
 @given(problem=table_problems())
 def test_no_strategy_beats_the_bounds(strategy: str, problem: TableProblem) -> None:
     made = problem.plan(strategy)
     made.validate()
-    check_figures(problem, made)
+    agree(made, evaluate(made, problem.model))
     lowest = lower_bound_s(np.array(problem.lengths), problem.ranks, problem.model)
-    assert lowest <= proven_s(problem) * (1 + 1e-9)
-    assert proven_s(problem) <= made.summary["makespan_s"] * (1 + 1e-9)
+    assert lowest <= problem.proven_s * (1 + 1e-9)
+    assert problem.proven_s <= made.summary["makespan_s"] * (1 + 1e-9)
 
 
 @settings(quickly, max_examples=400)
 @given(problem=table_problems(), seed=st.integers(0, 9))
 def test_no_random_plan_beats_the_bounds(problem: TableProblem, seed: int) -> None:
-    """Several sequences to a ring and whole ones beside: what the proofs must hold for."""
-    made = random_plan(
-        problem.lengths,
-        ranks=problem.ranks,
-        tokens_per_rank=problem.tokens_per_rank,
-        slice_multiple=problem.slice_multiple,
-        seed=seed,
-    )
-    result = evaluate(made, problem.model)
-    assert proven_s(problem) <= result.makespan_s * (1 + 1e-9)
+    result = evaluate(problem.random_plan(seed), problem.model)
+    assert problem.proven_s <= result.makespan_s * (1 + 1e-9)
     assert result.lower_bound_s <= result.makespan_s * (1 + 1e-9)
 
 
@@ -125,7 +109,7 @@ def test_no_random_plan_beats_the_bounds(problem: TableProblem, seed: int) -> No
 def test_no_pipeline_beats_its_bound(strategy: str, problem: TableProblem, stages: int) -> None:
     made = problem.plan(strategy, pipeline_stages=stages)
     made.validate(pipeline_stages=stages)
-    check_figures(problem, made, stages)
+    agree(made, evaluate(made, problem.model, stages))
 
 
 CONCAVE = CostModel(
@@ -141,19 +125,14 @@ CONCAVE = CostModel(
 def one_micro_batch(lengths: list[int], ranks: int, capacity: int, local: int) -> Plan:
     """The first sequences shared by all ranks, the last `local` ones whole on the first rank."""
     shared = len(lengths) - local
-    return Plan(
-        num_ranks=ranks,
+    return rings_of(
+        [range(ranks)],
+        lengths,
+        sequences=[range(shared)],
         tokens_per_rank=capacity,
-        strategy="static",
-        lengths=lengths,
-        rank_offsets=[0, ranks],
-        ranks=range(ranks),
-        sequence_offsets=[0, shared],
-        sequences=range(shared),
         local_offsets=[0, local],
         local_sequences=range(shared, len(lengths)),
         local_ranks=[0] * local,
-        offload_ratios=[0.0],
     )
 
 

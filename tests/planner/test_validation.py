@@ -58,14 +58,16 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "change", "message"), FAULTS, ids=lambda value: str(value)[:40])
-def test_a_planted_fault_is_caught_and_named(
-    rule: str, change: dict[str, object], message: str
-) -> None:
+def caught_and_named(rule: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         small_plan(**change).validate()
     assert caught.value.rule == rule
     assert f"rule '{rule}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("rule", "change", "message"), FAULTS, ids=lambda value: str(value)[:40])
+def test_a_planted_fault_is_caught(rule: str, change: dict[str, object], message: str) -> None:
+    caught_and_named(rule, change, message)
 
 
 def test_with_offload_the_resident_share_counts() -> None:

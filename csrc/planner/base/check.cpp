@@ -1,5 +1,3 @@
-#include "planner/base/check.hpp"
-
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
@@ -7,7 +5,7 @@
 #include <utility>
 
 #include "planner/base/memory.hpp"
-#include "planner/base/slices.hpp"
+#include "planner/base/types.hpp"
 
 namespace hdp {
 namespace {
@@ -49,8 +47,7 @@ void check_attention_points(const CostModel& cost) {
   std::ostringstream text;
   text << "cost model: ";
   if (cost.a != 0 || cost.attention_b != 0) {
-    text << (cost.a != 0 ? "a is " : "attention_b is ")
-         << (cost.a != 0 ? cost.a : cost.attention_b)
+    text << (cost.a != 0 ? "a is " : "attention_b is ") << (cost.a != 0 ? cost.a : cost.attention_b)
          << " beside attention_points; expected 0: they say what attention takes, leave one of the "
          << "two out";
     throw std::invalid_argument(text.str());
@@ -193,17 +190,6 @@ void check(const Problem& problem) {
   check_range("number of sequences", static_cast<int64_t>(problem.lengths.size()), kMostSequences);
   for (std::size_t id = 0; id < problem.lengths.size(); ++id) check_length(problem, id);
   check_range("context length", problem.max_length, kMostTokens);
-}
-
-int64_t static_degree(const Problem& problem) {
-  for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
-    if (problem.num_ranks % degree == 0 &&
-        slice_tokens(problem.max_length, degree, problem.slice_multiple) <=
-            problem.tokens_per_rank) {
-      return degree;
-    }
-  }
-  return 0;
 }
 
 }  // namespace hdp

@@ -3,14 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <numeric>
 #include <vector>
 
 namespace hdp {
 namespace {
-
-constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 // Seconds of s^2 that layers with a window w leave out: s^2 - w (2 s - w) = (s - w)^2.
 double unseen_s(const CostModel& cost, double length) {
@@ -30,7 +27,7 @@ double attention_s(const CostModel& cost, int64_t length) {
 double attention_per_token_s(const CostModel& cost, int64_t length) {
   const auto s = static_cast<double>(length);
   return cost.attention.empty() ? cost.a * s - unseen_s(cost, s) / s + cost.attention_b
-                                 : cost.attention.seconds(length) / s;
+                                : cost.attention.seconds(length) / s;
 }
 
 double compute_s(const CostModel& cost, int64_t length) {
@@ -80,15 +77,15 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_no
 double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds) {
   if (cost.merge_b > 0) {  // compute / D + merge (1 - 1 / D) = (compute - merge) / D + merge
     const double merge = cost.merge_b * static_cast<double>(length);
-    if (compute_s <= merge) return compute_s + cost.block_all_layers_s <= seconds ? 1 : kNoLimit;
-    if (seconds <= merge) return kNoLimit;
+    if (compute_s <= merge) return compute_s + cost.block_all_layers_s <= seconds ? 1 : kInfinity;
+    if (seconds <= merge) return kInfinity;
     compute_s -= merge;
     seconds -= merge;
   }
   if (cost.block_all_layers_s == 0) return compute_s / seconds;
   // compute / D + D block = t, in the form that does not cancel
   const double square = seconds * seconds - 4 * cost.block_all_layers_s * compute_s;
-  if (!(square >= 0)) return kNoLimit;
+  if (!(square >= 0)) return kInfinity;
   return 2 * compute_s / (seconds + std::sqrt(square));
 }
 
@@ -118,10 +115,9 @@ constexpr int64_t kLongest = int64_t{1} << 41;
 // length_within for a table, where kLongest takes more.
 int64_t length_on_table(const CostModel& cost, double seconds) {
   const std::vector<AttentionPoint>& points = cost.attention.points();
-  const auto above =
-      std::partition_point(points.begin(), points.end(), [&](const AttentionPoint& point) {
-        return compute_s(cost, point.length) <= seconds;
-      });
+  const auto above = std::partition_point(
+      points.begin(), points.end(),
+      [&](const AttentionPoint& point) { return compute_s(cost, point.length) <= seconds; });
   int64_t low = above == points.begin() ? 0 : std::prev(above)->length;
   int64_t high = above == points.end() ? kLongest : above->length;
   while (high - low > 1) {

@@ -19,6 +19,16 @@ int64_t least_degree(const Problem& problem, int64_t length);
 // be degrees without a ratio: their chunks are padded more.
 std::optional<double> offload_ratio(const Problem& problem, int64_t length, int64_t degree);
 
+struct MemoryDegree {
+  int64_t degree = 1;
+  double offload_ratio = 0;
+};
+
+// The least degree where memory alone decides on it. The paper leaves open how far offload may
+// lower it; here as far as the sequence takes no more than `share_s`, a rank's mean share of the
+// compute: on fewer ranks it would outlast the others.
+MemoryDegree memory_degree(const Problem& problem, int64_t length, double share_s);
+
 // The share of its activations that a micro-batch keeps on the rank.
 double resident_share(const Problem& problem, double offload_ratio);
 

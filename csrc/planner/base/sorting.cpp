@@ -15,7 +15,7 @@ constexpr std::size_t kNumDigits = std::size_t{1} << kDigitBits;
 void sort_by_digit(const Lengths& lengths, int shift, const std::vector<SequenceId>& ids,
                    std::vector<SequenceId>& sorted) {
   const auto digit_of = [&](SequenceId id) {
-    const auto bits = static_cast<uint64_t>(lengths[static_cast<std::size_t>(id)]) >> shift;
+    const auto bits = static_cast<uint64_t>(lengths[index(id)]) >> shift;
     return kNumDigits - 1 - (bits & (kNumDigits - 1));
   };
   std::array<std::size_t, kNumDigits + 1> starts{};
@@ -31,7 +31,7 @@ std::vector<SequenceId> longest_first(const Lengths& lengths) {
   std::iota(ids.begin(), ids.end(), SequenceId{0});
   if (ids.size() < kNumDigits) {
     std::stable_sort(ids.begin(), ids.end(), [&](SequenceId left, SequenceId right) {
-      return lengths[static_cast<std::size_t>(left)] > lengths[static_cast<std::size_t>(right)];
+      return lengths[index(left)] > lengths[index(right)];
     });
     return ids;
   }
@@ -49,12 +49,11 @@ SortedLengths::SortedLengths(const Lengths& lengths, const std::vector<SequenceI
     using Value = typename std::decay_t<decltype(values)>::value_type;
     values.reserve(order.size());
     for (const SequenceId id : order) {
-      values.push_back(static_cast<Value>(lengths[static_cast<std::size_t>(id)]));
+      values.push_back(static_cast<Value>(lengths[index(id)]));
     }
   };
   if (order.empty()) return;
-  const bool fits =
-      lengths[static_cast<std::size_t>(order.front())] <= std::numeric_limits<uint32_t>::max();
+  const bool fits = lengths[index(order.front())] <= std::numeric_limits<uint32_t>::max();
   fits ? gather(short_) : gather(long_);
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/base/lengths.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {

@@ -15,7 +15,7 @@ void Plan::reserve(std::size_t num_micro_batches, std::size_t num_members,
 
 void Plan::add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
                double offload_ratio) {
-  const auto m = static_cast<std::size_t>(num_micro_batches());
+  const auto m = index(num_micro_batches());
   add_ring(ring);
   sequences.insert(sequences.end(), sharded.begin(), sharded.end());
   sequence_offsets.push_back(static_cast<int32_t>(sequences.size()));
@@ -34,7 +34,7 @@ void Plan::end_locals(std::size_t end) {
 
 void Plan::add_room(const std::vector<int32_t>& ring, int32_t num_sequences) {
   add_ring(ring);
-  sequences.resize(sequences.size() + static_cast<std::size_t>(num_sequences));
+  sequences.resize(sequences.size() + index(num_sequences));
   sequence_offsets.push_back(static_cast<int32_t>(sequences.size()));
 }
 

@@ -3,12 +3,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "planner/base/attention_table.hpp"
-#include "planner/base/lengths.hpp"
 
 namespace hdp {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Seconds, bytes and tokens of one HDP rank; cost_model.hpp has the formulas. A name that Python's
 // CostModel has as well means the same there.
@@ -29,18 +34,61 @@ struct CostModel {
   double block_all_layers_s = 0;           // of a block of attention whatever it holds, both passes
   double intra_node_hop_all_layers_s = 0;  // of a hop in one node whatever it carries, one pass
   double inter_node_hop_all_layers_s = 0;  // the same of a ring that leaves its node
-  double merge_b = 0;           // s per token of a member for each further step of its ring
-  double b_experts = 0;         // s per token of experts, a part of linear_s_per_token
-  int64_t window_tokens = 0;    // that a query sees in layers with a window; 0: none has one
-  double window_share = 0;      // the part of a that belongs to these layers
-  double halo_s = 0;            // s of a ring for what it sends in them, whatever it holds
+  double merge_b = 0;         // s per token of a member for each further step of its ring
+  double b_experts = 0;       // s per token of experts, a part of linear_s_per_token
+  int64_t window_tokens = 0;  // that a query sees in layers with a window; 0: none has one
+  double window_share = 0;    // the part of a that belongs to these layers
+  double halo_s = 0;          // s of a ring for what it sends in them, whatever it holds
 };
 
 // A count or an id as an index of a vector.
-inline std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+constexpr std::size_t index(int64_t value) { return static_cast<std::size_t>(value); }
+
+// An entry of a vector.
+template <typename Vector>
+auto at(Vector& vector, std::size_t i) {
+  return vector.begin() + static_cast<std::ptrdiff_t>(i);
+}
+
+// Neighbours in a vector that outlives them.
+struct Span {
+  const int32_t* first;
+  const int32_t* last;
+
+  const int32_t* begin() const { return first; }
+  const int32_t* end() const { return last; }
+  std::size_t size() const { return index(last - first); }
+};
 
 // A place in Problem::lengths. A batch of millions takes half the memory of 64 bits each.
 using SequenceId = int32_t;
+
+// Tokens of each sequence of a global batch, kept once however many problems and threads look at
+// them. Read-only; copies share the values.
+class Lengths {
+ public:
+  Lengths() = default;
+  Lengths(std::vector<int64_t> values) {
+    const auto kept = std::make_shared<const std::vector<int64_t>>(std::move(values));
+    *this = Lengths(kept->data(), kept->size(), kept);
+  }
+  Lengths(std::initializer_list<int64_t> values) : Lengths(std::vector<int64_t>(values)) {}
+
+  // Values that `owner` keeps in place and unchanged.
+  Lengths(const int64_t* values, std::size_t size, std::shared_ptr<const void> owner)
+      : values_(values), size_(size), owner_(std::move(owner)) {}
+
+  const int64_t* begin() const { return values_; }
+  const int64_t* end() const { return values_ + size_; }
+  std::size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  int64_t operator[](std::size_t sequence) const { return values_[sequence]; }
+
+ private:
+  const int64_t* values_ = nullptr;
+  std::size_t size_ = 0;
+  std::shared_ptr<const void> owner_;
+};
 
 struct Problem {
   Lengths lengths;  // tokens of each sequence of the global batch
@@ -53,15 +101,13 @@ struct Problem {
   // Share of a micro-batch's time of each part, of sum 1; part c P + s is chunk c of stage s.
   // Empty: all are equal.
   std::vector<double> row_weights;
-  bool offload = false;         // activations may go to host memory
-  int64_t effort = 1;           // scales the number of iterations of local search
-  int64_t expert_ranks = 1;     // so many neighbouring ranks share experts, and run in lockstep
-  std::vector<double> speeds;   // by rank; 1 is what the cost model describes; empty: all 1
+  bool offload = false;        // activations may go to host memory
+  int64_t effort = 1;          // scales the number of iterations of local search
+  int64_t expert_ranks = 1;    // so many neighbouring ranks share experts, and run in lockstep
+  std::vector<double> speeds;  // by rank; 1 is what the cost model describes; empty: all 1
   CostModel cost;
 
-  double speed(int32_t rank) const {
-    return speeds.empty() ? 1.0 : speeds[static_cast<std::size_t>(rank)];
-  }
+  double speed(int32_t rank) const { return speeds.empty() ? 1.0 : speeds[index(rank)]; }
 };
 
 // Whole sequences in the spare room of ring members.
@@ -83,15 +129,19 @@ struct Plan {
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
 
+  // The ranks of micro-batch m, and the sequences that it shares over all of them.
+  Span ring(int64_t m) const { return owned(ranks, rank_offsets, m); }
+  Span sharded(int64_t m) const { return owned(sequences, sequence_offsets, m); }
+
   // local_offsets[m], of any micro-batch or the end.
   int32_t local_offset(int64_t m) const {
-    const auto i = static_cast<std::size_t>(m);
+    const auto i = index(m);
     return i < local_offsets.size() ? local_offsets[i] : local_offsets.back();
   }
 
   // offload_ratios[m], of any micro-batch.
   double offload_ratio(int64_t m) const {
-    const auto i = static_cast<std::size_t>(m);
+    const auto i = index(m);
     return i < offload_ratios.size() ? offload_ratios[i] : 0;
   }
 
@@ -109,7 +159,16 @@ struct Plan {
   void add_room(const std::vector<int32_t>& ring, int32_t num_sequences);
 
  private:
+  static Span owned(const std::vector<int32_t>& values, const std::vector<int32_t>& offsets,
+                    int64_t m) {
+    return {values.data() + offsets[index(m)], values.data() + offsets[index(m) + 1]};
+  }
+
   void add_ring(const std::vector<int32_t>& ring);
 };
+
+// Throws std::invalid_argument for a malformed problem or one with a sequence that does not fit; it
+// names what was found, expected and the remedy.
+void check(const Problem& problem);
 
 }  // namespace hdp

@@ -15,6 +15,10 @@ namespace hdp {
 // Throws std::invalid_argument if no divisor of N holds max_length.
 Plan static_mesh(const Problem& problem);
 
+// The degree of the static mesh: the least divisor of the number of ranks at which a sequence of
+// max_length tokens fits; 0 if there is none.
+int64_t static_degree(const Problem& problem);
+
 // No static mesh takes less: as if all of its micro-batches were one.
 double static_mesh_bound_s(const Problem& problem);
 

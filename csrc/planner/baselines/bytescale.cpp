@@ -28,10 +28,10 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
-#include "planner/baselines/memory_degree.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/schedule/schedule.hpp"
 

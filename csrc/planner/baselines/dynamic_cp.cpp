@@ -21,20 +21,18 @@
 // - Speeds, stages, offload and the cost model play no part, as there.
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "planner/base/place_set.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
 
 namespace hdp {
 namespace {
-
-constexpr double kNoPlace = std::numeric_limits<double>::infinity();
 
 int64_t length_of(const Problem& problem, SequenceId id) { return problem.lengths[index(id)]; }
 
@@ -56,7 +54,7 @@ class Groups {
  public:
   Groups(int64_t degree, int64_t num_ranks) : degree_(degree) {
     while (index(num_ranks / degree) > num_leaves_) num_leaves_ *= 2;
-    work_.assign(2 * num_leaves_, kNoPlace);
+    work_.assign(2 * num_leaves_, kInfinity);
   }
 
   int64_t degree() const { return degree_; }
@@ -67,7 +65,7 @@ class Groups {
 
   // Whether a sequence that takes so much room, no more than any before, has a place.
   bool has_room(int64_t room) const {
-    return work_[1] < kNoPlace || (!asleep_.empty() && asleep_.front().first >= room);
+    return work_[1] < kInfinity || (!asleep_.empty() && asleep_.front().first >= room);
   }
 
   void wake(int64_t room) {
@@ -80,7 +78,7 @@ class Groups {
   }
 
   // The group of those awake at which the round's most work, now `most`, stays least with so much
-  // more, the oldest of equals; and that work, kNoPlace if all sleep.
+  // more, the oldest of equals; and that work, kInfinity if all sleep.
   std::pair<double, std::size_t> best(double more, double most) const {
     const auto with_more = [&](std::size_t node) { return std::max(most, work_[node] + more); };
     std::size_t node = 1;
@@ -100,7 +98,7 @@ class Groups {
     group.work += more;
     group.room -= room;
     const bool awake = group.room >= room;
-    set_work(number, awake ? group.work : kNoPlace);
+    set_work(number, awake ? group.work : kInfinity);
     if (!awake) {
       asleep_.emplace_back(group.room, number);
       std::push_heap(asleep_.begin(), asleep_.end());
@@ -131,8 +129,9 @@ class Groups {
 // One micro-batch for each rank.
 class Round {
  public:
-  explicit Round(const Problem& problem) : problem_(problem), num_free_(problem.num_ranks) {
-    for (int64_t degree = 1; degree <= problem.num_ranks; degree *= 2) {
+  // With groups of at least so many ranks.
+  Round(const Problem& problem, int64_t least) : problem_(problem), num_free_(problem.num_ranks) {
+    for (int64_t degree = least; degree <= problem.num_ranks; degree *= 2) {
       groups_.emplace_back(degree, problem.num_ranks);
     }
   }
@@ -193,7 +192,7 @@ class Round {
 
  private:
   struct Place {
-    double work = kNoPlace;  // the round's most with the sequence there
+    double work = kInfinity;  // the round's most with the sequence there
     Groups* groups = nullptr;
     std::size_t group = 0;
     int64_t room = 0;
@@ -227,99 +226,53 @@ class Round {
   std::vector<Groups> groups_;
 };
 
-// One micro-batch of all ranks.
-class AllRanks {
- public:
-  explicit AllRanks(const Problem& problem) : problem_(problem), room_(problem.tokens_per_rank) {}
-
-  bool add(SequenceId id) {
-    const int64_t length = length_of(problem_, id);
-    if (!fits(length)) return false;
-    room_ -= tokens(length);
-    sequences_.push_back(id);
-    return true;
-  }
-
-  bool fits(int64_t length) const { return tokens(length) <= room_; }
-
-  void finish(Plan& plan) const {
-    std::vector<int32_t> ring(index(problem_.num_ranks));
-    std::iota(ring.begin(), ring.end(), 0);
-    plan.add(ring, sequences_);
-  }
-
- private:
-  int64_t tokens(int64_t length) const {
-    return slice_tokens(length, problem_.num_ranks, problem_.slice_multiple);
-  }
-
-  const Problem& problem_;
-  int64_t room_;  // of each rank
-  std::vector<SequenceId> sequences_;
-};
-
 // The sequences that no round has taken, longest first.
 class Waiting {
  public:
   explicit Waiting(const Problem& problem)
-      : problem_(problem), order_(longest_first(problem.lengths)), next_(order_.size() + 1) {
-    std::iota(next_.begin(), next_.end(), std::size_t{0});
-  }
+      : problem_(problem),
+        order_(longest_first(problem.lengths)),
+        left_(PlaceSet::all(order_.size())) {}
 
-  bool empty() { return first(0) == order_.size(); }
+  bool empty() const { return left_.next(0) == order_.size(); }
 
-  // Offers each to `taker`, a Round or AllRanks, skipping those that it has no place for; returns
-  // the places of what it took.
-  template <class Taker>
-  std::vector<std::size_t> deal(Taker& taker) {
+  // Offers each to a round, skipping those that it has no place for; returns the places of what it
+  // took.
+  std::vector<std::size_t> deal(Round& round) const {
     std::vector<std::size_t> taken;
-    for (std::size_t place = first(0); place < order_.size();) {
-      if (taker.add(order_[place])) {
+    for (std::size_t place = left_.next(0); place < order_.size();) {
+      if (round.add(order_[place])) {
         taken.push_back(place++);
       } else {
-        place = first_that_fits(taker, place);
+        place = first_that_fits(round, place);
       }
-      place = first(place);
+      place = left_.next(place);
     }
     return taken;
   }
 
   void take(const std::vector<std::size_t>& places) {
-    for (const std::size_t place : places) next_[place] = place + 1;
+    for (const std::size_t place : places) left_.erase(place);
   }
 
  private:
-  // The first that waits from this place on.
-  std::size_t first(std::size_t place) {
-    while (next_[place] != place) {
-      next_[place] = next_[next_[place]];
-      place = next_[place];
-    }
-    return place;
-  }
-
-  template <class Taker>
-  std::size_t first_that_fits(const Taker& taker, std::size_t place) const {
-    const auto from = order_.begin() + static_cast<std::ptrdiff_t>(place);
-    const auto found = std::partition_point(from, order_.end(), [&](SequenceId id) {
-      return !taker.fits(length_of(problem_, id));
+  std::size_t first_that_fits(const Round& round, std::size_t place) const {
+    const auto found = std::partition_point(at(order_, place), order_.end(), [&](SequenceId id) {
+      return !round.fits(length_of(problem_, id));
     });
     return index(found - order_.begin());
   }
 
   const Problem& problem_;
   std::vector<SequenceId> order_;
-  std::vector<std::size_t> next_;  // of each place: itself, or one behind it once it was taken
+  PlaceSet left_;
 };
 
 void add_round(const Problem& problem, Waiting& waiting, Plan& plan) {
-  Round round(problem);
+  Round round(problem, 1);
   const std::vector<std::size_t> taken = waiting.deal(round);
-  if (round.finish(plan)) {
-    waiting.take(taken);
-    return;
-  }
-  AllRanks all(problem);
+  if (round.finish(plan)) return waiting.take(taken);
+  Round all(problem, problem.num_ranks);
   waiting.take(waiting.deal(all));
   all.finish(plan);
 }

@@ -1,14 +1,13 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <queue>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
-#include "planner/baselines/memory_degree.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/schedule/schedule.hpp"
 
@@ -61,10 +60,10 @@ using Order = std::vector<SequenceId>;
 // The sequences of a part of the order, best fit decreasing on one rank each.
 Packed packed_decreasing(const Problem& problem, Order::const_iterator next,
                          Order::const_iterator end) {
-  Packed packed(static_cast<std::size_t>(end - next));
+  Packed packed(index(end - next));
   if (next == end) return packed;
   const auto tokens = [&](SequenceId id) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t length = problem.lengths[index(id)];
     return slice_tokens(length, 1, problem.slice_multiple);
   };
   BestFitDecreasing packing(problem.tokens_per_rank, tokens(*(end - 1)));
@@ -75,8 +74,7 @@ Packed packed_decreasing(const Problem& problem, Order::const_iterator next,
 }  // namespace
 
 Plan naive(const Problem& problem) {
-  return *naive_within(problem, longest_first(problem.lengths),
-                       std::numeric_limits<double>::infinity());
+  return *naive_within(problem, longest_first(problem.lengths), kInfinity);
 }
 
 std::optional<Plan> naive_within(const Problem& problem, const std::vector<SequenceId>& order,
@@ -88,7 +86,7 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<Seque
   const double share_s = rest_s / static_cast<double>(problem.num_ranks);
   auto next = order.begin();
   for (; next != order.end(); ++next) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(*next)];
+    const int64_t length = problem.lengths[index(*next)];
     const auto [degree, ratio] = memory_degree(problem, length, share_s);
     if (degree == 1 && ratio == 0) break;
     plan.add(ranks.take(degree), {*next}, ratio);
@@ -96,7 +94,7 @@ std::optional<Plan> naive_within(const Problem& problem, const std::vector<Seque
   }
   if (std::isfinite(limit_s) && takes_more(problem, plan, rest_s, limit_s)) return std::nullopt;
   Packed packed = packed_decreasing(problem, next, order.end());
-  const auto num_bins = static_cast<std::size_t>(packed.num_bins());
+  const auto num_bins = index(packed.num_bins());
   plan.reserve(plan.rank_offsets.size() - 1 + num_bins, plan.ranks.size() + num_bins, order.size());
   for (int64_t bin = 0; bin < packed.num_bins(); ++bin) packed.open(bin, ranks.take(1), plan);
   for (; next != order.end(); ++next) packed.put(*next, plan);

@@ -69,20 +69,20 @@ int64_t BestFitDecreasing::place(int64_t tokens) {
 
 void Packed::add(int64_t bin) {
   if (bin == num_bins()) places_.push_back(0);
-  ++places_[static_cast<std::size_t>(bin)];
+  ++places_[index(bin)];
   bins_.push_back(static_cast<int32_t>(bin));
 }
 
 void Packed::open(int64_t bin, const std::vector<int32_t>& ring, Plan& plan) {
-  int32_t& place = places_[static_cast<std::size_t>(bin)];
+  int32_t& place = places_[index(bin)];
   const int32_t num_items = place;
   place = static_cast<int32_t>(plan.sequences.size());
   plan.add_room(ring, num_items);
 }
 
 void Packed::put(SequenceId id, Plan& plan) {
-  int32_t& place = places_[static_cast<std::size_t>(bins_[next_++])];
-  plan.sequences[static_cast<std::size_t>(place++)] = id;
+  int32_t& place = places_[index(bins_[next_++])];
+  plan.sequences[index(place++)] = id;
 }
 
 }  // namespace hdp

@@ -16,8 +16,6 @@ class BestFit {
  public:
   explicit BestFit(int64_t capacity) : capacity_(capacity) {}
 
-  int64_t num_bins() const { return num_bins_; }
-
   // The bin that takes an item of at most `capacity` tokens.
   int64_t place(int64_t tokens);
 
@@ -36,11 +34,6 @@ class BestFitDecreasing {
  public:
   explicit BestFitDecreasing(int64_t capacity, int64_t least = 1)
       : capacity_(capacity), least_(least) {}
-
-  int64_t num_bins() const { return num_bins_; }
-
-  // Whether a bin has room, so that place() would not open another.
-  bool fits(int64_t tokens) const { return tokens <= most(); }
 
   // The most tokens that the next item may have for a bin to have room.
   int64_t most() const {

@@ -1,10 +1,8 @@
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
-#include "planner/base/check.hpp"
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/baselines/baselines.hpp"
@@ -24,6 +22,17 @@ Packed packed_in_order(const Problem& problem, int64_t degree) {
 
 }  // namespace
 
+int64_t static_degree(const Problem& problem) {
+  for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
+    if (problem.num_ranks % degree == 0 &&
+        slice_tokens(problem.max_length, degree, problem.slice_multiple) <=
+            problem.tokens_per_rank) {
+      return degree;
+    }
+  }
+  return 0;
+}
+
 Plan static_mesh(const Problem& problem) {
   const int64_t degree = static_degree(problem);
   if (degree == 0) {
@@ -34,9 +43,9 @@ Plan static_mesh(const Problem& problem) {
   }
   Packed packed = packed_in_order(problem, degree);
   const int64_t num_groups = problem.num_ranks / degree;
-  std::vector<int32_t> ring(static_cast<std::size_t>(degree));
+  std::vector<int32_t> ring(index(degree));
   Plan plan;
-  const auto num_bins = static_cast<std::size_t>(packed.num_bins());
+  const auto num_bins = index(packed.num_bins());
   plan.reserve(num_bins, num_bins * ring.size(), problem.lengths.size());
   for (int64_t bin = 0; bin < packed.num_bins(); ++bin) {
     std::iota(ring.begin(), ring.end(), static_cast<int32_t>(bin % num_groups * degree));
@@ -50,7 +59,7 @@ Plan static_mesh(const Problem& problem) {
 
 double static_mesh_bound_s(const Problem& problem) {
   const int64_t degree = static_degree(problem);
-  if (degree == 0) return std::numeric_limits<double>::infinity();
+  if (degree == 0) return kInfinity;
   double attention = 0;
   double compute = 0;
   double tokens = 0;

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <functional>
 #include <iterator>
-#include <limits>
 #include <numeric>
 
 #include "planner/base/cost_model.hpp"
@@ -13,8 +12,6 @@
 
 namespace hdp {
 namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // The most that whole sequences of `tokens` > 0 tokens together can take on one rank.
 double most_compute_s(const CostModel& cost, int64_t tokens) {
@@ -32,15 +29,15 @@ class Bound {
         std::max(cost_.intra_node_bytes_per_s, cost_.inter_node_bytes_per_s);
     cost_.intra_node_hop_all_layers_s =
         std::min(cost_.intra_node_hop_all_layers_s, cost_.inter_node_hop_all_layers_s);
-    if (speeds_.empty()) speeds_.assign(static_cast<std::size_t>(problem.num_ranks), 1.0);
+    if (speeds_.empty()) speeds_.assign(index(problem.num_ranks), 1.0);
     if (!problem.speeds.empty()) std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
   }
 
   // The least own time of a sequence at `least` ranks or more, on the fastest ones.
   double own_s(int64_t length, int64_t least) const {
-    double own = kNever;
+    double own = kInfinity;
     for (int64_t degree = least; degree <= problem_.num_ranks; ++degree) {
-      const double speed = speeds_[static_cast<std::size_t>(degree - 1)];
+      const double speed = speeds_[index(degree - 1)];
       own = std::min(own, own_at(length, degree, speed));
     }
     return own;
@@ -64,8 +61,8 @@ class Bound {
   double exposed_from(int64_t length, int64_t degree) const {
     const double bandwidth =
         one_node(degree) ? cost_.intra_node_bytes_per_s : cost_.inter_node_bytes_per_s;
-    const double q = speeds_.back() * 3 * static_cast<double>(length) * cost_.kv_bytes_per_token /
-                     bandwidth;
+    const double q =
+        speeds_.back() * 3 * static_cast<double>(length) * cost_.kv_bytes_per_token / bandwidth;
     const double attention = attention_s(cost_, length);
     if (q == 0) return -attention;
     const double d = std::max(static_cast<double>(degree), std::sqrt(attention / q));
@@ -116,7 +113,7 @@ double Bound::exposed_s(int64_t length, int64_t least, double makespan_s) const 
     return exposed_from(length, degree);
   }
   const int64_t across = least_degree_across(length, least, makespan_s);
-  return across > 0 ? exposed_from(length, across) : kNever;
+  return across > 0 ? exposed_from(length, across) : kInfinity;
 }
 
 double Bound::waited_s(int64_t length, int64_t least) const {
@@ -125,7 +122,7 @@ double Bound::waited_s(int64_t length, int64_t least) const {
   if (speeds_.front() == speeds_.back() || num_ranks - least > kMostDegrees) return 0;
   if (problem_.offload) return 0;  // it makes room for more than `fillable`
   const double compute = compute_s(cost_, length);
-  double lost = kNever;
+  double lost = kInfinity;
   for (int64_t degree = least; degree <= num_ranks; ++degree) {
     const auto d = static_cast<double>(degree);
     const int64_t room =
@@ -134,7 +131,7 @@ double Bound::waited_s(int64_t length, int64_t least) const {
     // of all rings with the same slowest member, neighbours in the order of speeds lose least
     for (int64_t last = degree - 1; last < num_ranks; ++last) {
       const auto end = speeds_.begin() + last + 1;
-      const double slowest = speeds_[static_cast<std::size_t>(last)];
+      const double slowest = speeds_[index(last)];
       const double sum = std::accumulate(end - degree, end, 0.0);
       lost = std::min(lost, (sum - d * slowest) * compute / (d * slowest) - fillable);
       if (lost <= 0) return 0;
@@ -206,9 +203,8 @@ void order_by_attention(const Problem& problem, std::vector<Long>& longs) {
   for (const int64_t length : problem.lengths) {
     if (length >= shortest) continue;  // one of them
     const double most_s = attention_per_token_s(problem.cost, length) * (1 - kRounding);
-    const auto first =
-        std::partition_point(longs.begin(), longs.end(),
-                             [&](const Long& one) { return per_token_s(one) >= most_s; });
+    const auto first = std::partition_point(
+        longs.begin(), longs.end(), [&](const Long& one) { return per_token_s(one) >= most_s; });
     if (first != longs.end()) first->hidden_by_others_s += attention_s(problem.cost, length);
   }
   double sum = 0;

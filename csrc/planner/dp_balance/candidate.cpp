@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <utility>
 
 #include "planner/dp_balance/clock_heap.hpp"
@@ -29,8 +28,6 @@ constexpr double kGoodStart = 1.004;
 
 // A start of at most so many ring members keeps its rings.
 constexpr std::size_t kFewMembers = std::size_t{1} << 16;
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Which ranks form rings: all alike, or the fast ones, or ranks of alike speed.
 std::vector<Decisions> ring_policies(const Problem& problem) {
@@ -153,7 +150,7 @@ Candidate::Candidate(const Batch& batch, Decisions given)
       rings(place_rings(batch, decisions)),
       level(estimate(batch, decisions, rings)) {
   // ranks that wait have had other micro-batches before, which pipelines cannot run
-  if (batch.ramp > 0 && !rings.gaps.empty()) level.makespan_s = kNever;
+  if (batch.ramp > 0 && !rings.gaps.empty()) level.makespan_s = kInfinity;
 }
 
 Decisions decisions_of(const Start& start) {

@@ -1,11 +1,9 @@
 #include "planner/dp_balance/dp_balance.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <vector>
 
-#include "planner/base/check.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/dp_balance/candidate.hpp"
 #include "planner/dp_balance/decide.hpp"
@@ -22,8 +20,6 @@ bool leaner(const Scheduled& left, const Scheduled& right) {
   return std::make_pair(left.schedule.ring_tokens, left.plan.num_micro_batches()) <
          std::make_pair(right.schedule.ring_tokens, right.plan.num_micro_batches());
 }
-
-double infinity() { return std::numeric_limits<double>::infinity(); }
 
 // The plans that may still be taken: a large batch has room for few in memory.
 class Choice {
@@ -56,7 +52,7 @@ class Choice {
   }
 
  private:
-  double least_s_ = infinity();
+  double least_s_ = kInfinity;
   std::vector<Scheduled> plans_;
 };
 
@@ -84,7 +80,7 @@ std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice) 
 double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& order,
                          Choice& choice) {
   const double limit_s = kNearlyAsFast * choice.least_makespan_s();
-  double least_s = infinity();
+  double least_s = kInfinity;
   const auto offer = [&](Plan plan) {
     Scheduled made = scheduled(problem, std::move(plan));
     least_s = std::min(least_s, made.schedule.makespan_s);

@@ -77,7 +77,7 @@ class RankBins {
     packed_.add(bins_[rank][bin]);
   }
 
-  std::size_t size() const { return static_cast<std::size_t>(packed_.num_bins()); }
+  std::size_t size() const { return index(packed_.num_bins()); }
 
   // Micro-batches of a rank that has the most, and of one that has the fewest.
   std::size_t most() const { return std::max_element(bins_.begin(), bins_.end(), fewer)->size(); }
@@ -123,8 +123,8 @@ class Leveller {
     Choice best{0, end(item, 0)};
     if (!alike_) best = earliest(item, best);
     if (alike_ && fixed_s_ > 0 && !fits(item, 0)) best = earlier_with_room(item, best);
-    const auto rank = static_cast<std::size_t>(heap_.rank(best.place));
-    bins_.add(rank, static_cast<std::size_t>(packings_[rank].place(item.tokens)));
+    const auto rank = index(heap_.rank(best.place));
+    bins_.add(rank, index(packings_[rank].place(item.tokens)));
     if (fixed_s_ > 0) most_[rank] = packings_[rank].most();
     heap_.advance(best.place, best.end);
   }
@@ -158,7 +158,7 @@ class Leveller {
     const std::size_t size = std::min(kTries, heap_.size());
     uint64_t left = kBelow | kEnd;  // a bit for each place to look at
     for (;;) {
-      const auto i = static_cast<std::size_t>(__builtin_ctzll(left));
+      const auto i = index(__builtin_ctzll(left));
       if (i >= size) return best;
       left &= left - 1;
       const double candidate = heap_.clock(i) + item.compute_s;
@@ -179,7 +179,7 @@ class Leveller {
   }
 
   bool fits(const Short& item, std::size_t place) const {
-    return item.tokens <= most_[static_cast<std::size_t>(heap_.rank(place))];
+    return item.tokens <= most_[index(heap_.rank(place))];
   }
 
   const Problem& problem_;
@@ -240,7 +240,7 @@ Plan place_shorts(const Batch& batch, const RingSchedule& schedule, const PlaceS
   Filling filling = fill(batch, schedule, shorts, style.room);
   RankBins& bins = filling.bins;
   Plan plan;
-  const auto lead = static_cast<std::size_t>(style.lead);
+  const auto lead = index(style.lead);
   if (bins.fewest() < lead) return plan;
   const std::size_t num_single = bins.size() + schedule.gaps.size();
   plan.reserve(schedule.places.size() + num_single, schedule.ranks.size() + num_single,

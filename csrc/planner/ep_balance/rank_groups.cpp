@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
@@ -18,8 +17,6 @@ constexpr double kLittle = 0.004;
 
 // What is summed in another order may differ by so much.
 constexpr double kRounding = 1 + 1e-12;
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // The first rank that has done least of those that have room; their number if none has.
 std::size_t least_loaded(const std::vector<double>& loads, const std::vector<int64_t>& rooms,
@@ -54,7 +51,7 @@ void GroupSharing::share(Row& row, RankGroup& group, double enough_s) {
   const auto num_above = [&](const auto& is_above) {
     const auto last = std::partition_point(
         given_, end, [&](std::size_t place) { return is_above(items_[place]); });
-    return static_cast<std::size_t>(last - given_);
+    return index(last - given_);
   };
   double waste = 2;
   bool has_left = false;
@@ -70,7 +67,7 @@ void GroupSharing::share(Row& row, RankGroup& group, double enough_s) {
   };
   std::size_t num_sharded =
       num_above([&](const Item& item) { return item.tokens > problem_.tokens_per_rank; });
-  draft(group, num_sharded, kNever);
+  draft(group, num_sharded, kInfinity);
   take();
   for (const double part : kParts) {
     if (group.num_ranks == 1 || waste <= kLittle) return;
@@ -79,7 +76,7 @@ void GroupSharing::share(Row& row, RankGroup& group, double enough_s) {
     const std::size_t more = num_above([&](const Item& item) { return item.dense_s > least_s; });
     if (more <= num_sharded) continue;
     num_sharded = more;
-    const double limit_s = waste < 1 ? kRounding * mean_s / (1 - waste) : kNever;
+    const double limit_s = waste < 1 ? kRounding * mean_s / (1 - waste) : kInfinity;
     if (draft(group, num_sharded, limit_s)) take();
   }
 }
@@ -143,16 +140,14 @@ void GroupSharing::start(const RankGroup& group, const Ring& ring) {
   if (ring.is_empty) return;
   const CostModel& cost = problem_.cost;
   const int64_t per_node = cost.ranks_per_node;
-  const bool one_node =
-      group.first / per_node == (group.first + group.num_ranks - 1) / per_node;
+  const bool one_node = group.first / per_node == (group.first + group.num_ranks - 1) / per_node;
   const auto d = static_cast<double>(group.num_ranks);
-  const double own_s =
-      ring.dense_s / d + fixed_s(cost, group.num_ranks) +
-      merge_s(cost, group.num_ranks, ring.tokens);
+  const double own_s = ring.dense_s / d + fixed_s(cost, group.num_ranks) +
+                       merge_s(cost, group.num_ranks, ring.tokens);
   const auto load_s = [&](int32_t rank) {
     const double speed = problem_.speed(group.first + rank);
-    return own_s / speed + exposed_s(cost, group.num_ranks, ring.tokens,
-                                     ring.attention_s / d / speed, one_node);
+    return own_s / speed +
+           exposed_s(cost, group.num_ranks, ring.tokens, ring.attention_s / d / speed, one_node);
   };
   loads_.assign(index(group.num_ranks), load_s(0));
   if (problem_.speeds.empty()) return;

@@ -7,11 +7,9 @@
 namespace hdp {
 namespace {
 
-constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-
 // The most promising ones first, here and below: large problems try fewer.
 constexpr std::array<Unit, 6> kUnits{
-    {{1, kNoLimit}, {0.25, 0.25}, {1, 0.5}, {0.5, 0.5}, {0.125, 0.125}, {0.0625, 0.0625}}};
+    {{1, kInfinity}, {0.25, 0.25}, {1, 0.5}, {0.5, 0.5}, {0.125, 0.125}, {0.0625, 0.0625}}};
 
 constexpr std::array<Deal, 15> kDeals{{{0.5, 0.6},
                                        {0.5, 0.0},
@@ -68,7 +66,7 @@ std::vector<Choice> other_orders(const Choice& from, int64_t group) {
 }
 
 Rows rows_of(const Choice& choice, std::size_t num_rounds, int64_t group) {
-  Rows rows(static_cast<std::size_t>(choice.own_rows), kNoRound);
+  Rows rows(index(choice.own_rows), kNoRound);
   Rows behind;
   for (auto round = static_cast<int64_t>(num_rounds) - 1; round >= 0; --round) {
     const int64_t place = round / group;

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "planner/pp_balance/slots.hpp"
@@ -12,16 +11,16 @@ namespace hdp {
 
 // The time that micro-batches should have.
 struct Unit {
-  double size = 1;  // in units of a micro-batch of one sequence that fills a rank
-  double most = std::numeric_limits<double>::infinity();  // of these; longer ones join rounds
+  double size = 1;          // in units of a micro-batch of one sequence that fills a rank
+  double most = kInfinity;  // of these; longer ones join rounds
 };
 
 // How the long sequences are dealt into rounds; times in the choice's unit, except `most`: in units
 // of a rank's mean time.
 struct Deal {
-  double level = 1;  // of a round, if degrees allow it
-  double grade = 0;  // part of the round before that a round takes at least
-  double most = std::numeric_limits<double>::infinity();  // with so much to do: no more rings
+  double level = 1;         // of a round, if degrees allow it
+  double grade = 0;         // part of the round before that a round takes at least
+  double most = kInfinity;  // with so much to do: no more rings
 };
 
 // Where the longest rounds stand: at the end, or in the middle with the next ones before or behind
@@ -39,7 +38,7 @@ struct Choice {
 };
 
 // In place of a deal: every sequence on all ranks.
-constexpr std::size_t kOnAll = static_cast<std::size_t>(-1);
+constexpr std::size_t kOnAll = index(-1);
 
 const Unit& unit_of(const Choice& choice);
 const Deal& deal_of(const Choice& choice);

@@ -7,7 +7,6 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
-#include "planner/schedule/pipeline.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -52,22 +51,14 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Rows& rows,
       seating, rows, num_own,
       [&](std::size_t ring) {
         const SeatedRing& seated = seating.rings[ring];
-        const int64_t length = problem.lengths[static_cast<std::size_t>(seated.sequence)];
+        const int64_t length = problem.lengths[index(seated.sequence)];
         const auto degree = static_cast<int64_t>(seated.lanes.size());
         plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
       },
       [&](std::size_t rank, int64_t i) {
-        plan.add({static_cast<int32_t>(rank)}, filling.bins[rank][static_cast<std::size_t>(i)]);
+        plan.add({static_cast<int32_t>(rank)}, filling.bins[rank][index(i)]);
       });
   return plan;
-}
-
-std::vector<double> seconds_of(const Problem& problem, const Plan& plan) {
-  std::vector<double> seconds;
-  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    seconds.push_back(micro_batch_load(problem, plan, m).seconds);
-  }
-  return seconds;
 }
 
 }  // namespace
@@ -93,12 +84,11 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
           order.add(seating.rings[ring].lanes, seating.rings[ring].seconds);
         },
         [&](std::size_t lane, int64_t i) {
-          const double time_s = slots[lane][static_cast<std::size_t>(i)].wanted_s;
+          const double time_s = slots[lane][index(i)].wanted_s;
           order.add(lane, (time_s + fixed_s(problem.cost, 1)) / seating.speed[lane]);
         });
-    const std::vector<double> ends =
-        pipeline_ends(problem, order.offsets, order.lanes, order.seconds,
-                      static_cast<int64_t>(num_lanes));
+    const std::vector<double> ends = pipeline_ends(problem, order.offsets, order.lanes,
+                                                   order.seconds, static_cast<int64_t>(num_lanes));
     const double makespan_s = *std::max_element(ends.begin(), ends.end());
     const int64_t passes = 2 * problem.pipeline_stages * problem.model_chunks;
     best.work += (passes + kSlotWork) * static_cast<int64_t>(order.lanes.size());
@@ -121,10 +111,8 @@ PipelineDraft pipeline_draft(const Problem& problem, const Seating& seating, con
     }
     if (!shorts.fill(slots, filling)) return best;
     Plan plan = plan_of(problem, seating, arrangement.rows, filling);
-    const std::vector<double> ends =
-        pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds_of(problem, plan),
-                      problem.num_ranks);
-    const double makespan_s = *std::max_element(ends.begin(), ends.end());
+    const auto [schedule, ends] = run_pipeline(problem, plan);
+    const double makespan_s = schedule.makespan_s;
     if (makespan_s < best.makespan_s) best = {std::move(plan), makespan_s};
     shares = next_shares(seating, filling.seconds, ends, problem.pipeline_stages, shorts.total_s());
   }

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "planner/base/types.hpp"
 #include "planner/pp_balance/fill.hpp"
-#include "planner/pp_balance/slots.hpp"
 #include "planner/pp_balance/seats.hpp"
+#include "planner/pp_balance/slots.hpp"
 
 namespace hdp {
 
@@ -19,9 +18,9 @@ struct Arrangement {
 };
 
 struct Sketch {
-  std::vector<double> shares;                                   // by lane
-  double makespan_s = std::numeric_limits<double>::infinity();  // if it cannot be filled
-  int64_t work = 0;                                             // operations that were run
+  std::vector<double> shares;     // by lane
+  double makespan_s = kInfinity;  // if it cannot be filled
+  int64_t work = 0;               // operations that were run
 };
 
 // The makespan if short sequences were a fluid, on lanes of ranks that are alike. Gives up early on
@@ -31,7 +30,7 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
 
 struct PipelineDraft {
   Plan plan;
-  double makespan_s = std::numeric_limits<double>::infinity();
+  double makespan_s = kInfinity;
 };
 
 // The plan itself; `shares`, by rank, are a sketch's.

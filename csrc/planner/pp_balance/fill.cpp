@@ -12,7 +12,7 @@
 namespace hdp {
 namespace {
 
-constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+constexpr std::size_t kNone = index(-1);
 
 // So many slots of a rank, all that are needed among them, those that want most first.
 std::vector<std::size_t> used_slots(const std::vector<Slot>& slots, std::size_t num) {
@@ -188,8 +188,7 @@ class Shorts::Filler {
       const std::vector<std::size_t> used = used_slots(slots_[rank], bins.size());
       std::vector<std::size_t> in_slot(slots_[rank].size(), kNone);
       for (std::size_t i = 0; i < used.size(); ++i) in_slot[used[i]] = bins[i];
-      in_slot.insert(in_slot.end(), bins.begin() + static_cast<std::ptrdiff_t>(used.size()),
-                     bins.end());
+      in_slot.insert(in_slot.end(), at(bins, used.size()), bins.end());
       for (const std::size_t bin : in_slot) {
         if (bin == kNone) continue;
         filling.seconds[rank] += open_[bin].seconds;
@@ -215,7 +214,7 @@ std::vector<Whole> whole_sequences(const Problem& problem, const std::vector<Seq
   std::vector<Whole> all;
   all.reserve(order.size());
   for (const SequenceId id : order) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t length = problem.lengths[index(id)];
     all.push_back(
         {id, slice_tokens(length, 1, problem.slice_multiple), compute_s(problem.cost, length)});
   }

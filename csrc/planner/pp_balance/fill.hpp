@@ -10,7 +10,7 @@ namespace hdp {
 
 using Bin = std::vector<SequenceId>;  // sequence ids of a micro-batch of one rank
 
-constexpr std::size_t kNoPlace = static_cast<std::size_t>(-1);
+constexpr std::size_t kNoPlace = index(-1);
 
 // A place for a micro-batch of a rank's own.
 struct Slot {

@@ -2,26 +2,24 @@
 
 #include <algorithm>
 #include <future>
-#include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
-#include "planner/base/check.hpp"
 #include "planner/base/side_by_side.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "planner/dp_balance/decide.hpp"
+#include "planner/dp_balance/shorts.hpp"
 #include "planner/pp_balance/choices.hpp"
 #include "planner/pp_balance/draft.hpp"
-#include "planner/pp_balance/nested.hpp"
 #include "planner/rings/batch.hpp"
-#include "planner/schedule/pipeline.hpp"
+#include "planner/rings/rings.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
-
-constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 // A sketch so much slower than the best one is not worked out.
 constexpr double kHopeless = 1.3;
@@ -61,12 +59,12 @@ Problem with_few_chunks(const Problem& problem) {
   if (problem.model_chunks <= kFew) return result;
   result.model_chunks = kFew;
   if (problem.row_weights.empty()) return result;
-  result.row_weights.assign(static_cast<std::size_t>(kFew * problem.pipeline_stages), 0.0);
+  result.row_weights.assign(index(kFew * problem.pipeline_stages), 0.0);
   for (int64_t chunk = 0; chunk < problem.model_chunks; ++chunk) {
     for (int64_t stage = 0; stage < problem.pipeline_stages; ++stage) {
       const int64_t row = chunk * kFew / problem.model_chunks * problem.pipeline_stages + stage;
-      result.row_weights[static_cast<std::size_t>(row)] +=
-          problem.row_weights[static_cast<std::size_t>(chunk * problem.pipeline_stages + stage)];
+      result.row_weights[index(row)] +=
+          problem.row_weights[index(chunk * problem.pipeline_stages + stage)];
     }
   }
   return result;
@@ -161,12 +159,13 @@ class Search {
 
   // The ones that are new, at the same time: each by itself, whatever threads there are.
   void sketch_all(const std::vector<Choice>& choices) {
-    const double hopeless_s = ranked_.empty() ? kNoLimit : kHopeless * ranked_[0].sketch.makespan_s;
+    const double hopeless_s =
+        ranked_.empty() ? kInfinity : kHopeless * ranked_[0].sketch.makespan_s;
     std::vector<Sketched> all;
     for (const Choice& choice : choices) {
-      const bool is_known =
-          std::any_of(ranked_.begin(), ranked_.end(),
-                      [&](const Sketched& known) { return known.choice == choice; });
+      const bool is_known = std::any_of(ranked_.begin(), ranked_.end(), [&](const Sketched& known) {
+        return known.choice == choice;
+      });
       if (is_known) continue;
       Seats& seats = seats_[{choice.unit, choice.deal, choice.groups}];
       if (seats.seating.speed.empty()) work_ += kSeatWork * problem_.num_ranks;
@@ -184,16 +183,16 @@ class Search {
       seats.outline = outline(seats.seating);
     });
     one.arrangement = {rows_of(one.choice, seats.seating.rounds.size(), group_), unit_s};
-    one.sketch = sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement,
-                        hopeless_s);
+    one.sketch =
+        sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement, hopeless_s);
   }
 
   Seating seating(const Choice& choice, const std::vector<LongSequence>& longs,
                   double unit_s) const {
     if (choice.deal == kOnAll) return seat_on_all(problem_, longs);
     const Deal& deal = deal_of(choice);
-    return seat(problem_, longs, {deal.level * unit_s, deal.grade, deal.most * mean_s_,
-                                  choice.groups ? group_ : 1});
+    return seat(problem_, longs,
+                {deal.level * unit_s, deal.grade, deal.most * mean_s_, choice.groups ? group_ : 1});
   }
 
   void rank(Sketched&& sketched) {
@@ -232,8 +231,8 @@ class Search {
   // The leaders first, then the fastest of all.
   std::vector<const Sketched*> to_draft() const {
     std::vector<const Sketched*> result = leaders(kDrafts);
-    const std::size_t size = order_.size() + static_cast<std::size_t>(problem_.num_ranks);
-    const std::size_t most = static_cast<std::size_t>(problem_.effort) * kDraftWork / size;
+    const std::size_t size = order_.size() + index(problem_.num_ranks);
+    const std::size_t most = index(problem_.effort) * kDraftWork / size;
     for (const Sketched& one : ranked_) {
       if (result.size() >= std::min(most, kMostDrafts)) break;
       if (std::find(result.begin(), result.end(), &one) == result.end()) result.push_back(&one);
@@ -274,15 +273,83 @@ class Search {
   int64_t work_ = 0;
 };
 
+// Another way: rings of nested degrees. Every member of such a ring has had the same rings before,
+// so that it stands at one position in all of their lists.
+
+// Corrections of the clocks by the simulated ends, and the part of an end that each corrects.
+constexpr int kCorrections = 2;
+constexpr double kDamping = 0.7;
+
+// Sequences that all attempts at a style may place together, for effort 1.
+constexpr int64_t kNestedWork = 10000;
+
+class Nested {
+ public:
+  explicit Nested(const Batch& batch)
+      : batch_(batch),
+        problem_(batch.problem),
+        decisions_(best_decisions(batch)),
+        rings_(place_rings(batch, decisions_)),
+        shorts_(places_of_shorts(batch, decisions_.degrees)) {}
+
+  // The fastest of a few; no plan if there is none that pipelines can run.
+  Plan run() {
+    attempt({}, 1);
+    if (best_.plan.num_micro_batches() == 0) return {};
+    const int64_t warm_up = problem_.pipeline_stages - 1;
+    int64_t left = kNestedWork * problem_.effort / static_cast<int64_t>(batch_.order.size());
+    for (const ShortsStyle& style :
+         {ShortsStyle{warm_up, 1}, {1, 1}, {0, 0.5}, {1, 0.5}, {warm_up, 0.5}}) {
+      if (left-- > 0) attempt(style, 1);
+    }
+    attempt(style_, kCorrections);
+    return std::move(best_.plan);
+  }
+
+ private:
+  // Keeps the plan if it is the fastest so far.
+  void attempt(const ShortsStyle& style, int corrections) {
+    RingSchedule rings = rings_;
+    for (int i = 0; i <= corrections; ++i) {
+      Plan plan = place_shorts(batch_, rings, shorts_, style);
+      if (plan.num_micro_batches() == 0 || first_misplaced(problem_, plan) >= 0) return;
+      const auto [schedule, ends] = run_pipeline(problem_, plan);
+      if (schedule.makespan_s < best_.makespan_s) {
+        best_ = {std::move(plan), schedule.makespan_s};
+        style_ = style;
+      }
+      correct(ends, rings.clocks);
+    }
+  }
+
+  // Makes ranks that end late look busier.
+  void correct(const std::vector<double>& ends, std::vector<double>& clocks) const {
+    const double mean_s =
+        std::accumulate(ends.begin(), ends.end(), 0.0) / static_cast<double>(ends.size());
+    const auto stages = static_cast<double>(problem_.pipeline_stages);
+    for (std::size_t rank = 0; rank < clocks.size(); ++rank) {
+      clocks[rank] += kDamping * stages * (ends[rank] - mean_s);
+    }
+  }
+
+  const Batch& batch_;
+  const Problem& problem_;
+  Decisions decisions_;
+  RingSchedule rings_;
+  PlaceSet shorts_;
+  PipelineDraft best_;
+  ShortsStyle style_;
+};
+
 }  // namespace
 
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
-  std::future<Plan> nested = std::async([&] { return nested_draft(batch).plan; });
+  std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
   std::vector<Plan> plans{Search(batch).run(), nested.get(), naive(problem)};
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
   Plan* best = nullptr;
-  double least_s = kNoLimit;
+  double least_s = kInfinity;
   for (Plan& plan : plans) {
     if (plan.num_micro_batches() == 0 || first_misplaced(problem, plan) >= 0) continue;
     const double makespan_s = simulate(problem, plan).makespan_s;

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -59,7 +57,7 @@ double least_level_s(const CostModel& cost, const std::vector<const LongSequence
   }
   // a quotient that is rounded up asks for one rank more than the least, where those just fit
   for (int i = 0; i < kRoundings && total_degree(cost, chosen, high) > width; ++i) {
-    high = std::nextafter(high, std::numeric_limits<double>::infinity());
+    high = std::nextafter(high, kInfinity);
   }
   while (width_costs(cost) && total_degree(cost, chosen, high) > width) high *= 2;
   double low = 0;
@@ -79,7 +77,7 @@ Shared share(const Problem& problem, const LongSequence& sequence, int64_t degre
 
 // Rounds do without offload, except for a sequence that does not fit otherwise: on all ranks.
 int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
-  const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+  const int64_t length = problem.lengths[index(id)];
   const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
   if (least > 0 && least <= problem.num_ranks) return least;
   if (offload_ratio(problem, length, problem.num_ranks)) return problem.num_ranks;
@@ -96,7 +94,7 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
   std::vector<LongSequence> result;
   int64_t greatest = problem.num_ranks;  // a shorter sequence may not be wider
   for (const SequenceId id : order) {
-    const int64_t length = problem.lengths[static_cast<std::size_t>(id)];
+    const int64_t length = problem.lengths[index(id)];
     const int64_t least = least_degree_in_rounds(problem, id);
     const double seconds = compute_s(problem.cost, length);
     if (least == 1 && !(seconds > most_s)) break;
@@ -110,30 +108,15 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
 }
 
 RoundMaker::RoundMaker(const Problem& problem, const std::vector<LongSequence>& sequences)
-    : problem_(problem),
-      sequences_(sequences),
-      num_left_(sequences.size()),
-      next_(sequences.size() + 1) {
-  std::iota(next_.begin(), next_.end(), std::size_t{0});
-}
-
-// The first index from i on that has not been taken.
-std::size_t RoundMaker::next(std::size_t i) const {
-  while (next_[i] != i) {
-    next_[i] = next_[next_[i]];
-    i = next_[i];
-  }
-  return i;
-}
+    : problem_(problem), sequences_(sequences), left_(PlaceSet::all(sequences.size())) {}
 
 // The first index from i on whose degree is at most room: degrees fall with the length.
 std::size_t RoundMaker::first_within(std::size_t i, int64_t room, double level_s) const {
-  const auto found = std::partition_point(
-      sequences_.begin() + static_cast<std::ptrdiff_t>(i), sequences_.end(),
-      [&](const LongSequence& sequence) {
+  const auto found =
+      std::partition_point(at(sequences_, i), sequences_.end(), [&](const LongSequence& sequence) {
         return degree_within(problem_.cost, sequence, level_s) > room;
       });
-  return static_cast<std::size_t>(found - sequences_.begin());
+  return index(found - sequences_.begin());
 }
 
 std::vector<const LongSequence*> RoundMaker::choose(int64_t width, double level_s) {
@@ -141,12 +124,12 @@ std::vector<const LongSequence*> RoundMaker::choose(int64_t width, double level_
   int64_t degree = std::min(width, degree_within(problem_.cost, longest(), level_s));
   const double level = std::max(level_s, busy_s(problem_.cost, longest(), degree));
   int64_t room = width;
-  for (std::size_t i = next(0); i < sequences_.size(); i = next(first_within(i, room, level))) {
+  for (std::size_t i = left_.next(0); i < sequences_.size();
+       i = left_.next(first_within(i, room, level))) {
     if (!chosen.empty()) degree = degree_within(problem_.cost, sequences_[i], level);
     room -= degree;
     chosen.push_back(&sequences_[i]);
-    next_[i] = i + 1;
-    --num_left_;
+    left_.erase(i);
   }
   return chosen;
 }

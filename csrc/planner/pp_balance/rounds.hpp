@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/base/place_set.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -38,10 +39,10 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
 // Deals the sequences into rounds.
 class RoundMaker {
  public:
-  explicit RoundMaker(const Problem& problem, const std::vector<LongSequence>& sequences);
+  RoundMaker(const Problem& problem, const std::vector<LongSequence>& sequences);
 
-  bool empty() const { return num_left_ == 0; }
-  const LongSequence& longest() const { return sequences_[next(0)]; }
+  bool empty() const { return left_.next(0) == sequences_.size(); }
+  const LongSequence& longest() const { return sequences_[left_.next(0)]; }
 
   // The next round, on `width` ranks, of which the longest sequence must not need more. It starts
   // with that one, at the degree that brings its time to level_s if a degree does, and goes on with
@@ -51,13 +52,11 @@ class RoundMaker {
 
  private:
   std::vector<const LongSequence*> choose(int64_t width, double level_s);
-  std::size_t next(std::size_t i) const;
   std::size_t first_within(std::size_t i, int64_t room, double level_s) const;
 
   const Problem& problem_;
   const std::vector<LongSequence>& sequences_;
-  std::size_t num_left_;
-  mutable std::vector<std::size_t> next_;  // jumps over what has been taken, shortened on the way
+  PlaceSet left_;
 };
 
 // Every sequence on all ranks, one after the other: leaves no gaps.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 #include <utility>
 
 namespace hdp {
@@ -19,86 +20,52 @@ class FreeRanks {
       : loads_(loads),
         ranks_per_node_(problem.cost.ranks_per_node),
         nodes_(index((problem.num_ranks - 1) / ranks_per_node_ + 1)) {
-    for (const int32_t rank : ranks) nodes_[index(rank / ranks_per_node_)].ranks.push_back(rank);
-    for (std::size_t i = 0; i < nodes_.size(); ++i) {
-      if (nodes_[i].ranks.empty()) continue;
-      std::sort(nodes_[i].ranks.begin(), nodes_[i].ranks.end(),
-                [&](int32_t left, int32_t right) { return more_loaded(left, right); });
-      update_load(nodes_[i]);
-      order_.push_back(i);
+    for (const int32_t rank : ranks) nodes_[index(rank / ranks_per_node_)].push_back(rank);
+    for (std::size_t node = 0; node < nodes_.size(); ++node) {
+      std::sort(nodes_[node].begin(), nodes_[node].end(), [&](int32_t left, int32_t right) {
+        return std::make_pair(loads_[index(left)], left) >
+               std::make_pair(loads_[index(right)], right);
+      });
+      enter(node);
     }
-    std::sort(order_.begin(), order_.end(),
-              [&](std::size_t left, std::size_t right) { return less_loaded(left, right); });
   }
 
   // Of the least loaded node that has so many, or of several.
   std::vector<int32_t> take(int64_t degree) {
     std::vector<int32_t> taken;
-    auto node = order_.end();
+    auto entry = order_.end();
     if (degree <= ranks_per_node_) {
-      node = std::find_if(order_.begin() + first_, order_.end(), [&](std::size_t one) {
-        return nodes_[one].ranks.size() >= index(degree);
+      entry = std::find_if(order_.begin(), order_.end(), [&](const Entry& one) {
+        return nodes_[one.second].size() >= index(degree);
       });
     }
-    if (node != order_.end()) {
-      move_from(node, index(degree), taken);
-    } else {
-      while (taken.size() < index(degree)) {
-        node = order_.begin() + first_;
-        move_from(node, std::min(index(degree) - taken.size(), nodes_[*node].ranks.size()), taken);
-      }
+    while (taken.size() < index(degree)) {
+      const std::size_t node = (entry == order_.end() ? order_.begin() : entry)->second;
+      order_.erase(entry == order_.end() ? order_.begin() : entry);
+      std::vector<int32_t>& ranks = nodes_[node];
+      const std::size_t kept = ranks.size() - std::min(index(degree) - taken.size(), ranks.size());
+      taken.insert(taken.end(), at(ranks, kept), ranks.end());
+      ranks.resize(kept);
+      enter(node);
     }
     std::sort(taken.begin(), taken.end());
     return taken;
   }
 
  private:
-  struct Node {
-    std::vector<int32_t> ranks;  // the most loaded first
-    double load = 0;             // mean of its free ranks
-  };
+  using Entry = std::pair<double, std::size_t>;  // (mean load of its free ranks, node)
 
-  using Order = std::vector<std::size_t>;
-
-  bool more_loaded(int32_t left, int32_t right) const {
-    const double difference = loads_[index(left)] - loads_[index(right)];
-    return difference > 0 || (difference == 0 && left > right);
-  }
-
-  bool less_loaded(std::size_t left, std::size_t right) const {
-    const double difference = nodes_[left].load - nodes_[right].load;
-    return difference < 0 || (difference == 0 && left < right);
-  }
-
-  void update_load(Node& node) const {
-    node.load = 0;
-    for (const int32_t rank : node.ranks) node.load += loads_[index(rank)];
-    node.load /= static_cast<double>(node.ranks.size());
-  }
-
-  void move_from(Order::iterator place, std::size_t count, std::vector<int32_t>& taken) {
-    const std::size_t moved = *place;
-    Node& node = nodes_[moved];
-    taken.insert(taken.end(), node.ranks.end() - static_cast<std::ptrdiff_t>(count),
-                 node.ranks.end());
-    node.ranks.resize(node.ranks.size() - count);
-    std::move_backward(order_.begin() + first_, place, place + 1);
-    ++first_;
-    if (node.ranks.empty()) return;
-    update_load(node);
-    const auto next = std::lower_bound(
-        order_.begin() + first_, order_.end(), moved,
-        [&](std::size_t left, std::size_t right) { return less_loaded(left, right); });
-    std::move(order_.begin() + first_, next, order_.begin() + first_ - 1);
-    --first_;
-    *(next - 1) = moved;
+  void enter(std::size_t node) {
+    double load = 0;
+    for (const int32_t rank : nodes_[node]) load += loads_[index(rank)];
+    if (nodes_[node].empty()) return;
+    order_.emplace(load / static_cast<double>(nodes_[node].size()), node);
   }
 
   const std::vector<double>& loads_;
   int64_t ranks_per_node_;
-  std::vector<Node> nodes_;
-  Order order_;               // from first_ on: nodes with free ranks, the least loaded first
-  std::ptrdiff_t first_ = 0;
+  std::vector<std::vector<int32_t>> nodes_;  // their free ranks, the most loaded first
+  std::set<Entry> order_;                    // of the nodes that have any
 };
 
 // Collects the rounds.

@@ -9,7 +9,7 @@
 
 namespace hdp {
 
-constexpr std::size_t kNoRing = static_cast<std::size_t>(-1);
+constexpr std::size_t kNoRing = index(-1);
 
 // A ring with its lanes, ascending. A lane is a rank, or stands for several ranks that are alike.
 struct SeatedRing {

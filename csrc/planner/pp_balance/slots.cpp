@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "planner/schedule/pipeline.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
@@ -72,10 +72,7 @@ std::vector<double> next_shares(const Seating& seating, const std::vector<double
 
 OwnSlots::OwnSlots(const Problem& problem, const Seating& seating, const Shorts& shorts,
                    const Rows& rows, double unit_s)
-    : shorts_(shorts),
-      group_(static_cast<std::size_t>(group_size(problem))),
-      unit_s_(unit_s),
-      speed_(seating.speed) {
+    : shorts_(shorts), group_(index(group_size(problem))), unit_s_(unit_s), speed_(seating.speed) {
   for (std::size_t lane = 0; lane < speed_.size(); ++lane) {
     lanes_.push_back(lane_of(seating, rows, lane));
     for (const Slot& slot : lanes_.back().slots) {
@@ -84,8 +81,7 @@ OwnSlots::OwnSlots(const Problem& problem, const Seating& seating, const Shorts&
   }
 }
 
-OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows,
-                                 std::size_t index) const {
+OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows, std::size_t at) const {
   const std::size_t num_rows = (rows.size() + group_ - 1) / group_ * group_;
   std::vector<const SeatedRing*> rings(num_rows, nullptr);
   std::size_t last_ring = 0;  // the row behind it
@@ -93,7 +89,7 @@ OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows,
   std::size_t longest = 0;
   for (std::size_t row = 0; row < rows.size(); ++row) {
     if (rows[row] == kNoRound) continue;
-    const std::size_t ring = seating.rounds[static_cast<std::size_t>(rows[row])][index];
+    const std::size_t ring = seating.rounds[index(rows[row])][at];
     if (ring == kNoRing) continue;
     rings[row] = &seating.rings[ring];
     last = row + 1;
@@ -105,14 +101,14 @@ OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows,
     double in_group_s = 0;
     for (std::size_t i = row / group_ * group_; i < row / group_ * group_ + group_; ++i) {
       if (rings[i] != nullptr && !rings[i]->alone) {
-        in_group_s = std::max(in_group_s, rings[i]->seconds * speed_[index]);
+        in_group_s = std::max(in_group_s, rings[i]->seconds * speed_[at]);
       }
     }
     if (rings[row] != nullptr && !rings[row]->alone) continue;
     Slot slot;
     if (rings[row] != nullptr) {
       slot.base = rings[row]->place;
-      slot.base_s = rings[row]->seconds * speed_[index];
+      slot.base_s = rings[row]->seconds * speed_[at];
     }
     slot.is_needed = row < last_ring;
     if (in_group_s > 0) {
@@ -127,9 +123,9 @@ OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows,
   return lane;
 }
 
-std::vector<Slot> OwnSlots::of(std::size_t index, double share_s) const {
-  const Lane& lane = lanes_[index];
-  const double bin_s = shorts_.bin_s(unit_s_ * speed_[index]);
+std::vector<Slot> OwnSlots::of(std::size_t at, double share_s) const {
+  const Lane& lane = lanes_[at];
+  const double bin_s = shorts_.bin_s(unit_s_ * speed_[at]);
   double least_s = 0;  // of the slots in no group of rings
   double room_s = 0;
   for (const double base_s : lane.bases_s) {

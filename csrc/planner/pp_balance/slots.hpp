@@ -26,15 +26,13 @@ void in_launch_order(const Seating& seating, const Rows& rows, const std::vector
   const std::size_t num_lanes = seating.ring_s.size();
   const int64_t most = *std::max_element(num_own.begin(), num_own.end());
   std::vector<int64_t> done(num_lanes, 0);
-  for (std::size_t position = 0; position < rows.size() + static_cast<std::size_t>(most);
-       ++position) {
+  for (std::size_t position = 0; position < rows.size() + index(most); ++position) {
     const int64_t round = position < rows.size() ? rows[position] : kNoRound;
     for (std::size_t lane = 0; lane < num_lanes; ++lane) {
-      const std::size_t ring =
-          round == kNoRound ? kNoRing : seating.rounds[static_cast<std::size_t>(round)][lane];
+      const std::size_t ring = round == kNoRound ? kNoRing : seating.rounds[index(round)][lane];
       if (ring == kNoRing || seating.rings[ring].alone) {
         if (done[lane] < num_own[lane]) on_own(lane, done[lane]++);
-      } else if (static_cast<std::size_t>(seating.rings[ring].lanes.front()) == lane) {
+      } else if (index(seating.rings[ring].lanes.front()) == lane) {
         on_ring(ring);
       }
     }

@@ -1,15 +1,12 @@
 #include "planner/rings/rings.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/rings/columns.hpp"
-#include "planner/rings/free_ranks.hpp"
-#include "planner/rings/node_ranks.hpp"
-#include "planner/rings/spare_room.hpp"
 
 namespace hdp {
 namespace {
@@ -46,7 +43,7 @@ int64_t largest_node(const std::vector<bool>& preferred, int64_t ranks_per_node)
 
 // All ranks in the order in which rings prefer them.
 std::vector<int32_t> preference(const Problem& problem, const Decisions& decisions) {
-  std::vector<int32_t> ranks(static_cast<std::size_t>(problem.num_ranks));
+  std::vector<int32_t> ranks(index(problem.num_ranks));
   std::iota(ranks.begin(), ranks.end(), 0);
   if (decisions.alike_speeds) {
     std::stable_sort(ranks.begin(), ranks.end(), [&](int32_t left, int32_t right) {
@@ -54,6 +51,18 @@ std::vector<int32_t> preference(const Problem& problem, const Decisions& decisio
     });
   }
   return ranks;
+}
+
+// The least degree at which the sequence takes at most `seconds`; 0 if traffic would be exposed.
+int64_t filling_degree(const Batch& batch, std::size_t place, double seconds) {
+  const Problem& problem = batch.problem;
+  const double room_s = seconds - problem.cost.g;
+  if (!(room_s > 0)) return 0;
+  const double parts =
+      std::ceil(parts_within(problem.cost, batch.length(place), batch.compute_s(place), room_s));
+  if (parts > static_cast<double>(batch.hidden[place])) return 0;
+  const int64_t degree = std::max<int64_t>(batch.least[place], static_cast<int64_t>(parts));
+  return may_share(problem, batch.length(place), batch.least[place], degree) ? degree : 0;
 }
 
 class RingPlacer {
@@ -104,7 +113,7 @@ class RingPlacer {
   void make_room(const std::vector<std::size_t>& places) {
     std::size_t num_members = 0;
     for (const std::size_t place : places) {
-      num_members += static_cast<std::size_t>(decisions_.degrees[place]);
+      num_members += index(decisions_.degrees[place]);
     }
     schedule_.places.reserve(places.size());
     schedule_.offsets.reserve(places.size() + 1);
@@ -146,19 +155,18 @@ class RingPlacer {
     double begin = 0;
     double speed = problem_.speed(ranks.front());
     for (const int32_t rank : ranks) {
-      begin = std::max(begin, schedule_.clocks[static_cast<std::size_t>(rank)]);
+      begin = std::max(begin, schedule_.clocks[index(rank)]);
       speed = std::min(speed, problem_.speed(rank));
     }
     for (const int32_t rank : ranks) {
-      const double waited = begin - schedule_.clocks[static_cast<std::size_t>(rank)];
+      const double waited = begin - schedule_.clocks[index(rank)];
       if (waited > 0) schedule_.gaps.push_back({schedule_.places.size(), rank, waited});
     }
     const auto degree = static_cast<int64_t>(ranks.size());
     const int64_t length = batch_.length(place);
     const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
-    double seconds =
-        ring_s(problem_.cost, length, degree, one_node, speed) +
-        fixed_s(problem_.cost, degree) / speed;
+    double seconds = ring_s(problem_.cost, length, degree, one_node, speed) +
+                     fixed_s(problem_.cost, degree) / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
       const int64_t room = problem_.tokens_per_rank - slice;
@@ -166,7 +174,7 @@ class RingPlacer {
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }
     const double end = begin + seconds + ramp_s(ranks, seconds);
-    for (const int32_t rank : ranks) schedule_.clocks[static_cast<std::size_t>(rank)] = end;
+    for (const int32_t rank : ranks) schedule_.clocks[index(rank)] = end;
     schedule_.places.push_back(place);
     schedule_.ranks.insert(schedule_.ranks.end(), ranks.begin(), ranks.end());
     schedule_.offsets.push_back(schedule_.ranks.size());
@@ -178,10 +186,10 @@ class RingPlacer {
     if (batch_.ramp == 0) return 0;
     double longest_s = 0;
     for (const int32_t rank : ranks) {
-      longest_s = std::max(longest_s, longest_s_[static_cast<std::size_t>(rank)]);
+      longest_s = std::max(longest_s, longest_s_[index(rank)]);
     }
     for (const int32_t rank : ranks) {
-      longest_s_[static_cast<std::size_t>(rank)] = std::max(longest_s, seconds);
+      longest_s_[index(rank)] = std::max(longest_s, seconds);
     }
     return batch_.ramp * std::max(0.0, seconds - longest_s);
   }
@@ -210,6 +218,63 @@ PlaceSet places_of_shorts(const Batch& batch, const Degrees& degrees) {
     places.insert(place);
   }
   return places;
+}
+
+Column best_column(const Batch& batch, const FreeRanks& free, std::size_t place, double until_s) {
+  const Problem& problem = batch.problem;
+  Column best;
+  double least_left_s = 0;
+  for (std::size_t group = 0; group < free.groups().size(); ++group) {
+    const auto& [clock, ranks] = free.groups()[group];
+    const int64_t degree = filling_degree(batch, place, until_s - clock);
+    if (degree == 0 || degree > static_cast<int64_t>(ranks.size())) continue;
+    const double blocks_s = static_cast<double>(degree) * problem.cost.block_all_layers_s;
+    const double left_s = until_s - clock - blocks_s -
+                          batch.compute_s(place) / static_cast<double>(degree) -
+                          merge_s(problem.cost, degree, static_cast<double>(batch.length(place)));
+    if (best.degree > 0 && left_s >= least_left_s) continue;
+    best = {group, degree};
+    least_left_s = left_s;
+  }
+  return best;
+}
+
+SpareRoom::SpareRoom(const Batch& batch, PlaceSet shorts)
+    : batch_(batch), shorts_(std::move(shorts)) {}
+
+// Moves the longest sequence of at most `longest` tokens that fits to the member, if there is one.
+bool SpareRoom::place_longest(Member& member, int64_t longest) {
+  const int64_t multiple = batch_.problem.slice_multiple;
+  const int64_t limit = std::min(longest, member.room / multiple * multiple);
+  const std::size_t place = shorts_.next(batch_.lengths.first_within(limit));
+  if (place == shorts_.size()) return false;
+  shorts_.erase(place);
+  member.room -= slice_tokens(batch_.length(place), 1, multiple);
+  member.seconds += batch_.compute_s(place);
+  member.sequences.push_back(batch_.order[place]);
+  return true;
+}
+
+double SpareRoom::fill(const std::vector<int32_t>& ranks, int64_t room, Locals& locals) {
+  std::vector<Member> members(ranks.size());
+  for (Member& member : members) {
+    member.room = room;
+    member.seconds = batch_.problem.cost.block_all_layers_s;
+  }
+  double level = 0;
+  while (place_longest(members.front(), room)) {
+    level = std::max(level, members.front().seconds);
+    for (Member& member : members) {
+      while (place_longest(member, length_within(batch_.problem.cost, level - member.seconds))) {
+      }
+    }
+  }
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    const std::vector<SequenceId>& ids = members[i].sequences;
+    locals.sequences.insert(locals.sequences.end(), ids.begin(), ids.end());
+    locals.ranks.insert(locals.ranks.end(), ids.size(), ranks[i]);
+  }
+  return level;
 }
 
 RingSchedule place_rings(const Batch& batch, const Decisions& decisions) {

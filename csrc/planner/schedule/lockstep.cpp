@@ -1,10 +1,8 @@
-#include "planner/schedule/lockstep.hpp"
-
 #include <algorithm>
 #include <numeric>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/schedule/pipeline.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
@@ -21,7 +19,6 @@ class Grid {
     num_ = std::max<int64_t>(num_, 1);
     dense_s_.assign(index(num_ * num_domains_), 0);
     tokens_.assign(dense_s_.size(), 0);
-    members_.assign(dense_s_.size(), 0);
     runs_.assign(index(num_ * problem.num_ranks), false);
     counts_.assign(index(num_domains_), 1);
     parents_.resize(dense_s_.size());
@@ -29,15 +26,8 @@ class Grid {
   }
 
   Schedule run() {
-    Schedule schedule;
-    const Problem dense = without_experts(problem_);
-    for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
-      const MicroBatchLoad load = micro_batch_load(dense, plan_, m);
-      add(m, load.seconds);
-      schedule.ring_tokens += load.ring_tokens;
-      schedule.max_tokens_on_a_rank =
-          std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
-    }
+    Schedule schedule = sum_of_loads(without_experts(problem_), plan_,
+                                     [&](int64_t m, double seconds) { add(m, seconds); });
     schedule.makespan_s = makespan_s();
     schedule.num_positions = num_;
     double places = 0;
@@ -55,18 +45,15 @@ class Grid {
 
   void add(int64_t m, double seconds) {
     double tokens = 0;
-    for (auto i = plan_.sequence_offsets[index(m)]; i < plan_.sequence_offsets[index(m) + 1]; ++i) {
-      tokens += static_cast<double>(problem_.lengths[index(plan_.sequences[index(i)])]);
+    for (const SequenceId id : plan_.sharded(m)) {
+      tokens += static_cast<double>(problem_.lengths[index(id)]);
     }
-    const auto first = plan_.rank_offsets[index(m)];
-    const auto last = plan_.rank_offsets[index(m) + 1];
-    const std::size_t begin = cell(m, plan_.ranks[index(first)]);
-    for (auto i = first; i < last; ++i) {
-      const int32_t rank = plan_.ranks[index(i)];
+    const Span ring = plan_.ring(m);
+    const std::size_t begin = cell(m, *ring.first);
+    for (const int32_t rank : ring) {
       const std::size_t here = cell(m, rank);
       dense_s_[here] = std::max(dense_s_[here], seconds);
-      tokens_[here] += tokens / static_cast<double>(last - first);
-      ++members_[here];
+      tokens_[here] += tokens / static_cast<double>(ring.size());
       runs_[index(positions_[index(m)] * problem_.num_ranks + rank)] = true;
       int64_t& count = counts_[index(rank / problem_.expert_ranks)];
       count = std::max<int64_t>(count, positions_[index(m)] + 1);
@@ -99,12 +86,9 @@ class Grid {
     for (int32_t rank = first; rank < first + problem_.expert_ranks; ++rank) {
       slowest = std::min(slowest, problem_.speed(rank));
     }
-    double dense_s = dense_s_[here];
-    if (members_[here] < problem_.expert_ranks) {
-      dense_s = std::max(dense_s, padding_s(position, first));
-    }
-    return dense_s + problem_.cost.b_experts * tokens_[here] /
-                         static_cast<double>(problem_.expert_ranks) / slowest;
+    return std::max(dense_s_[here], padding_s(position, first)) +
+           problem_.cost.b_experts * tokens_[here] / static_cast<double>(problem_.expert_ranks) /
+               slowest;
   }
 
   // Of the slowest rank that runs padding, of the domain that begins with this rank.
@@ -153,8 +137,7 @@ class Grid {
   int64_t num_ = 0;  // positions
   std::vector<double> dense_s_;
   std::vector<double> tokens_;
-  std::vector<int64_t> members_;
-  std::vector<bool> runs_;        // whether a rank has a micro-batch at a position
+  std::vector<bool> runs_;       // whether a rank has a micro-batch at a position
   std::vector<int64_t> counts_;  // positions of each domain
   std::vector<std::size_t> parents_;
 };
@@ -167,13 +150,9 @@ std::vector<int32_t> aligned_positions(const Problem& problem, const Plan& plan)
   std::vector<int32_t> positions;
   positions.reserve(index(plan.num_micro_batches()));
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
-    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
     int32_t position = 0;
-    std::for_each(first, last, [&](int32_t rank) {
-      position = std::max(position, counts[index(rank)]);
-    });
-    std::for_each(first, last, [&](int32_t rank) { counts[index(rank)] = position + 1; });
+    for (const int32_t rank : plan.ring(m)) position = std::max(position, counts[index(rank)]);
+    for (const int32_t rank : plan.ring(m)) counts[index(rank)] = position + 1;
     positions.push_back(position);
   }
   return positions;

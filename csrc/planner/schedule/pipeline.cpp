@@ -1,7 +1,7 @@
-#include "planner/schedule/pipeline.hpp"
-
 #include <algorithm>
 #include <numeric>
+
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
@@ -167,13 +167,10 @@ class Ticks {
 int64_t first_misplaced(const Problem& problem, const Plan& plan) {
   std::vector<int64_t> counts(index(problem.num_ranks), 0);
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
-    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
-    const int64_t position = counts[index(*first)];
-    if (std::any_of(first, last, [&](int32_t rank) { return counts[index(rank)] != position; })) {
-      return m;
+    const int64_t position = counts[index(*plan.ring(m).first)];
+    for (const int32_t rank : plan.ring(m)) {
+      if (counts[index(rank)]++ != position) return m;
     }
-    std::for_each(first, last, [&](int32_t rank) { ++counts[index(rank)]; });
   }
   return -1;
 }

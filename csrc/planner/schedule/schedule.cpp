@@ -5,31 +5,103 @@
 #include <string>
 #include <utility>
 
-#include "planner/schedule/lockstep.hpp"
-#include "planner/schedule/pipeline.hpp"
+#include "planner/base/cost_model.hpp"
+#include "planner/base/slices.hpp"
 
 namespace hdp {
 namespace {
 
+// Sequences of one member or of the whole ring.
+struct Sum {
+  double attention_s = 0;
+  double compute_s = 0;
+  double tokens = 0;
+  int64_t slice_tokens = 0;
+
+  void add(const Problem& problem, SequenceId id, int64_t degree) {
+    const int64_t length = problem.lengths[index(id)];
+    attention_s += hdp::attention_s(problem.cost, length);
+    compute_s += hdp::compute_s(problem.cost, length);
+    tokens += static_cast<double>(length);
+    slice_tokens += hdp::slice_tokens(length, degree, problem.slice_multiple);
+  }
+};
+
+// What the members of a ring do together.
+class RingTime {
+ public:
+  RingTime(const Problem& problem, const Plan& plan, int64_t m)
+      : problem_(problem), ring_(plan.ring(m)) {
+    for (const SequenceId id : plan.sharded(m)) sum_.add(problem, id, degree());
+    const int64_t per_node = problem.cost.ranks_per_node;
+    const int64_t node = *ring_.first / per_node;
+    one_node_ =
+        std::all_of(ring_.first, ring_.last, [&](int32_t rank) { return rank / per_node == node; });
+  }
+
+  int64_t degree() const { return ring_.last - ring_.first; }
+  const Sum& sum() const { return sum_; }
+
+  // Seconds of a member that has `local_s` of its own sequences.
+  double member_s(int32_t rank, double local_s) const {
+    const auto d = static_cast<double>(degree());
+    const double speed = problem_.speed(rank);
+    const double exposed =
+        exposed_s(problem_.cost, degree(), sum_.tokens, sum_.attention_s / d / speed, one_node_);
+    const double overhead =
+        fixed_s(problem_.cost, degree()) + merge_s(problem_.cost, degree(), sum_.tokens);
+    return (sum_.compute_s / d + local_s + overhead) / speed + exposed;
+  }
+
+  // Seconds of the slowest member without locals.
+  double slowest_s() const {
+    if (problem_.speeds.empty()) return member_s(0, 0);
+    double slowest = 0;
+    for (const int32_t rank : ring_) slowest = std::max(slowest, member_s(rank, 0));
+    return slowest;
+  }
+
+ private:
+  const Problem& problem_;
+  Span ring_;
+  Sum sum_;
+  bool one_node_ = true;
+};
+
 // Moves the ranks' clocks.
 Schedule run(const Problem& problem, const Plan& plan, std::vector<double>& clocks) {
-  Schedule schedule;
-  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const MicroBatchLoad load = micro_batch_load(problem, plan, m);
-    const auto first = plan.ranks.begin() + plan.rank_offsets[index(m)];
-    const auto last = plan.ranks.begin() + plan.rank_offsets[index(m) + 1];
-    double start = 0;
-    std::for_each(first, last, [&](int32_t rank) { start = std::max(start, clocks[index(rank)]); });
-    const double end = start + load.seconds;
-    std::for_each(first, last, [&](int32_t rank) { clocks[index(rank)] = end; });
-    schedule.makespan_s = std::max(schedule.makespan_s, end);
-    schedule.ring_tokens += load.ring_tokens;
-    schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
-  }
+  double makespan_s = 0;
+  Schedule schedule = sum_of_loads(problem, plan, [&](int64_t m, double seconds) {
+    double end = 0;
+    for (const int32_t rank : plan.ring(m)) end = std::max(end, clocks[index(rank)]);
+    end += seconds;
+    for (const int32_t rank : plan.ring(m)) clocks[index(rank)] = end;
+    makespan_s = std::max(makespan_s, end);
+  });
+  schedule.makespan_s = makespan_s;
   return schedule;
 }
 
 }  // namespace
+
+MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  const RingTime ring(problem, plan, micro_batch);
+  const auto d = static_cast<double>(ring.degree());
+  MicroBatchLoad load{ring.slowest_s(), (d - 1) * ring.sum().tokens, ring.sum().slice_tokens};
+  Sum member;
+  const int32_t last = plan.local_offset(micro_batch + 1);
+  for (int32_t i = plan.local_offset(micro_batch); i < last; ++i) {
+    const int32_t rank = plan.locals.ranks[index(i)];
+    member.add(problem, plan.locals.sequences[index(i)], 1);
+    if (i + 1 < last && plan.locals.ranks[index(i) + 1] == rank) continue;
+    const double local_s = member.compute_s + problem.cost.block_all_layers_s;
+    load.seconds = std::max(load.seconds, ring.member_s(rank, local_s));
+    load.tokens_on_a_rank =
+        std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
+    member = {};
+  }
+  return load;
+}
 
 Schedule simulate(const Problem& problem, const Plan& plan) {
   if (problem.pipeline_stages > 1) return simulate_pipeline(problem, plan);
@@ -52,18 +124,16 @@ Schedule simulate_pipeline(const Problem& problem, const Plan& plan) {
         std::to_string(problem.pipeline_stages) + " pipeline stages: use strategy pp-balance");
   }
   if (problem.expert_ranks > 1) return simulate_lockstep(problem, plan);
-  Schedule schedule;
+  return run_pipeline(problem, plan).schedule;
+}
+
+PipelineRun run_pipeline(const Problem& problem, const Plan& plan) {
+  PipelineRun run;
   std::vector<double> seconds;
-  for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
-    const MicroBatchLoad load = micro_batch_load(problem, plan, m);
-    seconds.push_back(load.seconds);
-    schedule.ring_tokens += load.ring_tokens;
-    schedule.max_tokens_on_a_rank = std::max(schedule.max_tokens_on_a_rank, load.tokens_on_a_rank);
-  }
-  const std::vector<double> ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks,
-                                                 seconds, problem.num_ranks);
-  schedule.makespan_s = *std::max_element(ends.begin(), ends.end());
-  return schedule;
+  run.schedule = sum_of_loads(problem, plan, [&](int64_t, double s) { seconds.push_back(s); });
+  run.ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks);
+  run.schedule.makespan_s = *std::max_element(run.ends.begin(), run.ends.end());
+  return run;
 }
 
 Scheduled scheduled(const Problem& problem, Plan plan) {

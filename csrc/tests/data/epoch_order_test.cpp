@@ -3,7 +3,6 @@
 
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "tests/checking.hpp"
@@ -20,7 +19,7 @@ bool is_permutation(const std::vector<int64_t>& rows) {
   return true;
 }
 
-void test_every_row_once() {
+TEST(test_every_row_once) {
   CHECK(!is_permutation({0, 2}) && !is_permutation({0, 0}));
   for (int64_t num_rows = 1; num_rows <= 1100; ++num_rows) {
     for (const uint64_t seed : {uint64_t{0}, std::numeric_limits<uint64_t>::max()}) {
@@ -29,7 +28,7 @@ void test_every_row_once() {
   }
 }
 
-void test_random_access() {
+TEST(test_random_access) {
   const hdp::EpochOrder order(1000, 1, 2, 3);
   const std::vector<int64_t> all = order.rows(0, 1000);
   CHECK(order.rows(1000, 0).empty());
@@ -39,7 +38,7 @@ void test_random_access() {
   }
 }
 
-void test_every_word_matters() {
+TEST(test_every_word_matters) {
   const std::vector<int64_t> rows = hdp::EpochOrder(1000, 1, 2, 3).rows(0, 1000);
   CHECK(rows == hdp::EpochOrder(1000, 1, 2, 3).rows(0, 1000));
   CHECK(rows != hdp::EpochOrder(1000, 2, 1, 3).rows(0, 1000));
@@ -47,7 +46,7 @@ void test_every_word_matters() {
   CHECK(rows != hdp::EpochOrder(1000, 0, 2, 3).rows(0, 1000));
 }
 
-void test_the_largest_epoch() {
+TEST(test_the_largest_epoch) {
   const int64_t last = hdp::EpochOrder::kMaxRows - 1;
   const hdp::EpochOrder order(hdp::EpochOrder::kMaxRows, 5, 0, 0);
   for (const int64_t position : {int64_t{0}, last / 3, last}) {
@@ -55,38 +54,18 @@ void test_the_largest_epoch() {
   }
 }
 
-template <typename Action>
-bool is_refused(Action action) {
-  try {
-    action();
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-  return false;
-}
-
-void test_refusals() {
-  CHECK(is_refused([] { hdp::EpochOrder(0, 0, 0, 0); }));
-  CHECK(is_refused([] { hdp::EpochOrder(hdp::EpochOrder::kMaxRows + 1, 0, 0, 0); }));
+TEST(test_refusals) {
+  CHECK(hdp_tests::is_refused([] { hdp::EpochOrder(0, 0, 0, 0); }));
+  CHECK(hdp_tests::is_refused([] { hdp::EpochOrder(hdp::EpochOrder::kMaxRows + 1, 0, 0, 0); }));
   const hdp::EpochOrder order(10, 0, 0, 0);
   constexpr int64_t most = std::numeric_limits<int64_t>::max();
-  CHECK(is_refused([&] { order.rows(-1, 2); }));
-  CHECK(is_refused([&] { order.rows(3, -1); }));
-  CHECK(is_refused([&] { order.rows(3, 8); }));
-  CHECK(is_refused([&] { order.rows(11, 0); }));
-  CHECK(is_refused([&] { order.rows(most, most); }));
+  CHECK(hdp_tests::is_refused([&] { order.rows(-1, 2); }));
+  CHECK(hdp_tests::is_refused([&] { order.rows(3, -1); }));
+  CHECK(hdp_tests::is_refused([&] { order.rows(3, 8); }));
+  CHECK(hdp_tests::is_refused([&] { order.rows(11, 0); }));
+  CHECK(hdp_tests::is_refused([&] { order.rows(most, most); }));
 }
 
 }  // namespace
 
-void test_mixing();  // of mixing_test.cpp
-
-int main() {
-  test_every_row_once();
-  test_random_access();
-  test_every_word_matters();
-  test_the_largest_epoch();
-  test_refusals();
-  test_mixing();
-  return hdp_tests::exit_status();
-}
+int main() { return hdp_tests::run_tests(); }

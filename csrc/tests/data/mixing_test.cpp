@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "tests/checking.hpp"
@@ -31,7 +30,7 @@ struct Sources {
   }
 };
 
-void test_turns() {
+TEST(test_turns) {
   Sources sources({10, 10, 30}, 100);
   std::vector<double> owed(3, 0.0);
   const hdp::Mixed mixed = hdp::mix({0.25, 0.25, 0.5}, owed, sources.ready, {8, kNoBound, true});
@@ -42,7 +41,7 @@ void test_turns() {
   CHECK(std::abs(std::accumulate(owed.begin(), owed.end(), 0.0)) < 1e-9);
 }
 
-void test_the_room() {
+TEST(test_the_room) {
   Sources sources({10, 7}, 100);
   std::vector<double> owed(2, 0.0);
   const hdp::Mixed first = hdp::mix({1.0, 0.0}, owed, sources.ready, {5, 25, true});
@@ -54,7 +53,7 @@ void test_the_room() {
   CHECK((sources.ready.used == std::vector<int64_t>{3, 0}));
 }
 
-void test_a_source_with_nothing_ready() {
+TEST(test_a_source_with_nothing_ready) {
   Sources sources({10, 10}, 2);
   std::vector<double> owed(2, 0.0);
   const hdp::Mixed mixed = hdp::mix({0.5, 0.5}, owed, sources.ready, {9, kNoBound, true});
@@ -77,7 +76,7 @@ size_t turn_by_hand(const std::vector<double>& weights, const std::vector<double
   return turn;
 }
 
-void test_turns_of_any_number_of_sources() {
+TEST(test_turns_of_any_number_of_sources) {
   for (size_t count = 1; count <= 19; ++count) {
     std::vector<int64_t> lengths;
     std::vector<double> weights, amounts;
@@ -101,21 +100,11 @@ void test_turns_of_any_number_of_sources() {
   }
 }
 
-template <typename Action>
-bool is_refused(Action action) {
-  try {
-    action();
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-  return false;
-}
-
 bool refuses(const std::vector<double>& weights, std::vector<double> owed, hdp::Ready ready) {
-  return is_refused([&] { hdp::mix(weights, owed, ready, {1, kNoBound, true}); });
+  return hdp_tests::is_refused([&] { hdp::mix(weights, owed, ready, {1, kNoBound, true}); });
 }
 
-void test_refusals() {
+TEST(test_refusals) {
   const Sources sources({10, 10}, 2);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   CHECK(!refuses({0.5, 0.5}, {0, 0}, sources.ready));
@@ -133,11 +122,3 @@ void test_refusals() {
 }
 
 }  // namespace
-
-void test_mixing() {
-  test_turns();
-  test_the_room();
-  test_a_source_with_nothing_ready();
-  test_turns_of_any_number_of_sources();
-  test_refusals();
-}

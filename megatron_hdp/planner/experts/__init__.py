@@ -4,8 +4,11 @@ Design: `docs/design/moe.md`.
 """
 
 from megatron_hdp.planner.bounds import lockstep_bound_s
-from megatron_hdp.planner.experts.evaluation import LockstepFigures, figures_in_lockstep
-from megatron_hdp.planner.experts.exchange import exchanged_bytes_per_token
+from megatron_hdp.planner.experts.evaluation import (
+    LockstepFigures,
+    exchanged_bytes_per_token,
+    figures_in_lockstep,
+)
 
 __all__ = [
     "LockstepFigures",

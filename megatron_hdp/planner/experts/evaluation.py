@@ -23,9 +23,8 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     fixed_s,
-    held_tokens,
     lockstep_bound_s,
-    pipeline_lower_bound_s,
+    pipeline_bound_of,
     pipeline_target_s,
     speeds_of,
     total_compute_s,
@@ -37,6 +36,26 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
 _ONE_STAGE = Pipeline()
+_DIRECTIONS = 2  # of what is exchanged: to the experts and back
+_PASSES = 2  # as much in forward as in backward
+
+
+def exchanged_bytes_per_token(
+    *, values_per_token: int, value_bytes: int, expert_ranks: int
+) -> float:
+    """Bytes that leave a GPU for a token in all layers: all-to-all, both ways, both passes.
+
+    A token's hidden state goes to each of its experts and one comes back from each; backward as
+    many gradients. Experts are taken to get equally many tokens, so that 1 of ``expert_ranks`` of
+    all this stays where it is.
+
+    Args:
+        values_per_token: that go out in a forward pass: layers x experts of a token x hidden size.
+        value_bytes: of one value.
+        expert_ranks: GPUs that the experts of a layer are spread over.
+    """
+    once = values_per_token * value_bytes
+    return _DIRECTIONS * _PASSES * once * (expert_ranks - 1) / expert_ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,7 +115,7 @@ def figures_in_lockstep(
     bound_s = target_s = lockstep_bound_s(plan.lengths, plan.num_ranks, cost_model, size)
     if stages > 1:
         target_s = pipeline_target_s(bound_s, plan.tokens_per_rank, cost_model, pipeline)
-        bound_s = _pipeline_bound_s(plan, cost_model, size, pipeline)
+        bound_s = pipeline_bound_of(plan, cost_model, pipeline, size)
     values = {field.name: getattr(dense, field.name) for field in dataclasses.fields(Evaluation)}
     found = LockstepFigures(
         **values
@@ -157,12 +176,6 @@ def _experts_s(
     return seconds
 
 
-def _pipeline_bound_s(plan: Plan, cost_model: CostModel, size: int, pipeline: Pipeline) -> float:
-    offloads = bool(plan.offload_ratios.any())
-    held = held_tokens(plan.tokens_per_rank, cost_model.num_layers, offloads=offloads)
-    return pipeline_lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline, held, size)
-
-
 class _Domains(NamedTuple):
     """What domains run: a micro-batch is a position of one, or of those that a ring ties there."""
 
@@ -203,7 +216,7 @@ class _Domains(NamedTuple):
             tokens_per_rank=1,
             strategy="positions",
             lengths=np.ones(num, dtype=np.int64),
-            rank_offsets=np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num))]),
+            rank_offsets=np.cumsum([0, *np.bincount(numbers, minlength=num)]),
             ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
             sequence_offsets=np.arange(num + 1),
             sequences=np.arange(num),

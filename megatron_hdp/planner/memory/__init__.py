@@ -6,7 +6,6 @@ Design: `docs/design/memory.md`.
 from megatron_hdp.planner.memory.activations import (
     kept_after_forward,
     kept_of_part,
-    second_stream_kept_bytes,
     second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.gpu import (
@@ -28,7 +27,6 @@ __all__ = [
     "kept_after_forward",
     "kept_of_part",
     "most_tokens_per_rank",
-    "second_stream_kept_bytes",
     "second_stream_kept_of_part",
     "stage_memories",
     "stage_memory",

@@ -140,12 +140,7 @@ def kept_after_forward(job: Job) -> float:
 
 
 def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """Bytes of one token that a part of the model holds between its forward and backward.
-
-    Args:
-        job: what is trained, and how.
-        part: the layers that one forward runs through.
-    """
+    """Bytes of one token that a part of the model holds between its forward and backward."""
     if job.recompute == "full":
         inputs = [job.value_bytes * layer.hidden_size * job.token_share for layer in part]
         if job.recompute_method == "uniform":
@@ -257,11 +252,6 @@ def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:
     - six log-sum-exps, ``4 heads / p``: of two steps, transposed, and what adding them up takes
 
     Backward runs on the stream that computes alone.
-
-    Args:
-        job: what is trained, and how.
-        layer: of the model.
-        degree: of the ring, `D`.
     """
     if degree < 2:
         return 0.0
@@ -272,19 +262,13 @@ def second_stream_bytes(job: Job, layer: Layer, degree: int) -> float:
     return ((received + 0.5) * kv + outputs * output + log_sum_exps) / job.tensor_ranks
 
 
-def second_stream_kept_bytes(job: Job) -> float:
-    """Bytes of a token that a layer keeps in that stream's memory until its backward.
+def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
+    """Bytes of a token that these layers of a part keep in that stream's memory until backward.
 
     The K and V that a ring of TransformerEngine's received last, if its degree is odd: they came in
     a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
-    computes, and neither can have the other's. A mean over the model, as `kept_after_forward`.
+    computes, and neither can have the other's.
     """
-    of_parts = (second_stream_kept_of_part(job, part) for part in job.parts)
-    return sum(of_parts) / job.shape.num_layers
-
-
-def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """The same of a part of the model, of these layers."""
     if job.hdp_ranks < 3 or job.recompute == "selective":
         return 0.0
     kept = part[job.recomputed_of(len(part)) :]

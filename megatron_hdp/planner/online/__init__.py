@@ -3,8 +3,13 @@
 Design: `docs/design/online.md`.
 """
 
-from megatron_hdp.planner.online.corrections import Corrections
-from megatron_hdp.planner.online.filter import COLUMNS, FilterState, Finding, observe
+from megatron_hdp.planner.online.filter import (
+    COLUMNS,
+    Corrections,
+    FilterState,
+    Finding,
+    observe,
+)
 from megatron_hdp.planner.online.seen_costs import SeenCosts
 from megatron_hdp.planner.online.speeds_file import speeds_in
 

@@ -8,14 +8,13 @@ after the other: so noise does not move plans, and what moves them is a rounded 
 import base64
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.online.corrections import Corrections
 from megatron_hdp.planner.online.fitting import Fit, fit, work
 
 COLUMNS = ("attention_s", "linear_s", "micro_batches", "seconds")
@@ -34,6 +33,50 @@ REFINED = 0.02
 """Log of the factor by which a slow rank's speed is mended, once, when a whole window knows it."""
 DEVIATIONS = 3.0
 """And so many standard deviations of the noise."""
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """How a machine differs from the cost model that a run began with."""
+
+    attention_factor: float = 1.0
+    """Of attention and its blocks."""
+    linear_factor: float = 1.0
+    """Of what is linear in the length."""
+    g: float | None = None
+    """Seconds of a micro-batch whatever it holds; None: as it was."""
+    speeds: tuple[tuple[int, float], ...] = ()
+    """Ranks, ascending, whose speed is another one, with that speed."""
+
+    def of(self, base: CostModel, num_ranks: int) -> CostModel:
+        """The cost model with these corrections; itself where there are none."""
+        if self == Corrections():
+            return base
+        points = tuple((length, self.attention_factor * s) for length, s in base.attention_points)
+        speeds = list(base.rank_speeds or (1.0,) * num_ranks)
+        for rank, speed in self.speeds:
+            speeds[rank] = speed
+        return replace(
+            base,
+            a=self.attention_factor * base.a,
+            attention_b=self.attention_factor * base.attention_b,
+            attention_points=points,
+            block_s=self.attention_factor * base.block_s,
+            b=self.linear_factor * base.b,
+            b_experts=self.linear_factor * base.b_experts,
+            g=base.g if self.g is None else self.g,
+            rank_speeds=tuple(speeds) if self.speeds else base.rank_speeds,
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """These as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """What `to_record` made a record of."""
+        speeds = tuple((int(rank), float(speed)) for rank, speed in record["speeds"])
+        return cls(**{**record, "speeds": speeds})
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +104,7 @@ class FilterState:
 
     @classmethod
     def begin(cls, base: CostModel, num_ranks: int) -> Self:
-        """Nothing is known yet.
-
-        Args:
-            base: the cost model that the run begins with.
-            num_ranks: HDP ranks.
-        """
+        """Nothing is known yet."""
         speeds = np.array(base.rank_speeds or (1.0,) * num_ranks)
         return cls(
             coefficients=np.array([1.0, 1.0, base.g]),

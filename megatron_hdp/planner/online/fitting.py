@@ -58,13 +58,13 @@ def fit(
     """
     order = np.lexsort([speeds, *seconds, *np.concatenate(features.swapaxes(1, 2))])
     features, seconds, speeds = features[:, order], seconds[:, order], speeds[order]
-    _, references = _excess(features, seconds, coefficients, speeds)
+    _, references = _excess(_logs(features, seconds, coefficients, speeds))
     found = prior = coefficients * float(np.exp(np.median(references)))
     # what no step has any of cannot be told
     given: BoolArray = np.any(features > 0, axis=(0, 1))
     for _ in range(_ROUNDS):
-        excess, references = _excess(features, seconds, found, speeds)
-        noise = _noise(features, seconds, found, speeds)
+        logs = _logs(features, seconds, found, speeds)
+        (excess, references), noise = _excess(logs), _noise(logs)
         factors = np.median(excess, axis=0)
         factors = np.where(np.abs(factors) > max(floor, 3 * noise), factors, 0.0)
         weights = _weights(excess - factors, references, noise, floor)
@@ -76,9 +76,9 @@ def fit(
             prior,
             given,
         )
-    excess, _ = _excess(features, seconds, found, speeds)
+    logs = _logs(features, seconds, found, speeds)
     back = np.argsort(order)
-    return Fit(found, excess[:, back], _noise(features, seconds, found, speeds))
+    return Fit(found, _excess(logs)[0][:, back], _noise(logs))
 
 
 def work(features: Float64Array, coefficients: Float64Array) -> Float64Array:
@@ -92,25 +92,20 @@ def work(features: Float64Array, coefficients: Float64Array) -> Float64Array:
 def _logs(
     features: Float64Array, seconds: Float64Array, coefficients: Float64Array, speeds: Float64Array
 ) -> Float64Array:
+    """Of each time over what coefficients and speeds give."""
     logs: Float64Array = np.log(seconds * speeds / work(features, coefficients))
     return logs
 
 
-def _excess(
-    features: Float64Array, seconds: Float64Array, coefficients: Float64Array, speeds: Float64Array
-) -> tuple[Float64Array, Float64Array]:
+def _excess(logs: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Beside the middle rank of each step, of two the faster one; and that one's."""
-    logs = _logs(features, seconds, coefficients, speeds)
     middle = (logs.shape[1] - 1) // 2
     references = np.sort(logs, axis=1)[:, middle]
     return logs - references[:, None], references
 
 
-def _noise(
-    features: Float64Array, seconds: Float64Array, coefficients: Float64Array, speeds: Float64Array
-) -> float:
+def _noise(logs: Float64Array) -> float:
     """From differences of neighbouring steps, which know nothing of how fast a rank is."""
-    logs = _logs(features, seconds, coefficients, speeds)
     ranks = logs.shape[1]
     if ranks == 1 or len(logs) == 1:
         return 0.0

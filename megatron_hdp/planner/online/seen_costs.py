@@ -7,8 +7,7 @@ from typing import Any, Self
 
 import orjson
 
-from megatron_hdp.planner.online.corrections import Corrections
-from megatron_hdp.planner.online.filter import FilterState
+from megatron_hdp.planner.online.filter import Corrections, FilterState
 
 _KEPT_STEPS = 64  # steps that are planned once more see the same
 

@@ -15,9 +15,8 @@ def seen_in_window(tokens: float, window: int | None) -> float:
 
     The square of its tokens; with a window less: a query sees so many, itself included.
     """
-    if window is None or tokens <= window:
-        return tokens * tokens
-    return window * (2 * tokens - window)
+    inside = tokens if window is None else min(tokens, window)
+    return inside * (2 * tokens - inside)
 
 
 @dataclass(frozen=True)

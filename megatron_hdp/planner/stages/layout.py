@@ -7,7 +7,6 @@ third with two layers each.
 """
 
 import re
-from dataclasses import dataclass
 
 from megatron_hdp.options import OptionError
 
@@ -18,20 +17,8 @@ _LETTER = re.compile(r"([^()*])\*([0-9]+)")
 _LETTERS = "EtL"
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one virtual stage holds."""
-
-    layers: int
-    has_embedding: bool = False
-    has_loss: bool = False
-
-
-def parts_of(layout: str) -> tuple[Part, ...]:
-    """The parts that a layout names, in the model's order.
-
-    Args:
-        layout: the text.
+def parts_of(layout: str) -> tuple[int, ...]:
+    """Layers of each part that a layout names, in the model's order.
 
     Raises:
         OptionError: it is none, or the embedding does not stand in front, the loss at the end.
@@ -55,7 +42,7 @@ def parts_of(layout: str) -> tuple[Part, ...]:
             f"{_FLAG} {layout}: expected one E, first in the first part, and one L, last in the "
             f"last part, where Megatron computes them; found {', '.join(_shown(parts))}: move them"
         )
-    return tuple(Part(part.count("t"), "E" in part, "L" in part) for part in parts)
+    return tuple(part.count("t") for part in parts)
 
 
 def _is_framed(letters: str) -> bool:

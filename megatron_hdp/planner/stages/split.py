@@ -55,9 +55,10 @@ class StageSplit:
         _refuse_mixed(first, last, embedding, loss, layout)
         if layout is not None:
             return cls(_of_layout(layout, num_layers, num_stages), num_stages)
-        if first is not None or last is not None:
-            ends = _Ends(num_layers, num_stages, num_chunks, first, last)
-            return cls(ends.layers(), num_stages)
+        ends = {_FIRST: first, _LAST: last}
+        given = {flag: number for flag, number in ends.items() if number is not None}
+        if given:
+            return cls(_of_ends(num_layers, num_stages, num_chunks, given), num_stages)
         return cls(_counted(num_layers, num_stages, num_chunks, embedding, loss), num_stages)
 
     @property
@@ -103,75 +104,60 @@ def _refuse_mixed(
 
 
 def _of_layout(layout: str, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    parts = parts_of(layout)
-    if len(parts) % num_stages:
+    layers = parts_of(layout)
+    if len(layers) % num_stages:
         raise OptionError(
-            f"{_LAYOUT} {layout}: found {len(parts)} parts, expected a multiple of "
+            f"{_LAYOUT} {layout}: found {len(layers)} parts, expected a multiple of "
             f"--pipeline-model-parallel-size {num_stages}: add or remove a |"
         )
-    found = sum(part.layers for part in parts)
-    if found != num_layers:
+    if sum(layers) != num_layers:
         raise OptionError(
-            f"{_LAYOUT} {layout}: found {found} layers (t), expected --num-layers {num_layers}: "
-            "change one of them"
+            f"{_LAYOUT} {layout}: found {sum(layers)} layers (t), expected --num-layers "
+            f"{num_layers}: change one of them"
         )
-    return tuple(part.layers for part in parts)
+    return layers
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """A split by the layers of the first and of the last stage."""
-
-    num_layers: int
-    num_stages: int
-    num_chunks: int
-    first: int | None
-    last: int | None
-
-    def layers(self) -> tuple[int, ...]:
-        """Of every virtual stage."""
-        middle = self._middle_layers()
-        first = middle if self.first is None else self.first
-        last = middle if self.last is None else self.last
-        of_stages = [self.num_layers]
-        if self.num_stages > 1:
-            of_stages = [first, *[middle] * (self.num_stages - 2), last]
-        if not middle and self.num_chunks > 1:
-            raise OptionError(
-                f"found {_FIRST} {first} and {_LAST} {last} with {self.num_chunks} virtual stages "
-                f"on a rank and no stage between, which Megatron cannot number: leave {_LAST} out, "
-                f"or cut the model by {_LAYOUT}"
-            )
-        found = {_FIRST: self.first, _LAST: self.last, "each other stage": middle}
-        for name, layers in found.items():
-            if layers is not None and layers % self.num_chunks:
-                raise OptionError(
-                    f"found {layers} layers of {name}, expected a multiple of "
-                    f"{self.num_chunks}, the virtual stages on a rank: change one of the numbers"
-                )
-        return tuple(layers // self.num_chunks for layers in of_stages) * self.num_chunks
-
-    def _middle_layers(self) -> int:
-        """Of each stage whose layers no flag gives; 0 if there is none."""
-        given = [number for number in (self.first, self.last) if number is not None]
-        stages, layers = self.num_stages - len(given), self.num_layers - sum(given)
-        said = " and ".join(
-            f"{flag} {number}"
-            for flag, number in ((_FIRST, self.first), (_LAST, self.last))
-            if number is not None
+def _of_ends(
+    num_layers: int, num_stages: int, num_chunks: int, given: dict[str, int]
+) -> tuple[int, ...]:
+    """A split by the layers of the first and of the last stage, by the flag that gives them."""
+    middle = _middle_layers(num_layers, num_stages, given)
+    first, last = given.get(_FIRST, middle), given.get(_LAST, middle)
+    of_stages = [num_layers]
+    if num_stages > 1:
+        of_stages = [first, *[middle] * (num_stages - 2), last]
+    if not middle and num_chunks > 1:
+        raise OptionError(
+            f"found {_FIRST} {first} and {_LAST} {last} with {num_chunks} virtual stages "
+            f"on a rank and no stage between, which Megatron cannot number: leave {_LAST} out, "
+            f"or cut the model by {_LAYOUT}"
         )
-        if stages < 0 or layers < 0 or bool(layers) != bool(stages):
+    for name, layers in {**given, "each other stage": middle}.items():
+        if layers % num_chunks:
             raise OptionError(
-                f"{said} leave {layers} of --num-layers {self.num_layers} to {stages} of "
-                f"--pipeline-model-parallel-size {self.num_stages} stages, expected none to none "
-                "or at least one each: change one of the numbers"
+                f"found {layers} layers of {name}, expected a multiple of {num_chunks}, the "
+                "virtual stages on a rank: change one of the numbers"
             )
-        if stages and layers % stages:
-            raise OptionError(
-                f"{said} leave {layers} of --num-layers {self.num_layers} to the other {stages} "
-                f"stages, expected a multiple of {stages}: change one of the numbers"
-            )
-        return layers // stages if stages else 0
+    return tuple(layers // num_chunks for layers in of_stages) * num_chunks
+
+
+def _middle_layers(num_layers: int, num_stages: int, given: dict[str, int]) -> int:
+    """Of each stage whose layers no flag gives; 0 if there is none."""
+    stages, layers = num_stages - len(given), num_layers - sum(given.values())
+    said = " and ".join(f"{flag} {number}" for flag, number in given.items())
+    if stages < 0 or layers < 0 or bool(layers) != bool(stages):
+        raise OptionError(
+            f"{said} leave {layers} of --num-layers {num_layers} to {stages} of "
+            f"--pipeline-model-parallel-size {num_stages} stages, expected none to none "
+            "or at least one each: change one of the numbers"
+        )
+    if stages and layers % stages:
+        raise OptionError(
+            f"{said} leave {layers} of --num-layers {num_layers} to the other {stages} "
+            f"stages, expected a multiple of {stages}: change one of the numbers"
+        )
+    return layers // stages if stages else 0
 
 
 def _counted(

@@ -29,7 +29,6 @@ from megatron_hdp.planner import plan
 from megatron_hdp.planner.memory import fullest_stage
 
 CASE = Cell(next(row for row in ROWS if row.name == "llama-7b byted"), len(CONTEXTS) - 1)
-_RING = 39
 _OFFLOAD_TOKENS = 65_536
 _OFFLOAD_LAYOUT = Layout(8, 1)
 

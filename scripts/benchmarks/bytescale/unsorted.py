@@ -1,7 +1,6 @@
 """Naive HDP that takes sequences as they come, which the planner's own strategies never do."""
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,22 +49,19 @@ def naive_in_order(
         room -= length
     if pack:
         launch(pack, 1)
-    none = np.zeros(0, dtype=np.int64)
     return Plan(
         num_ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         strategy="naive",
-        slice_multiple=1,
         lengths=lengths,
-        rank_offsets=_offsets(members),
-        ranks=np.concatenate(members).astype(np.int32),
-        sequence_offsets=_offsets(sequences),
-        sequences=np.concatenate(sequences).astype(np.int64),
-        local_offsets=np.zeros(len(members) + 1, dtype=np.int64),
-        local_sequences=none,
-        local_ranks=none.astype(np.int32),
-        offload_ratios=np.array(offloaded),
-        summary={},
+        rank_offsets=np.cumsum([0, *map(len, members)]),
+        ranks=np.concatenate(members),
+        sequence_offsets=np.cumsum([0, *map(len, sequences)]),
+        sequences=np.concatenate(sequences),
+        local_offsets=np.zeros(len(members) + 1),
+        local_sequences=[],
+        local_ranks=[],
+        offload_ratios=offloaded,
     )
 
 
@@ -77,7 +73,3 @@ def _offloaded(plan: Plan | None) -> tuple[dict[int, int], dict[int, float]]:
         degrees[batch.sequences[0]] = len(batch.ranks)
         ratios[batch.sequences[0]] = batch.offload_ratio
     return degrees, ratios
-
-
-def _offsets(lists: Sequence[Sequence[int]]) -> Int64Array:
-    return np.concatenate([[0], np.cumsum([len(one) for one in lists])]).astype(np.int64)

@@ -1,9 +1,11 @@
 """The rows of the benchmark's tables: data, ranks, capacity, stages, shared experts."""
 
 import dataclasses
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
-from planner_bench.lengths import python_lengths, tailed_lengths
+import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.lengths import batch_of
@@ -24,7 +26,7 @@ class Case:
     ranks: int
     tokens_per_rank: int
     goal: str = ""
-    """What the default strategy must reach: bound / makespan, or target / makespan with stages."""
+    """Bound / makespan that the default strategy must reach."""
     num_tokens: int | None = None
     """Of the global batch; 4 x ranks x tokens per rank if not given."""
     pipeline_stages: int = 1
@@ -70,9 +72,9 @@ class Case:
 
     def _lengths(self, seed: int) -> Int64Array:
         if self.data == "python":
-            return python_lengths(self.ranks * self.tokens_per_rank, seed)
+            return _python_lengths(self.ranks * self.tokens_per_rank, seed)
         if self.data == "tailed":
-            return tailed_lengths(self.ranks * self.tokens_per_rank, seed)
+            return _tailed_lengths(self.ranks * self.tokens_per_rank, seed)
         return batch_of(
             f"preset:{self.data}",
             ranks=self.ranks,
@@ -80,6 +82,26 @@ class Case:
             num_tokens=self.num_tokens,
             seed=seed,
         ).lengths
+
+
+def _tailed_lengths(room: int, seed: int) -> Int64Array:
+    """Lengths up to 4 x ``room`` tokens together, four of five short, the others a Pareto tail."""
+    rng = np.random.default_rng(seed)
+    count = 4 * room // 1000
+    tail = 3000 * (1 + rng.pareto(1.3, count))
+    short = rng.uniform(300, 2000, count)
+    lengths = np.where(rng.random(count) < 0.2, tail, short).clip(max=min(LONGEST, room))
+    whole = lengths.astype(np.int64)
+    return whole[: int(np.searchsorted(np.cumsum(whole), 4 * room, side="right"))]
+
+
+def _python_lengths(room: int, seed: int) -> Int64Array:
+    """Lengths of the standard library's files in a random order, up to 4 x ``room`` tokens."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
+    sizes = np.array([size for path in files if (size := path.stat().st_size)], dtype=np.int64)
+    lengths = np.random.default_rng(seed).permutation(sizes).clip(max=min(LONGEST, room))
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), 4 * room, side="right"))]
 
 
 def all_cases() -> list[Case]:
@@ -96,18 +118,12 @@ def all_cases() -> list[Case]:
         for capacity in capacities
         for data in presets
     ]
-    stages = [
-        Case(data, ranks, 8192, "0.95", pipeline_stages=stages)
-        for ranks in (64, 256)
-        for stages in (4, 8)
-        for data in presets
-    ]
     slow = [
         Case(data, 64, 8192, "0.96", half_speed=True, offload=offload)
         for offload in (False, True)
         for data in presets
     ]
-    return [*few, *many, Case("byted", 512, 8192, "0.97", 32 * 2**20), *stages, *slow]
+    return [*few, *many, Case("byted", 512, 8192, "0.97", 32 * 2**20), *slow]
 
 
 def pipeline_cases() -> list[Case]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from planner_bench.cases import Case
+from planner_bench.markdown import Measured
 
 from megatron_hdp.cli.plan_outcomes import Outcome, Request, outcome_of, plan_with
 from megatron_hdp.cli.plan_text import share
@@ -19,19 +20,15 @@ NOISY_STEPS = 3
 _SLOW_PLANNING_MS = 500.0  # measured once
 
 
-@dataclass(frozen=True)
-class Result:
-    """One strategy on one batch; figures are None where there is no plan."""
+@dataclass(frozen=True, kw_only=True)
+class Result(Measured):
+    """Figures are None where there is no plan."""
 
-    case: str
-    seed: int
-    strategy: str
-    problem: str | None
     num_sequences: int
     efficiency: float | None = None
-    """Total compute / sum of speeds / stages / makespan."""
+    """Total compute / sum of speeds / makespan."""
     bound_share: float | None = None
-    """Bound / makespan; with pipeline stages the target / makespan."""
+    """Bound / makespan."""
     proven_share: float | None = None
     """The tightest bound that is proven / makespan."""
     makespan_s: float | None = None
@@ -41,8 +38,6 @@ class Result:
     """Median of several runs."""
     lost_to_noise: dict[float, float] = dataclasses.field(default_factory=dict)
     """By the strength of the noise in %: the makespan with noise / the one without - 1, a mean."""
-    greater_share: float | None = None
-    """The greater of bound_share and proven_share."""
 
 
 def measure(
@@ -56,7 +51,13 @@ def measure(
     request = case.request(seed)
     for strategy in strategies:
         outcome = outcome_of(strategy, request)
-        result = Result(case.name, seed, strategy, outcome.problem, len(request.lengths))
+        result = Result(
+            case=case.name,
+            seed=seed,
+            strategy=strategy,
+            problem=outcome.problem,
+            num_sequences=len(request.lengths),
+        )
         figures = _figures_of(strategy, request, outcome, repeats)
         if outcome.plan is not None and outcome.evaluation is not None:
             lost = {strength: _lost_to_noise(outcome.plan, request, strength) for strength in noise}
@@ -65,18 +66,15 @@ def measure(
 
 
 def _lost_to_noise(made: Plan, request: Request, strength: float) -> float:
-    """What steps take longer whose members each take lognormal times of mean 1, in parts of 1.
-
-    Of a ring the slowest member decides.
-    """
-    quiet = evaluate(made, request.cost_model, request.pipeline.stages)
+    """What steps take longer whose members each take lognormal times of mean 1, in parts of 1."""
+    quiet = evaluate(made, request.cost_model)
     deviation = strength / 100
     makespans = []
     for step in range(NOISY_STEPS):
         rng = np.random.default_rng(step)
         factors = rng.lognormal(-(deviation**2) / 2, deviation, len(made.ranks))
         duration_s = np.maximum.reduceat(quiet.own_s * factors, made.rank_offsets[:-1])
-        makespans.append(replay(made, duration_s, request.pipeline).makespan_s)
+        makespans.append(replay(made, duration_s).makespan_s)
     return fmean(makespans) / quiet.makespan_s - 1
 
 
@@ -84,15 +82,10 @@ def _figures_of(strategy: str, request: Request, outcome: Outcome, repeats: int)
     made, evaluation = outcome.plan, outcome.evaluation
     if made is None or evaluation is None:
         return {}
-    pipelined = request.pipeline.stages > 1
-    goal_s = evaluation.pipeline_bound_s if pipelined else evaluation.lower_bound_s
-    bound_share = share(goal_s, evaluation)
-    proven_share = share(outcome.proven_bound_s, evaluation)
     return {
         "efficiency": evaluation.efficiency,
-        "bound_share": bound_share,
-        "proven_share": proven_share,
-        "greater_share": max(bound_share, proven_share),
+        "bound_share": share(evaluation.lower_bound_s, evaluation),
+        "proven_share": share(outcome.proven_bound_s, evaluation),
         "makespan_s": evaluation.makespan_s,
         "lower_bound_s": evaluation.lower_bound_s,
         "ring_bytes": evaluation.ring_bytes,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner_bench.cases import Case
+from planner_bench.markdown import Measured
 from planner_bench.measuring import planning_ms_of
 
 from megatron_hdp.cli.plan_outcomes import Request, plan_with
@@ -25,15 +26,11 @@ OURS = "auto"
 _KEPT_PLANS = 256  # of one case for all V and seeds, so that the next one may have the same
 
 
-@dataclass(frozen=True)
-class Staged:
-    """One strategy on one batch and one V; figures are None where there is no plan."""
+@dataclass(frozen=True, kw_only=True)
+class Staged(Measured):
+    """With one V; figures are None where there is no plan."""
 
-    case: str
-    seed: int
-    strategy: str
     virtual_stages: int
-    problem: str | None = None
     makespan_s: float | None = None
     bound_s: float | None = None
     """Proven for the batch and this V (``pipeline_lower_bound_s``)."""
@@ -74,10 +71,14 @@ def measure_staged(
     whole = case.request(seed)
     for strategy in strategies:
         for chunks in virtual_stages:
-            result = Staged(case.name, seed, strategy, chunks)
-            told = told_of(case, strategy, chunks)
-            planned = _planned(*told, seed, repeats)
-            result = dataclasses.replace(result, problem=planned.problem)
+            planned = _planned(*told_of(case, strategy, chunks), seed, repeats)
+            result = Staged(
+                case=case.name,
+                seed=seed,
+                strategy=strategy,
+                virtual_stages=chunks,
+                problem=planned.problem,
+            )
             if planned.plan is not None:
                 pipeline = Pipeline(case.pipeline_stages, chunks)
                 request = dataclasses.replace(whole, pipeline=pipeline)

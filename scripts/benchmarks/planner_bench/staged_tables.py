@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 from planner_bench.cases import Case
-from planner_bench.markdown import NOT_RUN, head, mark, notes, row
+from planner_bench.markdown import NOT_RUN, head, known, mark, mean_and_worst, notes, row
 from planner_bench.staged import OURS, Staged, told_of
 
 _WIDTH = 130  # of a page's lines
@@ -71,11 +71,11 @@ class StagedTables:
             for chunks in self._chunks:
                 of = self._cell(case, OURS, chunks)
                 shares += [
-                    _mean_and_worst(of, _of_the_greater),
-                    _mean_and_worst(of, _of_the_bound),
-                    _number(fmean, _known(of, lambda one: one.efficiency), ".3f"),
+                    mean_and_worst(of, "of_the_greater"),
+                    mean_and_worst(of, "of_the_bound"),
+                    _number(fmean, known(of, "efficiency"), ".3f"),
                 ]
-                planning_ms.append(_number(fmean, _known(of, _planning_ms), ",.1f"))
+                planning_ms.append(_number(fmean, known(of, "planning_ms"), ",.1f"))
             times = [self._times(case, OURS, chunks, first) for chunks in more]
             yield row(
                 [case.name, *shares, *(_number(fmean, one, ".3f") for one in times), *planning_ms]
@@ -93,7 +93,7 @@ class StagedTables:
         times = self._times(case, strategy, chunks, self._best)
         if not times:
             return NOT_RUN
-        return f"{fmean(times):.2f} ({fmean(_known(of, _of_the_greater)):.3f}){mark(of)}"
+        return f"{fmean(times):.2f} ({fmean(known(of, 'of_the_greater')):.3f}){mark(of)}"
 
     def _note_beside(self) -> str:
         case = self._cases[0]
@@ -128,13 +128,13 @@ class StagedTables:
     def _summary_of(self, strategy: str, chunks: int) -> list[str]:
         rows = [self._cell(case, strategy, chunks) for case in self._cases]
         times = [self._times(case, strategy, chunks, self._best) for case in self._cases]
-        planning_ms = _means(rows, _planning_ms)
+        planning_ms = _means(rows, "planning_ms")
         return [
             "ours" if strategy == OURS else strategy,
             str(chunks),
-            str(sum(len(_known(of, lambda one: one.makespan_s)) for of in rows)),
-            *_spread(rows, _of_the_greater),
-            *_spread(rows, _of_the_bound),
+            str(sum(len(known(of, "makespan_s")) for of in rows)),
+            *_spread(rows, "of_the_greater"),
+            *_spread(rows, "of_the_bound"),
             _number(fmean, [time for of in times for time in of], ".2f"),
             _number(fmean, planning_ms, ",.1f"),
             _number(max, planning_ms, ",.1f"),
@@ -153,44 +153,20 @@ class StagedTables:
         ]
 
 
-_Figure = Callable[[Staged], float | None]
-
-
-def _of_the_greater(one: Staged) -> float | None:
-    return one.of_the_greater
-
-
-def _of_the_bound(one: Staged) -> float | None:
-    return one.of_the_bound
-
-
-def _planning_ms(one: Staged) -> float | None:
-    return one.planning_ms
-
-
 def _titled(title: str, note: str) -> list[str]:
     return ["", textwrap.fill(f"**{title}.** {note}", _WIDTH, break_on_hyphens=False), ""]
-
-
-def _known(of: Sequence[Staged], figure: _Figure) -> list[float]:
-    return [value for one in of if (value := figure(one)) is not None]
 
 
 def _number(pick: Callable[[list[float]], float], values: list[float], form: str) -> str:
     return format(pick(values), form) if values else NOT_RUN
 
 
-def _mean_and_worst(of: Sequence[Staged], figure: _Figure) -> str:
-    values = _known(of, figure)
-    return f"{fmean(values):.3f} ({min(values):.3f}){mark(of)}" if values else NOT_RUN
+def _means(rows: Sequence[Sequence[Staged]], figure: str) -> list[float]:
+    return [fmean(values) for of in rows if (values := known(of, figure))]
 
 
-def _means(rows: Sequence[Sequence[Staged]], figure: _Figure) -> list[float]:
-    return [fmean(values) for of in rows if (values := _known(of, figure))]
-
-
-def _spread(rows: Sequence[Sequence[Staged]], figure: _Figure) -> list[str]:
+def _spread(rows: Sequence[Sequence[Staged]], figure: str) -> list[str]:
     """Mean of the rows, the worst of them, the worst batch."""
     means = _means(rows, figure)
-    values = [value for of in rows for value in _known(of, figure)]
+    values = [value for of in rows for value in known(of, figure)]
     return [_number(fmean, means, ".3f"), _number(min, means, ".3f"), _number(min, values, ".3f")]

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_hdp.planner.memory import Job, stage_memory
 from megatron_hdp.planner.shape import ModelShape
-from tests.planner.test_execution import one_forward_one_backward
-from tests.planner.test_interleaved_execution import interleaved
+from tests.planner.blocking import interleaved, one_forward_one_backward
 
 JOB = Job(
     shape=ModelShape.uniform(

@@ -12,8 +12,8 @@ from megatron_hdp.planner.memory import (
     stage_memory,
     waiting_activations,
 )
+from tests.planner.blocking import interleaved
 from tests.planner.memory.test_alive import JOB
-from tests.planner.test_interleaved_execution import interleaved
 
 LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # parameters: attention, gated MLP, norms
 EMBEDDING = 64 * 1000

@@ -7,8 +7,9 @@ from megatron_hdp.planner.shape import MODELS, model_of
 
 
 def test_llama_7b_is_the_cost_model_of_record():
-    assert model_of("llama-7b").kv_bytes_per_token == 131_072
     assert model_of("llama-7b").cost_model() == LLAMA_7B
+    assert (LLAMA_7B.g, LLAMA_7B.kv_bytes_per_token, LLAMA_7B.ranks_per_node) == (0, 131_072, 8)
+    assert (LLAMA_7B.intra_node_bytes_per_s, LLAMA_7B.inter_node_bytes_per_s) == (300e9, 50e9)
 
 
 @pytest.mark.parametrize(

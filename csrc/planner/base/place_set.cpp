@@ -1,4 +1,4 @@
-#include "planner/rings/place_set.hpp"
+#include "planner/base/place_set.hpp"
 
 namespace hdp {
 namespace {

@@ -12,6 +12,12 @@ class PlaceSet {
   // No place of `size` many.
   explicit PlaceSet(std::size_t size = 0);
 
+  static PlaceSet all(std::size_t size) {
+    PlaceSet places(size);
+    for (std::size_t place = 0; place < size; ++place) places.insert(place);
+    return places;
+  }
+
   void insert(std::size_t place);
   void erase(std::size_t place);
 
