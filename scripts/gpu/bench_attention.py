@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common import Budget, machine, parse
 from several_ranks import new_group_of_all, run
 
-from megatron_hdp.runtime.attention import AttentionBackend, select_attention
+from megatron_hdp.runtime.attention import AttentionBackend, RunShapes, select_attention
 from megatron_hdp.runtime.kernels import TorchFlashKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup, TokenLayout
 
@@ -105,7 +105,8 @@ def _contenders(
     found, refused = [], {}
     for name in ("transformer-engine", "flash-attn", "torch"):
         try:
-            found.append(select_attention(device, shape.dtype, shape.head_dim, name).backend)
+            shapes = RunShapes(device, shape.dtype, shape.head_dim)
+            found.append(select_attention(shapes, name).backend)
         except ValueError as error:
             refused[name] = str(error).splitlines()[1].strip()
     return found, refused

@@ -42,7 +42,7 @@ BACKENDS = [
 def require(device, name, dtype=torch.bfloat16):
     """Skips the test where the backend cannot be had here."""
     try:
-        select_attention(torch.device(device), dtype, HEAD_DIM, name)
+        select_attention(RunShapes(torch.device(device), dtype, HEAD_DIM), name)
     except ValueError as error:
         pytest.skip(f"{name} is not installed here: {error}")
 
@@ -65,8 +65,13 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind
     else:
         comm = RingComm(several_ranks.new_group_of_all(device))
     windows = (kind["window"],) if kind else ()
-    shapes = RunShapes(num_ranks=dist.get_world_size(), windows=windows, sink=bool(kind))
-    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm, shapes).backend
+    shapes = RunShapes(
+        *(torch.device(device), dtype, HEAD_DIM),
+        num_ranks=dist.get_world_size(),
+        windows=windows,
+        sink=bool(kind),
+    )
+    attend = select_attention(shapes, name, comm).backend
     errors = [
         errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM, **kind)
         for case in cases
@@ -75,7 +80,7 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind
 
 
 def errors_of_whole_sequences(device, name, dtype):
-    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name).backend
+    attend = select_attention(RunShapes(torch.device(device), dtype, HEAD_DIM), name).backend
     how = {"dtype": dtype, "device": device, "head_dim": HEAD_DIM}
     return errors_of_part(attend, None, *CASES[0], **how)
 
@@ -111,7 +116,7 @@ def test_a_single_token(device, name):
         torch.randn(1, heads, HEAD_DIM).to(device, torch.bfloat16).requires_grad_()
         for heads in (4, 2, 2, 4)
     )
-    attend = select_attention(device, q.dtype, HEAD_DIM, name).backend
+    attend = select_attention(RunShapes(device, q.dtype, HEAD_DIM), name).backend
     out = attend(q, k, v, TokenLayout((0,), 0, (), (1,), device), None, 0.3)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     assert torch.allclose(out.float(), v.float().repeat_interleave(2, dim=1), rtol=1e-2, atol=1e-2)

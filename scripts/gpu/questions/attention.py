@@ -24,9 +24,10 @@ RINGS = ("transformer-engine", "torch")
 def _backend(name: str, comm: Any = None) -> AttentionBackend:
     import torch
 
-    from megatron_hdp.runtime.attention import select_attention
+    from megatron_hdp.runtime.attention import RunShapes, select_attention
 
-    return select_attention(torch.device("cuda"), torch.bfloat16, HEAD_DIM, name, comm=comm).backend
+    shapes = RunShapes(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    return select_attention(shapes, name, comm).backend
 
 
 def _inputs(num_tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:

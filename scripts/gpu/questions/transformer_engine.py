@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from unittest import mock
 
@@ -19,8 +20,14 @@ from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from questions import Answer, Question
 
 _HEAD_DIM = 128
-_SHAPES = RunShapes(heads=8, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=2)
-_NAME = "transformer-engine"
+_SHAPES = RunShapes(
+    *(torch.device("cuda"), torch.bfloat16, _HEAD_DIM),
+    heads=8,
+    kv_heads=1,
+    longest=65_536,
+    tokens_per_rank=8192,
+    num_ranks=2,
+)
 
 
 def _two_ranks() -> RingComm:
@@ -31,9 +38,12 @@ def _two_ranks() -> RingComm:
     return RingComm(dist.group.WORLD)
 
 
-def _selected(shapes: RunShapes = _SHAPES) -> Selection:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return select_attention(device, torch.bfloat16, _HEAD_DIM, _NAME, _two_ranks(), shapes)
+def _here() -> RunShapes:
+    return replace(_SHAPES, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def _selected() -> Selection:
+    return select_attention(_here(), "transformer-engine", _two_ranks())
 
 
 @contextmanager
@@ -85,12 +95,11 @@ def _alternating() -> Answer:
 
     from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 
-    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
-    choose, how = utils.get_attention_backend, (device, torch.bfloat16, _HEAD_DIM, _SHAPES)
+    attend, choose = _selected().backend, utils.get_attention_backend
     with mock.patch.object(utils, "get_attention_backend", wraps=choose) as counted:
         for _ in range(5):
-            try_out(attend, *how)
-            try_out_ring(attend, _two_ranks(), *how)
+            try_out(attend, _here())
+            try_out_ring(attend, _two_ranks(), _here())
     return Answer(f"{counted.call_count} choices in 10 calls", counted.call_count == 0)
 
 
@@ -111,7 +120,7 @@ def _waits() -> int:
     """How often the host waits in a ring's forward and backward, kernels being known."""
     from megatron_hdp.runtime.attention.trial import EchoComm
 
-    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
+    attend, device = _selected().backend, _here().device
     echo, layout = EchoComm(dist.group.WORLD), TokenLayout((0, 1), 0, (512,), (), device)
     sizes = [(512, n, _HEAD_DIM) for n in (_SHAPES.heads, _SHAPES.kv_heads, _SHAPES.kv_heads)]
     q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)

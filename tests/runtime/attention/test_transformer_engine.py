@@ -1,6 +1,7 @@
 """How TransformerEngine is called, and which of its kernels it is let choose, with a fake of it."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support import fake_transformer_engine as fake
 from tests.support.ring_cases import errors_of_part, gloo_comm
 
 CPU = torch.device("cpu")
+SHORT = RunShapes(CPU, torch.float32, 8)
 
 
 def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers, value_dim=None):
@@ -98,7 +100,7 @@ def without_own_kernels(variables):
     os.environ.update(variables)  # as megatron-core does when it makes a model
     attend = TransformerEngineAttention(CPU)
     with pytest.raises(ValueError, match="No dot product attention backend"):
-        try_out(attend, CPU, torch.float32, 8)
+        try_out(attend, SHORT)
     return {name: os.environ[name] for name in variables}
 
 
@@ -112,14 +114,14 @@ def choices_of_others():
     """Body of a rank: a choice of another one's with the same parameters, before and afterwards."""
     fake.install()
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
+    try_out(attend, SHORT)
     same = fake.chosen[-1]
     theirs = dict.fromkeys(fake._attention_backends, False) | {
         "attention_params": same,
         "use_unfused_attention": True,
     }
     fake._attention_backends.update(theirs)
-    try_out(TransformerEngineAttention(CPU), CPU, torch.float32, 8)
+    try_out(TransformerEngineAttention(CPU), SHORT)
     assert fake._attention_backends == theirs
     return len(fake.chosen)
 
@@ -134,8 +136,8 @@ def with_another_memory():
 
     del dot_product_attention._attention_backends
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
-    (note,) = attend.check(RunShapes())
+    try_out(attend, SHORT)
+    (note,) = attend.check(SHORT)
     assert note.startswith("it chooses kernels anew in every call: found NoneType as its memory")
 
 
@@ -145,8 +147,8 @@ def with_other_functions():
 
     dot_product_attention.utils.get_attention_backend = lambda: None
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
-    taken, note = attend.check(RunShapes())
+    try_out(attend, SHORT)
+    taken, note = attend.check(SHORT)
     assert taken == "local by cuDNN" and "not asked about the largest micro-batches" in note
 
 
@@ -162,8 +164,8 @@ def checked(shapes, deterministic, with_flash_attn=False, variables=None):
     os.environ.update(variables or {})
     torch.use_deterministic_algorithms(deterministic)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
-    try_out(attend, CPU, torch.float32, 8, shapes)
-    try_out_ring(attend, comm, CPU, torch.float32, 8, shapes)
+    try_out(attend, shapes)
+    try_out_ring(attend, comm, shapes)
     groups = len(distributed_c10d._world.pg_names)
     try:
         return attend.check(shapes)
@@ -173,7 +175,8 @@ def checked(shapes, deterministic, with_flash_attn=False, variables=None):
         assert len(distributed_c10d._world.pg_names) == groups - 1, "the trial's is still known"
 
 
-LONG = RunShapes(heads=4, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=8)
+ONE_GROUP = replace(SHORT, kv_heads=1)
+LONG = replace(ONE_GROUP, longest=65_536, tokens_per_rank=8192, num_ranks=8)
 
 
 def test_kernels_for_the_largest_micro_batches_are_asked_for(run_ranks):
@@ -186,10 +189,10 @@ def test_kernels_for_the_largest_micro_batches_are_asked_for(run_ranks):
             "heads, expected one for every micro-batch that a plan may hold"
         )
         assert said.endswith("install flash-attn or allow algorithms that are not deterministic")
-    few = RunShapes(heads=4, kv_heads=1, longest=8192, tokens_per_rank=1024, num_ranks=8)
+    few = replace(LONG, longest=8192, tokens_per_rank=1024)
     for said in run_ranks(2, checked, few, True):
         assert "2,732 sequences of up to 5,461 tokens in a ring of 8 with 4 heads" in said
-    small = RunShapes(heads=4, kv_heads=1, longest=256, tokens_per_rank=128, num_ranks=2)
+    small = replace(LONG, longest=256, tokens_per_rank=128, num_ranks=2)
     assert run_ranks(2, checked, small, True) == [("local by cuDNN, ring by cuDNN",)] * 2
 
 
@@ -202,8 +205,8 @@ def test_what_flash_attn_costs_in_rings_is_said(run_ranks):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel, in blocks of a ring only."""
 
-    def backward(self, dout, q, k, v, out, lse, block, scale):
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, scale)
+    def backward(self, dout, of, block, scale):
+        dq, dk, dv = super().backward(dout, of, block, scale)
         return dq, dk if block.causal else dk / 2, dv
 
 
@@ -218,12 +221,12 @@ class Forgetful(CpuFlashKernel):
 def tried_ring(kernel, wrong):
     """Body of a rank: what is wrong with a ring of its own; None is nothing."""
     comm, attend = gloo_comm(), RingAttention(kernel())
-    shapes = RunShapes(heads=4, kv_heads=1)
+    shapes = replace(ONE_GROUP, dtype=torch.float64)
     if wrong is None:
-        try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        try_out_ring(attend, comm, shapes)
         return
     with pytest.raises(RuntimeError, match=rf"computes {wrong} with relative error .* ring of two"):
-        try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        try_out_ring(attend, comm, shapes)
 
 
 @pytest.mark.parametrize(

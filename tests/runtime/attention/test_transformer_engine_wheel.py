@@ -1,6 +1,7 @@
 """TransformerEngine's own Python over stand-ins for its kernels: rings, selections, waits."""
 
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -127,8 +128,8 @@ def tried(library, deterministic, shapes):
     torch.use_deterministic_algorithms(deterministic)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
     for dtype in (torch.float16, torch.bfloat16):
-        try_out(attend, CPU, dtype, 16, shapes)
-        try_out_ring(attend, comm, CPU, dtype, 16, shapes)
+        try_out(attend, replace(shapes, dtype=dtype))
+        try_out_ring(attend, comm, replace(shapes, dtype=dtype))
     try:
         return attend.check(shapes)
     except ValueError as error:
@@ -138,9 +139,10 @@ def tried(library, deterministic, shapes):
 def test_a_rank_tries_a_ring_by_itself(run_ranks, library):
     """And asks for kernels: deterministic ones of long sequences the library does not have."""
     taken = ("local by cuDNN, ring by cuDNN",)
-    long = RunShapes(heads=8, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=8)
+    heads = RunShapes(CPU, torch.float16, 16, heads=8, kv_heads=1)
+    long = replace(heads, longest=65_536, tokens_per_rank=8192, num_ranks=8)
     assert run_ranks(2, tried, library, False, long) == [taken] * 2
-    short = RunShapes(heads=8, kv_heads=1, longest=128, tokens_per_rank=128, num_ranks=2)
+    short = replace(heads, longest=128, tokens_per_rank=128, num_ranks=2)
     assert run_ranks(2, tried, library, True, short) == [taken] * 2
     for refused in run_ranks(2, tried, library, True, long):
         assert refused.startswith("found no deterministic kernel of it for ")

@@ -141,9 +141,9 @@ def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):
     """A planted fault: each block's backward uses its own log-sum-exp."""
 
-    def backward(self, dout, q, k, v, out, lse, *how):
-        out, lse = self.forward(q, k, v, *how)
-        return super().backward(dout, q, k, v, out, lse, *how)
+    def backward(self, dout, of, *how):
+        out, lse = self.forward(*of[:3], *how)
+        return super().backward(dout, of._replace(out=out, lse=lse), *how)
 
 
 def attend_with_a_fault():
