@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Budget, machine, parse
+from common import Budget, machine, parse, row, seconds_of, table
 from several_ranks import new_group_of_all, run
 
 from megatron_hdp.runtime.attention import AttentionBackend, RunShapes, select_attention
@@ -84,15 +84,15 @@ def main() -> None:
 def _print_overheads(
     device: torch.device, shape: Shape, budget: Budget, reserve_s: float
 ) -> list[str]:
-    print("| attention | sequences | ours ms | plain ms | overhead | plain TFLOP/s | pairs |")
-    print("|---|---|---|---|---|---|---|")
+    header = "attention|sequences|ours ms|plain ms|overhead|plain TFLOP/s|pairs"
+    print(table(header.split("|")))
     contenders, refused = _contenders(device, shape)
     rows = [(backend, mix) for backend in contenders for mix in shape.mixes]
     figures = []
     for number, (backend, mix) in enumerate(rows):
         seconds = (budget.left_s - reserve_s) / (len(rows) - number)
-        cells = _row(backend, shape, mix, device, seconds)
-        print(f"| {backend.name} | {mix} | {' | '.join(cells)} |", flush=True)
+        cells = _cells(backend, shape, mix, device, seconds)
+        print(row([backend.name, mix, *cells]), flush=True)
         figures.append(f"{backend.name}, {mix}: {cells[2] or cells[0]}")
     for name, why in refused.items():
         print(f"\n{name} is not to be had here: {why}")
@@ -112,34 +112,26 @@ def _contenders(
     return found, refused
 
 
-def _row(
+def _cells(
     backend: AttentionBackend, shape: Shape, mix: str, device: torch.device, seconds: float
 ) -> list[str]:
     try:
-        ours, plain = _pairs(backend, shape, shape.mixes[mix], device, time.monotonic() + seconds)
+        ours, plain = _pairs(backend, shape, mix, device, time.monotonic() + seconds)
     except torch.OutOfMemoryError:
         return ["out of memory", "", "", "", ""]
     overhead = median(a / b for a, b in zip(ours, plain, strict=True)) - 1
     # causal: half of the scores; backward has five products to forward's two
     flops = sum(3.5 * 4 * (n * n / 2) * shape.heads * shape.head_dim for n in shape.mixes[mix])
     rate = flops / (median(plain) * 1e-3) / 1e12
-    return [
-        f"{median(ours):.3f}",
-        f"{median(plain):.3f}",
-        f"{overhead:+.1%}",
-        f"{rate:.3g}",
-        str(len(ours)),
-    ]
+    times = f"{median(ours):.3f}", f"{median(plain):.3f}"
+    return [*times, f"{overhead:+.1%}", f"{rate:.3g}", str(len(ours))]
 
 
 def _pairs(
-    backend: AttentionBackend,
-    shape: Shape,
-    lengths: tuple[int, ...],
-    device: torch.device,
-    deadline: float,
+    backend: AttentionBackend, shape: Shape, mix: str, device: torch.device, deadline: float
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of ours and of plain, in turn; which goes first alternates."""
+    lengths = shape.mixes[mix]
     tokens = sum(lengths)
     random = torch.Generator(device).manual_seed(0)
     sizes = [(tokens, h, shape.head_dim) for h in (shape.heads, *[shape.kv_heads] * 2, shape.heads)]
@@ -176,9 +168,9 @@ def _milliseconds(attend: Plain, inputs: list[torch.Tensor], dout: torch.Tensor)
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
-    started = time.perf_counter()
-    torch.autograd.grad(attend(*inputs).view_as(dout), inputs, dout)
-    return 1e3 * (time.perf_counter() - started)
+    return 1e3 * seconds_of(
+        lambda: torch.autograd.grad(attend(*inputs).view_as(dout), inputs, dout), "cpu"
+    )
 
 
 def _plain(backend: AttentionBackend, layout: TokenLayout, scale: float) -> Plain:
@@ -206,23 +198,15 @@ def _plain_transformer_engine(offsets: torch.Tensor, longest: int, scale: float)
         nonlocal module
         if module is None:
             module = DotProductAttention(
-                q.shape[1],
-                q.shape[2],
+                *q.shape[1:],
                 num_gqa_groups=k.shape[1],
                 attention_dropout=0.0,
                 qkv_format="thd",
                 attn_mask_type="padding_causal",
                 softmax_scale=scale,
             )
-        return module(
-            q,
-            k,
-            v,
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        where = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+        return module(q, k, v, **where, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     return attend
 
@@ -242,22 +226,9 @@ class _PlainTorchFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
         q, k, v, out, lse, offsets, state, unused = ctx.saved_tensors
+        where = offsets, offsets, ctx.longest, ctx.longest
         grads = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            offsets,
-            offsets,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            True,
-            state,
-            unused,
-            scale=ctx.scale,
+            *(dout, q, k, v, out, lse, *where, 0.0, True, state, unused), scale=ctx.scale
         )
         return *grads, None, None, None
 
@@ -277,19 +248,18 @@ def _plain_sdpa(
 
 def _print_groups(device_type: str, seconds: float) -> list[str]:
     print(f"\nGroup of a ring of 2, mean of {NUM_GROUPS}:\n")
-    print("| group | us to make | us of its first hop | MB on each rank |")
-    print("|---|---|---|---|")
+    print(table(("group", "us to make", "us of its first hop", "MB on each rank")))
     kinds = ("light", "real")
     try:
         by_rank = run(2, group_costs, kinds, device_type, timeout_s=seconds)
     except RuntimeError as error:
         why = str(error).strip().splitlines()[-1]
-        print(f"| {' and '.join(kinds)} | {why} | | |")
+        print(row([" and ".join(kinds), why, "", ""]))
         return [f"ring groups: {why}"]
     figures = []
     for kind, costs in zip(kinds, zip(*by_rank, strict=True), strict=True):
         make_us, hop_us, megabytes = (median(values) for values in zip(*costs, strict=True))
-        print(f"| {kind} | {make_us:,.0f} | {hop_us:,.0f} | {megabytes:.3f} |")
+        print(row([kind, f"{make_us:,.0f}", f"{hop_us:,.0f}", f"{megabytes:.3f}"]))
         figures.append(f"{kind} group {make_us + hop_us:,.0f} us, {megabytes:.1f} MB")
     return figures
 

@@ -7,12 +7,11 @@ micro-batches without offload; it decides how many layers fit and predicts every
 
 import gc
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from common import Budget, machine, parse, peak_bytes, seconds_of, table
+from common import Budget, machine, parse, peak_bytes, row, seconds_of, table
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
@@ -171,11 +170,11 @@ def measure(
     def timed() -> None:
         times.append(seconds_of(lambda: run(executor, tokens, ratio), device))
 
-    if device == "cpu":
-        timed()
-        return times[0], None
-    peak = peak_bytes(timed)
-    return times[0], peak
+    if device == "cuda":
+        peak = peak_bytes(timed)
+        return times[0], peak
+    timed()
+    return times[0], None
 
 
 def print_rows(
@@ -185,31 +184,27 @@ def print_rows(
     base: tuple[float, int | None] | None = None
     figures = []
     for ratio in RATIOS:
-        row = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
+        first = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
         predicted = f"{model.peak_bytes(tokens, ratio) / 1e9:.1f}" if model else "-"
         if base is not None and budget.left_s < 3 * base[0]:
-            print_row([*row, "no time left", "", "", "", predicted])
+            print(row([*first, "no time left", "", "", "", predicted]), flush=True)
             continue
         try:
             seconds, peak = measure(executor, tokens, ratio, device)
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
-            print_row([*row, "out of memory", "", "", "", predicted])
+            print(row([*first, "out of memory", "", "", "", predicted]), flush=True)
             continue
         if ratio == 0.0:
             base = (seconds, peak)
         slower = f"{seconds / base[0] - 1:+.0%}" if base else "-"
         measured = f"{peak / 1e9:.1f}" if peak else "-"
         saved = f"{peak / base[1] - 1:+.0%}" if peak and base and base[1] else "-"
-        print_row([*row, f"{seconds:.3f}", slower, measured, saved, predicted])
+        cells = [*first, f"{seconds:.3f}", slower, measured, saved, predicted]
+        print(row(cells), flush=True)
         if ratio > 0:
             figures.append(f"{tokens:,} r = {ratio}: time {slower}, memory {saved}")
     return figures
-
-
-def print_row(row: Sequence[str]) -> None:
-    """Prints a line of the table."""
-    print("| " + " | ".join(row) + " |", flush=True)
 
 
 def on_gpu(sizes: Sizes, budget: Budget) -> list[str]:
@@ -218,30 +213,19 @@ def on_gpu(sizes: Sizes, budget: Budget) -> list[str]:
     memory_bytes = torch.cuda.mem_get_info()[1]
     probed = memory_model(executor_of(sizes, 3), sizes)
     for tokens in sizes.tokens:
-        release()
+        gc.collect()  # models that are gone give their memory back
+        torch.cuda.empty_cache()
         executor = executor_of(sizes, layers_that_fit(probed, tokens, memory_bytes, sizes))
         model = memory_model(executor, sizes)
         figures += print_rows(tokens, executor, model, "cuda", budget)
         del executor
-    most = [
-        (ratio, with_layers(probed, 8).most_tokens(0.95 * memory_bytes, ratio))
-        for ratio in (0.0, 0.5, 1.0)
-    ]
+    # embeddings count as layers: rather too much
+    fixed_bytes = 8 * probed.fixed_bytes / probed.num_layers
+    larger = replace(probed, num_layers=8, fixed_bytes=fixed_bytes)
+    most = [(ratio, larger.most_tokens(0.95 * memory_bytes, ratio)) for ratio in (0.0, 0.5, 1.0)]
     told = ", ".join(f"{tokens:,} at r = {ratio}" for ratio, tokens in most)
     print(f"\nLongest micro-batch of 8 such layers here, by the memory model: {told}", flush=True)
     return figures
-
-
-def with_layers(model: MemoryModel, num_layers: int) -> MemoryModel:
-    """The same layers, more of them; embeddings count as layers: rather too much."""
-    fixed_bytes = model.fixed_bytes / model.num_layers * num_layers
-    return replace(model, num_layers=num_layers, fixed_bytes=fixed_bytes)
-
-
-def release() -> None:
-    """Gives the memory of models that are gone back to the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -255,14 +239,11 @@ def main() -> None:
     parallel.join_job(arguments)
     parallel.initialise(arguments)
     print(f"Offload: {machine(options.device)}\n")
-    print(table(HEADER, []), flush=True)
-    if options.device == "cuda":
-        figures = on_gpu(sizes, budget)
-    else:
-        figures = []
-        for tokens in sizes.tokens:
-            executor = executor_of(sizes, sizes.most_layers)
-            figures += print_rows(tokens, executor, None, "cpu", budget)
+    print(table(HEADER), flush=True)
+    figures = on_gpu(sizes, budget) if options.device == "cuda" else []
+    for tokens in sizes.tokens if options.device == "cpu" else ():
+        executor = executor_of(sizes, sizes.most_layers)
+        figures += print_rows(tokens, executor, None, "cpu", budget)
     print(f"\nfigures: {'; '.join(figures)}", flush=True)
     parallel.finish()
     parallel.leave_job()

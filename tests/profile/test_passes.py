@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_hdp.profile.cases import Room, cases_of
-from megatron_hdp.profile.passes import FEWEST, MOST_MEASUREMENTS, fitted, lengths_of, measure
+from megatron_hdp.profile.passes import FEWEST, MOST_MEASUREMENTS, fitted, measure
+from megatron_hdp.profile.report import lengths_of
 from tests.profile.test_fitting import PLANTED, SHAPE, Fit
 
 CASES = cases_of(Room(2048, 8192, ranks=2, ranks_per_node=2))

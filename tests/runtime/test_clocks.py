@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_hdp.runtime import clocks
-from megatron_hdp.runtime.clocks import CpuClock, DeviceClock, DriverQuery, clock_of
+from megatron_hdp.runtime.clocks import Clock, DeviceClock, DriverQuery, clock_of
 from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
 
 
@@ -209,7 +209,7 @@ def test_a_span_that_raises_is_settled_too(device):
 
 def test_the_cpu_needs_no_settling():
     timeline = Timeline(clock_of(torch.device("cpu")))
-    assert isinstance(clock_of(torch.device("cpu")), CpuClock)
+    assert type(clock_of(torch.device("cpu"))) is Clock
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended

@@ -36,10 +36,9 @@ from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
-from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
-from megatron_hdp.runtime.pipeline_comm import PipelineComm
+from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from megatron_hdp.runtime.timeline import (
     BACKWARD,

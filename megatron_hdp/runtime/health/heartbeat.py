@@ -14,13 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.runtime.health.device_watch import Answer, DeviceWatch
+from megatron_hdp.runtime.device_progress import Reached
 from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
 from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, MEETING, START, WAITS, Timeline
@@ -39,6 +40,48 @@ _UNHURRIED = frozenset({START, CHECKPOINT})
 
 class RankFailure(RuntimeError):
     """Another rank keeps the job from going on; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found, and since when it holds."""
+
+    reached: Reached
+    asked_at: float
+    """In seconds of `time.monotonic`, before it was asked."""
+
+
+class DeviceWatch:
+    """A thread that asks how far the device has come, which may block; `answer` never waits.
+
+    Args:
+        ask: how far the device has come; None as long as there is none.
+        interval_s: seconds between two questions.
+
+    Attributes:
+        answer: the latest; None before the first.
+    """
+
+    def __init__(self, ask: Callable[[], Reached | None], interval_s: float) -> None:
+        self._ask = ask
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat-device", daemon=True)
+        self.answer: Answer | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, once a question that blocks is answered; waits for nothing."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            asked_at = time.monotonic()
+            reached = self._ask()
+            self.answer = None if reached is None else Answer(reached, asked_at)
 
 
 class Heartbeat:

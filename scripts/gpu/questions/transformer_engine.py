@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.attention import RunShapes, Selection, select_attention
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from questions import Answer, Question
+from questions import Answer, question
 
 _HEAD_DIM = 128
 _SHAPES = RunShapes(
@@ -58,12 +58,20 @@ def _version(package: str) -> str | None:
     return None
 
 
+@question(
+    "TransformerEngine: kernels that it takes for rings and for whole sequences, bfloat16",
+    "cuDNN's for both on Hopper and newer, and a trial of each is right",
+)
 def _kernels() -> Answer:
     selection = _selected()
     versions = f"cuDNN {torch.backends.cudnn.version()}, flash-attn {_version('flash-attn')}"
     return Answer(f"{selection} ({versions})", "local by cuDNN, ring by cuDNN" in selection.notes)
 
 
+@question(
+    "TransformerEngine with flash-attn and cuDNN switched off",
+    "it is refused: unfused kernels are not taken",
+)
 def _unfused() -> Answer:
     try:
         with _variables(FLASH=0, FUSED=0, UNFUSED=1):
@@ -74,6 +82,10 @@ def _unfused() -> Answer:
     return Answer(found, False)
 
 
+@question(
+    "TransformerEngine on one token with one head of keys and values",
+    "the value itself, and its gradient",
+)
 def _one_token() -> Answer:
     """As a layer gives it: values are a piece of what was projected to queries, keys and values."""
     attend, device = _selected().backend, torch.device("cuda")
@@ -90,6 +102,10 @@ def _one_token() -> Answer:
     return Answer(f"largest error {error:.1g}", error == 0)
 
 
+@question(
+    "choices of kernels while calls for a ring and for whole sequences alternate",
+    "none but the first of each",
+)
 def _alternating() -> Answer:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
@@ -103,6 +119,10 @@ def _alternating() -> Answer:
     return Answer(f"{counted.call_count} choices in 10 calls", counted.call_count == 0)
 
 
+@question(
+    "TransformerEngine under deterministic algorithms, 65,536 tokens, 8 heads",
+    "refused at the start up to Hopper without flash-attn, taken otherwise",
+)
 def _deterministic() -> Answer:
     capability, flash = torch.cuda.get_device_capability(), _version("flash-attn")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -139,50 +159,17 @@ def _waits() -> int:
     return waits
 
 
+@question("waits of the host in a ring by cuDNN, forward and backward", "0")
 def _waits_of_cudnn() -> Answer:
     with _variables(FLASH=0, FUSED=1):
         found = _waits()
     return Answer(f"{found} waits", found == 0)
 
 
+@question("waits of the host in a ring by flash-attn, forward and backward", "3, all in backward")
 def _waits_of_flash_attn() -> Answer:
     if _version("flash-attn") is None:
         return Answer("flash-attn is not installed", True)
     with _variables(FLASH=1, FUSED=0):
         found = _waits()
     return Answer(f"{found} waits", found == 3)
-
-
-QUESTIONS = (
-    Question(
-        "TransformerEngine: kernels that it takes for rings and for whole sequences, bfloat16",
-        "cuDNN's for both on Hopper and newer, and a trial of each is right",
-        _kernels,
-    ),
-    Question(
-        "TransformerEngine with flash-attn and cuDNN switched off",
-        "it is refused: unfused kernels are not taken",
-        _unfused,
-    ),
-    Question(
-        "TransformerEngine on one token with one head of keys and values",
-        "the value itself, and its gradient",
-        _one_token,
-    ),
-    Question(
-        "choices of kernels while calls for a ring and for whole sequences alternate",
-        "none but the first of each",
-        _alternating,
-    ),
-    Question(
-        "TransformerEngine under deterministic algorithms, 65,536 tokens, 8 heads",
-        "refused at the start up to Hopper without flash-attn, taken otherwise",
-        _deterministic,
-    ),
-    Question("waits of the host in a ring by cuDNN, forward and backward", "0", _waits_of_cudnn),
-    Question(
-        "waits of the host in a ring by flash-attn, forward and backward",
-        "3, all in backward",
-        _waits_of_flash_attn,
-    ),
-)

@@ -8,18 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hdp.runtime.cuda import (
-    Run,
-    allocator,
-    describe,
-    preparation,
-    prepare,
-    run_of,
-)
-from megatron_hdp.runtime.cuda.start import Connections, ModuleLoading
+from megatron_hdp.runtime.cuda import Run, describe, preparation, prepare, run_of, settings
+from megatron_hdp.runtime.cuda.settings import CONNECTIONS as QUEUES
+from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, OTHER_MEMORY
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-QUEUES, MODULES, MEMORY = Connections.variable, ModuleLoading.variable, allocator.VARIABLE
 HDP = {MODULES: "EAGER", MEMORY: "expandable_segments:True"}
 RUN = Run(capability=HOPPER, hybrid_data_parallel=True)
 
@@ -80,7 +73,7 @@ def test_a_users_way_of_loading_is_kept_and_doubted(found, is_doubted):
     assert [f"{MODULES}={found} is kept" in line for line in lines] == [True] * is_doubted
 
 
-@pytest.mark.parametrize("name", [MEMORY, allocator.OTHER_NAME])
+@pytest.mark.parametrize("name", [MEMORY, OTHER_MEMORY])
 @pytest.mark.parametrize(
     "found, is_doubted",
     [
@@ -112,7 +105,7 @@ def test_a_users_allocator_is_kept_under_either_name(name, found, is_doubted):
     ],
 )
 def test_what_excludes_expandable_segments_is_said(run, environment, release, words, monkeypatch):
-    monkeypatch.setattr(allocator.platform, "release", lambda: release)
+    monkeypatch.setattr(settings.platform, "release", lambda: release)
     environment = dict(environment)
     (line,) = prepare(run, environment)
     assert "expandable_segments:True is left out" in line and words in line
@@ -149,12 +142,12 @@ def test_this_torch_can_be_told():
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch._C._accelerator_setAllocatorSettings("")
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-    for names in ((MEMORY,), (allocator.OTHER_NAME,), (MEMORY, allocator.OTHER_NAME)):
-        settings = {name: f"max_split_size_mb:{100 + len(name)}" for name in names}
+    for names in ((MEMORY,), (OTHER_MEMORY,), (MEMORY, OTHER_MEMORY)):
+        found = {name: f"max_split_size_mb:{100 + len(name)}" for name in names}
         outcome = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=settings, timeout=120
+            [sys.executable, "-c", code], capture_output=True, text=True, env=found, timeout=120
         )
-        assert outcome.stdout.split() == [settings[names[0]]], outcome.stderr
+        assert outcome.stdout.split() == [found[names[0]]], outcome.stderr
         assert "deprecat" not in outcome.stderr
 
 
@@ -202,7 +195,7 @@ def test_words_for_doctor():
     assert describe(BLACKWELL, {})["CUDA connections"].startswith(
         "not set: a run sets 32 with HDP:"
     )
-    kept = describe(HOPPER, {QUEUES: "1", allocator.OTHER_NAME: "backend:native"})
+    kept = describe(HOPPER, {QUEUES: "1", OTHER_MEMORY: "backend:native"})
     assert kept["CUDA connections"].startswith("1 is set and kept; a run would set 32 with HDP")
     assert kept["CUDA allocator"].startswith("backend:native is set and kept; a run would set ")
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.runtime.health import device_watch, heartbeat, store
+from megatron_hdp.runtime.health import heartbeat, store
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
 from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, MEETING, RING_WAIT, Timeline
 
@@ -44,7 +44,7 @@ class LoadedMachine:
     def running(self):
         """Within it heartbeats know no other clock."""
         self._thread.start()
-        modules = (heartbeat, store, device_watch)
+        modules = (heartbeat, store)
         with ExitStack() as stack:
             stack.callback(self._stop.set)
             for module in modules:
