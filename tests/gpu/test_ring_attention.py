@@ -48,15 +48,8 @@ def require(device, name, dtype=torch.bfloat16):
 
 
 def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind):
-    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; bytes that were sent.
-
-    Args:
-        transport: "native" or "staged", over host memory.
-        device: where it runs.
-        name: of the backend.
-        cases: see `CASES`.
-        dtype: what it is given.
-        kind: window and sink, see `errors_of_part`.
+    """Body of a rank: relative errors of (out, dq, dk, dv) of every case, over "native" transport
+    or one "staged" in host memory; `kind` is window and sink, see `errors_of_part`.
     """
     if transport == "staged":
         if device == "cuda":
@@ -72,11 +65,8 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind
         sink=bool(kind),
     )
     attend = select_attention(shapes, name, comm).backend
-    errors = [
-        errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM, **kind)
-        for case in cases
-    ]
-    return errors, comm.bytes_sent
+    how = {"dtype": dtype, "device": device, "head_dim": HEAD_DIM} | kind
+    return [errors_of_part(attend, comm, *case, **how) for case in cases]
 
 
 def errors_of_whole_sequences(device, name, dtype):
@@ -93,7 +83,7 @@ def run_on(device, num_ranks, *call):
 
 
 def check(results):
-    for rank, (errors, _) in enumerate(results):
+    for rank, errors in enumerate(results):
         for case, of_case in zip(CASES, errors, strict=True):
             in_ring = rank in case[0]
             assert max(of_case) < TOLERANCE, f"rank {rank}, {case}: out, dq, dk, dv {of_case}"
@@ -177,7 +167,7 @@ def test_rings_over_nccl(nccl_refusal, device, name):
 
 def errors_in_windows(*call):
     """Body of a rank: within a chunk, and over several."""
-    errors = [errors_of_cases(*call, window=window, has_sink=True)[0] for window in (24, 150)]
+    errors = [errors_of_cases(*call, window=window, has_sink=True) for window in (24, 150)]
     return [max(map(max, of_window)) for of_window in errors]
 
 
@@ -196,3 +186,14 @@ def test_windows_and_sinks(device, name):
 def test_rings_over_host_memory(device, name):
     require(device, name)
     check(run_on(device, 4, errors_of_cases, "staged", device, name, CASES))
+
+
+def fail_or_wait(failing):
+    if dist.get_rank() == failing:
+        raise ValueError("a planted fault")
+    dist.barrier()
+
+
+def test_a_failure_of_new_processes_is_reported_at_once_with_its_rank():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed: .*a planted fault"):
+        several_ranks.run(2, fail_or_wait, 1, timeout_s=120)

@@ -1,14 +1,13 @@
 """A forked or spawned process ends with its parent, and so does what it forks itself."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.processes.test_launcher import is_running, on_linux, runs_on
 
 FORKS = """
 import os, sys, time
@@ -33,7 +32,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
+@on_linux
 @pytest.mark.parametrize("how, survives", [("bound", False), ("free", True)])
 @pytest.mark.parametrize("program", [FORKS, SPAWNS], ids=["forked", "spawned"])
 def test_a_grandchild(how, survives, program):
@@ -43,17 +42,10 @@ def test_a_grandchild(how, survives, program):
     grandchild = psutil.Process(int(parent.stdout.readline()))
     child = grandchild.parent()
     try:
-        os.kill(parent.pid, signal.SIGKILL)
+        parent.kill()
         parent.wait(10)
-        deadline = time.monotonic() + 10
-        while not survives and grandchild.is_running() and time.monotonic() < deadline:
-            if grandchild.status() == psutil.STATUS_ZOMBIE:
-                break
-            time.sleep(0.02)
-        alive = grandchild.is_running() and grandchild.status() != psutil.STATUS_ZOMBIE
-        assert alive == survives
+        assert runs_on(grandchild, 0.0 if survives else 10.0) == survives
     finally:
-        for process in (grandchild, child):
-            if process.is_running():
-                process.kill()
+        for process in filter(is_running, (grandchild, child)):
+            process.kill()
         parent.stdout.close()

@@ -33,6 +33,14 @@ def is_running(process):
         return False
 
 
+def runs_on(process, for_s):
+    """Whether it still runs when so much time has passed."""
+    deadline = time.monotonic() + for_s
+    while is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_running(process)
+
+
 def outlives_its_launcher(folder, command, environment, for_s=10.0):
     """Whether the rank still runs `for_s` after its launcher was killed, while it imports torch."""
     (folder / "torch.py").write_text(TORCH)
@@ -49,17 +57,16 @@ def outlives_its_launcher(folder, command, environment, for_s=10.0):
         assert rank.ppid() == launcher.pid
         launcher.kill()
         launcher.wait()
-        deadline = time.monotonic() + for_s
-        while is_running(rank) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return is_running(rank)
+        return runs_on(rank, for_s)
     finally:
         launcher.stdout.close()
         if is_running(rank):
             rank.kill()
 
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="here a thread looks, see below")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux ends processes with their parent"
+)
 
 
 @on_linux

@@ -1,4 +1,4 @@
-"""A GPU's times: events that the device reaches later, tied to the CPU's clock step by step."""
+"""A GPU's times and progress: events that it reaches later, tied to the CPU's clock by steps."""
 
 import ctypes
 import threading
@@ -11,6 +11,7 @@ import torch
 
 from megatron_hdp.runtime import clocks
 from megatron_hdp.runtime.clocks import Clock, DeviceClock, DriverQuery, clock_of
+from megatron_hdp.runtime.device_progress import Reached
 from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
 
 
@@ -70,9 +71,15 @@ def device():
     return Device()
 
 
-def test_a_span_lasts_as_long_as_its_work_on_the_device(device):
+@pytest.fixture
+def timeline(device):
+    """A step has begun."""
     timeline = Timeline(DeviceClock(device.event))
     timeline.reset()
+    return timeline
+
+
+def test_a_span_lasts_as_long_as_its_work_on_the_device(device, timeline):
     with timeline.span(FORWARD, 0):
         device.launch(2.0)
         with timeline.span(RING_WAIT):
@@ -83,9 +90,7 @@ def test_a_span_lasts_as_long_as_its_work_on_the_device(device):
     assert timeline.since_start_s(reached) == pytest.approx(2.5)
 
 
-def test_nothing_waits_for_the_device_inside_a_step(device):
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
+def test_nothing_waits_for_the_device_inside_a_step(device, timeline):
     before = device.synchronised
     timeline.start_recording()
     for _ in range(3):
@@ -97,8 +102,7 @@ def test_nothing_waits_for_the_device_inside_a_step(device):
     assert device.time_s == 103.0
 
 
-def test_events_are_used_again(device):
-    timeline = Timeline(DeviceClock(device.event))
+def test_events_are_used_again(device, timeline):
     for _ in range(50):
         timeline.reset()
         for _ in range(4):
@@ -110,22 +114,6 @@ def test_events_are_used_again(device):
     assert device.made == 1 + 2 * 4 + 1, "one to align by and those of one step"
 
 
-def test_spans_stand_on_the_cpu_clock(device):
-    before_s = time.perf_counter()
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
-    timeline.start_recording()
-    device.launch(3.0)
-    with timeline.span(FORWARD, 4):
-        device.launch(1.0)
-    (span,) = timeline.stop_recording()
-    assert before_s <= timeline.started_s <= time.perf_counter()
-    assert span.micro_batch == 4
-    assert (span.start_s, span.end_s) == pytest.approx(
-        (timeline.started_s + 3.0, timeline.started_s + 4.0)
-    )
-
-
 def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
     """Planted: the device's clock jumps between two steps by an hour."""
     cpu_s = iter(range(1000, 100_000, 50))
@@ -134,10 +122,13 @@ def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
     for _ in range(2):
         timeline.reset()
         timeline.start_recording()
-        with timeline.span(FORWARD):
+        device.launch(3.0)
+        with timeline.span(FORWARD, 4):
             device.launch(1.0)
         (span,) = timeline.stop_recording()
-        assert span.start_s == timeline.started_s and span.end_s == timeline.started_s + 1.0
+        assert span.micro_batch == 4
+        found = span.start_s - timeline.started_s, span.end_s - timeline.started_s
+        assert found == pytest.approx((3.0, 4.0))
         device.time_s += 3600
 
 
@@ -161,9 +152,9 @@ def test_spans_open_at_reset_keep_their_beginning(device):
     assert timeline.totals_s[BACKWARD] == pytest.approx(2.0)
 
 
-def test_other_threads_see_at_once_what_the_main_thread_does(device):
+def test_other_threads_see_at_once_what_the_main_thread_does(device, timeline):
     seen = []
-    entered, may_run = threading.Event(), threading.Event()
+    entered, may_run, looked = (threading.Event() for _ in range(3))
     synchronize = device.run_until
 
     def run_until(event: FakeEvent) -> None:
@@ -173,9 +164,6 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
         synchronize(event)
 
     device.run_until = run_until
-    looked = threading.Event()
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
 
     def look() -> None:
         assert entered.wait(100)
@@ -198,9 +186,7 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
     assert kind == DEVICE_WAIT
 
 
-def test_a_span_that_raises_is_settled_too(device):
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
+def test_a_span_that_raises_is_settled_too(device, timeline):
     with pytest.raises(KeyError), timeline.span(FORWARD):
         device.launch(1.0)
         raise KeyError
@@ -213,6 +199,91 @@ def test_the_cpu_needs_no_settling():
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
+
+
+def run_one(device):
+    """The device does the first thing in its queue."""
+    first = device.queue.pop(0)
+    if isinstance(first, float):
+        device.time_s += first
+    else:
+        first.at_s = device.time_s
+
+
+def place(timeline):
+    reached = timeline.reached()
+    return "idle" if reached.is_idle else (reached.kind, reached.micro_batch)
+
+
+@pytest.mark.parametrize("wait", ["span", "marked"])
+def test_the_device_is_followed_through_spans_that_have_ended(device, timeline, wait):
+    assert timeline.reached() == Reached(0, None, None, is_idle=True)
+    for micro_batch in (3, 4):
+        with timeline.span(FORWARD, micro_batch):
+            device.launch(1.0)
+            with getattr(timeline, wait)(RING_WAIT):
+                device.launch(0.5)
+            device.launch(2.0)
+    seen, numbers = [place(timeline)], []
+    while device.queue:
+        run_one(device)
+        numbers.append(timeline.reached().number)
+        if place(timeline) != seen[-1]:
+            seen.append(place(timeline))
+    of_one = [(FORWARD, 3), (RING_WAIT, 3), (FORWARD, 3)]
+    of_other = [(kind, 4) for kind, _ in of_one]
+    assert seen == [(None, None), *of_one, (None, None), *of_other, "idle"]
+    assert numbers == sorted(numbers) and numbers[-1] == 8
+
+
+def test_a_step_that_is_over_leaves_no_marks_and_no_events(device, timeline):
+    for step in range(20):
+        with timeline.span(FORWARD, 0):
+            with timeline.marked(RING_WAIT):
+                device.launch(0.5)
+            with timeline.span(RING_WAIT):
+                device.launch(0.5)
+        if step % 2:
+            timeline.reset()
+        else:
+            timeline.settle()
+        assert place(timeline) == "idle" and not timeline._progress._marks
+    assert timeline.reached().number == 20 * 6
+    assert device.made == 1 + 6, "one to align by and those of one step"
+
+
+def test_an_event_that_was_used_again_meanwhile_is_passed(device):
+    """Planted: while the device is asked about a mark, the step ends and the next one begins."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def query(event):
+        asked.set()
+        assert may_answer.wait(10)
+        return event.query()
+
+    timeline = Timeline(DeviceClock(device.event, query))
+    timeline.reset()
+    with timeline.span(FORWARD, 1):
+        device.launch(1.0)
+    found = []
+    watcher = threading.Thread(target=lambda: found.append(timeline.reached()))
+    watcher.start()
+    assert asked.wait(10)
+    timeline.settle()
+    with timeline.span(BACKWARD, 2):  # with the events of the first span
+        device.launch(1.0)
+    may_answer.set()
+    watcher.join()
+    assert device.made == 3
+    assert found[0].is_idle or found[0].number >= 2, "the first span was over"
+    assert (timeline.reached().kind, timeline.reached().number) == (None, 2)
+
+
+def test_a_cpu_has_no_marks():
+    timeline = Timeline()
+    with timeline.span(FORWARD, 1), timeline.marked(RING_WAIT):
+        assert timeline.current()[-1][0] == RING_WAIT
+    assert timeline.reached() is None and not timeline._progress._marks
 
 
 class Driver:

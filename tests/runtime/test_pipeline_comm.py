@@ -102,19 +102,17 @@ def comm_of(timeline, timeout_s=60, same_group=False):
     return comm
 
 
-def filled(shape, value):
-    return torch.full(shape, float(value), dtype=torch.float64)
+def filled(value):
+    return torch.full(SHAPES[0], float(value), dtype=torch.float64)
 
 
-def both_directions(same_group=False):
+def both_directions():
     """Body of a rank of two: activations and gradients to the same neighbour, at one time."""
     timeline, rank = Timeline(), dist.get_rank()
-    comm = comm_of(timeline, same_group=same_group)
+    comm = comm_of(timeline)
     if rank == 0:
         # sends forwards first; the other stage takes the gradient first
-        first = comm.send_forward_recv_forward(
-            filled(SHAPES[0], 1), False, None, overlap_p2p_comm=True
-        )
+        first = comm.send_forward_recv_forward(filled(1), False, None, overlap_p2p_comm=True)
         assert first == (None, {})
         gradient, handles = comm.send_backward_recv_backward(
             None, True, None, overlap_p2p_comm=True
@@ -122,13 +120,13 @@ def both_directions(same_group=False):
         handles["recv_next"].wait()
         found = [gradient]
     else:
-        comm.send_backward_recv_backward(filled(SHAPES[0], 2), False, None, overlap_p2p_comm=True)
+        comm.send_backward_recv_backward(filled(2), False, None, overlap_p2p_comm=True)
         found = [comm.recv_forward(None, False)]
     # what the last stage makes of a chunk is the first one's input of the next
     if rank == 0:
         found.append(comm.send_forward_recv_forward(None, True, None))
     else:
-        assert comm.send_forward_recv_forward(filled(SHAPES[0], 3), False, None) is None
+        assert comm.send_forward_recv_forward(filled(3), False, None) is None
     comm.finish()
     assert all(one.requires_grad for one in found)
     return [(tuple(one.shape), one[0, 0].item()) for one in found], timeline.totals_s[PIPELINE_WAIT]
@@ -152,8 +150,8 @@ def both_directions_at_once(same_group):
     """Body of a rank: the first one sends both kinds, the other takes the gradient first."""
     comm = comm_of(Timeline(), same_group=same_group)
     if dist.get_rank() == 0:
-        comm.send_forward_recv_forward(filled(SHAPES[0], 1), False, None, overlap_p2p_comm=True)
-        comm.send_backward_recv_backward(filled(SHAPES[0], 2), False, None, overlap_p2p_comm=True)
+        comm.send_forward_recv_forward(filled(1), False, None, overlap_p2p_comm=True)
+        comm.send_backward_recv_backward(filled(2), False, None, overlap_p2p_comm=True)
         comm.finish()
         return [0]
     gradient = comm.recv_backward(None, False)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.loss.fused_cross_entropy import (
-    LOGITS_BYTES,
     add_product,
-    chunk_tokens,
+    chunk_of,
     over_the_vocabulary,
     rank_in,
     rows_for,
@@ -60,9 +59,7 @@ def linear_log_probs(
             f"found hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)}; expected "
             "one label a hidden state"
         )
-    if logits_bytes is None:
-        logits_bytes = LOGITS_BYTES.get(weight.device.type, LOGITS_BYTES["cpu"])
-    chunk = chunk_tokens(len(hidden), len(weight) * weight.itemsize, logits_bytes)
+    chunk = chunk_of(hidden, weight, logits_bytes)
     hidden = hidden.to(weight.dtype)
     found: torch.Tensor = _LinearLogProbs.apply(hidden, weight, labels, group, chunk, main_grad)
     return found

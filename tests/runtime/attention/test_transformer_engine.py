@@ -34,27 +34,23 @@ def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers, value_
     return max(errors), comm.bytes_sent, waited, fake.DotProductAttention.made, len(fake.chosen)
 
 
-@pytest.mark.parametrize("ring", [(0,), (1, 0), (2, 0, 1)])
-def test_it_is_called_as_it_wants_to_be(run_ranks, ring):
-    """Ring slices and local sequences, over a ring's light group; two modules for all layers."""
+@pytest.mark.parametrize(
+    ("ring", "value_dim"), [((0,), None), ((1, 0), None), ((2, 0, 1), None), ((1, 0), 5)]
+)
+def test_it_is_called_as_it_wants_to_be(run_ranks, ring, value_dim):
+    """Ring slices and local sequences, over a ring's light group; two modules for all layers.
+
+    Layers that alternate between both kinds of calls choose kernels once each.
+    """
     degree = len(ring)
-    results = run_ranks(degree, attend_by_transformer_engine, ring, [3, 1], [7], num_layers=2)
-    assert max(error for error, *_ in results) < 1e-13
-    kv_bytes = 2 * 2 * 8 * 8 * sum((6, 2))
-    for _, sent, waited, made, _ in results:
-        assert sent == (2 * 3 * (degree - 1) * kv_bytes if degree > 1 else 0)
-        assert waited == (degree > 1)
-        assert made == (2 if degree > 1 else 1)
-
-
-def test_it_is_told_of_values_of_another_size(run_ranks):
-    for error, *_ in run_ranks(2, attend_by_transformer_engine, (1, 0), [3, 1], [7], 1, 5):
+    results = run_ranks(degree, attend_by_transformer_engine, ring, [3, 1], [7], 5, value_dim)
+    kv_bytes = 2 * (8 + (value_dim or 8)) * 8 * sum((6, 2))
+    kinds = 2 if degree > 1 else 1
+    for error, sent, waited, made, chosen in results:
         assert error < 1e-13
-
-
-def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks):
-    for *_, chosen in run_ranks(2, attend_by_transformer_engine, (1, 0), [3], [7], num_layers=5):
-        assert chosen == 2
+        assert sent == 5 * 3 * (degree - 1) * kv_bytes
+        assert waited == (degree > 1)
+        assert made == chosen == kinds
 
 
 def deterministic():
@@ -69,29 +65,28 @@ def test_deterministic_kernels_get_no_empty_segments(run_ranks):
     assert run_ranks(1, deterministic)[0] < 1e-13
 
 
-def one_token():
-    """Body of a rank: one token whose parts lie in one tensor, as in a model's layer."""
-    fake.install()
+def one_token(load, *library):
+    """Body of a rank: is one token right whose parts lie in one tensor, as in a model's layer?"""
+    load(*library)
     attend, layout = TransformerEngineAttention(CPU), TokenLayout((0,), 0, (), (1,), CPU)
-    projected = torch.randn(1, 1, 1, 4 * 8)
-    q, k, v = projected.split([2 * 8, 8, 8], dim=3)
-    q, k = q.reshape(1, 1, 2, 8) * 2, k.contiguous() * 2  # positions make new tensors
+    heads, head_dim = 2, 16
+    projected = torch.randn(1, 1, 1, (heads + 2) * head_dim).half().requires_grad_()
+    q, k, v = projected.split([heads * head_dim, head_dim, head_dim], dim=3)
+    q, k = q.reshape(1, 1, heads, head_dim) * 2, k.contiguous() * 2  # positions make new tensors
     out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, None, 1.0)
-    assert torch.equal(out, v[0].expand(1, 2, 8))
+    out.sum().backward()
+    of_v = projected.grad[..., -head_dim:]
+    return torch.equal(out, v[0].expand(1, heads, head_dim)) and bool((of_v == heads).all())
 
 
 def test_one_token_with_one_head_of_keys(run_ranks):
-    run_ranks(1, one_token)
+    assert run_ranks(1, one_token, fake.install) == [True]
 
 
 def old():
     fake.install("2.9.0")
     with pytest.raises(ValueError, match=r"found TransformerEngine 2\.9\.0, expected 2\.20\.2"):
         TransformerEngineAttention(CPU)
-
-
-def test_an_old_one_is_refused(run_ranks):
-    run_ranks(1, old)
 
 
 def without_own_kernels(variables):
@@ -152,8 +147,8 @@ def with_other_functions():
     assert taken == "local by cuDNN" and "not asked about the largest micro-batches" in note
 
 
-@pytest.mark.parametrize("body", [with_another_memory, with_other_functions])
-def test_a_version_that_chooses_otherwise_is_used_and_said(run_ranks, body):
+@pytest.mark.parametrize("body", [old, with_another_memory, with_other_functions])
+def test_other_versions_are_refused_or_used_and_said(run_ranks, body):
     run_ranks(1, body)
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
-from megatron_hdp.runtime.ring.layout import TokenLayout
+from tests.runtime.attention.test_transformer_engine import one_token
 from tests.runtime.kernels.test_kernels import FakeFlashAttn
 from tests.support import te_kernels, te_wheel
 from tests.support.ring_cases import errors_of_part, gloo_comm
@@ -45,17 +45,13 @@ def errors_of_cases(library, cases, left_out=None, **sizes):
     return [errors_of_part(attend, comm, *case, **how) for case in cases]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"), [(2, {}), (3, {}), (4, {}), (3, {"head_dim": 24, "value_dim": 16})]
+)
+def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks, sizes):
+    """Values of another size are as in multi-latent attention."""
     cases = [case for case in CASES if len(case[0]) in (num_ranks, 1, 2)]
-    for errors in run_ranks(num_ranks, errors_of_cases, library, cases):
-        assert max(map(max, errors)) < TOLERANCE, errors
-
-
-def test_values_of_another_size_are_exact(run_ranks, library):
-    """As in multi-latent attention; the library asks for its kernels with both sizes."""
-    sizes = {"head_dim": 24, "value_dim": 16}
-    for errors in run_ranks(3, errors_of_cases, library, [CASES[2], CASES[5]], **sizes):
+    for errors in run_ranks(num_ranks, errors_of_cases, library, cases, **sizes):
         assert max(map(max, errors)) < TOLERANCE, errors
 
 
@@ -88,14 +84,14 @@ class OverCpuKernel(FakeFlashAttn):
     """With the window that TransformerEngine gives for a causal block."""
 
     def _flash_attn_varlen_forward(
-        self, *given, causal, window_size_left, window_size_right, **how
+        self, *given, dropout_p, softmax_scale, causal, window_size_left, window_size_right, **_
     ):
         assert (window_size_left, window_size_right) == (-1, 0 if causal else -1)
-        del how["return_softmax"]
-        return super()._flash_attn_varlen_forward(*given, causal=causal, **how)
+        how = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
+        return super()._flash_attn_varlen_forward(*given, **how)
 
-    def _flash_attn_varlen_backward(self, *given, causal, **how):
-        super()._flash_attn_varlen_backward(*given, causal=causal, **how)
+    def _flash_attn_varlen_backward(self, *given, rng_state, **how):
+        super()._flash_attn_varlen_backward(*given, **how)
 
     flash_attn_func = flash_attn_varlen_func = varlen_bwd = None
     _flash_attn_forward = _flash_attn_backward = None
@@ -148,20 +144,5 @@ def test_a_rank_tries_a_ring_by_itself(run_ranks, library):
         assert refused.startswith("found no deterministic kernel of it for ")
 
 
-def one_token(library):
-    """Body of a rank: is one token right whose parts lie in one tensor, as in a model's layer?"""
-    te_wheel.load(library)
-    attend = TransformerEngineAttention(CPU)
-    layout = TokenLayout((0,), 0, (), (1,), CPU)
-    heads, head_dim = 2, 16
-    projected = torch.randn(1, 1, 1, (heads + 2) * head_dim).half().requires_grad_()
-    q, k, v = projected.split([heads * head_dim, head_dim, head_dim], dim=3)
-    q, k = q.reshape(1, 1, heads, head_dim) * 2, k.contiguous() * 2  # positions make new tensors
-    out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, None, 1.0)
-    out.sum().backward()
-    of_v = projected.grad[..., -head_dim:]
-    return torch.equal(out, v[0].expand(1, heads, head_dim)) and bool((of_v == heads).all())
-
-
 def test_one_token_with_one_head_of_keys(run_ranks, library):
-    assert run_ranks(1, one_token, library) == [True]
+    assert run_ranks(1, one_token, te_wheel.load, library) == [True]

@@ -1,6 +1,8 @@
 """The driver is asked without starting CUDA, and what it does not answer is not known."""
 
 import ctypes
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -8,14 +10,6 @@ from megatron_hdp.runtime.cuda import device
 from megatron_hdp.runtime.cuda.device import EAGER, compute_capability, loading_mode
 
 HOPPER = (9, 0)
-
-
-def test_a_machine_without_driver_has_no_capability(monkeypatch):
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(device.ctypes, "CDLL", missing)
-    assert compute_capability() is None
 
 
 class Driver:
@@ -50,29 +44,29 @@ def test_the_driver_is_asked(monkeypatch, failing):
     assert failing == "nvmlInit_v2" or driver.calls[-1] == "nvmlShutdown"
 
 
-def test_hidden_gpus_are_none(monkeypatch):
+def test_hidden_gpus_and_a_machine_without_driver_are_none(monkeypatch):
     monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Driver())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert compute_capability() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(device.ctypes, "CDLL", mock.Mock(side_effect=OSError))
+    assert compute_capability() is None
 
 
-class CudaDriver:
-    """A libcuda that has started, with kernels loaded lazily, or has not."""
-
-    def __init__(self, started: bool) -> None:
-        self.started = started
-
-    def cuModuleGetLoadingMode(self, pointer):  # noqa: N802 - the driver's name
-        if not self.started:
-            return 3  # CUDA_ERROR_NOT_INITIALIZED
-        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = 2
-        return 0
+def lazily(pointer):
+    """What a libcuda that has started answers."""
+    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = 2
+    return 0
 
 
-def test_the_loading_mode_is_known_once_cuda_has_started(monkeypatch):
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: CudaDriver(started=False))
-    assert loading_mode() is None
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: CudaDriver(started=True))
-    assert loading_mode() == 2 != EAGER
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: object())  # before CUDA 11.7
-    assert loading_mode() is None
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        (SimpleNamespace(cuModuleGetLoadingMode=lambda pointer: 3), None),  # not initialised
+        (SimpleNamespace(cuModuleGetLoadingMode=lazily), 2),
+        (object(), None),  # before CUDA 11.7
+    ],
+)
+def test_the_loading_mode_is_known_once_cuda_has_started(monkeypatch, driver, expected):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    assert loading_mode() == expected != EAGER

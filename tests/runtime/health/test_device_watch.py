@@ -26,15 +26,14 @@ def launch_to_a_device_that_waits(rank):
     wait(rank, FORWARD, 3)
 
 
-def launch_to_a_device_that_computes(rank):
+def launch_to_a_device_that_computes(rank, kind=FORWARD, micro_batch=3):
     launch(rank, FORWARD, RING_WAIT)
-    wait(rank, FORWARD, 3)
+    wait(rank, kind, micro_batch)
 
 
 def read_a_result(rank):
     """Where a main thread counts as waiting, for a device that computes."""
-    launch(rank, FORWARD, RING_WAIT)
-    wait(rank, DEVICE_WAIT, None)
+    launch_to_a_device_that_computes(rank, DEVICE_WAIT, None)
 
 
 def test_the_rank_whose_device_computes_is_blamed_alone():

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -44,12 +44,9 @@ class LoadedMachine:
     def running(self):
         """Within it heartbeats know no other clock."""
         self._thread.start()
-        modules = (heartbeat, store)
-        with ExitStack() as stack:
-            stack.callback(self._stop.set)
-            for module in modules:
-                stack.enter_context(mock.patch.object(module, "time", self))
+        with mock.patch.object(heartbeat, "time", self), mock.patch.object(store, "time", self):
             yield
+        self._stop.set()
 
 
 class Rank(threading.Thread):
@@ -57,23 +54,12 @@ class Rank(threading.Thread):
 
     def __init__(self, number, world_size, store, work, **options):
         super().__init__(daemon=True)
-        self.number = number
-        self.timeline = Timeline()
-        self.go_on = threading.Event()
-        self.ended = []
-        self.error = None
-        self._work = work
-        self.heartbeat = Heartbeat(
-            self.timeline,
-            store=store,
-            rank=number,
-            world_size=world_size,
-            end_process=self._end,
-            **(DEFAULTS | options),
-        )
-
-    def _end(self, text):
-        self.ended.append(text)
+        self.number, self._work = number, work
+        self.timeline, self.go_on = Timeline(), threading.Event()
+        self.ended, self.error = [], None
+        place = {"store": store, "rank": number, "world_size": world_size}
+        how = DEFAULTS | options | {"end_process": self.ended.append}
+        self.heartbeat = Heartbeat(self.timeline, **place, **how)
 
     def run(self):
         try:
@@ -92,6 +78,10 @@ def wait(rank, kind=RING_WAIT, micro_batch=4):
 
 def compute(rank):
     wait(rank, FORWARD, 3)
+
+
+def meet(rank):
+    wait(rank, MEETING)
 
 
 def get_on(rank):
@@ -145,14 +135,17 @@ def test_a_rank_that_stands_still_is_named_to_all():
     assert any("stack of rank" in text and "go_on.wait" in text for text in texts)
 
 
-def test_a_rank_that_gets_on_is_waited_for():
-    with job(wait, get_on, wait) as ranks:
-        assert still_run(ranks, 3 * LIMIT_S)
+ASKED = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
 
 
-def test_ranks_that_compute_are_left_alone():
-    with job(compute, compute) as ranks:
-        assert still_run(ranks, 3 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("work", "options"),
+    [((wait, get_on, wait), {}), ((compute, compute), {}), ((wait, compute, wait), ASKED)],
+    ids=["one that gets on", "all compute", "asked to end: until the step is saved"],
+)
+def test_living_ranks_are_waited_for(work, options):
+    with job(*work, **options) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
 
 
 def test_saving_a_checkpoint_may_take_longer():
@@ -195,26 +188,14 @@ def test_a_rank_that_falls_silent_is_named():
 
 def test_a_rank_that_was_asked_to_end_looks_for_dead_ones():
     """Launchers ask the others when they have lost a rank; no stall needs to pass."""
-    patient = {"stall_timeout_s": LONG_S}
-    with job(wait, wait, fall_silent, asked_to_end=lambda: True, **patient) as ranks:
+    with job(wait, wait, fall_silent, **ASKED) as ranks:
         texts = [ended(rank) for rank in ranks[:2]]
         heard_of.set()
     for text in texts:
         assert "rank 2 (host " in text and "died or was stopped" in text, text
-    with job(wait, wait, fall_silent, **patient) as ranks:
+    with job(wait, wait, fall_silent, stall_timeout_s=LONG_S) as ranks:
         assert still_run(ranks, 4 * LIMIT_S)
         heard_of.set()
-
-
-def test_a_job_of_living_ranks_that_was_asked_to_end_goes_on():
-    """Until its step has run and is saved."""
-    patient = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
-    with job(wait, compute, wait, **patient) as ranks:
-        assert still_run(ranks, 4 * LIMIT_S)
-
-
-def meet(rank):
-    wait(rank, MEETING)
 
 
 def test_who_waits_for_data_to_be_prepared_waits_while_the_others_live():
@@ -254,14 +235,11 @@ def test_failed_communication_names_the_rank_that_failed():
 
 
 def test_failed_communication_names_the_rank_that_left():
-    def leave(rank):
-        return None
-
     def lose_peer(rank):
         rank.clock.sleep(3 * INTERVAL_S)
         raise RuntimeError("[gloo/transport] Connection closed by peer")
 
-    with job(lose_peer, leave) as ranks:
+    with job(lose_peer, lambda rank: None) as ranks:
         ranks[0].join(120)
     assert "rank 1 (host " in str(ranks[0].error) and "has left the job" in str(ranks[0].error)
 

@@ -6,16 +6,13 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
-
-TOKENS, VOCABULARY = 11, 12
+from tests.runtime.loss.test_fused_cross_entropy import case as of_hidden
+from tests.runtime.loss.test_fused_cross_entropy import rows_of_this_rank
 
 
 def case(dtype=torch.float64):
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(TOKENS, VOCABULARY, generator=generator, dtype=torch.float64) * 5
-    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    mask = torch.arange(TOKENS) % 3 != 0
-    return logits.to(dtype), labels, mask
+    hidden, weight, labels, mask = of_hidden()
+    return (hidden @ weight.t()).to(dtype), labels.clamp(0), mask
 
 
 def reference():
@@ -28,9 +25,7 @@ def reference():
 
 def loss_on_one_rank():
     logits, labels, mask = case()
-    width = VOCABULARY // dist.get_world_size()
-    mine = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
-    logits = logits[:, mine].clone().requires_grad_()
+    logits = logits[:, rows_of_this_rank()].clone().requires_grad_()
     loss = token_sum_loss(logits, labels, mask, dist.group.WORLD)
     loss.backward()
     return loss.detach(), logits.grad

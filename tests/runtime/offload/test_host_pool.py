@@ -76,14 +76,10 @@ def test_what_is_reserved_can_be_taken(pieces, data):
     assert pool.held_bytes == held_bytes
 
 
-def test_nothing_is_reserved_for_nothing():
+def test_what_was_not_reserved_is_told_once_and_given(recwarn):
     pool = HostPool(SLAB)
     pool.reserve(0, 0)
     assert pool.held_bytes == 0
-
-
-def test_what_was_not_reserved_is_told_once_and_given(recwarn):
-    pool = HostPool(SLAB)
     pool.take(10)
     assert not recwarn, "nothing had been reserved"
     pool.reserve(SLAB, PIECE)

@@ -13,33 +13,23 @@ SAVED = SavedBytes(layers=[800, 800, 1000, 900], largest=300)
 
 
 @pytest.mark.parametrize(
-    "loads, most_alive, expected",
+    "stack, loads, most_alive, expected",
     [
-        ([], 1, (0, 0)),
-        ([(40, 0.0)], 1, (0, 0)),
+        ((4,), [], 1, (0, 0)),
+        ((4,), [(40, 0.0)], 1, (0, 0)),
         # two of four layers leave, a storage more than the share: 40 (0.5 x 2 x 100 + 30) x 9 / 8
-        ([(40, 0.5)], 1, (5850, 1200)),
-        ([(40, 0.5), (80, 0.0), (8, 1.0)], 1, (5850, 1200)),
-        ([(40, 0.5), (8, 1.0), (40, 0.5)], 2, (5850 + 2070, 1200)),
-        ([(40, 0.5), (8, 1.0)], 4, (5850 + 2070, 1200)),
+        ((4,), [(40, 0.5)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (80, 0.0), (8, 1.0)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0), (40, 0.5)], 2, (5850 + 2070, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0)], 4, (5850 + 2070, 1200)),
+        ((4, 2), [(40, 0.5)], 1, (40 * (100 + 2 * 30) * 9 // 8, 1200)),  # each part a storage more
+        ((2,), [(40, 1.0)], 1, (0, 1200)),
     ],
 )
-def test_by_hand(loads, most_alive, expected):
-    need = HostNeed(num_layers=4)
+def test_by_hand(stack, loads, most_alive, expected):
+    need = HostNeed(*stack)
     need.expect(SAVED, 10)
     assert need.of(loads, most_alive) == expected
-
-
-def test_each_part_may_send_a_storage_more():
-    need = HostNeed(num_layers=4, num_parts=2)
-    need.expect(SAVED, 10)
-    assert need.of([(40, 0.5)], 1) == (40 * (100 + 2 * 30) * 9 // 8, 1200)
-
-
-def test_two_layers_want_nothing():
-    need = HostNeed(num_layers=2)
-    need.expect(SAVED, 10)
-    assert need.of([(40, 1.0)], 1)[0] == 0
 
 
 def stack_that_knows():

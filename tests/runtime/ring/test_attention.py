@@ -87,10 +87,13 @@ def test_windows_equal_full_attention_in_them(run_ranks, degree):
                 assert sent == halo_bytes(index, degree, chunks, window)
 
 
+@pytest.mark.parametrize(
+    "how", [{"has_sink": True}, {"kernel": MatmulKernel()}], ids=["sink", "plain kernel"]
+)
 @pytest.mark.parametrize("degree", [1, 2, 3])
-def test_a_sink_is_one_key_more(run_ranks, degree):
+def test_with_a_sink_and_by_the_plain_kernel(run_ranks, degree, how):
     ring = list(range(degree))
-    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1, 8], [7, 1], has_sink=True)
+    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1, 8], [7, 1], **how)
     assert max(error for error, _ in results) < 1e-13
 
 
@@ -105,35 +108,17 @@ def test_a_wrong_gradient_of_the_sink_is_seen(run_ranks):
     assert error == pytest.approx(0.5)
 
 
-def test_a_sink_in_bfloat16_stays_near_float64(run_ranks):
-    how = {"dtype": torch.bfloat16, "has_sink": True}
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_bfloat16_stays_near_float64(run_ranks, has_sink):
+    how = {"dtype": torch.bfloat16, "has_sink": has_sink}
     results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], **how)
     assert 1e-4 < max(error for error, _ in results) < 2e-2
 
 
-def test_bfloat16_stays_near_float64(run_ranks):
-    results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], dtype=torch.bfloat16)
-    assert 1e-4 < max(error for error, _ in results) < 2e-2
-
-
-@pytest.mark.parametrize("degree", [1, 3])
-def test_the_plain_kernel_is_exact_in_float64(run_ranks, degree):
-    ring = list(range(degree))
-    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1], [7, 1], kernel=MatmulKernel())
-    assert max(error for error, _ in results) < 1e-13
-
-
-def attend_with_other_values(value_dim):
-    """Errors and bytes sent of heads of two sizes."""
-    comm, attend = gloo_comm(), RingAttention(PaddedKernel(CpuFlashKernel()))
-    sizes = {"head_dim": HEAD_DIM, "value_dim": value_dim}
-    errors = errors_of_part(attend, comm, [1, 0], [5, 1, 8], [7, 1], **sizes)
-    return max(errors), comm.bytes_sent
-
-
 @pytest.mark.parametrize("value_dim", [5, 11])
 def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
-    for error, sent in run_ranks(2, attend_with_other_values, value_dim):
+    how = {"kernel": PaddedKernel(CpuFlashKernel()), "value_dim": value_dim}
+    for error, sent in run_ranks(2, attend_on_one_rank, [1, 0], [5, 1, 8], [7, 1], **how):
         assert error < 1e-13
         assert sent == 3 * sum((10, 2, 16)) * KV_HEADS * (HEAD_DIM + value_dim) * 8
 
@@ -146,12 +131,10 @@ class KernelThatForgetsTheMergedLse(CpuFlashKernel):
         return super().backward(dout, of._replace(out=out, lse=lse), *how)
 
 
-def attend_with_a_fault():
-    return attend_on_one_rank([0, 1], [4], [], kernel=KernelThatForgetsTheMergedLse())
-
-
 def test_a_planted_fault_is_seen(run_ranks):
-    assert max(error for error, _ in run_ranks(2, attend_with_a_fault)) > 1e-3
+    kernel = KernelThatForgetsTheMergedLse()
+    results = run_ranks(2, attend_on_one_rank, [0, 1], [4], [], kernel=kernel)
+    assert max(error for error, _ in results) > 1e-3
 
 
 def test_layout_refuses_odd_slices_and_rings_of_one():

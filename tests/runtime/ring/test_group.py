@@ -10,10 +10,7 @@ from torch.distributed import distributed_c10d
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.communicator import new_ring_group
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
-
-
-def everyone():
-    return [list(range(dist.get_world_size()))]
+from tests.support.ring_cases import gloo_comm
 
 
 def hop(group, members, tensor, batched):
@@ -21,17 +18,11 @@ def hop(group, members, tensor, batched):
     place, size = dist.get_rank(group), dist.get_world_size(group)
     following, previous = members[(place + 1) % size], members[place - 1]
     received = torch.empty_like(tensor)
+    calls = [(dist.isend, tensor, following, group), (dist.irecv, received, previous, group)]
+    calls = calls if place % 2 == 0 else calls[::-1]
     if batched:
-        operations = [
-            dist.P2POp(dist.isend, tensor, following, group),
-            dist.P2POp(dist.irecv, received, previous, group),
-        ]
-        works = dist.batch_isend_irecv(operations if place % 2 == 0 else operations[::-1])
-    elif place % 2 == 0:
-        works = [dist.isend(tensor, following, group), dist.irecv(received, previous, group)]
-    else:
-        works = [dist.irecv(received, previous, group), dist.isend(tensor, following, group)]
-    return works, received
+        return dist.batch_isend_irecv([dist.P2POp(*call) for call in calls]), received
+    return [operation(*how) for operation, *how in calls], received
 
 
 def run_rings(rings, num_layers, offset=0):
@@ -87,7 +78,7 @@ def test_ranks_of_the_ring_are_hdp_ranks_not_those_of_the_job(run_ranks):
 
 
 def look_at_a_group():
-    comm = RingComm(new_ring_group(everyone()))
+    comm = gloo_comm()
     ring_groups, rank = RingGroups(comm), dist.get_rank()
     group = ring_groups.of((1, 2, 0))
     assert isinstance(group, dist.ProcessGroup)
@@ -117,7 +108,7 @@ def test_a_group_is_one_object_per_ring(run_ranks):
 
 
 def send_alone():
-    comm = RingComm(new_ring_group(everyone()))
+    comm = gloo_comm()
     group = RingGroup(comm, (0, 1))
     other = 1 - dist.get_rank()
     work = dist.isend(torch.zeros(1), other, group)
