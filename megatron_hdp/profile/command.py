@@ -83,11 +83,7 @@ def arguments_of(own: argparse.Namespace, training: Sequence[str]) -> "TrainingA
 
 
 def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
-    """Profiles and writes the files; in a job, every rank calls this.
-
-    Args:
-        own: values of the flags that `add_flags` declares.
-        arguments: what `arguments_of` gave.
+    """Profiles and writes the files; in a job, every rank calls this after `arguments_of`.
 
     Raises:
         ValueError: the ranks do not go with the configuration, or nothing could be fitted.

@@ -168,11 +168,8 @@ def wires_of(measured: Sequence[Measured]) -> dict[str, tuple[float, float]]:
     """Seconds of a hop and seconds per byte of transfers by themselves, by "intra" or "inter"."""
     found = {}
     for where, leaves_node in (("intra", False), ("inter", True)):
-        here = [
-            one
-            for one in measured
-            if one.case.kind == TRANSFER and one.case.leaves_node == leaves_node
-        ]
+        wires = [one for one in measured if one.case.kind == TRANSFER]
+        here = [one for one in wires if one.case.leaves_node == leaves_node]
         if len(here) < 2:
             continue
         rows = np.array([[1.0, one.case.num_bytes] for one in here])

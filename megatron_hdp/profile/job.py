@@ -19,10 +19,10 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
-from megatron_hdp.profile.cases import Case, Room, cases_of
+from megatron_hdp.profile.cases import Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, warnings_of
 from megatron_hdp.profile.measuring import Bench
-from megatron_hdp.profile.passes import Progress, fitted
+from megatron_hdp.profile.passes import Fitted, Progress, fitted
 from megatron_hdp.runtime.health import Heartbeat
 from megatron_hdp.runtime.timeline import START, Timeline
 
@@ -31,14 +31,10 @@ _UNBOUNDED_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Fitted):
     """What was found; the same on every rank."""
 
     cost_model: CostModel
-    fit: Fit
-    measured: tuple[Measured, ...]
-    left_out: tuple[Case, ...]
-    """Cases that the budget had no room for."""
     room: Room
     place: str
     """Device and ranks, in words."""
@@ -118,10 +114,8 @@ def _profiled(
     if found.measurements > 1:
         notes += (f"the times were noisy: measured {found.measurements} times",)
     return Profile(
+        **vars(found),
         cost_model=cost_model,
-        fit=found.fit,
-        measured=found.measured,
-        left_out=found.left_out,
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
         backend=executor.attention.name,

@@ -18,6 +18,7 @@ from megatron_hdp.megatron.options import TrainingArguments, expert_layers, head
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
+from megatron_hdp.runtime.attention import RunShapes
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.offload import select_copy_engine
 from megatron_hdp.runtime.ring import TokenLayout
@@ -73,8 +74,8 @@ class Bench:
         host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
         rates = []
         for copy in (
-            lambda: engine.to_host(host, on_device).wait(),
-            lambda: engine.to_device(on_device, host).wait(),
+            lambda: engine.to_host(host, on_device)(),
+            lambda: engine.to_device(on_device, host)(),
         ):
             taken = [self._timed(copy) for _ in range(_COPIES)]
             rates.append(_COPY_BYTES / float(np.median(taken[1:])))
@@ -129,21 +130,16 @@ class Bench:
         heads = arguments.num_attention_heads // place.num_tensor_ranks
         groups = max(1, (arguments.num_query_groups or heads) // place.num_tensor_ranks)
         head_dim, value_dim = head_sizes(arguments)
-        of_heads = (heads, head_dim), (groups, head_dim), (groups, value_dim), (heads, value_dim)
-        q, k, v, gradient = (
-            torch.randn(
-                (case.num_tokens, *of_head), dtype=model_dtype(arguments), device=self._device
-            )
-            for of_head in of_heads
-        )
-        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+        kind = self._device, model_dtype(arguments), head_dim
+        shapes = RunShapes(*kind, heads=heads, kv_heads=groups, value_dim=value_dim)
+        *inputs, gradient = shapes.inputs(case.num_tokens)
         scale = float(head_dim) ** -0.5
         cores = [layer.self_attention.core_attention for layer in self._executor.layers]
 
         def run() -> None:
             for core in cores:
                 out = self._executor.attention(
-                    *(q, k, v, layout, self._executor.comm, scale),
+                    *(*inputs, layout, self._executor.comm, scale),
                     window=core.window,
                     sink=core.softmax_offset,
                 )

@@ -135,14 +135,12 @@ def _degrees(profile: Profile) -> list[int]:
 
 
 def _source(name: str, profile: Profile) -> str:
-    if name in _COUNTED:
+    if name in _COUNTED or (name == "ranks_per_node" and profile.room.ranks > 1):
         return "counted"
     if name == "host_bytes_per_s":
         return "measured"
     if name == "b_experts" and not profile.room.has_experts:
         return "the model has none"
-    if name == "ranks_per_node" and profile.room.ranks > 1:
-        return "counted"
     return "not measured, see the notes"
 
 

@@ -121,46 +121,30 @@ class Stages:
     Attributes:
         pp_group: the stages of this rank's pipeline, in order.
         config: Megatron's model configuration, which its schedules ask for here.
+        total_stages: of this pipeline.
+        current_stage: this rank's, from 0.
+        is_pp_first_stage: whether tokens enter the model on this rank.
+        is_pp_last_stage: whether the loss is computed on this rank.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
         self.pp_group = pp_group
         self.config = config
-
-    @property
-    def total_stages(self) -> int:
-        """Stages of this rank's pipeline."""
-        return int(self.pp_group.size())
-
-    @property
-    def current_stage(self) -> int:
-        """This rank's stage, from 0."""
-        return int(self.pp_group.rank())
-
-    @property
-    def is_pp_first_stage(self) -> bool:
-        """Whether tokens enter the model on this rank."""
-        return self.current_stage == 0
-
-    @property
-    def is_pp_last_stage(self) -> bool:
-        """Whether the loss is computed on this rank."""
-        return self.current_stage == self.total_stages - 1
+        self.total_stages, self.current_stage = pp_group.size(), pp_group.rank()
+        self.is_pp_first_stage = self.current_stage == 0
+        self.is_pp_last_stage = self.current_stage == self.total_stages - 1
 
 
 class PipelineComm(Stages):
-    """Point-to-point traffic of one pipeline, over the communicator of its stages."""
+    """Point-to-point traffic of one pipeline, over the communicator of its stages.
+
+    Activations are `like` an empty tensor but for their shapes.
+    """
 
     def __init__(
-        self,
-        pp_group: dist.ProcessGroup,
-        config: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        timeline: Timeline,
+        self, pp_group: dist.ProcessGroup, config: Any, like: torch.Tensor, timeline: Timeline
     ) -> None:
         super().__init__(pp_group, config)
-        like = torch.empty(0, dtype=dtype, device=device)
         self._messages = _Messages(pp_group, like, timeline)
         self._forward_shapes: Iterator[Shape] = iter(())
         self._backward_shapes: Iterator[Shape] = iter(())
@@ -230,13 +214,11 @@ class InterleavedComm(Stages):
         gradient_group: dist.ProcessGroup,
         num_model_chunks: int,
         config: Any,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
         timeline: Timeline,
     ) -> None:
         super().__init__(pp_group, config)
         self.virtual_pipeline_model_parallel_size = num_model_chunks
-        like = torch.empty(0, dtype=dtype, device=device)
         self._activations = _Circle(pp_group, 1, like, timeline)
         self._gradients = _Circle(gradient_group, -1, like, timeline)
 

@@ -11,7 +11,7 @@ from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
 from megatron_hdp.session.batch import CheckedBatch
-from megatron_hdp.session.losses import FromHidden, FromLogProbs, Losses, TokenFunction
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, TokenFunction
 
 Arrays = dict[str, AnyArray]
 Tensors = Mapping[str, torch.Tensor]
@@ -113,7 +113,8 @@ class OwnFunction(_OfTokens):
         if not len(rows):  # a function's mean of nothing would be NaN
             return given.sum()
         arrays = {name: tensors[f"{_ARRAY}{name}"] for name in self._batch.arrays}
-        losses, figures = _parts(self._loss.function, self._loss.function(given, arrays))
+        found = self._loss.function(given, arrays)
+        losses, figures = found if isinstance(found, tuple) else (found, {})
         self._require(losses, len(rows))
         for name, one in figures.items():
             total = one.detach().sum().double()
@@ -124,8 +125,13 @@ class OwnFunction(_OfTokens):
         """The figures that the function returned, summed over this rank's micro-batches."""
         return {name: float(one) for name, one in self._sums.items()}
 
-    def _require(self, losses: torch.Tensor, num: int) -> None:
+    def _require(self, losses: object, num: int) -> None:
         what = "log-probabilities" if self.shift else "hidden states"
+        if not isinstance(losses, torch.Tensor):
+            raise ValueError(
+                f"{name_of(self._loss.function)} returned {type(losses).__name__}, expected a "
+                "tensor of losses, or a pair of it and figures by name"
+            )
         if losses.shape not in ((num,), ()):
             raise ValueError(
                 f"{name_of(self._loss.function)} returned losses of shape {tuple(losses.shape)}, "
@@ -136,18 +142,6 @@ class OwnFunction(_OfTokens):
                 f"{name_of(self._loss.function)} returned losses without a gradient, expected them "
                 f"to depend on the {what} that it was given: detach nothing of these"
             )
-
-
-def _parts(
-    function: TokenFunction, found: Losses
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    losses, figures = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(losses, torch.Tensor):
-        raise ValueError(
-            f"{name_of(function)} returned {type(losses).__name__}, expected a tensor of losses, "
-            "or a pair of it and figures by name"
-        )
-    return losses, figures
 
 
 def name_of(function: TokenFunction) -> str:

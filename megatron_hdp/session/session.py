@@ -283,7 +283,7 @@ class HdpSession:
             NonFiniteError: one of them is NaN or infinite.
         """
         checked, made = self._agreed(batch, plan, "log_probs", temperature, str(dtype), to)
-        objective = LogProbs(checked, _temperature(temperature))
+        objective = LogProbs(checked, _above_0("temperature", temperature))
         micro_batches, outcome = self._run(checked, made, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
@@ -428,13 +428,10 @@ def _divisor(given: float | None, loss_tokens: int) -> float:
             "found no token with loss in the batch, expected at least one: a sequence's first "
             "token is predicted by nothing, and loss_mask may take out the others"
         )
-    divisor = float(loss_tokens if given is None else given)
-    if not (math.isfinite(divisor) and divisor > 0):
-        raise ValueError(f"found divisor {given}, expected a finite number above 0")
-    return divisor
+    return _above_0("divisor", float(loss_tokens) if given is None else given)
 
 
-def _temperature(given: float) -> float:
+def _above_0(name: str, given: float) -> float:
     if not (math.isfinite(given) and given > 0):
-        raise ValueError(f"found temperature {given}, expected a finite number above 0")
-    return given
+        raise ValueError(f"found {name} {given}, expected a finite number above 0")
+    return float(given)

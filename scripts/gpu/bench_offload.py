@@ -17,26 +17,24 @@ from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_chunks
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
 from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 32_000
-LLAMA_7B = {
-    "hidden_size": 4096,
-    "ffn_hidden_size": 11_008,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "bf16": True,
-}
-TINY = {
-    "hidden_size": 64,
-    "ffn_hidden_size": 160,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-}
+FLAGS = """
+    --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --train-iters 1
+    --lr 1e-4 --global-batch-size 1 --hybrid-data-parallel --stall-timeout-seconds 600
+"""
+LLAMA_7B = """
+    --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --num-query-groups 8
+    --kv-channels 128 --bf16
+"""
+TINY = """
+    --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2
+    --kv-channels 16
+"""
 RATIOS = (0.0, 1.0, 0.5, 0.25, 0.75)  # the most telling ones first, should time run out
 HEADER = ("tokens", "layers", "ratio", "seconds", "of r = 0", "peak GB", "of r = 0", "predicted GB")
 
@@ -48,7 +46,8 @@ class Sizes:
     tokens: tuple[int, ...]
     small_tokens: tuple[int, int]
     """Micro-batches that the memory model is fitted to."""
-    shape: dict[str, int]
+    shape: str
+    """Flags of the training command."""
     host_bytes: float
     """How much may wait in host memory."""
     most_layers: int
@@ -65,26 +64,9 @@ def sizes_of(small: bool) -> Sizes:
 def arguments_of(sizes: Sizes, num_layers: int) -> TrainingArguments:
     """Return a run of so many layers on this one rank."""
     longest = max(sizes.tokens)
-    return TrainingArguments(
-        num_layers=num_layers,
-        seq_length=longest,
-        max_position_embeddings=longest,
-        group_query_attention=True,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        train_iters=1,
-        lr=1e-4,
-        data_path=("unused",),
-        hybrid_data_parallel=True,
-        hdp_tokens_per_rank=longest,
-        stall_timeout_seconds=600.0,
-        expert_tensor_parallel_size=1,
-        **sizes.shape,
-    )
+    flags = f"{FLAGS} {sizes.shape} --num-layers {num_layers} --seq-length {longest}"
+    flags += f" --max-position-embeddings {longest} --hdp-tokens-per-rank {longest}"
+    return parse_arguments(flags.split(), needs_data=False)
 
 
 def executor_of(sizes: Sizes, num_layers: int) -> HdpExecutor:

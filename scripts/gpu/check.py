@@ -51,20 +51,12 @@ class Row:
 
 @dataclass
 class Check:
-    """One run of all parts.
+    """One run of all parts, or of some of `PARTS`."""
 
-    Attributes:
-        out: folder of the log and the tables.
-        work: folder of what was built or installed for this interpreter.
-        limit_s: seconds that everything may take.
-        device: "cuda" or "cpu".
-        parts: of `PARTS`, those that run.
-    """
-
-    out: Path
-    work: Path
-    limit_s: float
-    device: str
+    out: Path  # folder of the log and the tables
+    work: Path  # folder of what was built or installed for this interpreter
+    limit_s: float  # that everything may take
+    device: str  # "cuda" or "cpu"
     wheels: Path | None = None
     te_bundle: Path | None = None
     parts: Sequence[str] = PARTS

@@ -16,7 +16,6 @@ from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from scripts.gpu import several_ranks
-from tests.gpu.staged_comm import StagedComm
 from tests.support import ranks
 from tests.support.ring_cases import errors_of_part
 
@@ -37,6 +36,28 @@ BACKENDS = [
         for name in ("transformer-engine", "flash-attn", "torch")
     ),
 ]
+
+
+class StagedTransfer:
+    """Copies to the device what arrived on the host."""
+
+    def __init__(self, on_host, received):
+        self.on_host, self.received = on_host, received
+
+    def wait(self, is_idle=True):
+        if self.on_host is not None:
+            self.received.copy_(self.on_host.wait())
+            self.on_host = None
+        return self.received
+
+
+class StagedComm(RingComm):
+    """A `RingComm` over a gloo group for tensors of any device."""
+
+    def trade(self, sent, to, received, of):
+        room = torch.empty(received.shape, dtype=received.dtype)
+        on_host = super().trade(sent.detach().cpu().contiguous(), to, room, of)
+        return StagedTransfer(on_host, received)
 
 
 def require(device, name, dtype=torch.bfloat16):
@@ -138,8 +159,16 @@ def try_nccl():
 
 
 @pytest.mark.parametrize("transport", ["native", "staged"])
-def test_rings_on_a_cpu(transport):
-    check(run_on("cpu", 4, errors_of_cases, transport, "cpu", "torch", CASES))
+@pytest.mark.parametrize(("device", "name"), BACKENDS)
+def test_rings(request, transport, device, name):
+    """Over gloo or NCCL, and over host memory."""
+    require(device, name)
+    refusal = None
+    if device == "cuda" and transport == "native":
+        refusal = request.getfixturevalue("nccl_refusal")
+    if refusal is not None:
+        pytest.skip(f"NCCL does not accept several ranks on one GPU: {refusal}")
+    check(run_on(device, 4, errors_of_cases, transport, device, name, CASES))
 
 
 def errors_with_a_fault(*call):
@@ -156,15 +185,6 @@ def test_a_planted_fault_fails_the_check():
         check(run_on("cpu", 4, errors_with_a_fault, "native", "cpu", "torch", CASES))
 
 
-@on_gpu
-@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_nccl(nccl_refusal, device, name):
-    require(device, name)
-    if nccl_refusal is not None:
-        pytest.skip(f"NCCL does not accept several ranks on one GPU: {nccl_refusal}")
-    check(run_on(device, 4, errors_of_cases, "native", device, name, CASES))
-
-
 def errors_in_windows(*call):
     """Body of a rank: within a chunk, and over several."""
     errors = [errors_of_cases(*call, window=window, has_sink=True) for window in (24, 150)]
@@ -179,13 +199,6 @@ def test_windows_and_sinks(device, name):
     require(device, name)
     for errors in run_on(device, 4, errors_in_windows, "staged", device, name, CASES):
         assert max(errors) < TOLERANCE
-
-
-@on_gpu
-@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_host_memory(device, name):
-    require(device, name)
-    check(run_on(device, 4, errors_of_cases, "staged", device, name, CASES))
 
 
 def fail_or_wait(failing):

@@ -6,25 +6,30 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import model_shape, parse_arguments
+from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile import command
-from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING
+from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING, Case
 from megatron_hdp.profile.fitting import Fit, Shape
 from megatron_hdp.profile.job import run_profile
 from megatron_hdp.profile.measuring import Bench
 from megatron_hdp.profile.passes import FEWEST
 from megatron_hdp.profile.report import intervals_of
+from megatron_hdp.runtime.timeline import Timeline
 from tests.profile.test_fitting import COUNTED, PLANTED
+from tests.support.gradients import VOCABULARY, moe_arguments, write_corpus
 from tests.support.ranks import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +126,11 @@ def test_a_mistake_is_one_line(config, words, told, tmp_path, monkeypatch, capsy
     kept = [line for line in lines if "hdp-tokens-per-rank" not in line]
     Path("small.yaml").write_text("\n".join(kept))
     Path("wrong.yaml").write_text("num-layer: 2\n")
-    with suppress(SystemExit):  # argparse's way, with the same code
-        assert main(["profile", "--config", config, *words.split()]) == 2
+    try:
+        code = main(["profile", "--config", config, *words.split()])
+    except SystemExit as leaving:  # argparse's way
+        code = leaving.code
+    assert code == 2
     assert told in capsys.readouterr().err
     assert not Path("c.json").exists()
 
@@ -197,6 +205,38 @@ if os.environ["RANK"] == "1":
 sys.argv[0] = "profile"
 command.run()
 """
+
+
+TOKENS = 24
+
+
+def measured(arguments):
+    """Body of a rank: operations instead of seconds."""
+    parallel.initialise(arguments)
+    parallel.set_seeds(1)
+    chunks = building.build_chunks(arguments, VOCABULARY)
+    bench = Bench(arguments, setup.build_executor(arguments, chunks, Timeline()), VOCABULARY)
+    with mock.patch.object(Bench, "_timed", lambda self, run: operations_of(run)):
+        return bench._experts_s(Case(EXPERTS, (TOKENS,)))
+
+
+def operations_of(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_neither_shared_experts_nor_dense_layers_count(run_ranks, tmp_path):
+    more = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
+    more |= {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+    stages = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}
+    prefix = write_corpus(tmp_path, [TOKENS])
+    for ranks, layout in ((1, {}), (2, stages)):
+        arguments = moe_arguments(prefix, **more | layout)
+        shape = model_shape(arguments, 0)
+        routers = 2 * arguments.hidden_size * arguments.num_experts
+        met = shape.expert_parameters + routers
+        assert run_ranks(ranks, measured, arguments) == [6 * TOKENS * met] * ranks
 
 
 def test_experts_have_a_share_of_their_own(run_ranks):

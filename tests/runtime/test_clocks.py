@@ -1,4 +1,4 @@
-"""A GPU's times and progress: events that it reaches later, tied to the CPU's clock by steps."""
+"""Spans and totals of a CPU and a GPU, whose events are reached later; the device's progress."""
 
 import ctypes
 import threading
@@ -12,7 +12,15 @@ import torch
 from megatron_hdp.runtime import clocks
 from megatron_hdp.runtime.clocks import Clock, DeviceClock, DriverQuery, clock_of
 from megatron_hdp.runtime.device_progress import Reached
-from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
+from megatron_hdp.runtime.timeline import (
+    BACKWARD,
+    DEVICE_WAIT,
+    FORWARD,
+    RING_WAIT,
+    START,
+    TO_HOST,
+    Timeline,
+)
 
 
 class Device:
@@ -199,6 +207,49 @@ def test_the_cpu_needs_no_settling():
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
+
+
+def test_spans_nest_and_inherit_their_micro_batch():
+    timeline = Timeline()
+    timeline.start_recording()
+    with timeline.span(FORWARD, 3), timeline.span(RING_WAIT):
+        assert [(kind, m) for kind, _, m in timeline.current()] == [(FORWARD, 3), (RING_WAIT, 3)]
+    inner, outer = timeline.stop_recording()
+    assert (inner.kind, inner.micro_batch) == (RING_WAIT, 3)
+    assert outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
+    assert timeline.current() == []
+
+
+def test_totals_and_spans():
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.span(FORWARD, 0):
+            pass
+    first = timeline.totals_s[FORWARD]
+    assert first > 0 and timeline.spans is None
+    timeline.reset()
+    assert timeline.totals_s[FORWARD] == 0
+    assert timeline.stop_recording() == []
+
+
+def test_what_runs_beside_is_kept_while_recording():
+    timeline = Timeline()
+    with timeline.span(FORWARD, 4), timeline.beside(TO_HOST, timeline.micro_batch):
+        pass
+    timeline.start_recording()
+    with timeline.span(FORWARD, 5), ThreadPoolExecutor(1) as thread:
+        assert timeline.micro_batch == 5
+        thread.submit(copy_beside, timeline, timeline.micro_batch).result()
+    assert [(span.kind, span.micro_batch) for span in timeline.stop_recording()] == [
+        (TO_HOST, 5),
+        (FORWARD, 5),
+    ]
+    assert timeline.micro_batch is None
+
+
+def copy_beside(timeline, micro_batch):
+    with timeline.beside(TO_HOST, micro_batch):
+        pass
 
 
 def run_one(device):

@@ -47,7 +47,7 @@ def run(shapes_of_pipelines, stages):
     pipeline, stage = rank % (world // stages), rank // (world // stages)
     shapes = shapes_of_pipelines[pipeline]
     timeline = Timeline()
-    comm = PipelineComm(groups[pipeline], None, torch.float32, torch.device("cpu"), timeline)
+    comm = PipelineComm(groups[pipeline], None, torch.empty(0), timeline)
     one = Pipeline(comm, stage, stages, [])
     first, last = stage == 0, stage == stages - 1
     comm.begin(shapes)
@@ -95,9 +95,8 @@ def comm_of(timeline, timeout_s=60, same_group=False):
     ranks, timeout = list(range(dist.get_world_size())), timedelta(seconds=timeout_s)
     activations = dist.new_group(ranks, timeout=timeout)
     gradients = activations if same_group else dist.new_group(ranks, timeout=timeout)
-    comm = InterleavedComm(
-        activations, gradients, 2, None, torch.float64, torch.device("cpu"), timeline
-    )
+    like = torch.empty(0, dtype=torch.float64)
+    comm = InterleavedComm(activations, gradients, 2, None, like, timeline)
     comm.begin(SHAPES, TABLE)
     return comm
 

@@ -170,12 +170,13 @@ class HdpExecutor:
         self._pipeline: PipelineComm | InterleavedComm | None = None
         if place.num_stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            kind = config, config.pipeline_dtype, compute_device(), self.timeline
+            like = torch.empty(0, dtype=config.pipeline_dtype, device=device)
+            how = config, like, self.timeline
             if len(chunks) == 1:
-                self._pipeline = PipelineComm(group, *kind)
+                self._pipeline = PipelineComm(group, *how)
             else:
                 assert gradient_group is not None, "several chunks need a second communicator"
-                self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *kind)
+                self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *how)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:

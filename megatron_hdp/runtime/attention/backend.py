@@ -82,3 +82,18 @@ class RunShapes:
     def largest_head(self) -> int:
         """Size of a head of queries, keys or values, whichever is largest."""
         return max(self.head_dim, self.value_dim or 0)
+
+    def inputs(self, num_tokens: int) -> list[torch.Tensor]:
+        """Random q, k and v, which want gradients, and the gradient of the output.
+
+        ``[t, heads, d]`` each; draws none of the run's numbers.
+        """
+        value_dim = self.value_dim or self.head_dim
+        sizes = [(self.heads, self.head_dim), (self.kv_heads, self.head_dim)]
+        sizes += [(self.kv_heads, value_dim), (self.heads, value_dim)]
+        random = torch.Generator(self.device).manual_seed(0)
+        parts = [
+            torch.randn(num_tokens, *size, generator=random, dtype=self.dtype, device=self.device)
+            for size in sizes
+        ]
+        return [*(x.requires_grad_() for x in parts[:3]), parts[3]]

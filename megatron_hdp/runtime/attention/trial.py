@@ -33,19 +33,19 @@ def try_out(backend: AttentionBackend, shapes: RunShapes) -> None:
     layout = TokenLayout((0,), 0, (), _LENGTHS, shapes.device)
     nobody: Any = None  # nothing is sent
     exact = _exact()
-    inputs = _random(shapes)
+    inputs = shapes.inputs(sum(_LENGTHS))
     kinds: dict[str, dict[str, Any]] = {"": {}}
     if isinstance(backend, RingAttention):
         if shapes.windows:
             kinds[" in a window"] = {"window": _WINDOW}
             # slices of a ring of two, the other an echo: queries see keys before the first
             halo = TokenLayout((0, 1), 0, _LENGTHS, (), shapes.device)
-            how = {"window": _WINDOW, "layout": halo, "comm": EchoComm(nobody)}
-            kinds[" in a window, with a halo"] = how
+            of_two = {"layout": halo, "comm": EchoComm(nobody)}
+            kinds[" in a window, with a halo"] = {"window": _WINDOW, **of_two}
         if shapes.sink:
-            kinds[" with a sink"] = {"sink": inputs[0][0, :, 0]}
+            kinds[" with a sink"] = {"sink": inputs[0][0, :, 0].detach()}
     for kind, how in kinds.items():
-        how = {"layout": layout, "comm": nobody, "scale": shapes.head_dim**-0.5} | how
+        how = {"layout": layout, "comm": nobody, "scale": shapes.head_dim**-0.5, **how}
         _compare(
             backend.name,
             f"{_LENGTHS} tokens{kind}",
@@ -95,7 +95,7 @@ def try_out_ring(backend: AttentionBackend, comm: RingComm, shapes: RunShapes) -
         f"a ring of two, {_LENGTHS} tokens",
         lambda q, k, v: backend(q, k, v, layout, echo, scale),
         [partial(by_definition, adds_tail=adds_tail) for adds_tail in (False, True)],
-        _random(shapes),
+        shapes.inputs(sum(_LENGTHS)),
     )
 
 
@@ -131,17 +131,6 @@ def _exact() -> RingAttention:
     return RingAttention(PaddedKernel(MatmulKernel()))
 
 
-def _random(shapes: RunShapes) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output; draws none of the run's numbers."""
-    random = torch.Generator().manual_seed(0)
-    heads, kv_heads, head_dim = shapes.heads, shapes.kv_heads, shapes.head_dim
-    value_dim = shapes.value_dim or head_dim
-    of_heads = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
-    sizes = [(sum(_LENGTHS), *size) for size in of_heads]
-    found = [torch.randn(size, generator=random) for size in sizes]
-    return [one.to(shapes.device, shapes.dtype) for one in found]
-
-
 def _compare(
     name: str, trial: str, found: _Attend, expected: Sequence[_Attend], inputs: list[torch.Tensor]
 ) -> None:
@@ -149,9 +138,8 @@ def _compare(
     *qkv, dout = inputs
 
     def results_of(attend: _Attend) -> list[torch.Tensor]:
-        q, k, v = (x.clone().requires_grad_() for x in qkv)
-        out = attend(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+        out = attend(*qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
     wanted = zip(*map(results_of, expected), strict=True)
     for what, result, right in zip(

@@ -51,7 +51,7 @@ class Answer:
     """In seconds of `time.monotonic`, before it was asked."""
 
 
-class DeviceWatch:
+class DeviceWatch(threading.Thread):
     """A thread that asks how far the device has come, which may block; `answer` never waits.
 
     Args:
@@ -63,22 +63,19 @@ class DeviceWatch:
     """
 
     def __init__(self, ask: Callable[[], Reached | None], interval_s: float) -> None:
+        super().__init__(name="heartbeat-device", daemon=True)
         self._ask = ask
         self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="heartbeat-device", daemon=True)
+        self._ends = threading.Event()
         self.answer: Answer | None = None
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, once a question that blocks is answered; waits for nothing."""
-        self._stop.set()
+        self._ends.set()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(self._interval_s):
+    def run(self) -> None:
+        """Asks until it is stopped."""
+        while not self._ends.wait(self._interval_s):
             asked_at = time.monotonic()
             reached = self._ask()
             self.answer = None if reached is None else Answer(reached, asked_at)

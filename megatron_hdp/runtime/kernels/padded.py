@@ -32,8 +32,8 @@ class PaddedKernel:
     def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `AttentionKernel.backward`."""
         size = max(of.q.shape[-1], of.v.shape[-1])
-        dout, *filled = _filled(size, dout, *of[:4])
-        gradients = self.kernel.backward(dout, Forward(*filled, of.lse), block, scale)
+        dout, q, k, v, out = _filled(size, dout, *of[:4])
+        gradients = self.kernel.backward(dout, Forward(q, k, v, out, of.lse), block, scale)
         dq, dk, dv = (_cut(x, y.shape[-1]) for x, y in zip(gradients, of[:3], strict=True))
         return dq, dk, dv
 

@@ -13,11 +13,12 @@ import functools
 import importlib.util
 import warnings
 from subprocess import SubprocessError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.loss.rows import TorchRows
 from megatron_hdp.runtime.loss.sums import LossSums
 
 LOGITS_BYTES = {"cpu": 2**24, "cuda": 2**30}
@@ -33,73 +34,7 @@ what a cache holds between the passes over it.
 _EVEN_TOKENS = 64  # chunks but the last are a multiple of this, where the bound allows it
 
 
-class Rows(Protocol):
-    """The elementwise work on a chunk's logits ``[c, V]``; one row is one token.
-
-    `columns` ``[c]`` int64 is where a token's label stands in this rank's part of the vocabulary,
-    below 0 or from V on where it does not. Figures of rows have at least float32.
-    """
-
-    def statistics(
-        self, logits: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, figures): what `gradient` works on, and ``[3, c]``.
-
-        The figures are the largest logit, the sum of ``exp(logit - largest)``, and the label's
-        logit, 0 where it is not here. `logits` may be overwritten.
-        """
-        ...
-
-    def gradient(
-        self,
-        scores: torch.Tensor,
-        figures: torch.Tensor,
-        columns: torch.Tensor,
-        log_sums: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """Makes `scores`, in place, the gradient of ``sum(weights * loss)`` by the logits.
-
-        `log_sums` ``[c]`` are over the whole vocabulary, `weights` ``[c]`` the tokens'.
-        """
-        ...
-
-
-class TorchRows:
-    """`Rows` in plain PyTorch, for any device and precision: the reference."""
-
-    def statistics(
-        self, logits: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Rows.statistics`; the scores are ``exp(logit - largest)``, at least float32."""
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        column, here = inside(columns, scores.shape[1])
-        targets = scores.gather(1, column[:, None])[:, 0] * here
-        largest = scores.amax(1)
-        scores.sub_(largest[:, None]).exp_()
-        return scores, torch.stack((largest, scores.sum(1), targets))
-
-    def gradient(
-        self,
-        scores: torch.Tensor,
-        figures: torch.Tensor,
-        columns: torch.Tensor,
-        log_sums: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """See `Rows.gradient`."""
-        column, here = inside(columns, scores.shape[1])
-        scores.mul_((weights * (figures[0] - log_sums).exp())[:, None])
-        scores.scatter_add_(1, column[:, None], -(weights * here)[:, None])
-
-
-def inside(columns: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a column that exists, whether it is the one asked for)."""
-    here = (columns >= 0) & (columns < num_columns)
-    return columns.clamp(0, num_columns - 1), here
-
-
-def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
+def rows_for(device: torch.device, dtype: torch.dtype) -> TorchRows:
     """The elementwise work for logits of this kind: Triton kernels on GPUs, else plain PyTorch."""
     if device.type != "cuda" or dtype == torch.float64:
         return TorchRows()
@@ -107,7 +42,7 @@ def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
 
 
 @functools.cache
-def _triton_rows(device: torch.device) -> Rows:
+def _triton_rows(device: torch.device) -> TorchRows:
     """Triton's kernels if they work here; otherwise the plain version, and a warning."""
     if importlib.util.find_spec("triton") is None:
         reason = "triton is not installed"

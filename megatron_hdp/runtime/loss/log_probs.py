@@ -38,14 +38,7 @@ def linear_log_probs(
     With `main_grad` backward adds the weights' gradient to it. If `weight` wants a gradient, it
     gets the weights themselves in its place, which nobody may read.
 
-    Args:
-        hidden: ``[n, H]``, the same on all ranks of the group.
-        weight: ``[V / ranks, H]``, this rank's slice of the vocabulary; logits are as precise.
-        labels: ``[n]`` token ids.
-        group: the ranks that share the vocabulary, or None where it is whole.
-        logits_bytes: bound of a chunk's logits in bytes, by default `LOGITS_BYTES` of the device.
-        main_grad: ``[V / ranks, H]``, float32 or (for float64 weights) float64, in which the
-            weights' gradients of all micro-batches are summed.
+    The arguments are those of `linear_cross_entropy`.
 
     Returns:
         ``[n]`` nats, at most 0; float32 or (for float64 weights) float64; equal on all ranks of

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.loss.fused_cross_entropy import inside, rank_in
+from megatron_hdp.runtime.loss.fused_cross_entropy import rank_in
+from megatron_hdp.runtime.loss.rows import inside
 from megatron_hdp.runtime.loss.sums import LossSums
 
 

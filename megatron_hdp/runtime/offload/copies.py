@@ -7,20 +7,16 @@ copy where it says so; nobody else waits for anybody.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import torch
 
 from megatron_hdp.runtime.timeline import TO_DEVICE, TO_HOST, Timeline
 
-
-class Copy(Protocol):
-    """A copy under way, such as an event of CUDA."""
-
-    def wait(self) -> None:
-        """What is computed after this call sees the copy done."""
-        ...
+Copy: TypeAlias = Callable[[], object]
+"""Waits for a copy under way: what is computed after the call sees it done."""
 
 
 class CopyEngine:
@@ -48,14 +44,6 @@ class CopyEngine:
         raise NotImplementedError
 
 
-class _ThreadCopy:
-    def __init__(self, future: Future[torch.Tensor]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-
 class ThreadCopyEngine(CopyEngine):
     """A thread for each direction. On the CPU compute is done when it returns."""
 
@@ -75,7 +63,7 @@ class ThreadCopyEngine(CopyEngine):
             with self._timeline.beside(kind, micro_batch):
                 return target.copy_(source)
 
-        return _ThreadCopy(self._threads[kind].submit(copy))
+        return self._threads[kind].submit(copy).result
 
 
 class StreamCopyEngine(CopyEngine):
@@ -97,7 +85,8 @@ class StreamCopyEngine(CopyEngine):
             with self._timeline.beside(kind, self._timeline.micro_batch):
                 target.copy_(source, non_blocking=True)
             done.record(stream)
-        return done  # whose `wait` makes the stream that is current then wait
+        wait: Copy = done.wait  # makes the stream that is current then wait
+        return wait
 
 
 def select_copy_engine(device: torch.device, timeline: Timeline) -> CopyEngine:

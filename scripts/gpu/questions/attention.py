@@ -32,11 +32,8 @@ def _backend(name: str, comm: Any = None) -> AttentionBackend:
 
 def _inputs(num_tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:
     """Queries, keys and values that want gradients, and the gradient of the output."""
-    random = torch.Generator("cuda").manual_seed(0)
-    how = {"generator": random, "dtype": torch.bfloat16, "device": "cuda"}
-    of_heads = (heads, kv_heads, kv_heads, heads)
-    parts = [torch.randn((num_tokens, h, HEAD_DIM), **how) for h in of_heads]
-    return [*(x.requires_grad_() for x in parts[:3]), parts[3]]
+    kind = torch.device("cuda"), torch.bfloat16, HEAD_DIM
+    return RunShapes(*kind, heads=heads, kv_heads=kv_heads).inputs(num_tokens)
 
 
 def _results(

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import seconds_of
+from common import peak_bytes, seconds_of
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -104,12 +105,8 @@ def _rotation() -> Answer:
     errors, times = [], []
     for fused in (False, True):
         found = turn(query, fused)
-        errors.append(
-            max(
-                float((a[few].float() - b).norm() / b.norm())
-                for a, b in zip(found, exact, strict=True)
-            )
-        )
+        pairs = [(a[few].float(), b) for a, b in zip(found, exact, strict=True)]
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in pairs))
         times.append(_median_ms(lambda fused=fused: turn(query, fused)))
     return Answer(
         f"from float32 {errors[1]:.1e} (unfused {errors[0]:.1e}); {times[1]:.2f} ms "
@@ -124,17 +121,17 @@ def _warm_up() -> Answer:
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
 
     tokens, width = 65536, 11008
-    bias = torch.rand(width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    how = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    bias = torch.rand(width, **how)
+
+    def warm_up() -> None:
+        given = torch.rand(tokens, 1, width, **how)
+        for _ in range(5):
+            out = bias_swiglu(given, bias)
+        del out
+
     before = torch.cuda.memory_allocated()
-    given = torch.rand(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    out = None
-    for _ in range(5):
-        out = bias_swiglu(given, bias)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del given, out
+    peak = peak_bytes(warm_up) - before
     at_2m = peak / tokens * 2**21 / GB
     return Answer(f"{at_2m:.0f} GB at 2M tokens of a 7B model", at_2m > 46)
 
@@ -155,13 +152,9 @@ def _loss_peak() -> Answer:
     peaks, gradients = [], []
     for main_grad in (buffer, None):
         hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        loss = partial(linear_cross_entropy, hidden, weight, labels, mask, main_grad=main_grad)
         before = torch.cuda.memory_allocated()
-        loss = linear_cross_entropy(hidden, weight, labels, mask, main_grad=main_grad)
-        loss.backward()
-        torch.cuda.synchronize()
-        peaks.append((torch.cuda.max_memory_allocated() - before) / GB)
+        peaks.append((peak_bytes(lambda loss=loss: loss().backward()) - before) / GB)
         gradients.append(buffer if main_grad is not None else weight.grad)
     rounded = gradients[0].bfloat16()
     error = float((rounded - gradients[1]).norm() / gradients[1].norm())

@@ -142,10 +142,7 @@ def _waits() -> int:
 
     attend, device = _selected().backend, _here().device
     echo, layout = EchoComm(dist.group.WORLD), TokenLayout((0, 1), 0, (512,), (), device)
-    sizes = [(512, n, _HEAD_DIM) for n in (_SHAPES.heads, _SHAPES.kv_heads, _SHAPES.kv_heads)]
-    q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
-    for x in (q, k, v):
-        x.requires_grad_()
+    q, k, v, _ = _here().inputs(512)
     waits = 0
     for _ in range(2):  # the first time whatever is made once is made
         with warnings.catch_warnings(record=True) as caught:

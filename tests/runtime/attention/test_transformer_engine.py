@@ -53,16 +53,11 @@ def test_it_is_called_as_it_wants_to_be(run_ranks, ring, value_dim):
         assert made == chosen == kinds
 
 
-def deterministic():
-    """Body of a rank."""
+def deterministic_kernels_get_no_empty_segments():
+    """Their memory grows with the number of segments, and TransformerEngine refuses too many."""
     torch.use_deterministic_algorithms(True)
     fake.install()
-    return max(errors_of_part(TransformerEngineAttention(CPU), None, (0,), [], [7, 3, 5]))
-
-
-def test_deterministic_kernels_get_no_empty_segments(run_ranks):
-    """Their memory grows with the number of segments, and TransformerEngine refuses too many."""
-    assert run_ranks(1, deterministic)[0] < 1e-13
+    assert max(errors_of_part(TransformerEngineAttention(CPU), None, (0,), [], [7, 3, 5])) < 1e-13
 
 
 def one_token(load, *library):
@@ -83,30 +78,25 @@ def test_one_token_with_one_head_of_keys(run_ranks):
     assert run_ranks(1, one_token, fake.install) == [True]
 
 
-def old():
+def an_old_one_is_refused():
     fake.install("2.9.0")
     with pytest.raises(ValueError, match=r"found TransformerEngine 2\.9\.0, expected 2\.20\.2"):
         TransformerEngineAttention(CPU)
 
 
-def without_own_kernels(variables):
-    """Body of a rank: nothing but unfused kernels is left; what a trial and the variables say."""
+def unfused_kernels_are_never_taken():
+    """Whatever the variables say, which are then as before: megatron-core checks them again."""
     fake.install()
+    variables = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"}
     os.environ.update(variables)  # as megatron-core does when it makes a model
     attend = TransformerEngineAttention(CPU)
     with pytest.raises(ValueError, match="No dot product attention backend"):
         try_out(attend, SHORT)
-    return {name: os.environ[name] for name in variables}
+    assert {name: os.environ[name] for name in variables} == variables
 
 
-def test_unfused_kernels_are_never_taken(run_ranks):
-    """Whatever the variables say, which are then as before: megatron-core checks them again."""
-    variables = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"}
-    assert run_ranks(1, without_own_kernels, variables) == [variables]
-
-
-def choices_of_others():
-    """Body of a rank: a choice of another one's with the same parameters, before and afterwards."""
+def choices_of_others_are_neither_used_nor_changed():
+    """With the same parameters."""
     fake.install()
     attend = TransformerEngineAttention(CPU)
     try_out(attend, SHORT)
@@ -117,15 +107,10 @@ def choices_of_others():
     }
     fake._attention_backends.update(theirs)
     try_out(TransformerEngineAttention(CPU), SHORT)
-    assert fake._attention_backends == theirs
-    return len(fake.chosen)
+    assert fake._attention_backends == theirs and len(fake.chosen) == 2
 
 
-def test_choices_of_others_are_neither_used_nor_changed(run_ranks):
-    assert run_ranks(1, choices_of_others) == [2]
-
-
-def with_another_memory():
+def one_with_another_memory_is_used_and_said():
     fake.install()
     from transformer_engine.pytorch.attention import dot_product_attention
 
@@ -136,7 +121,7 @@ def with_another_memory():
     assert note.startswith("it chooses kernels anew in every call: found NoneType as its memory")
 
 
-def with_other_functions():
+def one_with_other_functions_is_used_and_said():
     fake.install()
     from transformer_engine.pytorch.attention import dot_product_attention
 
@@ -147,8 +132,18 @@ def with_other_functions():
     assert taken == "local by cuDNN" and "not asked about the largest micro-batches" in note
 
 
-@pytest.mark.parametrize("body", [old, with_another_memory, with_other_functions])
-def test_other_versions_are_refused_or_used_and_said(run_ranks, body):
+BODIES = (
+    deterministic_kernels_get_no_empty_segments,
+    an_old_one_is_refused,
+    unfused_kernels_are_never_taken,
+    choices_of_others_are_neither_used_nor_changed,
+    one_with_another_memory_is_used_and_said,
+    one_with_other_functions_is_used_and_said,
+)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_one_rank(run_ranks, body):
     run_ranks(1, body)
 
 

@@ -83,18 +83,21 @@ def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks
 class OverCpuKernel(FakeFlashAttn):
     """With the window that TransformerEngine gives for a causal block."""
 
-    def _flash_attn_varlen_forward(
-        self, *given, dropout_p, softmax_scale, causal, window_size_left, window_size_right, **_
-    ):
-        assert (window_size_left, window_size_right) == (-1, 0 if causal else -1)
-        how = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
-        return super()._flash_attn_varlen_forward(*given, **how)
+    def _flash_attn_varlen_forward(self, *given, **how):
+        return super()._flash_attn_varlen_forward(*given, **_own(how))
 
-    def _flash_attn_varlen_backward(self, *given, rng_state, **how):
-        super()._flash_attn_varlen_backward(*given, **how)
+    def _flash_attn_varlen_backward(self, *given, **how):
+        rest = {name: how[name] for name in ("softcap", "alibi_slopes", "deterministic")}
+        super()._flash_attn_varlen_backward(*given, **_own(how), **rest)
 
     flash_attn_func = flash_attn_varlen_func = varlen_bwd = None
     _flash_attn_forward = _flash_attn_backward = None
+
+
+def _own(how):
+    window = how["window_size_left"], how["window_size_right"]
+    assert window == (-1, 0 if how["causal"] else -1)
+    return {name: how[name] for name in ("dropout_p", "softmax_scale", "causal")}
 
 
 def waits_of_rings(library, kernel, num_layers):

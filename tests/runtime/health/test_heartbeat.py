@@ -1,4 +1,7 @@
-"""Heartbeats of several ranks as threads of one process, over one store in memory."""
+"""Heartbeats of several ranks as threads of one process, over one store in memory.
+
+Whose device waits is not blamed, whatever its main thread stands in; asking may hang.
+"""
 
 import threading
 import time
@@ -8,9 +11,18 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megatron_hdp.runtime.clocks import DeviceClock
 from megatron_hdp.runtime.health import heartbeat, store
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
-from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, MEETING, RING_WAIT, Timeline
+from megatron_hdp.runtime.timeline import (
+    CHECKPOINT,
+    DEVICE_WAIT,
+    FORWARD,
+    MEETING,
+    RING_WAIT,
+    Timeline,
+)
+from tests.runtime.test_clocks import Device
 
 INTERVAL_S = 0.2
 LIMIT_S = 0.6
@@ -177,8 +189,10 @@ def fall_silent(rank):
         assert rank.go_on.wait(60)
 
 
-def test_a_rank_that_falls_silent_is_named():
-    with job(wait, wait, fall_silent) as ranks:
+@pytest.mark.parametrize("options", [{}, ASKED], ids=["stalled", "asked to end"])
+def test_a_rank_that_falls_silent_is_named(options):
+    """Launchers ask the others to end when they have lost a rank; no stall needs to pass."""
+    with job(wait, wait, fall_silent, **options) as ranks:
         texts = [ended(rank) for rank in ranks[:2]]
         heard_of.set()
     for text in texts:
@@ -186,13 +200,7 @@ def test_a_rank_that_falls_silent_is_named():
         assert "last in ring wait of step 2" in text and "wait for each other" not in text, text
 
 
-def test_a_rank_that_was_asked_to_end_looks_for_dead_ones():
-    """Launchers ask the others when they have lost a rank; no stall needs to pass."""
-    with job(wait, wait, fall_silent, **ASKED) as ranks:
-        texts = [ended(rank) for rank in ranks[:2]]
-        heard_of.set()
-    for text in texts:
-        assert "rank 2 (host " in text and "died or was stopped" in text, text
+def test_without_a_stall_nobody_looks_who_was_not_asked():
     with job(wait, wait, fall_silent, stall_timeout_s=LONG_S) as ranks:
         assert still_run(ranks, 4 * LIMIT_S)
         heard_of.set()
@@ -263,6 +271,86 @@ def test_leaving_in_order_ends_nobody():
         for rank in ranks:
             rank.join(120)
     assert [(rank.ended, rank.error) for rank in ranks] == [([], None)] * 3
+
+
+def launch(rank, *kinds, query=None):
+    """Puts spans into the queue of the rank's device, which does none of them; nothing waits."""
+    rank.device = Device()
+    rank.timeline.use(DeviceClock(rank.device.event, query))
+    for kind in kinds:
+        with rank.timeline.span(kind, 2):
+            rank.device.launch(1.0)
+    rank.device.queue.pop(0)  # it is past the beginning of the first
+
+
+def launch_to_a_device_that_waits(rank):
+    """Its queue is full: the main thread stands in a launch of the next forward."""
+    launch(rank, RING_WAIT, FORWARD)
+    wait(rank, FORWARD, 3)
+
+
+def launch_to_a_device_that_computes(rank, kind=FORWARD, micro_batch=3):
+    launch(rank, FORWARD, RING_WAIT)
+    wait(rank, kind, micro_batch)
+
+
+def read_a_result(rank):
+    """Where a main thread counts as waiting, for a device that computes."""
+    launch_to_a_device_that_computes(rank, DEVICE_WAIT, None)
+
+
+def test_the_rank_whose_device_computes_is_blamed_alone():
+    ranks = (wait, launch_to_a_device_that_waits, launch_to_a_device_that_computes)
+    with job(*ranks) as ranks:
+        texts = [ended(ranks[0]), ended(ranks[1])]
+    for text in texts:
+        assert "stalled while 2 of 3 ranks wait: rank 2 (host " in text, text
+        assert "its device in forward of micro-batch 2, as" in text and "rank 1 (" not in text, text
+
+
+def test_a_main_thread_that_waits_for_its_device_does_what_that_does():
+    with job(launch_to_a_device_that_waits, read_a_result) as ranks:
+        text = ended(ranks[0])
+    assert "rank 1 (host " in text and "in wait for the device" in text, text
+    assert "its device in forward of micro-batch 2" in text, text
+
+
+def test_devices_that_all_wait_are_a_deadlock():
+    with job(launch_to_a_device_that_waits, launch_to_a_device_that_waits) as ranks:
+        assert "all ranks wait for each other: rank 0" in ended(ranks[0])
+
+
+@pytest.mark.parametrize("kinds", [(FORWARD,), (FORWARD, RING_WAIT)], ids=" and ".join)
+def test_a_device_that_gets_on_is_waited_for(kinds):
+    """The main thread stands still for long: the queue is."""
+
+    def get_on(rank):
+        launch(rank, *kinds * 40)
+        with rank.timeline.span(FORWARD, 3):
+            while not rank.go_on.wait(LIMIT_S / 10):
+                del rank.device.queue[:1]
+
+    with job(wait, get_on) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
+
+
+def test_a_question_that_hangs_silences_nobody():
+    """And the rank is taken for what its main thread says, as no device answers."""
+    may_answer = threading.Event()
+
+    def ask_in_vain(rank):
+        launch(rank, RING_WAIT, FORWARD, query=lambda event: may_answer.wait(60))
+        wait(rank, FORWARD, 3)
+
+    with job(wait, wait, ask_in_vain) as ranks:
+        assert still_run(ranks, LIMIT_S / 2)
+        texts = [ended(rank) for rank in ranks[:2]]
+        beats = ranks[2].heartbeat._others._beats
+        may_answer.set()
+    assert beats > LIMIT_S / INTERVAL_S, "its heartbeats went on"
+    for text in texts:
+        assert "stalled while 2 of 3 ranks wait: rank 2 (host " in text, text
+        assert "died" not in text and "device" not in text, text
 
 
 @pytest.mark.parametrize(

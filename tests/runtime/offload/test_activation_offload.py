@@ -5,15 +5,18 @@ import random
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hdp.runtime.offload import ActivationOffload
+from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.offload.copies import ThreadCopyEngine
 from megatron_hdp.runtime.offload.host_pool import HostPool
+from megatron_hdp.runtime.offload.need import HostNeed
+from megatron_hdp.runtime.offload.saved_bytes import SavedBytes
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, OffloadedStorage
 from tests.support.devices import CPU_AND_GPU, device_of
 
@@ -191,7 +194,7 @@ def test_a_use_that_does_not_wait_is_seen(stack, monkeypatch):
     """Planted: nobody waits for the way back."""
     expected, done = stack.gradients([0, 0]), threading.Event()
     slow_down(monkeypatch, begin=done.wait)
-    monkeypatch.setattr(f"{COPIES}._ThreadCopy.wait", lambda self: None)
+    monkeypatch.setattr(Future, "result", lambda self: None)
     found = stack.gradients([1.0, 0.5])
     done.set()
     assert not equal(found, expected)
@@ -267,3 +270,58 @@ def test_many_steps_leave_nothing_behind():
             counts.append((stack.offload.pool.held_bytes, living, stack.offload.pool.used_bytes))
     assert [count[1:] for count in counts] == [(0, 0)] * 10
     assert counts[-1][0] == counts[4][0]
+
+
+SAVED = SavedBytes(layers=[800, 800, 1000, 900], largest=300)
+"""Of ten tokens."""
+
+
+@pytest.mark.parametrize(
+    "stack, loads, most_alive, expected",
+    [
+        ((4,), [], 1, (0, 0)),
+        ((4,), [(40, 0.0)], 1, (0, 0)),
+        # two of four layers leave, a storage more than the share: 40 (0.5 x 2 x 100 + 30) x 9 / 8
+        ((4,), [(40, 0.5)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (80, 0.0), (8, 1.0)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0), (40, 0.5)], 2, (5850 + 2070, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0)], 4, (5850 + 2070, 1200)),
+        ((4, 2), [(40, 0.5)], 1, (40 * (100 + 2 * 30) * 9 // 8, 1200)),  # each part a storage more
+        ((2,), [(40, 1.0)], 1, (0, 1200)),
+    ],
+)
+def test_by_hand(stack, loads, most_alive, expected):
+    need = HostNeed(*stack)
+    need.expect(SAVED, 10)
+    assert need.of(loads, most_alive) == expected
+
+
+def stack_that_knows():
+    stack = Stack(device_of("cpu"))
+    saved = saved_bytes(stack.layers, stack.layers.parameters(), lambda: stack.forward(0, tokens=8))
+    stack.offload.need.expect(saved, 8)
+    return stack
+
+
+@pytest.mark.parametrize("ratios", [[1.0], [0.3, 0.7, 1.0, 0.01]])
+def test_no_forward_asks_for_host_memory(ratios):
+    stack = stack_that_knows()
+    stack.offload.reserve([(TOKENS, ratio) for ratio in ratios], most_alive=len(ratios))
+    held_bytes = stack.offload.pool.held_bytes
+    stack.gradients(ratios)
+    assert stack.offload.pool.num_late == 0
+    assert stack.offload.pool.held_bytes == held_bytes < 3 * stack.offload.offloaded_bytes
+
+
+def test_what_saves_more_than_the_example_is_known_to_the_next_step():
+    """Planted: the example was counted wrongly, at a tenth."""
+    stack = stack_that_knows()
+    stack.offload.need = HostNeed(len(stack.layers))
+    stack.offload.need.expect(SavedBytes(layers=[5000], largest=500), 10)
+    stack.offload.reserve([(TOKENS, 1.0)])
+    with pytest.warns(UserWarning, match="beyond the"):
+        stack.forward(1.0)
+    late = stack.offload.pool.num_late
+    stack.offload.reserve([(TOKENS, 1.0)] * 3, most_alive=3)
+    stack.gradients([1.0] * 3)
+    assert stack.offload.pool.num_late == late > 0

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
@@ -149,3 +150,44 @@ def test_tokens_must_match_the_layout():
     x = torch.zeros(3, 1, 8)
     with pytest.raises(ValueError, match="3 tokens were given, the layout has 4"):
         RingAttention(CpuFlashKernel())(x, x, x, layout, None, 1.0)
+
+
+SLICES = (4, 2, 6)
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations, in order: of the host, and those that a device is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_host, self.on_device = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_device = isinstance(result, torch.Tensor) and result.device.type == "meta"
+        if not function.is_view:
+            (self.on_device if is_device else self.on_host).append(function.__name__)
+        return result
+
+
+def layout(device="cpu", slices=SLICES):
+    return TokenLayout((0, 1), 0, slices, (7, 3), torch.device(device))
+
+
+def test_what_is_launched_for_a_layout():
+    """Nothing until it is read; offsets are sent in one copy each, heads and tails in one."""
+    with Operations() as operations:
+        made = layout("meta", SLICES * 50)
+        assert not operations.on_host and not operations.on_device
+        assert made.whole_segments.longest == 12 and made.local_segments.longest == 7
+    assert operations.on_device == ["_to_copy.default"] * 2
+    with Operations() as operations:
+        assert made.heads.shape == made.tails.shape == (300,)
+    assert operations.on_device == ["_to_copy.default"] and len(operations.on_host) <= 3
+
+
+def test_heads_and_tails_are_the_halves_of_each_slice():
+    made = layout()
+    assert made.heads.tolist() == [0, 1, 4, 6, 7, 8]
+    assert made.tails.tolist() == [2, 3, 5, 9, 10, 11]
+    assert (layout(slices=(8,)).heads, layout(slices=(8,)).tails) == (slice(0, 4), slice(4, 8))
