@@ -47,7 +47,7 @@ class StagedTransfer:
     def wait(self, is_idle=True):
         if self.on_host is not None:
             self.received.copy_(self.on_host.wait())
-            self.on_host = None
+        self.on_host = None
         return self.received
 
 
@@ -69,9 +69,7 @@ def require(device, name, dtype=torch.bfloat16):
 
 
 def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind):
-    """Body of a rank: relative errors of (out, dq, dk, dv) of every case, over "native" transport
-    or one "staged" in host memory; `kind` is window and sink, see `errors_of_part`.
-    """
+    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; kind: window and sink."""
     if transport == "staged":
         if device == "cuda":
             torch.cuda.set_device(0)

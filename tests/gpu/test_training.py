@@ -67,10 +67,7 @@ class Command:
 
 
 def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Command:
-    """Starts ``pretrain_gpt`` on so many ranks, all on the first GPU ("cuda") or on none ("cpu").
-
-    The folder is made, for its output and for metrics.
-    """
+    """Starts ``pretrain_gpt`` on ranks, all on the first GPU ("cuda") or none ("cpu")."""
     folder.mkdir(parents=True)
     metrics_path, port = folder / "metrics.jsonl", free_port()
     command = [sys.executable, "-m", "megatron_hdp.pretrain_gpt", *flags]

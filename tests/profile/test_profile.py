@@ -106,11 +106,7 @@ def test_times_too_noisy_to_use_write_nothing(run_ranks):
 @pytest.mark.parametrize(
     ("config", "words", "told"),
     [
-        (
-            CONFIG,
-            "--output gone/c.json",
-            "--output gone/c.json: found no folder gone, expected one",
-        ),
+        (CONFIG, "--output gone/c.json", "--output gone/c.json: found no folder gone, expected"),
         (CONFIG, "--output .", "found a folder, expected a file's name"),
         (CONFIG, "--output c.json --picture c.txt", "found the suffix '.txt', expected .png, .svg"),
         (CONFIG, "--output c.png --picture ./c.png", "c.png is the file of --output as well"),

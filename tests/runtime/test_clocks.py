@@ -43,11 +43,15 @@ class Device:
     def run_until(self, event: "FakeEvent") -> None:
         self.synchronised += 1
         while event in self.queue:
-            first = self.queue.pop(0)
-            if isinstance(first, FakeEvent):
-                first.at_s = self.time_s
-            else:
-                self.time_s += first
+            self.run_one()
+
+    def run_one(self) -> None:
+        """Does the first thing in the queue."""
+        first = self.queue.pop(0)
+        if isinstance(first, FakeEvent):
+            first.at_s = self.time_s
+        else:
+            self.time_s += first
 
 
 class FakeEvent:
@@ -202,8 +206,8 @@ def test_a_span_that_raises_is_settled_too(device, timeline):
 
 
 def test_the_cpu_needs_no_settling():
-    timeline = Timeline(clock_of(torch.device("cpu")))
-    assert type(clock_of(torch.device("cpu"))) is Clock
+    timeline, clock = Timeline(), clock_of(torch.device("cpu"))
+    assert type(clock) is type(timeline._clock) is Clock
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
@@ -252,15 +256,6 @@ def copy_beside(timeline, micro_batch):
         pass
 
 
-def run_one(device):
-    """The device does the first thing in its queue."""
-    first = device.queue.pop(0)
-    if isinstance(first, float):
-        device.time_s += first
-    else:
-        first.at_s = device.time_s
-
-
 def place(timeline):
     reached = timeline.reached()
     return "idle" if reached.is_idle else (reached.kind, reached.micro_batch)
@@ -277,7 +272,7 @@ def test_the_device_is_followed_through_spans_that_have_ended(device, timeline, 
             device.launch(2.0)
     seen, numbers = [place(timeline)], []
     while device.queue:
-        run_one(device)
+        device.run_one()
         numbers.append(timeline.reached().number)
         if place(timeline) != seen[-1]:
             seen.append(place(timeline))

@@ -87,6 +87,7 @@ def test_every_stage_gets_every_micro_batch_in_its_shape(run_ranks, stages, coun
         assert waited > 0
 
 
+OVERLAPPED = {"overlap_p2p_comm": True}
 SHAPES = [(2, 3), (5, 3)]
 TABLE = [(0, 0), (1, 0), (0, 1), (1, 1)]  # two micro-batches, two chunks
 
@@ -111,15 +112,13 @@ def both_directions():
     comm = comm_of(timeline)
     if rank == 0:
         # sends forwards first; the other stage takes the gradient first
-        first = comm.send_forward_recv_forward(filled(1), False, None, overlap_p2p_comm=True)
+        first = comm.send_forward_recv_forward(filled(1), False, None, **OVERLAPPED)
         assert first == (None, {})
-        gradient, handles = comm.send_backward_recv_backward(
-            None, True, None, overlap_p2p_comm=True
-        )
+        gradient, handles = comm.send_backward_recv_backward(None, True, None, **OVERLAPPED)
         handles["recv_next"].wait()
         found = [gradient]
     else:
-        comm.send_backward_recv_backward(filled(2), False, None, overlap_p2p_comm=True)
+        comm.send_backward_recv_backward(filled(2), False, None, **OVERLAPPED)
         found = [comm.recv_forward(None, False)]
     # what the last stage makes of a chunk is the first one's input of the next
     if rank == 0:
@@ -149,8 +148,8 @@ def both_directions_at_once(same_group):
     """Body of a rank: the first one sends both kinds, the other takes the gradient first."""
     comm = comm_of(Timeline(), same_group=same_group)
     if dist.get_rank() == 0:
-        comm.send_forward_recv_forward(filled(1), False, None, overlap_p2p_comm=True)
-        comm.send_backward_recv_backward(filled(2), False, None, overlap_p2p_comm=True)
+        comm.send_forward_recv_forward(filled(1), False, None, **OVERLAPPED)
+        comm.send_backward_recv_backward(filled(2), False, None, **OVERLAPPED)
         comm.finish()
         return [0]
     gradient = comm.recv_backward(None, False)
@@ -162,7 +161,7 @@ def waiting_in_vain():
     """Body of a rank: the first stage waits for one that never sends."""
     comm = comm_of(Timeline(), timeout_s=1)
     if dist.get_rank() == 0:
-        _, handles = comm.send_forward_recv_forward(None, True, None, overlap_p2p_comm=True)
+        _, handles = comm.send_forward_recv_forward(None, True, None, **OVERLAPPED)
         handles["recv_prev"].wait()
 
 

@@ -1,15 +1,18 @@
-"""What CUDA and PyTorch read at their start is set before, and a user's choice is kept."""
+"""What CUDA and PyTorch read at their start is set before; the driver is asked first."""
 
+import ctypes
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from megatron_hdp.runtime.cuda import Run, describe, preparation, prepare, run_of, settings
+from megatron_hdp.runtime.cuda import Run, describe, device, preparation, prepare, run_of, settings
+from megatron_hdp.runtime.cuda.device import EAGER, compute_capability, loading_mode
 from megatron_hdp.runtime.cuda.settings import CONNECTIONS as QUEUES
 from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, OTHER_MEMORY
 
@@ -151,8 +154,6 @@ def test_what_cuda_has_read_is_not_changed_but_told(monkeypatch):
     ],
 )
 def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, registers, monkeypatch):
-    from megatron_hdp.runtime.cuda import device
-
     monkeypatch.setattr(device, "compute_capability", lambda: HOPPER)
     assert run_of(line.split()) == Run(
         capability=HOPPER if hdp else None,
@@ -214,8 +215,68 @@ def test_the_command_and_the_plugin_set_all_before_they_import_torch(tmp_path: P
     )
     assert at_first_import(_COMMAND, *flags) == ["32", "EAGER", "expandable_segments:True"]
     script = tmp_path / "pretrain_gpt.py"
-    script.write_text("")
+    script.touch()
     flags = ["--hybrid-data-parallel", "--tensor-model-parallel-size", "2"]
     found = at_first_import(_SCRIPT, str(script), *flags)
     assert found == ["1", "EAGER", "expandable_segments:True"]
     assert at_first_import(_SCRIPT, str(script)) == ["None"] * 3
+
+
+class Driver:
+    """An NVML that answers, or fails in one call."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            if name == self.failing:
+                return 9
+            if name == "nvmlDeviceGetCudaComputeCapability":
+                for pointer, value in zip(args[1:], HOPPER, strict=True):
+                    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = value
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [None, "nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetCudaComputeCapability"],
+)
+def test_the_driver_is_asked(monkeypatch, failing):
+    driver = Driver(failing)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compute_capability() == (None if failing else HOPPER)
+    assert failing == "nvmlInit_v2" or driver.calls[-1] == "nvmlShutdown"
+
+
+def test_hidden_gpus_and_a_machine_without_driver_are_none(monkeypatch):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compute_capability() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(device.ctypes, "CDLL", mock.Mock(side_effect=OSError))
+    assert compute_capability() is None
+
+
+def lazily(pointer):
+    """What a libcuda that has started answers."""
+    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = 2
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        (SimpleNamespace(cuModuleGetLoadingMode=lambda pointer: 3), None),  # not initialised
+        (SimpleNamespace(cuModuleGetLoadingMode=lazily), 2),
+        (object(), None),  # before CUDA 11.7
+    ],
+)
+def test_the_loading_mode_is_known_once_cuda_has_started(monkeypatch, driver, expected):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    assert loading_mode() == expected != EAGER

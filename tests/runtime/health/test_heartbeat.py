@@ -225,16 +225,19 @@ def test_a_rank_that_never_came_is_named():
     rank.join(30)
 
 
-def test_failed_communication_names_the_rank_that_failed():
+def failing(intervals, error, cause=None):
+    """What raises the error after so many heartbeats."""
+
     def fail(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise ValueError("planted\nmore")
+        rank.clock.sleep(intervals * INTERVAL_S)
+        raise error from cause
 
-    def lose_peer(rank):
-        rank.clock.sleep(4 * INTERVAL_S)
-        raise ValueError("a ring member did not answer") from RuntimeError("gloo: closed")
+    return fail
 
-    with job(lose_peer, fail, wait) as ranks:
+
+def test_failed_communication_names_the_rank_that_failed():
+    lost = ValueError("a ring member did not answer"), RuntimeError("gloo: closed")
+    with job(failing(4, *lost), failing(3, ValueError("planted\nmore")), wait) as ranks:
         assert "rank 1 (host " in ended(ranks[2])
     assert type(ranks[1].error) is ValueError
     assert isinstance(ranks[0].error, RankFailure)
@@ -243,21 +246,15 @@ def test_failed_communication_names_the_rank_that_failed():
 
 
 def test_failed_communication_names_the_rank_that_left():
-    def lose_peer(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise RuntimeError("[gloo/transport] Connection closed by peer")
-
-    with job(lose_peer, lambda rank: None) as ranks:
+    lost = RuntimeError("[gloo/transport] Connection closed by peer")
+    with job(failing(3, lost), lambda rank: None) as ranks:
         ranks[0].join(120)
     assert "rank 1 (host " in str(ranks[0].error) and "has left the job" in str(ranks[0].error)
 
 
 def test_failed_communication_with_all_alive_names_the_rank_that_does_not_wait():
-    def time_out(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise dist.DistBackendError("timed out")
-
-    with job(time_out, compute, wait, stall_timeout_s=LONG_S) as ranks:
+    late = failing(3, dist.DistBackendError("timed out"))
+    with job(late, compute, wait, stall_timeout_s=LONG_S) as ranks:
         ranks[0].join(120)
         assert "rank 1 (host " in ended(ranks[2])
     assert "stalled while 2 of 3 ranks wait: rank 1 (host " in str(ranks[0].error)
