@@ -257,7 +257,7 @@ def files_with_gpu_tests(tests: Path) -> list[str]:
     """
     texts = {path: path.read_text() for path in tests.rglob("*.py")}
     marking = [path.stem for path, text in texts.items() if "mark.gpu" in text]
-    helpers = [f"tests.{name} import" for name in marking if not name.startswith("test_")]
+    helpers = [f".{name} import" for name in marking if not name.startswith("test_")]
     words = ["mark.gpu", *helpers]
     return sorted(
         str(path.relative_to(ROOT))

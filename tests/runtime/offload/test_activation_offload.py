@@ -18,11 +18,11 @@ from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.offload.need import HostNeed
 from megatron_hdp.runtime.offload.saved_bytes import SavedBytes
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, OffloadedStorage
-from tests.support.devices import CPU_AND_GPU, device_of
 
 WIDTH, TOKENS, NUM_LAYERS = 32, 64, 6
 STORAGE_BYTES = TOKENS * 4 * WIDTH * 4  # the largest that a layer saves
 COPIES = "megatron_hdp.runtime.offload.copies"
+CPU_AND_GPU = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 class Layer(nn.Module):
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 def stack(request, monkeypatch):
     """Layers, their offload and a function that runs micro-batches, on the parameter's device."""
     monkeypatch.setattr(f"{COPIES}.StreamCopyEngine.least_bytes", 1)
-    return Stack(device_of(getattr(request, "param", "cpu")))
+    return Stack(torch.device(getattr(request, "param", "cpu")))
 
 
 class Stack:
@@ -297,7 +297,7 @@ def test_by_hand(stack, loads, most_alive, expected):
 
 
 def stack_that_knows():
-    stack = Stack(device_of("cpu"))
+    stack = Stack(torch.device("cpu"))
     saved = saved_bytes(stack.layers, stack.layers.parameters(), lambda: stack.forward(0, tokens=8))
     stack.offload.need.expect(saved, 8)
     return stack

@@ -134,7 +134,7 @@ def test_files_with_gpu_tests_are_found_by_what_they_import_too(tmp_path, monkey
     texts = {
         "helper.py": f"GPU = {mark}",
         "test_by_itself.py": f"@{mark}",
-        "test_by_helper.py": "from tests.helper import GPU",
+        "test_by_helper.py": "from tests.support.helper import GPU",
         "test_other.py": "from tests.helpers import CPU",
     }
     for name, text in texts.items():
